@@ -1,0 +1,3 @@
+"""RPC and distributed autograd for PyTorch, over gRPC."""
+
+__version__ = "0.1.0"

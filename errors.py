@@ -1,0 +1,140 @@
+"""Every error gradwire raises on purpose; all are RuntimeErrors, so code written for torch keeps catching them.
+
+GradwireError
+├── StoreError                    a store refused an operation, or its server cannot be reached
+│   └── StoreTimeoutError         .missing: the keys that did not appear in time
+├── RendezvousError               workers cannot find each other: a bad URL, a missing variable, ranks that clash
+└── RpcError
+    ├── NotInitializedError       a call before init_rpc or after shutdown
+    ├── UnknownWorkerError        .name: no worker of the group is called so
+    ├── RpcTimeoutError           .worker, .seconds
+    ├── WorkerLostError           .worker, .reason: the peer died, left, or cannot be reached
+    ├── SerializationError        .path: where in the arguments or the result it went wrong
+    ├── RemoteError               .worker, .remote_traceback: a function raised on another worker
+    │   └── RemoteUnpicklableError  its exception could not be rebuilt here; the text is kept
+    ├── RRefError                 a reference used where, or after, it cannot be
+    └── AutogradError             a backward pass that cannot run
+        └── UnknownContextError   .context_id: no such context on this worker
+
+A remote exception whose class can be rebuilt arrives as that class; its `__cause__` is the RemoteError.
+"""
+
+from collections.abc import Sequence
+
+from torch.distributed import DistStoreError
+
+__all__ = [
+    "AutogradError",
+    "GradwireError",
+    "NotInitializedError",
+    "RRefError",
+    "RemoteError",
+    "RemoteUnpicklableError",
+    "RendezvousError",
+    "RpcError",
+    "RpcTimeoutError",
+    "SerializationError",
+    "StoreError",
+    "StoreTimeoutError",
+    "UnknownContextError",
+    "UnknownWorkerError",
+    "WorkerLostError",
+]
+
+
+class GradwireError(RuntimeError):
+    """The root of the tree."""
+
+
+class StoreError(GradwireError, DistStoreError):
+    """A store refused an operation, or its server cannot be reached."""
+
+
+class StoreTimeoutError(StoreError):
+    """Keys did not appear in time."""
+
+    def __init__(self, missing: Sequence[str], seconds: float, doing: str = "waiting for") -> None:
+        shown = ", ".join(repr(key) for key in missing[:8]) + (", …" if len(missing) > 8 else "")
+        super().__init__(f"timed out after {seconds:g} s {doing} {shown}")
+        self.missing = list(missing)
+        self.seconds = seconds
+
+
+class RendezvousError(GradwireError):
+    """Workers cannot find each other."""
+
+
+class RpcError(GradwireError):
+    """The root of what gradwire.rpc, rref, autograd and optim raise."""
+
+
+class NotInitializedError(RpcError):
+    """A call before init_rpc or after shutdown."""
+
+
+class UnknownWorkerError(RpcError):
+    """No worker of the group has this name or id."""
+
+    def __init__(self, name: object, known: Sequence[str]) -> None:
+        shown = ", ".join(known[:16]) + (", …" if len(known) > 16 else "")
+        super().__init__(f"no worker {name!r} in this group; its workers are {shown}")
+        self.name = name
+
+
+class RpcTimeoutError(RpcError):
+    """A worker did not answer in time. Whether it ran the call is not known."""
+
+    def __init__(self, worker: str, seconds: float, doing: str = "a call") -> None:
+        super().__init__(f"{doing} to worker {worker!r} ran for more than its timeout of {seconds:g} s")
+        self.worker = worker
+        self.seconds = seconds
+
+
+class WorkerLostError(RpcError):
+    """A worker died, left the group, or cannot be reached."""
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"worker {worker!r} is lost: {reason}")
+        self.worker = worker
+        self.reason = reason
+
+
+class SerializationError(RpcError):
+    """An object cannot travel."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path} cannot be sent: {problem}")
+        self.path = path
+
+
+class RemoteError(RpcError):
+    """A function raised on another worker; the cause of the rebuilt exception, or the error itself."""
+
+    def __init__(self, worker: str, text: str, remote_traceback: str) -> None:
+        super().__init__(f"on worker {worker!r}: {text}\n\n{remote_traceback.rstrip()}")
+        self.worker = worker
+        self.text = text
+        self.remote_traceback = remote_traceback
+
+
+class RemoteUnpicklableError(RemoteError):
+    """A function raised on another worker, and its exception could not be rebuilt here."""
+
+
+class RRefError(RpcError):
+    """A reference used where, or after, it cannot be."""
+
+
+class AutogradError(RpcError):
+    """A backward pass that cannot run."""
+
+
+class UnknownContextError(AutogradError):
+    """No autograd context has this id on this worker."""
+
+    def __init__(self, context_id: int, worker: str) -> None:
+        super().__init__(
+            f"worker {worker!r} has no autograd context {context_id}: "
+            "it was never opened here, or its `with context()` block has ended"
+        )
+        self.context_id = context_id

@@ -1,0 +1,1 @@
+"""Generated from `proto/gradwire/v1/*.proto` by `make proto`. Do not edit."""

@@ -1,0 +1,33 @@
+"""Fixtures for all tests."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Appended, so that worker processes can import test modules by name without shadowing anything.
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from tests.workers import Workers  # noqa: E402
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    """Starts worker processes; all of them end with the test."""
+    group = Workers(tmp_path)
+    yield group
+    group.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
+    """Adds the output and the stacks of a failed test's workers to its report."""
+    report = yield
+    group = getattr(item, "funcargs", {}).get("workers")
+    if report.when == "call" and report.failed and isinstance(group, Workers):
+        for worker in group.all:
+            report.sections.append((worker.name, worker.describe()))
+    return report

@@ -1,0 +1,49 @@
+"""The helper that every other test stands on."""
+
+import os
+
+import pytest
+
+from tests.workers import WorkerDiedError
+
+
+def fail() -> None:
+    raise LookupError("on purpose")
+
+
+def test_a_worker_runs_functions_in_its_own_process(workers):
+    a, b = workers(2)
+    assert len({os.getpid(), a.run(os.getpid), b.run(os.getpid)}) == 3
+
+
+def test_work_goes_on_while_the_test_does(workers, tmp_path):
+    (a,) = workers(1)
+    os.mkfifo(tmp_path / "gate")
+
+    def wait_for_the_gate() -> str:
+        return (tmp_path / "gate").read_text()
+
+    pending = a.start(wait_for_the_gate)
+    assert not pending.done()
+    (tmp_path / "gate").write_text("open")
+    assert pending.result() == "open"
+
+
+def test_an_exception_keeps_its_type_and_brings_its_traceback(workers):
+    (a,) = workers(1)
+    with pytest.raises(LookupError, match="on purpose") as caught:
+        a.run(fail)
+    assert "in fail" in caught.value.__notes__[0]
+
+
+def test_a_dead_worker_is_reported(workers):
+    (a,) = workers(1)
+    with pytest.raises(WorkerDiedError, match="exit code 3"):
+        a.run(os._exit, 3)
+
+
+def test_output_and_stacks_are_described(workers):
+    (a,) = workers(1)
+    a.run(print, "hello from the worker")
+    assert "hello from the worker" in a.describe()
+    assert "_worker_main" in a.describe()

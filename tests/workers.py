@@ -1,0 +1,223 @@
+"""Worker processes for tests: real ones, forked in milliseconds from a server that has torch loaded.
+
+    def test_greeting(workers):
+        a, b = workers(2)
+        pending = a.start(slow_function)       # returns at once
+        assert b.run(lambda: 6 * 7) == 42      # waits
+        assert pending.result() == "done"
+
+A worker runs what it is given one after another on its main thread. Functions travel by cloudpickle. An
+exception comes back as itself, with the worker's traceback in a note. When a test fails, the output and the
+stacks of all its workers are in the report.
+"""
+
+import contextlib
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import cloudpickle
+
+T = TypeVar("T")
+
+PRELOAD = ["torch", "torch.distributed", "torch.optim", "numpy", "cloudpickle", "gradwire"]
+PATIENCE = 60.0
+"""Seconds that a result may take unless the test says otherwise."""
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOAD)
+
+
+class WorkerDiedError(AssertionError):
+    """A worker process ended while the test waited for it."""
+
+
+class Pending(Generic[T]):
+    """What a worker is still computing."""
+
+    def __init__(self, worker: "Worker", number: int) -> None:
+        self._worker = worker
+        self._number = number
+
+    def done(self) -> bool:
+        """Has the worker answered?"""
+        return self._worker._has_answer(self._number)
+
+    def result(self, seconds: float = PATIENCE) -> T:
+        """The function's result, or its exception raised here."""
+        ok, value, text = self._worker._answer(self._number, seconds)
+        if ok:
+            return value  # type: ignore[no-any-return]
+        value.add_note(f"--- on {self._worker.name} (pid {self._worker.pid}) ---\n{text}")
+        raise value
+
+
+class Worker:
+    """One worker process, seen from the test."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._numbers = itertools.count()
+        self._answers: dict[int, tuple[bool, Any, str]] = {}
+        self._connection, theirs = _context.Pipe()
+        self.process: BaseProcess = _context.Process(
+            target=_worker_main, args=(theirs, str(log)), name=name, daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def start(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Pending[T]:
+        """Has the worker run `function(*args, **kwargs)` when it is through with what it was given before."""
+        number = next(self._numbers)
+        self._connection.send_bytes(cloudpickle.dumps((number, function, args, kwargs)))
+        return Pending(self, number)
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs a function on the worker and waits for its result."""
+        return self.start(function, *args, **kwargs).result()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        self.process.kill()
+        self.process.join()
+
+    def stop(self) -> None:
+        """Lets the worker exit; kills it if it does not."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(b"")
+        self.process.join(2)
+        if self.process.is_alive():
+            self.kill()
+        self._connection.close()
+        self.process.close()
+
+    def describe(self) -> str:
+        """The worker's output, and the stacks of its threads if it lives."""
+        if self.process.is_alive():
+            size = self.log.stat().st_size if self.log.exists() else 0
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+            deadline = time.monotonic() + 2
+            while time.monotonic() < deadline and self.log.stat().st_size == size:
+                time.sleep(0.01)  # faulthandler writes from a signal handler and tells nobody
+        state = "alive" if self.process.is_alive() else f"exit code {self.process.exitcode}"
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return f"({state})\n{text[-20_000:]}"
+
+    def _has_answer(self, number: int) -> bool:
+        while number not in self._answers and self._connection.poll(0):
+            self._receive()
+        return number in self._answers
+
+    def _answer(self, number: int, seconds: float) -> tuple[bool, Any, str]:
+        deadline = time.monotonic() + seconds
+        while number not in self._answers:
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"{self.name} did not answer within {seconds:g} s\n{self.describe()}")
+            self._receive()
+        return self._answers.pop(number)
+
+    def _receive(self) -> None:
+        try:
+            number, ok, value, text = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join(5)
+            raise WorkerDiedError(f"{self.name} died {self.describe()}") from None
+        self._answers[number] = (ok, value, text)
+
+
+class Workers:
+    """The workers of one test: call it for more of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all: list[Worker] = []
+
+    def __call__(self, count: int) -> list[Worker]:
+        """Starts `count` workers."""
+        first = len(self.all)
+        for number in range(first, first + count):
+            name = f"worker{number}"
+            self.all.append(Worker(name, self.folder / f"{name}.log"))
+        return self.all[first:]
+
+    def each(self, workers: Sequence[Worker], function: Callable[..., T], *args: Any) -> list[T]:
+        """Runs a function on several workers at once."""
+        pending = [worker.start(function, *args) for worker in workers]
+        return [p.result() for p in pending]
+
+    def rpc(self, count: int, **options: Any) -> list[Worker]:
+        """Starts `count` workers that form an RPC group; they are named worker0, worker1, …"""
+        started = self(count)
+        url = f"file://{self.folder / 'rendezvous'}"
+        pending = [
+            worker.start(_init_rpc, worker.name, rank, count, url, options)
+            for rank, worker in enumerate(started)
+        ]
+        for p in pending:
+            p.result()
+        return started
+
+    def stop(self) -> None:
+        """Ends all of them."""
+        for worker in self.all:
+            worker.stop()
+
+
+def _init_rpc(name: str, rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
+    from gradwire import rpc
+
+    rpc.init_rpc(
+        name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc.RpcBackendOptions(init_method=url, **options),
+    )
+
+
+def _worker_main(connection: Connection, log: str) -> None:
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=output)
+    faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
+    with contextlib.suppress(EOFError):  # the test process is gone
+        while message := connection.recv_bytes():
+            connection.send_bytes(_obey(message))
+
+
+def _obey(message: bytes) -> bytes:
+    """Runs one command; the pickled (number, succeeded, value or exception, traceback)."""
+    number = -1
+    try:
+        number, function, args, kwargs = pickle.loads(message)
+        return cloudpickle.dumps((number, True, function(*args, **kwargs), ""))
+    except BaseException as error:
+        text = traceback.format_exc()
+        print(text, file=sys.stderr)
+        try:
+            answer = cloudpickle.dumps((number, False, error, text))
+            pickle.loads(answer)
+        except Exception:
+            return pickle.dumps((number, False, AssertionError(f"{type(error).__name__}: {error}"), text))
+        return answer
