@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @final
 class EventLoop:
-    """A user's hold on the shared loop. `release` it when done; any thread but the loop's own may wait here."""
+    """A user's hold on the shared loop. `release` it when done. Any thread but the loop's own may wait."""
 
     def __init__(self, shared: "_SharedLoop") -> None:
         self._shared = shared
@@ -47,7 +47,7 @@ class EventLoop:
             raise
 
     def release(self) -> None:
-        """Gives the hold back. The last one stops the loop and ends its thread. Doing it again does nothing."""
+        """Gives the hold back. The last one stops the loop and ends its thread. Repeating it does nothing."""
         if self._released.acquire(blocking=False):
             self._shared.drop()
 

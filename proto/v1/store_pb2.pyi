@@ -54,6 +54,10 @@ class _OperationKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """keys[0]: waits for an item and takes the oldest"""
     QUEUE_LENGTH: _OperationKind.ValueType  # 13
     """keys[0]"""
+    JOIN: _OperationKind.ValueType  # 14
+    """a process opens the store; answers how many ever did"""
+    LEAVE: _OperationKind.ValueType  # 15
+    """a process closes the store; answers how many still have it open"""
 
 class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper): ...
 
@@ -82,6 +86,10 @@ QUEUE_POP: OperationKind.ValueType  # 12
 """keys[0]: waits for an item and takes the oldest"""
 QUEUE_LENGTH: OperationKind.ValueType  # 13
 """keys[0]"""
+JOIN: OperationKind.ValueType  # 14
+"""a process opens the store; answers how many ever did"""
+LEAVE: OperationKind.ValueType  # 15
+"""a process closes the store; answers how many still have it open"""
 Global___OperationKind: typing_extensions.TypeAlias = OperationKind
 
 @typing.final

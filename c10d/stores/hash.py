@@ -1,0 +1,53 @@
+"""A store in this process's memory."""
+
+import threading
+import time
+from typing import final
+
+from ...proto.v1.store_pb2 import Operation, Outcome
+from .base import DEFAULT_TIMEOUT, Store, Timeout
+from .state import KeyValueState, may_satisfy_waiters
+
+__all__ = ["HashStore"]
+
+
+class _Shared:
+    """What a HashStore and its clones have in common."""
+
+    def __init__(self) -> None:
+        self.state = KeyValueState()
+        self.changed = threading.Condition()
+
+
+@final
+class HashStore(Store):
+    """Shared by the threads of one process."""
+
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._shared = _Shared()
+        super().__init__(timeout)
+
+    def clone(self) -> "HashStore":
+        """Another HashStore on the same keys."""
+        twin = HashStore(self.timeout)
+        twin._shared = self._shared
+        return twin
+
+    def _execute(self, operation: Operation, seconds: float) -> Outcome:
+        state, changed = self._shared.state, self._shared.changed
+        deadline = time.monotonic() + seconds
+        with changed:
+            while state.missing(operation):
+                if self._closed:
+                    raise self._closed_error()
+                if (left := deadline - time.monotonic()) <= 0:
+                    break
+                changed.wait(left)
+            outcome = state.apply(operation)
+            if may_satisfy_waiters(operation):
+                changed.notify_all()
+            return outcome
+
+    def _release(self) -> None:
+        with self._shared.changed:
+            self._shared.changed.notify_all()

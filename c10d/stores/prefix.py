@@ -1,0 +1,68 @@
+"""A store inside another store."""
+
+from datetime import timedelta
+from typing import final
+
+from ...proto.v1 import store_pb2
+from ...proto.v1.store_pb2 import Operation, Outcome
+from ..torch_store import TorchStore
+from .base import Store, Timeout
+from .foreign import execute
+
+__all__ = ["PrefixStore"]
+
+
+@final
+class PrefixStore(Store):
+    """The keys of another store that begin with `prefix/`, seen without it. They can be nested.
+
+    As in torch, `num_keys` counts the keys of the whole underlying store, `list_keys` lists this one's, and
+    the timeout is the underlying store's. Closing it leaves the underlying store open; it is closed with that.
+    """
+
+    def __init__(self, prefix: str, store: TorchStore) -> None:
+        """Looks into any torch.distributed.Store, gradwire's or not."""
+        if not isinstance(prefix, str):
+            raise TypeError(f"the prefix is {prefix!r}: give a str")
+        if not isinstance(store, TorchStore):
+            raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
+        self._prefix = f"{prefix}/"
+        self._store = store
+        super().__init__(store.timeout, holder=store if isinstance(store, Store) else None)
+
+    @property
+    def underlying_store(self) -> TorchStore:
+        """The store whose keys these are."""
+        return self._store
+
+    @property
+    def timeout(self) -> timedelta:
+        """The underlying store's."""
+        return self._store.timeout
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Changes the underlying store's timeout."""
+        super().set_timeout(timeout)
+        self._store.set_timeout(super().timeout)
+
+    def has_extended_api(self) -> bool:
+        """Are append, multi_get and multi_set supported by the underlying store?"""
+        return bool(self._store.has_extended_api())
+
+    def clone(self) -> "PrefixStore":
+        """The same prefix on a clone of the underlying store; close its `underlying_store` to close both."""
+        return PrefixStore(self._prefix[:-1], self._store.clone())
+
+    def _execute(self, operation: Operation, seconds: float) -> Outcome:
+        operation.keys[:] = [self._prefix + key for key in operation.keys]
+        if isinstance(self._store, Store):
+            self._store._check_usable()
+            outcome = self._store._execute(operation, seconds)
+        else:
+            outcome = execute(self._store, operation, seconds)
+        if outcome.missing:
+            outcome.missing[:] = [key.removeprefix(self._prefix) for key in outcome.missing]
+        if operation.kind == store_pb2.LIST_KEYS:
+            mine = [key for key in outcome.keys if key.startswith(self._prefix)]
+            outcome.keys[:] = [key.removeprefix(self._prefix) for key in mine]
+        return outcome

@@ -1,0 +1,196 @@
+"""A store in one process, reached by the others over gRPC."""
+
+from typing import final
+
+import grpc
+
+from ...errors import StoreError
+from ...proto.v1 import store_pb2
+from ...proto.v1.store_pb2 import Operation, Outcome
+from ..addresses import format_address, require_trusted
+from ..event_loop import EventLoop, acquire_event_loop
+from .base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
+from .server import EXECUTE, MESSAGE_OPTIONS, StoreServer
+
+__all__ = ["TCPStore"]
+
+_PATIENCE = 60.0
+"""Seconds that the server may take for an answer, beyond what the operation is to wait."""
+
+_CLIENT_OPTIONS = [
+    *MESSAGE_OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),  # an operation runs at most once
+    ("grpc.use_local_subchannel_pool", 1),  # a new client does not wait out an older one's backoff
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # A host that vanished without a word is noticed after half a minute.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+
+@final
+class TCPStore(Store):
+    """Hosted by the master, shared by everybody who knows its address.
+
+    When the master closes it, or dies, operations of the others fail at once with a StoreError.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        *,
+        insecure: bool = False,
+    ) -> None:
+        """Hosts the store, or connects to it, trying again until the master is there.
+
+        Args:
+            host_name: the master's name or address; the master listens on this one alone.
+            port: the master's; 0, for the master only, takes a free one.
+            world_size: how many users there will be, the master included; None if that is not known.
+            is_master: host it.
+            timeout: how long waiting operations, and this constructor, wait.
+            wait_for_workers: the master waits here until `world_size` users have connected.
+            insecure: allow an address that is not a loopback one, though there are no credentials.
+
+        Raises:
+            StoreError: the port is taken, no store answers, not all workers came, or the address is refused.
+        """
+        seconds = to_seconds(timeout)
+        _check(host_name, port, world_size, is_master)
+        require_trusted(host_name, insecure=insecure, doing="hosting a store on" if is_master else "dialling")
+        self._host = host_name
+        self._port = port
+        self._insecure = insecure
+        self._connection: _Hosted | _Remote
+        if is_master:
+            self._connection = _Hosted(host_name, port)
+            self._port = self._connection.port
+        else:
+            self._connection = _Remote(host_name, port)
+        try:
+            self._connection.join(seconds, world_size if wait_for_workers else None)
+        except BaseException:
+            self._connection.close()
+            raise
+        super().__init__(timeout)
+
+    @property
+    def host(self) -> str:
+        """The master's name or address, as it was given."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The master's port."""
+        return self._port
+
+    def clone(self) -> "TCPStore":
+        """Another connection to the same master."""
+        twin = TCPStore.__new__(TCPStore)
+        twin._host, twin._port, twin._insecure = self._host, self._port, self._insecure
+        twin._connection = _Remote(self._host, self._port)
+        Store.__init__(twin, self.timeout)
+        return twin
+
+    def _execute(self, operation: Operation, seconds: float) -> Outcome:
+        try:
+            return self._connection.execute(operation, seconds)
+        except StoreError:
+            if self._closed:
+                raise self._closed_error() from None
+            raise
+
+    def _release(self) -> None:
+        self._connection.close()
+
+
+class _Hosted:
+    """The master's side: the server, called without a detour over the network."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._loop: EventLoop = acquire_event_loop()
+        self._server = StoreServer()
+        try:
+            self.port = self._loop.run(self._server.start(host, port))
+        except BaseException:
+            self._loop.release()
+            raise
+
+    def join(self, seconds: float, world_size: int | None) -> None:
+        self.execute(Operation(kind=store_pb2.JOIN), 0)
+        if world_size is None:
+            return
+        if not self._loop.run(self._server.wait_joined(world_size, seconds)):
+            raise StoreError(
+                f"{self._server.joined} of {world_size} workers (the master is one) joined the store on port "
+                f"{self.port} within {seconds:g} s: start the others, or give world_size=None"
+            )
+
+    def execute(self, operation: Operation, seconds: float) -> Outcome:
+        return self._loop.run(self._server.execute(operation))
+
+    def close(self) -> None:
+        try:
+            self._loop.run(self._server.stop())
+        finally:
+            self._loop.release()
+
+
+class _Remote:
+    """The others' side."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = format_address(host, port)
+        self._channel = grpc.insecure_channel(self._address, options=_CLIENT_OPTIONS)
+        self._call = self._channel.unary_unary(
+            EXECUTE,
+            request_serializer=Operation.SerializeToString,
+            response_deserializer=Outcome.FromString,
+        )
+
+    def join(self, seconds: float, world_size: int | None) -> None:
+        try:
+            self._call(Operation(kind=store_pb2.JOIN), timeout=seconds, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise StoreError(
+                f"no store answered on {self._address} within {seconds:g} s ({_details(error)}): is the "
+                "master running, with this address and port?"
+            ) from error
+
+    def execute(self, operation: Operation, seconds: float) -> Outcome:
+        try:
+            return self._call(operation, timeout=seconds + _PATIENCE)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                problem = f"did not answer within {seconds + _PATIENCE:g} s"
+            elif error.code() is grpc.StatusCode.UNAVAILABLE:
+                problem = f"is gone ({_details(error)})"
+            else:
+                problem = f"failed ({_details(error)})"
+            raise StoreError(f"the store on {self._address} {problem}") from error
+        except ValueError as error:  # what gRPC says when another thread has closed the channel
+            raise StoreError(f"the connection to {self._address} is closed") from error
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _details(error: grpc.RpcError) -> str:
+    return f"{error.code().name}: {error.details()}"
+
+
+def _check(host: str, port: int, world_size: int | None, is_master: bool) -> None:
+    if not isinstance(host, str) or not host:
+        raise ValueError(f"host_name is {host!r}: give the master's name or address")
+    if not isinstance(port, int) or not (0 if is_master else 1) <= port < 65536:
+        free = ", or 0 for a free one" if is_master else ""
+        raise ValueError(f"port is {port!r}: give 1 to 65535{free}")
+    if world_size is not None and world_size < 1:
+        raise ValueError(f"world_size is {world_size}: give the number of workers, or None")
