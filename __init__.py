@@ -1,3 +1,9 @@
 """RPC and distributed autograd for PyTorch, over gRPC."""
 
+from . import rpc, rref
+from . import autograd, c10d, optim
+from .errors import GradwireError
+
+__all__ = ["GradwireError", "autograd", "c10d", "optim", "rpc", "rref"]
+
 __version__ = "0.1.0"

@@ -19,7 +19,8 @@ GradwireError
 A remote exception whose class can be rebuilt arrives as that class; its `__cause__` is the RemoteError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.distributed import DistStoreError
 
@@ -43,7 +44,17 @@ __all__ = [
 
 
 class GradwireError(RuntimeError):
-    """The root of the tree."""
+    """The root of the tree. Pickles whatever its constructor takes, so that it can cross workers."""
+
+    def __reduce__(self) -> tuple[Callable[..., "GradwireError"], tuple[Any, ...]]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[GradwireError], args: tuple[Any, ...], state: dict[str, Any]) -> GradwireError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class StoreError(GradwireError, DistStoreError):

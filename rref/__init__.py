@@ -1,0 +1,6 @@
+"""References to values that live on other workers."""
+
+from .api import remote
+from .rref import RRef
+
+__all__ = ["RRef", "remote"]

@@ -27,7 +27,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Adds the output and the stacks of a failed test's workers to its report."""
     report = yield
     group = getattr(item, "funcargs", {}).get("workers")
-    if report.when == "call" and report.failed and isinstance(group, Workers):
+    if report.failed and isinstance(group, Workers):
         for worker in group.all:
             report.sections.append((worker.name, worker.describe()))
     return report

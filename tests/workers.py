@@ -69,6 +69,7 @@ class Worker:
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log = log
+        self._stopped = False
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[bool, Any, str]] = {}
         self._connection, theirs = _context.Pipe()
@@ -108,17 +109,22 @@ class Worker:
             self.kill()
         self._connection.close()
         self.process.close()
+        self._stopped = True
 
     def describe(self) -> str:
         """The worker's output, and the stacks of its threads if it lives."""
-        if self.process.is_alive():
+        if not self._stopped and self.process.is_alive():
             size = self.log.stat().st_size if self.log.exists() else 0
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
             deadline = time.monotonic() + 2
             while time.monotonic() < deadline and self.log.stat().st_size == size:
                 time.sleep(0.01)  # faulthandler writes from a signal handler and tells nobody
-        state = "alive" if self.process.is_alive() else f"exit code {self.process.exitcode}"
+        state = "alive"
+        if self._stopped:
+            state = "stopped"
+        elif not self.process.is_alive():
+            state = f"exit code {self.process.exitcode}"
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return f"({state})\n{text[-20_000:]}"
 

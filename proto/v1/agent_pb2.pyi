@@ -216,6 +216,7 @@ class Envelope(google.protobuf.message.Message):
     REFERENCES_FIELD_NUMBER: builtins.int
     AUTOGRAD_FIELD_NUMBER: builtins.int
     CONTROL_FIELD_NUMBER: builtins.int
+    CREATED_FIELD_NUMBER: builtins.int
     id: builtins.int
     """of the request; 0 where no answer is wanted"""
     type: Global___MessageType.ValueType
@@ -231,6 +232,10 @@ class Envelope(google.protobuf.message.Message):
     def autograd(self) -> Global___AutogradHeader: ...
     @property
     def control(self) -> Global___ControlHeader: ...
+    @property
+    def created(self) -> Global___Reference:
+        """RREF_CREATE: the reference under which the result is kept"""
+
     def __init__(
         self,
         *,
@@ -241,10 +246,11 @@ class Envelope(google.protobuf.message.Message):
         references: collections.abc.Iterable[Global___Reference] | None = ...,
         autograd: Global___AutogradHeader | None = ...,
         control: Global___ControlHeader | None = ...,
+        created: Global___Reference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "id", b"id", "references", b"references", "tensors", b"tensors", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "id", b"id", "references", b"references", "tensors", b"tensors", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope
@@ -257,7 +263,10 @@ class Payload(google.protobuf.message.Message):
 
     INLINE_FIELD_NUMBER: builtins.int
     CHUNKED_FIELD_NUMBER: builtins.int
+    LOCAL_FIELD_NUMBER: builtins.int
     inline: builtins.bytes
+    local: builtins.int
+    """kept by the worker that sends to itself"""
     @property
     def chunked(self) -> Global___ChunkedPayload: ...
     def __init__(
@@ -265,12 +274,13 @@ class Payload(google.protobuf.message.Message):
         *,
         inline: builtins.bytes = ...,
         chunked: Global___ChunkedPayload | None = ...,
+        local: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chunked", b"chunked", "inline", b"inline", "location", b"location"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["chunked", b"chunked", "inline", b"inline", "location", b"location"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked"]
+    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local"]
     _WhichOneofArgType_location: typing_extensions.TypeAlias = typing.Literal["location", b"location"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 

@@ -1,0 +1,1 @@
+"""Transports carry envelopes between two workers."""

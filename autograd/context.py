@@ -1,0 +1,279 @@
+"""A worker's part of a distributed autograd context.
+
+A context is everything that belongs to one forward pass and its backward passes: what was sent to whom, and
+the gradients. The worker that opens it names it; every worker that a message of it reaches keeps a part of
+its own, until the one that opened it closes it.
+"""
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from ..errors import AutogradError, UnknownContextError
+from ..rpc.agent import RpcAgent
+from ..rpc.messages import MessageType
+from .closure import Closure, start_node, walk
+from .functions import receive, send
+
+__all__ = ["Context", "Contexts", "PassId", "current_context", "set_current_context"]
+
+PassId = tuple[int, int]
+"""A backward pass: the worker that runs it, and that worker's count."""
+
+Gradients = Sequence[torch.Tensor | None]
+
+REMEMBERED = 4096
+"""How many ended contexts a worker remembers, to recognise messages of theirs that come late."""
+
+_current = threading.local()
+
+
+def current_context() -> "Context | None":
+    """The context that this thread's calls belong to."""
+    return getattr(_current, "context", None)
+
+
+def set_current_context(context: "Context | None") -> None:
+    """Sets it."""
+    _current.context = context
+
+
+class _Slot:
+    """Where a gate waits for the gradients of its message."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Gradients | Exception] = queue.SimpleQueue()
+
+    def put(self, outcome: Gradients | Exception) -> None:
+        self._queue.put(outcome)
+
+    def wait(self) -> Gradients:
+        outcome = self._queue.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+@final
+class Context:
+    """This worker's part of one context. Safe to use from any thread."""
+
+    def __init__(self, agent: RpcAgent, identifier: int) -> None:
+        self.agent = agent
+        self.id = identifier
+        self.creator = identifier >> 48
+        self.reached: set[int] = set()
+        """The workers that messages of the context went to from here."""
+        self.released = False
+        self._lock = threading.Lock()
+        self._dummy = torch.zeros((), requires_grad=True)
+        self._gates: dict[int, torch.Tensor] = {}
+        self._message_count = 0
+        self._received = False
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._slots: dict[tuple[PassId, int], _Slot] = {}
+        self._aborted: dict[PassId, Exception] = {}
+        self._running: PassId | None = None
+
+    # Forward.
+
+    def add_send(self, tensors: list[torch.Tensor]) -> tuple[int, Closure]:
+        """Puts a gate over tensors that are about to leave; the message's id and closure."""
+        with self._lock:
+            message_id = self._message_count
+            self._message_count += 1
+        closure = self.closure(tensors)
+        self._gates[message_id] = send(self, message_id, tensors)
+        return message_id, closure
+
+    def drop_send(self, message_id: int) -> None:
+        """The message could not be sent."""
+        self._gates.pop(message_id, None)
+
+    def add_receive(
+        self, sender: int, message_id: int, closure: Closure, tensors: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of a message that arrived, as part of this worker's graph."""
+        self._received = True
+        return receive(self._dummy, self, sender, message_id, closure, tensors)
+
+    def closure(self, tensors: Sequence[torch.Tensor]) -> Closure:
+        """All sends that get a gradient if these tensors do."""
+        if not self._received:
+            return frozenset()
+        return walk([start_node(tensor) for tensor in tensors]).closure()
+
+    # Backward.
+
+    @property
+    def dummy(self) -> torch.Tensor:
+        """The leaf under everything received."""
+        return self._dummy
+
+    @property
+    def message_count(self) -> int:
+        """How many messages have left so far; their gates have the ids below."""
+        return self._message_count
+
+    def gate(self, message_id: int) -> torch.Tensor:
+        """The gate of a message. Raises AutogradError if there is none."""
+        try:
+            return self._gates[message_id]
+        except KeyError:
+            raise AutogradError(
+                f"worker {self.agent.info.name!r} sent no message {message_id} in context {self.id}"
+            ) from None
+
+    def begin_pass(self, identifier: PassId) -> None:
+        """Makes a pass the running one.
+
+        Raises:
+            AutogradError: another one is running, or this one was aborted before it came.
+        """
+        with self._lock:
+            if self._running is not None:
+                raise AutogradError(
+                    f"two backward passes of context {self.id} meet on worker {self.agent.info.name!r}: "
+                    "run them one after the other, or in contexts of their own"
+                )
+            if identifier in self._aborted:
+                raise self._aborted[identifier]
+            self._running = identifier
+
+    def end_pass(self, identifier: PassId) -> None:
+        """The running pass is over."""
+        with self._lock:
+            self._running = None
+            for key in [key for key in self._slots if key[0] == identifier]:
+                del self._slots[key]
+
+    def abort_pass(self, identifier: PassId, error: Exception) -> None:
+        """Fails everything that waits, or will wait, for gradients of a pass."""
+        with self._lock:
+            self._aborted.setdefault(identifier, error)
+            slots = [slot for (of, _), slot in self._slots.items() if of == identifier]
+        for slot in slots:
+            slot.put(error)
+
+    def abort_passes_of(self, worker: int, error: Exception) -> None:
+        """The worker that runs them is lost."""
+        running = self._running
+        if running is not None and running[0] == worker:
+            self.abort_pass(running, error)
+
+    def gradients_arrived(self, identifier: PassId, message_id: int, gradients: Gradients) -> None:
+        """A peer has posted the gradients of a message."""
+        self._slot(identifier, message_id).put(gradients)
+
+    def wait_for_gradients(self, message_id: int) -> Gradients:
+        """Called by the gate of a message in the running pass."""
+        slot = self._slot(self._running_pass(), message_id)
+        with self.agent.blocking():
+            return slot.wait()
+
+    def post_gradients(self, sender: int, message_id: int, gradients: Gradients) -> None:
+        """Called by the receiving node of a message in the running pass."""
+        value = (self.id, self._running_pass(), message_id, list(gradients))
+        self.agent.post(self.agent.worker(sender), MessageType.GRADIENTS, value)
+
+    def accumulate(self, leaves: Sequence[torch.Tensor], gradients: Gradients) -> None:
+        """Adds gradients of leaves to what the context has of them. Takes copies: gradients may alias."""
+        with self._lock:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    before = self._gradients.get(leaf)
+                    self._gradients[leaf] = gradient.clone() if before is None else before + gradient
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients so far, by leaf."""
+        with self._lock:
+            return dict(self._gradients)
+
+    def _running_pass(self) -> PassId:
+        running = self._running
+        if running is None:
+            raise AutogradError(
+                f"a tensor of autograd context {self.id} was differentiated outside of its backward pass: "
+                "use gradwire.autograd.backward(context_id, [loss])"
+            )
+        return running
+
+    def _slot(self, identifier: PassId, message_id: int) -> _Slot:
+        with self._lock:
+            slot = self._slots.get((identifier, message_id))
+            if slot is None:
+                slot = self._slots[identifier, message_id] = _Slot()
+                if identifier in self._aborted:
+                    slot.put(self._aborted[identifier])
+            return slot
+
+
+@final
+class Contexts:
+    """The contexts that this worker has a part in."""
+
+    def __init__(self, agent: RpcAgent, tell_released: Callable[[int, int], None]) -> None:
+        self._agent = agent
+        self._tell_released = tell_released
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Context] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def open(self) -> Context:
+        """A new context of this worker."""
+        with self._lock:
+            self._count += 1
+            identifier = self._agent.info.id << 48 | self._count
+            context = self._contexts[identifier] = Context(self._agent, identifier)
+            return context
+
+    def get(self, identifier: int) -> Context:
+        """This worker's part of a context. Raises UnknownContextError."""
+        context = self._contexts.get(identifier)
+        if context is None:
+            raise UnknownContextError(identifier, self._agent.info.name)
+        return context
+
+    def find(self, identifier: int) -> Context | None:
+        """This worker's part of a context, if it has one."""
+        return self._contexts.get(identifier)
+
+    def join(self, identifier: int) -> Context | None:
+        """This worker's part of a context, made if need be; None if the context has ended already."""
+        with self._lock:
+            context = self._contexts.get(identifier)
+            if context is None and identifier not in self._ended:
+                context = self._contexts[identifier] = Context(self._agent, identifier)
+            return context
+
+    def release(self, identifier: int) -> None:
+        """The context has ended: forgets it here, and has all workers do so that it reached from here."""
+        with self._lock:
+            self._ended[identifier] = None
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+            context = self._contexts.pop(identifier, None)
+        if context is not None:
+            context.released = True
+            for worker in context.reached:
+                self._tell_released(worker, identifier)
+
+    def worker_lost(self, worker: int, error: Exception) -> None:
+        """Ends what a lost worker had begun."""
+        for context in list(self._contexts.values()):
+            context.abort_passes_of(worker, error)
+            if context.creator == worker:
+                self.release(context.id)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        with self._lock:
+            self._contexts.clear()

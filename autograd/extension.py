@@ -1,0 +1,135 @@
+"""How autograd takes part in messages."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+
+from ..errors import WorkerLostError
+from ..rpc.agent import RpcAgent
+from ..rpc.messages import Extension, Handler, Incoming, MessageType, Outgoing, register_extension
+from ..rpc.worker import WorkerInfo
+from .closure import closure_from_proto, closure_to_proto
+from .context import Context, Contexts, current_context, set_current_context
+from .engine import Engine
+
+__all__ = ["Autograd"]
+
+
+@final
+class Autograd(Extension):
+    """The contexts and passes of one agent."""
+
+    def __init__(self, agent: RpcAgent) -> None:
+        super().__init__(agent)
+        self.contexts = Contexts(agent, self._tell_released)
+        self.engine = Engine(agent, self.contexts)
+        agent.control.on("autograd.release", self._on_release)
+        agent.control.on("autograd.abort", self._on_abort)
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        """Backward passes and their gradients."""
+        return {
+            MessageType.BACKWARD: Handler(self.engine.serve),
+            MessageType.GRADIENTS: Handler(self.engine.gradients_arrived),
+        }
+
+    def leaving(self, message: Outgoing) -> None:
+        """Puts a gate over the tensors of a message that belongs to a context."""
+        context = self._context_of(message)
+        if context is None or context.released:
+            return
+        differentiable = [
+            index
+            for index, tensor in enumerate(message.tensors)
+            if torch.is_grad_enabled() and tensor.requires_grad
+        ]
+        if message.reply_to is not None and not differentiable:
+            return
+        header = message.envelope.autograd
+        header.context_id = context.id
+        if message.destination != self.agent.info:
+            context.reached.add(message.destination.id)
+        if differentiable:
+            message_id, closure = context.add_send([message.tensors[index] for index in differentiable])
+            header.message_id = message_id
+            header.differentiable.extend(differentiable)
+            header.closure.extend(closure_to_proto(closure))
+
+    def withdrawn(self, message: Outgoing) -> None:
+        """The gate is not needed."""
+        header = message.envelope.autograd
+        if header.differentiable and (context := self.contexts.find(header.context_id)) is not None:
+            context.drop_send(header.message_id)
+
+    def arriving(self, message: Incoming) -> None:
+        """Makes the tensors of a message part of this worker's graph."""
+        if not message.envelope.HasField("autograd"):
+            return
+        header = message.envelope.autograd
+        context = self.contexts.join(header.context_id)
+        if context is None:
+            return
+        message.state[Autograd] = context
+        if not header.differentiable:
+            return
+        indices = list(header.differentiable)
+        if not all(index < len(message.tensors) and message.tensors[index].requires_grad for index in indices):
+            raise ValueError("malformed autograd header: it names tensors that take no gradient")
+        received = context.add_receive(
+            message.source.id,
+            header.message_id,
+            closure_from_proto(header.closure),
+            [message.tensors[index].detach() for index in indices],
+        )
+        for index, tensor in zip(indices, received, strict=True):
+            message.tensors[index] = tensor
+
+    def scope(self, message: Incoming) -> AbstractContextManager[None]:
+        """What a remote function calls belongs to its caller's context."""
+        context = message.state.get(Autograd)
+        return nullcontext() if context is None else _inside(context)
+
+    def worker_lost(self, worker: WorkerInfo) -> None:
+        """Ends its passes and contexts."""
+        reason = self.agent.why_lost(worker.id) or "it is gone"
+        self.contexts.worker_lost(worker.id, WorkerLostError(worker.name, reason))
+
+    def live_objects(self) -> Mapping[str, int]:
+        """Contexts that this worker has a part in."""
+        return {"autograd_contexts": len(self.contexts)}
+
+    def close(self) -> None:
+        """Forgets all contexts."""
+        self.contexts.clear()
+
+    def _context_of(self, message: Outgoing) -> Context | None:
+        if message.reply_to is not None:
+            return message.reply_to.state.get(Autograd)
+        context = current_context()
+        return context if context is not None and context.agent is self.agent else None
+
+    def _tell_released(self, worker: int, context_id: int) -> None:
+        self.agent.control.send(self.agent.worker(worker), "autograd.release", context_id)
+
+    def _on_release(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
+        self.contexts.release(payload)
+
+    def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
+        context_id, pass_id, error = payload
+        if (context := self.contexts.find(context_id)) is not None:
+            context.abort_pass(pass_id, error)
+
+
+register_extension(Autograd)
+
+
+@contextmanager
+def _inside(context: Context) -> Iterator[None]:
+    before = current_context()
+    set_current_context(context)
+    try:
+        yield
+    finally:
+        set_current_context(before)

@@ -1,0 +1,273 @@
+"""Train a network that lives on a parameter server.
+
+Four processes: a coordinator that directs and reports, a server that holds a small convolutional network, and
+two trainers. A trainer sends a batch of handwritten digits to the server, gets the logits back, and computes
+the loss; the backward pass runs over the same calls in the other direction, and a DistributedOptimizer
+updates the parameters where they are. The two trainers do so asynchronously.
+
+    python examples/parameter_server.py                          # starts all processes itself
+    torchrun --nproc-per-node 4 examples/parameter_server.py     # one process per role
+
+The data are the 1,797 digits of 8 x 8 pixels that ship with scikit-learn (Alpaydin and Kaynak, 1998).
+"""
+
+import argparse
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from gradwire import autograd, rpc
+from gradwire.errors import WorkerLostError
+from gradwire.optim import DistributedOptimizer
+
+COORDINATOR, SERVER = "coordinator", "server"
+PATIENCE = 10.0
+"""Seconds the other processes get to end once one has failed."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The data, shuffled and split the same way on every worker."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+    @classmethod
+    def load(cls, seed: int) -> Self:
+        """Images are (n, 1, 8, 8) float32 in [0, 1], labels (n,) int64; a fifth is for testing."""
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+        labels = torch.tensor(digits.target)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        test, train = order.split([len(labels) // 5, len(labels) - len(labels) // 5])
+        return cls((images[train], labels[train]), (images[test], labels[test]))
+
+
+class Network(nn.Module):
+    """The model. It lives on the server."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (n, 10) of images (n, 1, 8, 8)."""
+        logits: Tensor = self.layers(images)
+        return logits
+
+    def parameter_rrefs(self) -> list[rpc.RRef[Tensor]]:
+        """References to the parameters, for an optimizer elsewhere."""
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+    @torch.no_grad()
+    def evaluate(self, images: Tensor, labels: Tensor) -> float:
+        """The share of images that are classified right."""
+        return (self(images).argmax(1) == labels).double().mean().item()
+
+
+@dataclass
+class Progress:
+    """What the trainers report. It lives on the coordinator."""
+
+    losses: list[float] = field(default_factory=list)
+    bar: Any = None
+
+    def advance(self, loss: float) -> None:
+        """A batch is done."""
+        self.losses.append(loss)
+        self.bar.update()
+
+
+class Trainer:
+    """Trains on its share of the data."""
+
+    def __init__(self, index: int, model: rpc.RRef[Network], progress: rpc.RRef[Progress], args: argparse.Namespace):
+        images, labels = Digits.load(args.seed).train
+        self.images, self.labels = images[index :: args.trainers], labels[index :: args.trainers]
+        self.model, self.progress, self.batch_size = model, progress, args.batch_size
+        self.optimizer = DistributedOptimizer(
+            torch.optim.SGD, model.rpc_sync().parameter_rrefs(), lr=args.lr, momentum=args.momentum
+        )
+        self.generator = torch.Generator().manual_seed(args.seed + index)
+
+    def batches(self) -> int:
+        """How many batches an epoch has."""
+        return -(-len(self.labels) // self.batch_size)
+
+    def train_epoch(self) -> None:
+        """Goes through its share once, in a new order."""
+        order = torch.randperm(len(self.labels), generator=self.generator)
+        for batch in order.split(self.batch_size):
+            with autograd.context() as context_id:
+                logits = self.model.rpc_sync().forward(self.images[batch])  # runs on the server
+                loss = F.cross_entropy(logits, self.labels[batch])
+                autograd.backward(context_id, [loss])
+                self.optimizer.step(context_id)
+            self.progress.rpc_sync().advance(loss.item())
+
+
+def coordinate(args: argparse.Namespace) -> None:
+    """The coordinator's part: places everything, runs the epochs, reports."""
+    test_images, test_labels = Digits.load(args.seed).test
+    progress = rpc.RRef(Progress())
+    model = rpc.remote(SERVER, Network, (args.seed,))
+    trainers = [
+        rpc.remote(f"trainer{index}", Trainer, (index, model, progress, args)) for index in range(args.trainers)
+    ]
+    batches = sum(trainer.rpc_sync().batches() for trainer in trainers)
+    losses, accuracies = [], [model.rpc_sync().evaluate(test_images, test_labels)]
+    started = time.perf_counter()
+    for epoch in range(1, args.epochs + 1):
+        with tqdm(total=batches, desc=f"epoch {epoch:2}/{args.epochs}", leave=False, disable=args.quiet) as bar:
+            progress.local_value().bar = bar
+            for pending in [trainer.rpc_async(timeout=0).train_epoch() for trainer in trainers]:
+                pending.wait()
+        losses.append(sum(progress.local_value().losses[-batches:]) / batches)
+        accuracies.append(model.rpc_sync().evaluate(test_images, test_labels))
+        print(f"epoch {epoch:2}   loss {losses[-1]:.4f}   test accuracy {accuracies[-1]:.1%}", flush=True)
+    print(f"\n{args.epochs} epochs in {time.perf_counter() - started:.1f} s")
+    report_traffic([COORDINATOR, SERVER, *(trainer.owner_name() for trainer in trainers)])
+    if args.plot:
+        plot(args.plot, losses, accuracies)
+        print(f"loss and accuracy are drawn in {args.plot}")
+
+
+def report_traffic(workers: list[str]) -> None:
+    """Prints what each worker has sent and received."""
+    print(f"\n{'worker':12} {'messages sent':>14} {'received':>10} {'MiB sent':>10} {'received':>10}")
+    for name in workers:
+        info = rpc.rpc_sync(name, rpc.debug_info)
+        sent, received = info["bytes_sent"] / 2**20, info["bytes_received"] / 2**20
+        print(
+            f"{name:12} {info['messages_sent']:14,} {info['messages_received']:10,} {sent:10.2f} {received:10.2f}"
+        )
+
+
+def plot(path: Path, losses: list[float], accuracies: list[float]) -> None:
+    """Draws loss and accuracy over epochs into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    left.plot(range(1, len(losses) + 1), losses, marker="o")
+    left.set(xlabel="epoch", ylabel="training loss", yscale="log")
+    right.plot(range(len(accuracies)), [100 * a for a in accuracies], marker="o", color="tab:green")
+    right.set(xlabel="epoch", ylabel="test accuracy, %")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def role(rank: int) -> str:
+    """What the process with this rank does."""
+    return [COORDINATOR, SERVER][rank] if rank < 2 else f"trainer{rank - 2}"
+
+
+def run_worker(rank: int, world_size: int, init_method: str, args: argparse.Namespace) -> int:
+    """One process of the group; its exit status."""
+    torch.set_num_threads(1)  # several processes share the cores
+    name = role(rank)
+    options = rpc.RpcBackendOptions(init_method=init_method)
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    try:
+        if name == COORDINATOR:
+            coordinate(args)
+        rpc.shutdown()
+    except WorkerLostError as lost:
+        print(f"{name}: {lost}", file=sys.stderr, flush=True)
+        rpc.shutdown(graceful=False)
+        return 1
+    return 0
+
+
+def start_all(args: argparse.Namespace) -> int:
+    """Starts a process for every role and waits for them; the exit status of the first that failed."""
+    world_size = args.trainers + 2
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_child, args=(rank, world_size, f"file://{folder}/rendezvous", args))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        print("processes: " + ", ".join(f"{role(r)} {p.pid}" for r, p in enumerate(processes)), flush=True)
+        waiting = list(processes)
+        status = 0
+        deadline = None
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not multiprocessing.connection.wait([p.sentinel for p in waiting], left):
+                for process in waiting:
+                    process.kill()
+            for process in [p for p in waiting if not p.is_alive()]:
+                process.join()
+                waiting.remove(process)
+                if process.exitcode and not status:
+                    status, deadline = 1, time.monotonic() + PATIENCE
+    return status
+
+
+def _child(rank: int, world_size: int, init_method: str, args: argparse.Namespace) -> None:
+    sys.exit(run_worker(rank, world_size, init_method, args))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--epochs", type=int, default=12, help="passes over the training data (default 12)")
+    parser.add_argument("--trainers", type=int, default=2, help="trainers to start (default 2); torchrun decides itself")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per step of a trainer (default 32)")
+    parser.add_argument("--lr", type=float, default=0.03, help="learning rate of SGD (default 0.03)")
+    parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD (default 0.9)")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (default 0)")
+    parser.add_argument("--plot", type=Path, help="draw loss and accuracy into this PNG file")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    args = parser.parse_args()
+    if args.trainers < 1 or args.epochs < 1 or args.batch_size < 1:
+        parser.error("--trainers, --epochs and --batch-size must be at least 1")
+    return args
+
+
+def main() -> int:
+    """Runs one role under torchrun, all of them otherwise."""
+    args = parse_arguments()
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return start_all(args)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size < 3:
+        sys.exit("torchrun must start at least 3 processes: a coordinator, a server and a trainer")
+    args.trainers = world_size - 2
+    return run_worker(rank, world_size, "env://", args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""What an agent is, and which one is current.
+
+Users call through the current agent. There is one holder of it: the process's default, which `init_rpc`
+sets, unless the thread belongs to another agent, as the threads that run an agent's calls do.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, final
+
+from ..errors import NotInitializedError
+from ..proto.v1 import agent_pb2
+from .control import ControlMessages
+from .futures import Future
+from .messages import Extension, MessageType
+from .options import RpcBackendOptions
+from .worker import WorkerInfo
+
+__all__ = ["Destination", "RpcAgent", "current_agent", "holder", "is_initialized"]
+
+E = TypeVar("E", bound=Extension)
+
+Destination = str | int | WorkerInfo
+"""How users name a worker: by name, id or WorkerInfo."""
+
+
+class RpcAgent(ABC):
+    """Sends requests to the workers of a group and serves theirs."""
+
+    info: WorkerInfo
+    options: RpcBackendOptions
+    control: ControlMessages
+
+    @abstractmethod
+    def worker(self, destination: Destination) -> WorkerInfo:
+        """The worker meant. Raises UnknownWorkerError."""
+
+    @abstractmethod
+    def workers(self) -> Sequence[WorkerInfo]:
+        """All workers of the group, lost ones included, by id."""
+
+    @abstractmethod
+    def why_lost(self, worker: int) -> str | None:
+        """Why a worker is lost; None while it is not known to be."""
+
+    @abstractmethod
+    def connect(self, worker: WorkerInfo) -> None:
+        """Connects to a worker now, so that its loss is noticed."""
+
+    @abstractmethod
+    def request(
+        self,
+        worker: WorkerInfo,
+        kind: MessageType.ValueType,
+        value: object,
+        *,
+        timeout: float | None = None,
+        what: str | Sequence[str] = "the value",
+        header: Callable[[agent_pb2.Envelope], None] | None = None,
+    ) -> Future:
+        """Sends a request.
+
+        Args:
+            worker: one of `workers()`.
+            kind: a message type that the other side has a handler for.
+            value: the body, anything that pickles.
+            timeout: seconds, 0 for none, None for the option `rpc_timeout`.
+            what: what to call the value, or each of a tuple's items, in a SerializationError.
+            header: fills in headers of the envelope.
+
+        Returns:
+            A future of the answer. It fails with what the handler raised, WorkerLostError or RpcTimeoutError.
+
+        Raises:
+            SerializationError: the value does not pickle; nothing was sent.
+            NotInitializedError: the agent has shut down.
+        """
+
+    @abstractmethod
+    def post(self, worker: WorkerInfo, kind: MessageType.ValueType, value: object) -> None:
+        """Sends a message that gets no answer. Raises WorkerLostError if the worker is known to be lost."""
+
+    @abstractmethod
+    def run_later(self, task: Any, *args: Any) -> None:
+        """Runs a task on a thread of the executor."""
+
+    @abstractmethod
+    def blocking(self) -> AbstractContextManager[None]:
+        """Around a wait for other workers inside a remote function, so that another thread takes its place."""
+
+    @abstractmethod
+    def extension(self, kind: type[E]) -> E:
+        """The agent's extension of this class."""
+
+    @abstractmethod
+    def debug_info(self) -> Mapping[str, Any]:
+        """Counts of what is alive and of what has been sent."""
+
+    @abstractmethod
+    def shutdown(self, *, graceful: bool, timeout: float) -> None:
+        """Leaves the group; `timeout` in seconds, 0 for none. Doing it again does nothing."""
+
+
+@final
+class CurrentAgent:
+    """The holder of the current agent."""
+
+    def __init__(self) -> None:
+        self._default: RpcAgent | None = None
+        self._of_thread = threading.local()
+
+    def get(self) -> RpcAgent | None:
+        """This thread's agent, else the process's."""
+        return getattr(self._of_thread, "agent", None) or self._default
+
+    def set_default(self, agent: RpcAgent | None) -> None:
+        """Sets the process's agent."""
+        self._default = agent
+
+    def bind_thread(self, agent: RpcAgent) -> None:
+        """Makes an agent that of the calling thread, for as long as the thread lives."""
+        self._of_thread.agent = agent
+
+    @contextmanager
+    def using(self, agent: RpcAgent) -> Iterator[None]:
+        """Makes an agent the calling thread's for a while."""
+        before = getattr(self._of_thread, "agent", None)
+        self._of_thread.agent = agent
+        try:
+            yield
+        finally:
+            self._of_thread.agent = before
+
+
+holder = CurrentAgent()
+
+
+def current_agent() -> RpcAgent:
+    """The agent that this thread's calls go through.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    agent = holder.get()
+    if agent is None:
+        raise NotInitializedError("RPC is not initialized: call init_rpc first (after shutdown, call it again)")
+    return agent
+
+
+def is_initialized() -> bool:
+    """Is there a current agent?"""
+    return holder.get() is not None
+
+

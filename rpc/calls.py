@@ -1,0 +1,102 @@
+"""Running functions on other workers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from .agent import Destination, current_agent
+from .futures import Future
+from .messages import Extension, Handler, Incoming, MessageType, register_extension
+
+__all__ = ["UNSET_RPC_TIMEOUT", "check_call", "check_timeout", "rpc_async", "rpc_sync"]
+
+UNSET_RPC_TIMEOUT = -1.0
+"""As a timeout: that of the options."""
+
+CALL_PARTS = ("the function", "args", "kwargs")
+
+
+@final
+class Calls(Extension):
+    """Serves CALL messages."""
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        """The one type."""
+        return {MessageType.CALL: Handler(self._run, user_values=True)}
+
+    def _run(self, message: Incoming) -> Any:
+        function, args, kwargs = message.value
+        return function(*args, **kwargs)
+
+
+register_extension(Calls)
+
+
+def check_timeout(timeout: float) -> float | None:
+    """A call's timeout as the agent takes it: None for that of the options.
+
+    Raises:
+        ValueError: it is negative, or no number.
+    """
+    if timeout == UNSET_RPC_TIMEOUT:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise ValueError(f"timeout is {timeout!r}: give seconds, 0 for none, or leave it out")
+    return float(timeout)
+
+
+def check_call(
+    function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The parts of a call.
+
+    Raises:
+        TypeError: the function is not callable, args no sequence, or kwargs no mapping of strings.
+    """
+    if not callable(function):
+        raise TypeError(f"func is {function!r}, which cannot be called")
+    if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
+        raise TypeError(f"args is {args!r}: give a tuple, (x,) for one argument")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
+        raise TypeError(f"kwargs is {kwargs!r}: give a dictionary of names")
+    return function, tuple(args or ()), dict(kwargs or {})
+
+
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future:
+    """Runs a function on a worker and returns a future of its result at once.
+
+    Args:
+        to: a worker's name, id or WorkerInfo; this worker itself too.
+        func: a function or class that the other worker can import.
+        args: its positional arguments: anything that pickles. Large tensors are sent from where they are, so
+            leave them as they are until the future is done.
+        kwargs: its named arguments.
+        timeout: seconds, 0 for none. By default that of the options.
+
+    Returns:
+        A torch future. It fails with the exception that the function raised, whose `__cause__` is a
+        RemoteError with the remote traceback; with RpcTimeoutError; or with WorkerLostError.
+
+    Raises:
+        NotInitializedError, UnknownWorkerError, SerializationError, TypeError, ValueError: nothing was sent.
+    """
+    agent = current_agent()
+    worker = agent.worker(to)
+    call = check_call(func, args, kwargs)
+    return agent.request(worker, MessageType.CALL, call, timeout=check_timeout(timeout), what=CALL_PARTS)
+
+
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Runs a function on a worker and returns its result. Takes and raises what `rpc_async` does."""
+    return rpc_async(to, func, args, kwargs, timeout).wait()

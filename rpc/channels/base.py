@@ -1,0 +1,38 @@
+"""What a channel is."""
+
+import asyncio
+from typing import ClassVar, Protocol
+
+from ...proto.v1 import agent_pb2
+from ..tensors import Buffer
+
+__all__ = ["Channel"]
+
+
+class Channel(Protocol):
+    """Moves payloads from this worker to others and the other way.
+
+    `send` is called from any thread, everything else on the event loop.
+    """
+
+    name: ClassVar[str]
+    """The field of Payload's `location` that this channel fills."""
+
+    def send(self, peer: int, data: memoryview) -> agent_pb2.Payload:
+        """Takes bytes for worker `peer` and says where they will be. Must not block on the peer.
+
+        The memory must stay as it is until the peer has received it.
+        """
+
+    def receive(self, peer: int, payload: agent_pb2.Payload) -> "Buffer | asyncio.Future[Buffer]":
+        """The bytes that `peer` has sent, or a future of them.
+
+        Raises:
+            ValueError: the payload contradicts itself or is larger than what is accepted.
+        """
+
+    def drop(self, peer: int, reason: str) -> None:
+        """`peer` is gone: release what is kept for it."""
+
+    async def close(self) -> None:
+        """Releases everything."""

@@ -1,0 +1,205 @@
+"""Large payloads as chunks on gRPC streams of their own.
+
+Each worker opens one Transfer stream to every peer it sends large payloads to, on a connection apart from
+that of the envelopes, and sends one payload after the other. The receiver allocates a payload when its
+envelope, which has come the other way, says how large it is, and lets the stream wait until then.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar, final
+
+import grpc
+import torch
+
+from ...proto.v1 import agent_pb2
+from ..framing import bytes_field
+from ..handshake import Handshake, RefusedError
+from ..options import ChannelOptions
+from ..tensors import Buffer
+from ..transports.settings import CLIENT_OPTIONS, TRANSFER_METHOD
+
+__all__ = ["ChunkedChannel"]
+
+
+@final
+class ChunkedChannel:
+    """The sending and the receiving ends of all transfers of one agent."""
+
+    name: ClassVar[str] = "chunked"
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handshake: Handshake,
+        address_of: Callable[[int], str],
+        options: ChannelOptions,
+    ) -> None:
+        self._loop = loop
+        self._handshake = handshake
+        self._address_of = address_of
+        self._options = options
+        self._numbers = itertools.count(1)
+        self._outboxes: dict[int, _Outbox] = {}
+        self._inboxes: dict[int, _Inbox] = {}
+
+    def send(self, peer: int, data: memoryview) -> agent_pb2.Payload:
+        """Queues the bytes, without a copy."""
+        number = next(self._numbers)
+        self._loop.call_soon_threadsafe(self._enqueue, peer, number, data)
+        return agent_pb2.Payload(
+            chunked=agent_pb2.ChunkedPayload(transfer_id=number, nbytes=data.nbytes)
+        )
+
+    def receive(self, peer: int, payload: agent_pb2.Payload) -> "asyncio.Future[Buffer]":
+        """A future of the assembled bytes."""
+        announced = payload.chunked
+        if not 0 < announced.nbytes <= self._options.max_payload_bytes:
+            raise ValueError(
+                f"a payload of {announced.nbytes} bytes is refused: "
+                f"max_payload_bytes is {self._options.max_payload_bytes}"
+            )
+        return self._inbox(peer).announce(announced.transfer_id, announced.nbytes)
+
+    def drop(self, peer: int, reason: str) -> None:
+        """Fails what is still expected from a peer and stops sending to it."""
+        if inbox := self._inboxes.pop(peer, None):
+            inbox.fail(reason)
+        if outbox := self._outboxes.pop(peer, None):
+            outbox.stop()
+
+    async def close(self) -> None:
+        """Stops all transfers."""
+        for peer in {*self._inboxes, *self._outboxes}:
+            self.drop(peer, "this worker shuts down")
+
+    async def serve(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        """The Transfer method of the agent's gRPC service."""
+        peer: int | None = None
+        async for data in requests:
+            chunk = agent_pb2.Chunk.FromString(data)
+            if peer is None:
+                try:
+                    peer = (await self._handshake.admit(chunk.hello)).id
+                except RefusedError as refusal:
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
+            if chunk.data:
+                await self._inbox(peer).add(chunk.transfer_id, chunk.data)
+        return agent_pb2.TransferClosed().SerializeToString()
+
+    def _inbox(self, peer: int) -> "_Inbox":
+        return self._inboxes.setdefault(peer, _Inbox(self._loop))
+
+    def _enqueue(self, peer: int, number: int, data: memoryview) -> None:
+        outbox = self._outboxes.get(peer)
+        if outbox is None:
+            hello = agent_pb2.Chunk(hello=self._handshake.hello).SerializeToString()
+            outbox = _Outbox(self._loop, self._address_of(peer), hello, self._options.chunk_bytes)
+            self._outboxes[peer] = outbox
+        outbox.put(number, data)
+
+
+class _Outbox:
+    """What waits to be sent to one peer, and the task that sends it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, address: str, hello: bytes, chunk_bytes: int) -> None:
+        self._queue: deque[tuple[int, memoryview]] = deque()
+        self._filled = asyncio.Event()
+        self._address = address
+        self._hello = hello
+        self._chunk_bytes = chunk_bytes
+        self._task = loop.create_task(self._run())
+
+    def put(self, number: int, data: memoryview) -> None:
+        self._queue.append((number, data))
+        self._filled.set()
+
+    def stop(self) -> None:
+        self._task.cancel()
+        self._queue.clear()
+
+    async def _run(self) -> None:
+        options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            call = channel.stream_unary(TRANSFER_METHOD)()
+            try:
+                await call.write(self._hello)
+                while True:
+                    await self._filled.wait()
+                    self._filled.clear()
+                    while self._queue:
+                        await self._send(call, *self._queue.popleft())
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                # The connection broke, so the peer's envelope stream breaks too; it says what has happened.
+                self._queue.clear()
+            finally:
+                call.cancel()
+
+    async def _send(self, call: Any, number: int, data: memoryview) -> None:
+        header = agent_pb2.Chunk(transfer_id=number).SerializeToString()
+        for start in range(0, data.nbytes, self._chunk_bytes):
+            part = data[start : start + self._chunk_bytes]
+            await call.write(b"".join((header, bytes_field(agent_pb2.Chunk.DATA_FIELD_NUMBER, len(part)), part)))
+
+
+class _Inbox:
+    """What one peer has announced and not yet fully sent."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._expected: dict[int, _Assembly] = {}
+        self._announced = asyncio.Condition()
+        self._failure: str | None = None
+
+    def announce(self, number: int, nbytes: int) -> "asyncio.Future[Buffer]":
+        if number in self._expected:
+            raise ValueError(f"transfer {number} was announced twice")
+        assembly = self._expected[number] = _Assembly(self._loop.create_future(), nbytes)
+        self._loop.create_task(self._wake())
+        return assembly.done
+
+    async def add(self, number: int, data: bytes) -> None:
+        async with self._announced:
+            await self._announced.wait_for(lambda: number in self._expected or self._failure is not None)
+        assembly = self._expected.get(number)
+        if assembly is None:
+            return
+        if assembly.add(data):
+            del self._expected[number]
+
+    def fail(self, reason: str) -> None:
+        self._failure = reason
+        for assembly in self._expected.values():
+            if not assembly.done.done():
+                assembly.done.set_exception(ConnectionError(reason))
+        self._expected.clear()
+        self._loop.create_task(self._wake())
+
+    async def _wake(self) -> None:
+        async with self._announced:
+            self._announced.notify_all()
+
+
+class _Assembly:
+    """One payload on its way in."""
+
+    def __init__(self, done: "asyncio.Future[Buffer]", nbytes: int) -> None:
+        self.done = done
+        self._bytes = memoryview(torch.empty(nbytes, dtype=torch.uint8).numpy())
+        self._filled = 0
+
+    def add(self, data: bytes) -> bool:
+        """Adds the next chunk; is the payload complete?"""
+        end = self._filled + len(data)
+        if end > len(self._bytes):
+            self.done.set_exception(ValueError(f"more than the announced {len(self._bytes)} bytes came"))
+            return True
+        self._bytes[self._filled : end] = data
+        self._filled = end
+        if end < len(self._bytes):
+            return False
+        if not self.done.done():
+            self.done.set_result(self._bytes)
+        return True

@@ -1,0 +1,29 @@
+"""Payloads inside their envelope."""
+
+from typing import ClassVar, final
+
+from ...proto.v1 import agent_pb2
+from ..tensors import Buffer
+
+__all__ = ["InlineChannel"]
+
+
+@final
+class InlineChannel:
+    """For small payloads: the envelope carries them."""
+
+    name: ClassVar[str] = "inline"
+
+    def send(self, peer: int, data: memoryview) -> agent_pb2.Payload:  # noqa: ARG002
+        """Copies the bytes."""
+        return agent_pb2.Payload(inline=bytes(data))
+
+    def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer:  # noqa: ARG002
+        """The bytes in the envelope."""
+        return payload.inline
+
+    def drop(self, peer: int, reason: str) -> None:
+        """Nothing is kept."""
+
+    async def close(self) -> None:
+        """Nothing is kept."""

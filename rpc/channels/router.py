@@ -1,0 +1,93 @@
+"""Which channel carries which payload."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+from ...proto.v1 import agent_pb2
+from ..options import ChannelOptions
+from ..tensors import Buffer
+from .base import Channel
+
+__all__ = ["Arrived", "ChannelRouter"]
+
+Arrived = Callable[[agent_pb2.Payload], Buffer]
+"""Tells the bytes of a payload of an envelope that has been collected."""
+
+
+@final
+class ChannelRouter:
+    """Sends small payloads by `small`, others by `large`, those of this worker to itself by `local`."""
+
+    def __init__(
+        self, options: ChannelOptions, self_id: int, *, small: Channel, large: Channel, local: Channel
+    ) -> None:
+        self._options = options
+        self._self_id = self_id
+        self._small = small
+        self._large = large
+        self._local = local
+        self._by_name = {channel.name: channel for channel in (small, large, local)}
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """All of them."""
+        return tuple(self._by_name.values())
+
+    def writer(self, peer: int) -> Callable[[memoryview], agent_pb2.Payload]:
+        """What puts the payloads of one envelope on their way."""
+        room = self._options.max_inline_bytes
+        beyond = self._local if peer == self._self_id else self._large
+
+        def put(data: memoryview) -> agent_pb2.Payload:
+            nonlocal room
+            if data.nbytes < self._options.inline_threshold and data.nbytes <= room:
+                room -= data.nbytes
+                return self._small.send(peer, data)
+            return beyond.send(peer, data)
+
+        return put
+
+    def collect(self, peer: int, envelope: agent_pb2.Envelope) -> "Arrived | asyncio.Future[Arrived]":
+        """The payloads of an envelope: at once if all are here, else when they are. Called on the loop.
+
+        Raises:
+            ValueError: a payload is refused.
+        """
+        here: dict[bytes, Buffer] = {}
+        coming: dict[bytes, asyncio.Future[Buffer]] = {}
+        for payload in _payloads(envelope):
+            channel = self._by_name.get(payload.WhichOneof("location") or self._small.name)
+            if channel is None:
+                raise ValueError(f"no channel for payload {payload.WhichOneof('location')!r}")
+            if channel is not self._small:
+                key = payload.SerializeToString()
+                data = channel.receive(peer, payload)
+                if isinstance(data, asyncio.Future):
+                    coming[key] = data
+                else:
+                    here[key] = data
+
+        def arrived(payload: agent_pb2.Payload) -> Buffer:
+            if payload.WhichOneof("location") in ("inline", None):
+                return payload.inline
+            return here[payload.SerializeToString()]
+
+        if not coming:
+            return arrived
+
+        async def gather() -> Arrived:
+            for key, buffer in zip(coming, await asyncio.gather(*coming.values()), strict=True):
+                here[key] = buffer
+            return arrived
+
+        return asyncio.ensure_future(gather())
+
+
+def _payloads(envelope: agent_pb2.Envelope) -> Iterator[agent_pb2.Payload]:
+    yield envelope.body
+    tensors = list(envelope.tensors)
+    while tensors:
+        tensor = tensors.pop()
+        yield tensor.data
+        tensors.extend(tensor.coo)

@@ -1,0 +1,217 @@
+"""Messages among agents that must not get lost: the bookkeeping of references and contexts.
+
+A control message is sent again until it is acknowledged, and processed once. Each sender numbers those it
+sends to each receiver. The receiver keeps the outcome of those it has processed and answers a repetition
+with it; every message says below which number everything is acknowledged, so outcomes are kept only while a
+repetition can still come, and a later straggler is recognised by its number alone.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+from ..errors import NotInitializedError, RpcTimeoutError, SerializationError, WorkerLostError
+from ..proto.v1 import agent_pb2
+from .futures import error_of
+from .messages import Handler, Incoming, MessageType
+from .worker import WorkerInfo
+
+if TYPE_CHECKING:
+    from .agent import RpcAgent
+
+__all__ = ["ControlMessages"]
+
+ATTEMPT_SECONDS = 5.0
+"""How long one attempt waits for its acknowledgement."""
+
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 5.0
+"""Seconds between attempts: doubled from the first to the longest."""
+
+log = logging.getLogger(__name__)
+
+Done = Callable[[Exception | None], None]
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message that is not acknowledged yet."""
+
+    worker: WorkerInfo
+    number: int
+    value: tuple[str, Any]
+    done: Done
+    attempts: int = 0
+    due: float = 0.0
+
+
+@dataclass(slots=True)
+class _Received:
+    """What has come from one sender."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    floor: int = 0
+    outcomes: dict[int, Exception | None] = field(default_factory=dict)
+
+
+@final
+class ControlMessages:
+    """Sends and handles the control messages of one agent, on a thread of its own.
+
+    `send` and `run` take no lock, so finalizers may call them.
+    """
+
+    def __init__(self, agent: "RpcAgent") -> None:
+        self._agent = agent
+        self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._numbers: dict[int, int] = defaultdict(int)
+        self._unacknowledged: dict[int, dict[int, _Sent]] = defaultdict(dict)
+        self._resend: list[_Sent] = []
+        self._received: dict[int, _Received] = defaultdict(_Received)
+        self._received_lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._loop, name=f"gradwire-control-{agent.info.name}", daemon=True
+        )
+        self._thread.start()
+
+    def on(self, kind: str, handle: Callable[[WorkerInfo, Any], None]) -> None:
+        """Registers what a kind of message does: `handle(sender, payload)`, which must not wait for others."""
+        self._handlers[kind] = handle
+
+    def send(self, worker: WorkerInfo, kind: str, payload: Any, done: Done = lambda error: None) -> None:
+        """Sends a message until it is acknowledged.
+
+        Args:
+            worker: to whom.
+            kind: what `on` was called with over there.
+            payload: anything that pickles.
+            done: called on the control thread with None, or with what the handler raised, or a
+                WorkerLostError when the receiver is gone.
+        """
+        self._todo.put(lambda: self._begin(worker, kind, payload, done))
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Runs a task on the control thread, after everything that was asked of it before."""
+        self._todo.put(task)
+
+    def pending(self) -> int:
+        """How many messages are not acknowledged yet."""
+        return sum(map(len, list(self._unacknowledged.values())))
+
+    def handler(self) -> Handler:
+        """The handler of CONTROL messages."""
+        return Handler(self._handle)
+
+    def forget(self, worker: int) -> None:
+        """A worker is gone: nothing will come from it any more."""
+        with self._received_lock:
+            self._received.pop(worker, None)
+
+    def close(self) -> None:
+        """Ends the thread. What is unacknowledged is given up."""
+        self._todo.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(ATTEMPT_SECONDS)
+
+    # Sending: all on the control thread.
+
+    def _loop(self) -> None:
+        from .agent import holder  # here, because agents hold a ControlMessages
+
+        holder.bind_thread(self._agent)
+        while True:
+            try:
+                task = self._todo.get(timeout=self._next_due())
+            except queue.Empty:
+                self._send_due()
+                continue
+            if task is None:
+                return
+            try:
+                task()
+            except Exception:
+                log.exception("a task of the control thread failed")
+            del task
+
+    def _next_due(self) -> float | None:
+        if not self._resend:
+            return None
+        return max(0.0, min(sent.due for sent in self._resend) - time.monotonic())
+
+    def _send_due(self) -> None:
+        now = time.monotonic()
+        due = [sent for sent in self._resend if sent.due <= now]
+        self._resend = [sent for sent in self._resend if sent.due > now]
+        for sent in due:
+            self._attempt(sent)
+
+    def _begin(self, worker: WorkerInfo, kind: str, payload: Any, done: Done) -> None:
+        number = self._numbers[worker.id]
+        self._numbers[worker.id] += 1
+        sent = _Sent(worker, number, (kind, payload), done)
+        self._unacknowledged[worker.id][number] = sent
+        self._attempt(sent)
+
+    def _attempt(self, sent: _Sent) -> None:
+        sent.attempts += 1
+        below = min(self._unacknowledged[sent.worker.id])
+        control = agent_pb2.ControlHeader(number=sent.number, acknowledged_below=below)
+        try:
+            future = self._agent.request(
+                sent.worker,
+                MessageType.CONTROL,
+                sent.value,
+                timeout=ATTEMPT_SECONDS,
+                header=lambda envelope: envelope.control.CopyFrom(control),
+            )
+        except (NotInitializedError, SerializationError) as error:
+            self._settle(sent, error)
+            return
+        future.add_done_callback(lambda done: self._todo.put(lambda: self._attempted(sent, error_of(done))))
+
+    def _attempted(self, sent: _Sent, error: Exception | None) -> None:
+        if isinstance(error, RpcTimeoutError):
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(sent.attempts - 1, 16))
+            sent.due = time.monotonic() + pause
+            self._resend.append(sent)
+            return
+        if error is not None and not isinstance(error, WorkerLostError | NotInitializedError):
+            log.warning("control message %s to %s failed: %s", sent.value[0], sent.worker.name, error)
+        self._settle(sent, error)
+
+    def _settle(self, sent: _Sent, error: Exception | None) -> None:
+        del self._unacknowledged[sent.worker.id][sent.number]
+        sent.done(error)
+
+    # Receiving: on the executor's threads.
+
+    def _handle(self, message: Incoming) -> None:
+        header = message.envelope.control
+        with self._received_lock:
+            received = self._received[message.source.id]
+        with received.lock:
+            received.floor = max(received.floor, header.acknowledged_below)
+            for number in [n for n in received.outcomes if n < received.floor]:
+                del received.outcomes[number]
+            if header.number < received.floor:
+                return  # a straggler of a message that was acknowledged long ago
+            if header.number not in received.outcomes:
+                received.outcomes[header.number] = self._process(message)
+            error = received.outcomes[header.number]
+        if error is not None:
+            raise error
+
+    def _process(self, message: Incoming) -> Exception | None:
+        kind, payload = message.value
+        try:
+            self._handlers[kind](message.source, payload)
+        except Exception as error:
+            return error
+        return None
+

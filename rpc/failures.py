@@ -1,0 +1,59 @@
+"""Exceptions across workers: as themselves where that is possible, as their text where it is not."""
+
+import pickle
+import traceback
+
+from ..errors import RemoteError, RemoteUnpicklableError
+from ..proto.v1 import agent_pb2
+
+__all__ = ["decode_failure", "encode_failure"]
+
+MAX_TEXT = 256 * 1024
+"""Characters of a message or traceback that travel; what is in the middle of a longer one is left out."""
+
+
+def encode_failure(error: BaseException) -> bytes:
+    """The body of an ERROR envelope. Never raises."""
+    failure = agent_pb2.RemoteFailure(
+        type_name=type(error).__qualname__,
+        text=_shorten(_text(error)),
+        traceback=_shorten("".join(traceback.format_exception(error))),
+    )
+    # SystemExit and KeyboardInterrupt end a program: they must not do so to the caller's.
+    if isinstance(error, Exception):
+        try:
+            failure.pickled = pickle.dumps(error)
+        except Exception:
+            failure.pickled = b""
+    return failure.SerializeToString()
+
+
+def decode_failure(body: bytes | memoryview, worker: str) -> Exception:
+    """The exception to raise at the caller: the remote one with a RemoteError as its cause, or a RemoteError."""
+    failure = agent_pb2.RemoteFailure.FromString(bytes(body))
+    text = f"{failure.type_name}: {failure.text}"
+    if not failure.pickled:
+        return RemoteUnpicklableError(worker, text, failure.traceback)
+    try:
+        error = pickle.loads(failure.pickled)
+        if not isinstance(error, Exception):
+            raise TypeError(f"{type(error).__name__} is no exception")
+    except Exception as problem:
+        reason = f"{text}\n(it could not be rebuilt here: {type(problem).__name__}: {problem})"
+        return RemoteUnpicklableError(worker, reason, failure.traceback)
+    error.__cause__ = RemoteError(worker, text, failure.traceback)
+    return error
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be shown)"
+
+
+def _shorten(text: str) -> str:
+    text = text.encode("utf-8", "replace").decode()  # lone surrogates do not fit in a protobuf string
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[: MAX_TEXT // 2]}\n… {len(text) - MAX_TEXT} characters …\n{text[-MAX_TEXT // 2 :]}"

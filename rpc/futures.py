@@ -1,0 +1,63 @@
+"""The futures that calls return.
+
+torch's futures live in C++, where Python's garbage collector cannot look. An exception that is kept in one
+and has a traceback with a frame that knows the future would never be freed, nor would anything else in that
+frame. So exceptions are kept here without a traceback, and `wait` raises a copy.
+"""
+
+import copy
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+__all__ = ["Future", "copy_error", "error_of"]
+
+
+class Future(torch.futures.Future[Any]):
+    """A torch future that tells the agent's executor when one of its threads waits.
+
+    Waiting inside a remote function then never starves the calls that the wait depends on.
+    """
+
+    def __new__(cls, executor: "Executor") -> "Future":  # noqa: ARG004
+        return cast(Future, super().__new__(cls))
+
+    def __init__(self, executor: "Executor") -> None:
+        super().__init__()
+        self._executor = executor
+
+    def wait(self) -> Any:
+        """The call's result, or its exception raised here. Blocks until there is one."""
+        try:
+            if self.done():
+                return super().wait()
+            with self._executor.blocking():
+                return super().wait()
+        except Exception as error:
+            error.__traceback__ = None
+            raise copy_error(error) from error.__cause__
+
+    def set_exception(self, result: Exception) -> None:
+        """Fails the future."""
+        super().set_exception(result.with_traceback(None))
+
+
+def error_of(future: torch.futures.Future[Any]) -> Exception | None:
+    """The exception of a future that is done, without a traceback; None if it has a value."""
+    try:
+        future.value()
+    except Exception as error:
+        return error.with_traceback(None)
+    return None
+
+
+def copy_error(error: Exception) -> Exception:
+    """An error to raise while the given one is kept; that one itself if its class cannot be copied."""
+    try:
+        copied = copy.copy(error)
+    except Exception:
+        return error
+    return copied if type(copied) is type(error) else error

@@ -1,0 +1,110 @@
+"""Values of several workers, brought together at one of them and handed back to all.
+
+The living member with the lowest id leads: the others send it their value in a request that it answers when
+it has everybody's. A member that dies drops out of the gathering; when the leader dies the next one leads.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, final
+
+from ..errors import WorkerLostError
+from .messages import Deferred, Handler, Incoming, MessageType
+from .worker import WorkerInfo
+
+if TYPE_CHECKING:
+    from .agent import RpcAgent
+
+__all__ = ["Gatherings"]
+
+Key = tuple[str, int, tuple[int, ...]]
+
+
+class _Gathering:
+    """One gathering, at its leader."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.expected = set(members)
+        self.values: dict[int, Any] = {}
+        self.answers: list[Future[dict[int, Any]]] = []
+
+
+@final
+class Gatherings:
+    """The gatherings that one agent takes part in."""
+
+    def __init__(self, agent: "RpcAgent") -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._rounds: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+        self._open: dict[Key, _Gathering] = {}
+
+    def all_gather(
+        self, topic: str, value: object, members: Sequence[WorkerInfo], timeout: float
+    ) -> dict[int, Any]:
+        """The values of all living members, by worker id.
+
+        Args:
+            topic: separates gatherings of different purpose; every member goes through those of one topic
+                in the same order.
+            value: this worker's, anything that pickles.
+            members: who takes part, this worker included.
+            timeout: seconds, 0 for none.
+
+        Raises:
+            RpcTimeoutError: not everybody came in time.
+        """
+        ids = tuple(sorted(worker.id for worker in members))
+        by_id = {worker.id: worker for worker in members}
+        with self._lock:
+            number = self._rounds[topic, ids]
+            self._rounds[topic, ids] += 1
+        while True:
+            leader = next(i for i in ids if i == self._agent.info.id or self._agent.why_lost(i) is None)
+            if leader == self._agent.info.id:
+                for worker in members:
+                    if worker.id != leader:
+                        self._agent.connect(worker)
+            future = self._agent.request(
+                by_id[leader], MessageType.GATHER, (topic, number, ids, value), timeout=timeout
+            )
+            try:
+                gathered: dict[int, Any] = future.wait()
+            except WorkerLostError:
+                continue
+            return gathered
+
+    def handler(self) -> Handler:
+        """The handler of GATHER messages."""
+        return Handler(self._handle)
+
+    def worker_lost(self, worker: WorkerInfo) -> None:
+        """Nobody waits for a dead member."""
+        with self._lock:
+            for gathering in self._open.values():
+                gathering.expected.discard(worker.id)
+        self._complete()
+
+    def _handle(self, message: Incoming) -> Deferred:
+        topic, number, ids, value = message.value
+        answer: Future[dict[int, Any]] = Future()
+        key = (topic, number, ids)
+        with self._lock:
+            gathering = self._open.get(key)
+            if gathering is None:
+                gathering = self._open[key] = _Gathering(ids)
+            gathering.values[message.source.id] = value
+            gathering.answers.append(answer)
+            gathering.expected -= {i for i in ids if self._agent.why_lost(i) is not None}
+        self._complete()
+        return Deferred(answer)
+
+    def _complete(self) -> None:
+        with self._lock:
+            complete = [key for key, g in self._open.items() if g.expected <= g.values.keys()]
+            gatherings = [self._open.pop(key) for key in complete]
+        for gathering in gatherings:
+            for answer in gathering.answers:
+                answer.set_result(gathering.values)

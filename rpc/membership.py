@@ -1,0 +1,103 @@
+"""How the workers of a static group find each other, through a store."""
+
+import json
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from ..errors import RendezvousError
+from .worker import WorkerInfo
+
+__all__ = ["Member", "join", "name_group"]
+
+POLL_SECONDS = 1.0
+"""How long to wait for the missing before looking whether somebody has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker of the group and the address, host:port, at which its agent listens."""
+
+    info: WorkerInfo
+    address: str
+
+
+def name_group(store: Store, rank: int) -> str:
+    """The prefix in the store, and the name, of the group that this worker is about to join.
+
+    A store may serve several groups one after the other (init_rpc, shutdown, init_rpc): the n-th time that a
+    rank joins, it joins the n-th group.
+    """
+    generation = store.add(f"rpc/joined/{rank}", 1)
+    name = store.compare_set(f"rpc/{generation}/group", "", uuid.uuid4().hex)
+    return f"{generation}/{name.decode()}"
+
+
+def join(store: Store, group: str, me: Member, world_size: int, timeout: float) -> list[Member]:
+    """Makes this worker known and waits for all others.
+
+    Returns:
+        The members, by id.
+
+    Raises:
+        RendezvousError: two workers have one name, the world sizes differ, or somebody did not come within
+            `timeout` seconds. Every worker of the group learns of the first two.
+    """
+    prefix = f"rpc/{group.partition('/')[0]}"
+    rank = me.info.id
+    holder = int(store.compare_set(f"{prefix}/name/{me.info.name}", "", str(rank)))
+    record: dict[str, Any] = {"info": asdict(me.info), "address": me.address, "world_size": world_size}
+    if holder != rank:
+        record = {"error": f"two workers are called {me.info.name!r}: those with ranks {holder} and {rank}"}
+    store.set(f"{prefix}/member/{rank}", json.dumps(record))
+    if "error" in record:
+        raise RendezvousError(f"{record['error']}; give each worker a name of its own")
+    return _wait_for_all(store, prefix, me.info, world_size, timeout)
+
+
+def _wait_for_all(
+    store: Store, prefix: str, me: WorkerInfo, world_size: int, timeout: float
+) -> list[Member]:
+    deadline = time.monotonic() + timeout
+    found: dict[int, Member] = {}
+    while True:
+        missing = [rank for rank in range(world_size) if rank not in found]
+        for rank in missing:
+            if store.check([f"{prefix}/member/{rank}"]):
+                found[rank] = _read(json.loads(store.get(f"{prefix}/member/{rank}")), me, world_size)
+        missing = [rank for rank in missing if rank not in found]
+        left = deadline - time.monotonic()
+        if not missing:
+            return [found[rank] for rank in range(world_size)]
+        if left <= 0:
+            raise RendezvousError(
+                f"of {world_size} workers, those with ranks {', '.join(map(str, missing))} "
+                f"did not join within {timeout:g} s"
+            )
+        try:
+            store.wait([f"{prefix}/member/{missing[0]}"], timedelta(seconds=min(left, POLL_SECONDS)))
+        except RuntimeError as error:
+            if not _is_timeout(error):
+                raise
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    """Stores of torch raise the same class for a timeout and for a lost server; they differ in the text."""
+    text = str(error).lower()
+    return "timeout" in text or "timed out" in text
+
+
+def _read(record: dict[str, Any], me: WorkerInfo, world_size: int) -> Member:
+    if "error" in record:
+        raise RendezvousError(f"the group cannot form: {record['error']}")
+    member = Member(WorkerInfo(**record["info"]), record["address"])
+    if record["world_size"] != world_size:
+        raise RendezvousError(
+            f"worker {member.info.name!r} was started with world_size {record['world_size']}, "
+            f"{me.name!r} with {world_size}; start all workers with the same"
+        )
+    return member

@@ -1,0 +1,162 @@
+"""Python objects as pickle, with tensors and remote references taken out.
+
+Both travel beside the pickle, by index: tensors so that their bytes are copied as seldom as possible,
+references so that the receiver can count them even where the pickle itself cannot be read.
+"""
+
+import copyreg
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from ..errors import SerializationError
+from .tensors import Buffer, check_sendable
+
+__all__ = ["Packed", "Packer"]
+
+_arriving = threading.local()
+
+
+class Packed:
+    """A pickled object: the body, and what was taken out of it."""
+
+    __slots__ = ("body", "references", "tensors")
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.tensors: list[torch.Tensor] = []
+        self.references: list[Any] = []
+
+
+@final
+class Packer:
+    """Pickles the values of messages. Functions and classes go by name, as in pickle itself."""
+
+    def __init__(self) -> None:
+        self._reference_types: list[type] = []
+
+    def take_out(self, reference_type: type) -> None:
+        """Has instances of exactly this class travel as references."""
+        self._reference_types.append(reference_type)
+
+    def pack(self, value: object, what: str | Sequence[str]) -> Packed:
+        """Pickles a value.
+
+        Args:
+            value: anything that pickles.
+            what: what to call it in errors; for a tuple, what to call each of its items.
+
+        Raises:
+            SerializationError: some part does not pickle; `path` says which.
+        """
+        try:
+            return self._pack(value)
+        except Exception as error:
+            path, problem = self._find_culprit(value, what, error)
+            raise SerializationError(path, problem) from error
+
+    def unpack(self, body: Buffer, tensors: Sequence[torch.Tensor], references: Sequence[Any]) -> Any:
+        """The value of a body. Raises whatever unpickling it raises."""
+        before = getattr(_arriving, "parts", None)
+        _arriving.parts = (tensors, references)
+        try:
+            return pickle.loads(body)
+        finally:
+            _arriving.parts = before
+
+    def _pack(self, value: object) -> Packed:
+        packed = Packed()
+
+        def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+            check_sendable(tensor)
+            packed.tensors.append(tensor)
+            return _tensor, (len(packed.tensors) - 1,)
+
+        def reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+            check_sendable(parameter)
+            packed.tensors.append(parameter)
+            return _parameter, (len(packed.tensors) - 1, parameter.requires_grad)
+
+        def reduce_reference(reference: object) -> tuple[Any, ...]:
+            packed.references.append(reference)
+            return _reference, (len(packed.references) - 1,)
+
+        stream = io.BytesIO()
+        pickler = pickle.Pickler(stream, protocol=5)
+        table: dict[type, Callable[[Any], Any]] = dict(copyreg.dispatch_table)
+        table[torch.Tensor] = reduce_tensor
+        table[torch.nn.Parameter] = reduce_parameter
+        for reference_type in self._reference_types:
+            table[reference_type] = reduce_reference
+        pickler.dispatch_table = table
+        pickler.dump(value)
+        packed.body = stream.getvalue()
+        return packed
+
+    def _find_culprit(self, value: object, what: str | Sequence[str], error: Exception) -> tuple[str, str]:
+        """The path of the innermost part that does not pickle, and why not."""
+        if isinstance(what, str):
+            path = what
+        elif isinstance(value, tuple) and len(value) == len(what):
+            for part, name in zip(value, what, strict=True):
+                if problem := self._problem(part):
+                    return self._find_culprit(part, name, problem)
+            path = " and ".join(what)
+        for _ in range(32):
+            for name, part in _parts(value):
+                if problem := self._problem(part):
+                    path, value, error = path + name, part, problem
+                    break
+            else:
+                break
+        return path, _explain(value, error)
+
+    def _problem(self, value: object) -> Exception | None:
+        try:
+            self._pack(value)
+        except Exception as error:
+            return error
+        return None
+
+
+def _tensor(index: int) -> torch.Tensor:
+    tensors: Sequence[torch.Tensor] = _arriving.parts[0]
+    return tensors[index]
+
+
+def _parameter(index: int, requires_grad: bool) -> torch.Tensor:
+    """A parameter again, unless the tensor leads back to its sender: then it stays what gradients flow through."""
+    tensor = _tensor(index)
+    if tensor.grad_fn is not None:
+        return tensor
+    return torch.nn.Parameter(tensor.detach(), requires_grad)
+
+
+def _reference(index: int) -> Any:
+    return _arriving.parts[1][index]
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+        yield from ((f" key {key!r}", key) for key in value)
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield from ((f" item {item!r}", item) for item in value)
+    elif not isinstance(value, type) and hasattr(value, "__dict__") and not callable(value):
+        yield from ((f".{name}", item) for name, item in vars(value).items())
+
+
+def _explain(value: object, error: Exception) -> str:
+    name = getattr(value, "__qualname__", "")
+    if isinstance(name, str) and ("<lambda>" in name or "<locals>" in name):
+        return (
+            f"{name} has no importable name; functions and classes are sent by name, "
+            "so define it at the top level of a module that the other worker can import"
+        )
+    return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)

@@ -1,0 +1,44 @@
+"""What a transport is."""
+
+from typing import ClassVar, Protocol
+
+from ...proto.v1 import agent_pb2
+from ..worker import WorkerInfo
+
+__all__ = ["Transport", "TransportClosedError", "TransportListener"]
+
+
+class TransportClosedError(Exception):
+    """The peer is gone; the text says how."""
+
+
+class Transport(Protocol):
+    """Carries envelopes to one peer and back, each at most once.
+
+    Owned by the agent, which calls `close` exactly once.
+    """
+
+    name: ClassVar[str]
+
+    def send(self, envelope: bytes) -> None:
+        """Queues one serialized envelope. Called from any thread; never blocks on the peer.
+
+        Raises:
+            TransportClosedError: the peer is gone.
+        """
+
+    def connect(self) -> None:
+        """Connects now rather than at the first send, so that the loss of the peer is noticed."""
+
+    async def close(self, drain: float) -> None:
+        """Sends what is queued, for at most `drain` seconds, then releases the connection."""
+
+
+class TransportListener(Protocol):
+    """Whom transports report to, on the event loop. Must not block."""
+
+    def deliver(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """An envelope has arrived."""
+
+    def closed(self, peer: WorkerInfo, reason: str) -> None:
+        """The connection is over: nothing that is queued or outstanding will be answered."""

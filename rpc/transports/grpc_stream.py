@@ -1,0 +1,290 @@
+"""Envelopes over one bidirectional gRPC stream per pair of workers.
+
+The worker that has something to send first opens the stream. When both open one at the same moment, that of
+the worker with the lower id stands: the other is told `duplicate` and waits for it.
+
+All streams run on the one event loop, so threads do not grow with the number of peers. What is sent while a
+write is under way goes into the next frame together: that coalescing makes the rate.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from enum import Enum, auto
+from typing import Any, ClassVar, final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ...proto.v1 import agent_pb2
+from ..framing import bytes_field
+from ..handshake import Handshake, RefusedError
+from ..worker import WorkerInfo
+from .base import TransportClosedError, TransportListener
+from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD
+
+__all__ = ["GrpcStream", "GrpcStreams"]
+
+FRAME_BYTES = 1 << 20
+"""Bytes after which a frame takes no further envelope."""
+
+DIAL_ATTEMPTS = 3
+"""A peer's server is up before its address is known, so a refused connection means that it is gone; the
+further attempts are for a listen queue that overflows while many connect at once."""
+
+DIAL_PAUSE = 0.05
+"""Seconds before the second attempt; each further pause is twice as long."""
+
+DUPLICATE_PATIENCE = 5.0
+"""Seconds to wait for the stream that a peer says it is opening, before opening one again."""
+
+log = logging.getLogger(__name__)
+
+Read = Callable[[], Awaitable[Any]]
+Write = Callable[[bytes], Awaitable[Any]]
+
+
+class _State(Enum):
+    IDLE = auto()
+    DIALING = auto()
+    AWAITED = auto()  # the peer is opening the stream that stands
+    OPEN = auto()
+    CLOSED = auto()
+
+
+@final
+class GrpcStreams:
+    """All streams of one agent. Lives on the event loop."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, handshake: Handshake, listener: TransportListener
+    ) -> None:
+        self.loop = loop
+        self.handshake = handshake
+        self.listener = listener
+        self._streams: dict[int, GrpcStream] = {}
+
+    def add(self, peer: WorkerInfo, address: str) -> "GrpcStream":
+        """The stream to a peer, opened when it is first used."""
+        stream = self._streams[peer.id] = GrpcStream(self, peer, address)
+        return stream
+
+    async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
+        """The Exchange method of the agent's gRPC service."""
+        first = await context.read()
+        if first is grpc.aio.EOF:
+            return
+        try:
+            peer = await self.handshake.admit(agent_pb2.Frame.FromString(first).hello)
+        except (DecodeError, RefusedError) as refusal:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
+        stream = self._streams[peer.id]
+        if stream.closed:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "it has shut down")
+        accepted = stream.yields_to_peer()
+        welcome = agent_pb2.Welcome(duplicate=not accepted)
+        await context.write(agent_pb2.Frame(welcome=welcome).SerializeToString())
+        if accepted:
+            await stream.carry(context.read, context.write)
+
+
+@final
+class GrpcStream:
+    """The stream to one peer, whichever of the two opens it."""
+
+    name: ClassVar[str] = "grpc"
+
+    def __init__(self, streams: GrpcStreams, peer: WorkerInfo, address: str) -> None:
+        self._streams = streams
+        self._loop = streams.loop
+        self._peer = peer
+        self._address = address
+        self._lock = threading.Lock()
+        self._queue: deque[bytes] = deque()
+        self._closed_because: str | None = None
+        # What follows is touched on the loop only.
+        self._state = _State.IDLE
+        self._filled = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._closing = False
+        self._dialing: asyncio.Task[None] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Is the stream over, or about to be?"""
+        return self._closing or self._state is _State.CLOSED
+
+    def send(self, envelope: bytes) -> None:
+        """Queues one envelope."""
+        with self._lock:
+            if self._closed_because is not None:
+                raise TransportClosedError(self._closed_because)
+            self._queue.append(bytes_field(agent_pb2.Frame.ENVELOPES_FIELD_NUMBER, len(envelope)) + envelope)
+            first = len(self._queue) == 1
+        if first:
+            self._loop.call_soon_threadsafe(self._start_or_wake)
+
+    def connect(self) -> None:
+        """Opens the stream if it is not open."""
+        self._loop.call_soon_threadsafe(self._start_or_wake)
+
+    async def close(self, drain: float) -> None:
+        """Sends what is queued and a goodbye, waits for the peer's, then ends the stream."""
+        self._closing = True
+        if self._state is _State.IDLE:
+            self._finish("it has shut down", report=False)
+            return
+        self._filled.set()
+        try:
+            await asyncio.wait_for(self._ended.wait(), drain)
+        except TimeoutError:
+            self._finish("it has shut down", report=False)
+        if self._dialing is not None:
+            self._dialing.cancel()
+
+    def yields_to_peer(self) -> bool:
+        """Does the stream that the peer has just opened stand? If so, the caller carries it."""
+        if self._state is _State.OPEN:
+            return False
+        if self._state is _State.DIALING and self._peer.id > self._streams.handshake.me.id:
+            return False
+        if self._dialing is not None:
+            self._dialing.cancel()
+            self._dialing = None
+        self._state = _State.OPEN
+        return True
+
+    async def carry(self, read: Read, write: Write) -> None:
+        """Moves frames until either side says goodbye or the connection breaks."""
+        self._state = _State.OPEN
+        writer = self._loop.create_task(self._write_frames(write))
+        reason = "its connection closed without a goodbye; the process has died or was cut off"
+        try:
+            while (data := await read()) is not grpc.aio.EOF:
+                frame = agent_pb2.Frame.FromString(data)
+                for envelope in frame.envelopes:
+                    self._streams.listener.deliver(self._peer, envelope)
+                if frame.goodbye:
+                    reason = "it has shut down"
+                    break
+            if self._closing:
+                await writer
+        except grpc.aio.AioRpcError as error:
+            reason = f"its connection broke: {error.details()}"
+        except DecodeError:
+            reason = "it sent bytes that are no frame"
+        except asyncio.CancelledError:
+            pass  # so gRPC ends a handler whose peer has vanished
+        except Exception as error:
+            log.exception("the stream to worker %s failed", self._peer.name)
+            reason = f"its connection broke: {error!r}"
+        finally:
+            writer.cancel()
+            self._finish("it has shut down" if self._closing else reason)
+
+    def _start_or_wake(self) -> None:
+        if self._state is _State.IDLE and not self._closing:
+            self._state = _State.DIALING
+            self._dialing = self._loop.create_task(self._dial())
+        else:
+            self._filled.set()
+
+    async def _dial(self) -> None:
+        pause = DIAL_PAUSE
+        for attempt in range(1, DIAL_ATTEMPTS + 1):
+            try:
+                if not await self._open():
+                    self._await_peer()
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == DIAL_ATTEMPTS:
+                    self._finish(_why(error, self._address))
+                    return
+            await asyncio.sleep(pause)
+            pause *= 2
+
+    async def _open(self) -> bool:
+        """Opens a stream and carries it to its end; False if it is a duplicate."""
+        async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
+            call = channel.stream_stream(EXCHANGE_METHOD)()
+            try:
+                hello = agent_pb2.Frame(hello=self._streams.handshake.hello)
+                await _write(call, hello.SerializeToString())
+                first = await call.read()
+                if first is grpc.aio.EOF:
+                    await _raise_status(call)
+                if agent_pb2.Frame.FromString(first).welcome.duplicate:
+                    return False
+                await self.carry(call.read, lambda data: _write(call, data))
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await call.done_writing()
+                return True
+            finally:
+                call.cancel()
+
+    def _await_peer(self) -> None:
+        self._state = _State.AWAITED
+
+        def again() -> None:
+            if self._state is _State.AWAITED:
+                self._state = _State.IDLE
+                self._start_or_wake()
+
+        self._loop.call_later(DUPLICATE_PATIENCE, again)
+
+    async def _write_frames(self, write: Write) -> None:
+        try:
+            while True:
+                if frame := self._next_frame():
+                    await write(frame)
+                elif self._closing:
+                    await write(agent_pb2.Frame(goodbye=True).SerializeToString())
+                    return
+                else:
+                    await self._filled.wait()
+                    self._filled.clear()
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            pass  # the reading side sees the same end, and knows why
+
+    def _next_frame(self) -> bytes:
+        with self._lock:
+            taken = []
+            size = 0
+            while self._queue and size < FRAME_BYTES:
+                taken.append(self._queue.popleft())
+                size += len(taken[-1])
+        return b"".join(taken)
+
+    def _finish(self, reason: str, *, report: bool = True) -> None:
+        if self._state is _State.CLOSED:
+            return
+        self._state = _State.CLOSED
+        with self._lock:
+            self._closed_because = reason
+            self._queue.clear()
+        self._ended.set()
+        if report:
+            self._streams.listener.closed(self._peer, reason)
+
+
+async def _write(call: Any, data: bytes) -> None:
+    """Writes; a call that has ended raises its status, as reading from it does."""
+    try:
+        await call.write(data)
+    except asyncio.InvalidStateError:
+        await _raise_status(call)
+
+
+async def _raise_status(call: Any) -> None:
+    raise grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
+
+
+def _why(error: grpc.aio.AioRpcError, address: str) -> str:
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return f"it cannot be reached at {address} ({error.details()})"
+    return f"it refused the connection: {error.details()}"

@@ -1,0 +1,37 @@
+"""From a worker to itself."""
+
+import asyncio
+from typing import ClassVar, final
+
+from ...proto.v1 import agent_pb2
+from ..worker import WorkerInfo
+from .base import TransportClosedError, TransportListener
+
+__all__ = ["LoopbackTransport"]
+
+
+@final
+class LoopbackTransport:
+    """Delivers on the event loop, as if the envelope had come over a wire."""
+
+    name: ClassVar[str] = "loopback"
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, me: WorkerInfo, listener: TransportListener) -> None:
+        self._loop = loop
+        self._me = me
+        self._listener = listener
+        self._closed = False
+
+    def send(self, envelope: bytes) -> None:
+        """Delivers a copy."""
+        if self._closed:
+            raise TransportClosedError("it has shut down")
+        message = agent_pb2.Envelope.FromString(envelope)
+        self._loop.call_soon_threadsafe(self._listener.deliver, self._me, message)
+
+    def connect(self) -> None:
+        """Is always connected."""
+
+    async def close(self, drain: float) -> None:  # noqa: ARG002
+        """Refuses what comes later."""
+        self._closed = True

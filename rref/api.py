@@ -1,0 +1,40 @@
+"""Calls whose results stay where they are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..rpc.agent import Destination, current_agent
+from ..rpc.calls import UNSET_RPC_TIMEOUT, check_call, check_timeout
+from .forks import References
+from .rref import RRef
+
+__all__ = ["remote"]
+
+
+def remote(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Runs a function on a worker and returns a reference to its result at once.
+
+    Args:
+        to: a worker's name, id or WorkerInfo; this worker itself too.
+        func: a function or class that the other worker can import.
+        args: its positional arguments, anything that pickles.
+        kwargs: its named arguments.
+        timeout: seconds within which the owner must confirm the reference, 0 for none; the function itself
+            may take longer. By default that of the options.
+
+    Returns:
+        A reference. What goes wrong with the call is raised by its `to_here`.
+
+    Raises:
+        NotInitializedError, UnknownWorkerError, SerializationError, TypeError, ValueError: nothing was sent.
+    """
+    agent = current_agent()
+    owner = agent.worker(to)
+    call = check_call(func, args, kwargs)
+    return agent.extension(References).remote(owner, call, check_timeout(timeout))

@@ -1,0 +1,301 @@
+"""How workers count references to each other's values.
+
+The protocol is that of the design note "Remote Reference Protocol" in PyTorch's documentation, with
+acknowledged messages throughout (`gradwire.rpc.control`), so that none is lost or counted twice:
+
+* The owner keeps a value while a fork, that is another worker's reference, lives.
+* `remote` makes the first fork; the owner confirms it by answering the creating message.
+* A worker that passes its reference on makes a fork for the receiver. The receiver tells the owner of it,
+  and when the owner has confirmed it, tells the sender. Until then the sender keeps its own reference, so
+  the value cannot vanish in between. A fork that the owner itself sends is counted before it leaves.
+* A reference that is dropped is reported to the owner, but not before the owner has confirmed it.
+* A lost worker's references are dropped by the owner, and nobody keeps anything for it any longer.
+
+docs/rref.md draws the states.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+from ..errors import RRefError, RemoteError, WorkerLostError
+from ..proto.v1 import agent_pb2
+from ..rpc.agent import RpcAgent
+from ..rpc.futures import Future, error_of
+from ..rpc.messages import (
+    Deferred,
+    Extension,
+    Handler,
+    Incoming,
+    MessageType,
+    Outgoing,
+    Reply,
+    register_extension,
+)
+from ..rpc.worker import WorkerInfo
+from .ids import GlobalId, IdSource
+from .owner_table import Entry, OwnerTable
+from .rref import OwnerHandle, RRef, UserHandle
+
+__all__ = ["Fork", "References"]
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Fork:
+    """A reference that this worker holds to another's value. Changes on the control thread only."""
+
+    reference: GlobalId
+    id: GlobalId
+    owner: WorkerInfo
+    creating: bool = False
+    """Did this worker create the value?"""
+    confirmed: bool = False
+    error: Exception | None = None
+    """Why it never will be confirmed."""
+    dropped: bool = False
+
+
+@final
+class References(Extension):
+    """The references of one worker: those it holds, and those others hold to its values."""
+
+    reference_type = RRef
+
+    def __init__(self, agent: RpcAgent) -> None:
+        super().__init__(agent)
+        self.table = OwnerTable(agent.info.id)
+        self._ids = IdSource(agent.info.id)
+        self._users: set[Fork] = set()
+        self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
+        agent.control.on("rref.fork", self._on_fork)
+        agent.control.on("rref.accept", self._on_accept)
+        agent.control.on("rref.delete", self._on_delete)
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        """Creating and fetching."""
+        return {
+            MessageType.RREF_CREATE: Handler(self._create, user_values=True),
+            MessageType.RREF_FETCH: Handler(self._fetch, user_values=True),
+        }
+
+    # Making references.
+
+    def own(self, value: Any) -> OwnerHandle:
+        """A reference to a value here."""
+        entry = self.table.create(self._ids.next())
+        entry.created = True
+        entry.resolve(value)
+        return OwnerHandle(self.agent, entry)
+
+    def remote(self, owner: WorkerInfo, call: Call, timeout: float | None) -> RRef[Any]:
+        """A reference to the result of a call on `owner`."""
+        identifier, fork_id = self._ids.next(), self._ids.next()
+        if owner == self.agent.info:
+            entry = self.table.create(identifier)
+            self.table.add_fork(identifier, fork_id, owner.id)  # keeps the entry until the call has run
+            try:
+                self._request_creation(owner, identifier, fork_id, call, timeout)
+            except BaseException:
+                self.table.remove_fork(identifier, fork_id)
+                raise
+            return RRef._of(OwnerHandle(self.agent, entry))
+        fork = Fork(identifier, fork_id, owner, creating=True)
+        created = self._request_creation(owner, identifier, fork_id, call, timeout)
+        handle = self._hold(fork)
+        created.add_done_callback(
+            lambda done: self.agent.control.run(partial(self._confirm, fork, error_of(done)))
+        )
+        return RRef._of(handle)
+
+    def _request_creation(
+        self, owner: WorkerInfo, identifier: GlobalId, fork: GlobalId, call: Call, timeout: float | None
+    ) -> Future:
+        created = _reference(identifier, fork, owner.id)
+        return self.agent.request(
+            owner,
+            MessageType.RREF_CREATE,
+            call,
+            timeout=timeout,
+            what=("the function", "args", "kwargs"),
+            header=lambda envelope: envelope.created.CopyFrom(created),
+        )
+
+    def _hold(self, fork: Fork) -> UserHandle:
+        self._users.add(fork)
+        return UserHandle(self.agent, fork, self._give_up)
+
+    # References that leave and arrive in messages.
+
+    def leaving(self, message: Outgoing) -> None:
+        """Makes a fork of every reference."""
+        for rref in message.references:
+            handle, fork = rref._handle, self._ids.next()
+            if handle.agent is not self.agent:
+                raise RRefError(f"{rref} belongs to an agent that has shut down")
+            if isinstance(handle, OwnerHandle):
+                identifier, owner = handle.entry.id, self.agent.info.id
+                self.table.add_fork(identifier, fork, message.destination.id)
+            else:
+                identifier, owner = handle.fork.reference, handle.fork.owner.id
+                self._children[fork] = (handle, message.destination.id)
+            message.envelope.references.append(_reference(identifier, fork, owner))
+
+    def withdrawn(self, message: Outgoing) -> None:
+        """The forks will not come to be."""
+        for reference in message.envelope.references:
+            fork = GlobalId.from_proto(reference.fork)
+            if self._children.pop(fork, None) is None:
+                self.table.remove_fork(GlobalId.from_proto(reference.reference), fork)
+
+    def arriving(self, message: Incoming) -> None:
+        """Takes the forks over, whether or not the message can be unpickled afterwards."""
+        if message.envelope.HasField("created"):
+            message.state[References] = self._begin_creation(message)
+        message.references.extend(
+            RRef._of(self._take_over(message.source, reference)) for reference in message.envelope.references
+        )
+
+    def _take_over(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
+        identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
+        owner = self.agent.worker(reference.owner)
+        if owner == self.agent.info:
+            handle = OwnerHandle(self.agent, self.table.get(identifier))
+            if sender == owner:
+                self.table.remove_fork(identifier, fork_id)
+            else:
+                self.agent.control.send(sender, "rref.accept", tuple(fork_id))
+            return handle
+        fork = Fork(identifier, fork_id, owner, confirmed=sender == owner)
+        if not fork.confirmed:
+
+            def registered(error: Exception | None) -> None:
+                self._confirm(fork, error)
+                self.agent.control.send(sender, "rref.accept", tuple(fork_id))
+
+            self.agent.control.send(owner, "rref.fork", (tuple(identifier), tuple(fork_id)), registered)
+        return self._hold(fork)
+
+    # The life of a fork, on the control thread.
+
+    def _give_up(self, fork: Fork) -> None:
+        """The last handle of a fork is gone. Called by finalizers: takes no lock."""
+        self.agent.control.run(partial(self._drop, fork))
+
+    def _drop(self, fork: Fork) -> None:
+        fork.dropped = True
+        self._delete_if_due(fork)
+
+    def _confirm(self, fork: Fork, error: Exception | None) -> None:
+        if error is None:
+            fork.confirmed = True
+        else:
+            fork.error = error
+        self._delete_if_due(fork)
+
+    def _delete_if_due(self, fork: Fork) -> None:
+        if not fork.dropped or not (fork.confirmed or fork.error):
+            return
+        # A creation that failed may have come through all the same; any other fork that the owner has not
+        # counted needs no deleting.
+        if fork.confirmed or (fork.creating and not isinstance(fork.error, WorkerLostError)):
+            payload = (tuple(fork.reference), tuple(fork.id))
+            self.agent.control.send(
+                fork.owner, "rref.delete", payload, lambda _error: self._users.discard(fork)
+            )
+        else:
+            self._users.discard(fork)
+
+    # What other workers tell.
+
+    def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
+        identifier, fork = payload
+        self.table.add_fork(GlobalId(*identifier), GlobalId(*fork), sender.id)
+
+    def _on_delete(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
+        identifier, fork = payload
+        self.table.remove_fork(GlobalId(*identifier), GlobalId(*fork))
+
+    def _on_accept(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
+        self._children.pop(GlobalId(*payload), None)
+
+    # What other workers ask for.
+
+    def _begin_creation(self, message: Incoming) -> Entry:
+        created = message.envelope.created
+        identifier, fork = GlobalId.from_proto(created.reference), GlobalId.from_proto(created.fork)
+        if message.source == self.agent.info:
+            entry = self.table.get(identifier)
+        else:
+            entry = self.table.add_fork(identifier, fork, message.source.id)
+        entry.created = True
+        return entry
+
+    def scope(self, message: Incoming) -> AbstractContextManager[None]:
+        """Around the creation of a value: when it is over the entry has a value or an error."""
+        entry = message.state.get(References)
+        return nullcontext() if entry is None else self._creation(message, entry)
+
+    @contextmanager
+    def _creation(self, message: Incoming, entry: Entry) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            # Without a value now it never gets one, because its call could not be read.
+            error = message.error if isinstance(message.error, Exception) else None
+            entry.fail(error or RRefError(f"reference {entry.id} was not created"))
+            if message.source == self.agent.info:
+                self.table.remove_fork(entry.id, GlobalId.from_proto(message.envelope.created.fork))
+
+    def _create(self, message: Incoming) -> Reply:
+        function, args, kwargs = message.value
+        entry: Entry = message.state[References]
+
+        def run() -> None:
+            try:
+                entry.resolve(function(*args, **kwargs))
+            except Exception as error:
+                entry.fail(error)
+            except BaseException as error:  # such as SystemExit: it ended the call, not this worker
+                entry.fail(RemoteError(self.agent.info.name, f"{type(error).__name__}: {error}", ""))
+
+        # Confirmed first: the value may take its time.
+        return Reply(None, run)
+
+    def _fetch(self, message: Incoming) -> Deferred:
+        return Deferred(self.table.get(GlobalId(*message.value)).future)
+
+    # The rest.
+
+    def worker_lost(self, worker: WorkerInfo) -> None:
+        """Reclaims what a lost worker held."""
+        self.table.drop_worker(worker.id, self.agent.why_lost(worker.id) or "it is gone")
+        for fork, (_, destination) in list(self._children.items()):
+            if destination == worker.id:
+                self._children.pop(fork, None)
+
+    def live_objects(self) -> Mapping[str, int]:
+        """References held by others to values here, held here, and passed on but not yet counted."""
+        return {
+            "owner_rrefs": len(self.table),
+            "owner_rref_forks": self.table.fork_count(),
+            "user_rrefs": len(self._users),
+            "pending_rref_children": len(self._children),
+        }
+
+    def close(self) -> None:
+        """Forgets all values."""
+        self.table.clear()
+        self._children.clear()
+
+
+register_extension(References)
+
+
+def _reference(identifier: GlobalId, fork: GlobalId, owner: int) -> agent_pb2.Reference:
+    return agent_pb2.Reference(reference=identifier.to_proto(), fork=fork.to_proto(), owner=owner)
+

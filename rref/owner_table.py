@@ -1,0 +1,156 @@
+"""The values that this worker owns, and who holds references to them.
+
+An entry is kept while a fork of it lives on any worker; beyond that, only by the owner's own handles to it.
+"""
+
+import threading
+import weakref
+from concurrent.futures import Future, wait
+from typing import Any, final
+
+from ..errors import RRefError
+from ..rpc.futures import copy_error
+from .ids import GlobalId
+
+__all__ = ["Entry", "OwnerTable", "ValueNotThereError"]
+
+
+class ValueNotThereError(Exception):
+    """A value did not come in time."""
+
+
+@final
+class Entry:
+    """One owned value: there already, still being computed, or failed."""
+
+    __slots__ = ("__weakref__", "created", "forks", "future", "id")
+
+    def __init__(self, identifier: GlobalId) -> None:
+        self.id = identifier
+        self.future: Future[Any] = Future()
+        self.created = False
+        """Has the message that computes the value come?"""
+        self.forks: dict[GlobalId, int] = {}
+        """The fork's id, and the worker that holds it."""
+
+    def resolve(self, value: Any) -> None:
+        """Gives the value."""
+        if not self.future.done():
+            self.future.set_result(value)
+
+    def wait(self, seconds: float) -> Any:
+        """The value, or its error raised. Waits for it, at most `seconds`, without limit if 0.
+
+        Raises:
+            ValueNotThereError: it has not come.
+        """
+        wait([self.future], seconds or None)
+        if not self.future.done():
+            raise ValueNotThereError
+        error = self.future.exception()
+        if isinstance(error, Exception):
+            raise copy_error(error).with_traceback(error.__traceback__)
+        return self.future.result()
+
+    def fail(self, error: Exception) -> None:
+        """Gives the error that everybody who asks for the value gets."""
+        if not self.future.done():
+            if error.__traceback__ is not None:
+                error.__traceback__ = error.__traceback__.tb_next  # without the frame that knows this entry
+            self.future.set_exception(error)
+
+
+@final
+class OwnerTable:
+    """The entries of one worker. Safe to use from any thread."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()
+        self._all: weakref.WeakValueDictionary[GlobalId, Entry] = weakref.WeakValueDictionary()
+        self._held: dict[GlobalId, Entry] = {}
+        self._stillborn: set[GlobalId] = set()
+        self._lost: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        """How many entries other workers hold references to."""
+        return len(self._held)
+
+    def fork_count(self) -> int:
+        """How many references other workers hold."""
+        with self._lock:
+            return sum(len(entry.forks) for entry in self._held.values())
+
+    def create(self, identifier: GlobalId) -> Entry:
+        """A new entry, made by this worker itself."""
+        with self._lock:
+            entry = self._all[identifier] = Entry(identifier)
+            return entry
+
+    def get(self, identifier: GlobalId) -> Entry:
+        """The entry of an id; one without a value yet, if the message that creates it is still on its way.
+
+        Raises:
+            RRefError: there is none and none can come.
+        """
+        with self._lock:
+            return self._get(identifier)
+
+    def add_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> Entry:
+        """Counts a reference that `holder` has. Raises as `get` does."""
+        with self._lock:
+            if holder in self._lost:
+                raise RRefError(f"the worker that holds fork {fork} is lost: {self._lost[holder]}")
+            entry = self._get(identifier)
+            if fork in self._stillborn:  # its holder gave it up before this message came
+                self._stillborn.discard(fork)
+            else:
+                entry.forks[fork] = holder
+                self._held[identifier] = entry
+            return entry
+
+    def remove_fork(self, identifier: GlobalId, fork: GlobalId) -> None:
+        """The reference is gone."""
+        with self._lock:
+            entry = self._held.get(identifier)  # lives to the end of this method: values may have finalizers
+            if entry is None or fork not in entry.forks:
+                # Only the creating fork can be given up before it came: its holder does not wait for the
+                # owner's word where the creating message itself failed.
+                self._stillborn.add(fork)
+                return
+            self._release(entry, fork)
+
+    def drop_worker(self, worker: int, reason: str) -> None:
+        """A worker is lost, and its references with it."""
+        with self._lock:
+            self._lost[worker] = reason
+            entries = list(self._all.values())
+            for entry in entries:
+                for fork in [fork for fork, holder in entry.forks.items() if holder == worker]:
+                    self._release(entry, fork)
+        for entry in entries:
+            if entry.id.worker == worker and not entry.created:
+                entry.fail(RRefError(f"reference {entry.id} was never created: its creator is lost ({reason})"))
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            held, self._held = self._held, {}
+        held.clear()  # outside the lock: values may have finalizers
+
+    def _get(self, identifier: GlobalId) -> Entry:
+        entry = self._all.get(identifier)
+        if entry is None:
+            if identifier.worker == self._worker:
+                raise RRefError(f"reference {identifier} is gone: its owner has deleted the value")
+            if identifier.worker in self._lost:
+                raise RRefError(
+                    f"reference {identifier} is gone: its creator is lost ({self._lost[identifier.worker]})"
+                )
+            entry = self._all[identifier] = Entry(identifier)
+        return entry
+
+    def _release(self, entry: Entry, fork: GlobalId) -> None:
+        del entry.forks[fork]
+        if not entry.forks:
+            self._held.pop(entry.id, None)

@@ -1,0 +1,350 @@
+"""Gradients across workers equal those of one process."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire import autograd, rpc
+from gradwire.optim import DistributedOptimizer  # noqa: F401 - imported by workers
+from tests.remote_functions import add, assert_clean, identity, multiply
+
+TOLERANCE = 1e-6
+
+
+class Runs(torch.autograd.Function):
+    """Squares, and counts how often its backward runs."""
+
+    count = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Runs.count += 1
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Layer(nn.Module):
+    """A layer of a model that is spread over workers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(sum(inputs)))
+
+    def gradients(self, context_id: int) -> list[torch.Tensor]:
+        found = autograd.get_gradients(context_id)
+        assert all(parameter.grad is None for parameter in self.parameters())
+        return [found[parameter] for parameter in self.parameters()]
+
+
+def via_c_to_a(x: torch.Tensor) -> torch.Tensor:
+    """On b: a calls it, and it calls c, which calls a."""
+    h = (x * 2).sin()
+    return rpc.rpc_sync("worker2", via_a, (h,)) * h
+
+
+def via_a(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("worker0", multiply, (x.exp(), Runs.apply(x)))
+
+
+def split(x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    return x * 2, {"sin": x.sin(), "constant": torch.ones(3)}, torch.arange(3)
+
+
+def in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.mul_(3)
+    y[1:].add_(x[1:])
+    y.view(3, 1).sin_()
+    return y
+
+
+def embed(table: rpc.RRef, indices: torch.Tensor) -> torch.Tensor:
+    return table.local_value()(indices)
+
+
+def gradient_of(module: rpc.RRef, context_id: int) -> torch.Tensor:
+    (parameter,) = module.local_value().parameters()
+    return autograd.get_gradients(context_id)[parameter]
+
+
+def leaf() -> torch.Tensor:
+    return torch.randn(3, dtype=torch.float64).requires_grad_()
+
+
+def check_against_one_process(distributed, local, leaves) -> None:
+    """The gradients of `distributed(*leaves)`, computed in a context, are those of `local(*leaves)`."""
+    expected = torch.autograd.grad(local(*leaves), leaves, allow_unused=True)
+    with autograd.context() as context_id:
+        loss = distributed(*leaves)
+        autograd.backward(context_id, [loss])
+        found = autograd.get_gradients(context_id)
+    for x, gradient in zip(leaves, expected, strict=True):
+        assert x.grad is None
+        if gradient is None:
+            assert x not in found
+        else:
+            assert (found[x] - gradient).abs().max() <= TOLERANCE
+
+
+@pytest.fixture
+def trio(workers):
+    """Three workers; the test runs on the first. Afterwards no context is left on any."""
+    started = workers.rpc(3)
+    yield started[0]
+    workers.each(started, assert_clean)
+
+
+def test_a_model_spread_over_three_workers(trio):
+    """A tensor sent to two workers, and a call that nests a -> b -> c -> a."""
+
+    def check() -> None:
+        local = [Layer(seed) for seed in range(3)]
+        layers = [rpc.remote(f"worker{owner}", Layer, (owner,)) for owner in range(3)]
+        x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+
+        h = local[0](x)
+        nested = (h * 2).sin()
+        loss = (local[1](h) + local[2](h, local[1](h)) + (nested.exp() * nested * nested) * nested).square().sum()
+        parameters = [p for layer in local for p in layer.parameters()]
+        expected = torch.autograd.grad(loss, [x, *parameters])
+
+        with autograd.context() as context_id:
+            h = layers[0].rpc_sync().forward(x)
+            to_b = layers[1].rpc_async().forward(h)
+            to_c = layers[2].rpc_sync().forward(h, to_b.wait())
+            nested = rpc.rpc_sync("worker1", nested_call, (h,))
+            loss = (to_b.wait() + to_c + nested).square().sum()
+            unused = layers[1].rpc_sync().forward(h)  # takes no part
+            autograd.backward(context_id, [loss])
+            found = [autograd.get_gradients(context_id)[x]]
+            for layer in layers:
+                found += layer.rpc_sync().gradients(context_id)
+            assert unused.requires_grad
+        worst = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+        print(f"largest difference {worst:.2e}")
+        assert worst <= TOLERANCE
+
+    trio.run(check)
+
+
+def nested_call(h: torch.Tensor) -> torch.Tensor:
+    nested = (h * 2).sin()
+    return rpc.rpc_sync("worker2", nested_call_on_c, (nested,)) * nested
+
+
+def nested_call_on_c(h: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("worker0", multiply, (h.exp(), h)) * h
+
+
+def test_shapes_of_graphs(trio):
+    def check() -> None:
+        b, c, me = "worker1", "worker2", "worker0"
+        call = rpc.rpc_sync
+        cases = {
+            "there and back": (
+                lambda x, y: call(b, multiply, (x * 2, y)).sum(),
+                lambda x, y: (x * 2 * y).sum(),
+            ),
+            "leaves sent directly": (lambda x, y: call(b, multiply, (x, y)).sum(), lambda x, y: (x * y).sum()),
+            "twice to one, once to another": (
+                lambda x, y: (call(b, multiply, (x, y)) * call(b, multiply, (x, x)) * call(c, add, (x, y))).sum(),
+                lambda x, y: (x * y * x * x * (x + y)).sum(),
+            ),
+            "a -> b -> c -> a": (
+                lambda x, y: (call(b, via_c_to_a, (x * y,)) * y).sum(),
+                lambda x, y: (lambda h: (h.exp() * h * h * h * y).sum())((x * y * 2).sin()),
+            ),
+            "to itself": (lambda x, y: call(me, multiply, (x, y)).sum(), lambda x, y: (x * y).sum()),
+            "a result passed on": (
+                lambda x, y: call(c, multiply, (call(b, multiply, (x, y)), y)).sum(),
+                lambda x, y: (x * y * y).sum(),
+            ),
+            "the result is the loss": (lambda x, y: call(b, identity, ((x * y).sum(),)), lambda x, y: (x * y).sum()),
+            "used here and there": (
+                lambda x, y: (call(b, multiply, (x, y)) * x).sum() + y.sum(),
+                lambda x, y: (x * y * x).sum() + y.sum(),
+            ),
+            "complex": (
+                lambda x, y: call(b, identity, (torch.complex(x, y),)).abs().sum(),
+                lambda x, y: torch.complex(x, y).abs().sum(),
+            ),
+            "one leaf unused": (lambda x, y: call(b, identity, ((x, y),))[0].sum(), lambda x, y: x.sum()),
+            "in place": (
+                lambda x, y: call(b, in_place, (x * 2, y * 1)).mul_(2).sum(),
+                lambda x, y: in_place(x * 2, y * 1).mul(2).sum(),
+            ),
+            "local only": (lambda x, y: (x * y).sum(), lambda x, y: (x * y).sum()),
+            "a leaf as root": (lambda x, y: call(b, identity, (x,)).sum() + 0 * y.sum(), lambda x, y: x.sum() + 0 * y.sum()),
+        }
+        for name, (distributed, local) in cases.items():
+            print(name)
+            check_against_one_process(distributed, local, [leaf(), leaf()])
+
+    trio.run(check)
+
+
+def test_a_long_chain_back_and_forth(trio):
+    def check() -> None:
+        def chain(hop):
+            def run(x, y):
+                for _ in range(20):
+                    x = hop(x, y).sin()
+                return x.sum()
+
+            return run
+
+        check_against_one_process(
+            chain(lambda x, y: rpc.rpc_sync("worker1", multiply, (x, y))), chain(multiply), [leaf(), leaf()]
+        )
+
+    trio.run(check)
+
+
+def test_every_node_runs_once(trio):
+    def check() -> int:
+        x = leaf()
+        with autograd.context() as context_id:
+            h = Runs.apply(x)
+            loss = (rpc.rpc_sync("worker1", multiply, (h, h)) * rpc.rpc_sync("worker2", add, (h, x)) * h).sum()
+            autograd.backward(context_id, [loss])
+        return Runs.count
+
+    assert trio.run(check) == 1
+
+
+def test_messages_without_part_in_the_loss_do_not_hang(trio):
+    def check() -> None:
+        x, y = leaf(), leaf()
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", multiply, (x, y)).sum()
+            unused = rpc.rpc_sync("worker2", via_a, (x * 2,))
+            rpc.rpc_sync("worker1", process, (y * 2,))
+            autograd.backward(context_id, [loss])
+            assert torch.equal(autograd.get_gradients(context_id)[x], y)
+            assert unused.requires_grad
+
+    trio.run(check)
+
+
+def process(x: torch.Tensor) -> int:
+    """Takes a tensor, gives none back."""
+    return x.numel()
+
+
+def test_containers_and_tensors_without_grad(trio):
+    def check() -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            doubled, more, indices = rpc.rpc_sync("worker1", split, (x,))
+            assert doubled.requires_grad
+            assert not more["constant"].requires_grad
+            assert not indices.requires_grad
+            autograd.backward(context_id, [(doubled * more["sin"] * more["constant"]).sum()])
+            expected = 2 * x.sin() + 2 * x * x.cos()
+            assert torch.allclose(autograd.get_gradients(context_id)[x], expected)
+
+    trio.run(check)
+
+
+def test_values_behind_references(trio):
+    def check() -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            rref = rpc.remote("worker1", multiply, (x, x))
+            loss = rpc.rpc_sync("worker2", fetch_and_sum, (rref,)) + rref.to_here().sum()
+            autograd.backward(context_id, [loss])
+            assert torch.allclose(autograd.get_gradients(context_id)[x], 4 * x)
+
+    trio.run(check)
+
+
+def fetch_and_sum(rref: rpc.RRef) -> torch.Tensor:
+    return rref.to_here().sum()
+
+
+def test_parameters_and_modules_as_arguments(trio):
+    def check() -> None:
+        layer = nn.Linear(3, 2).double()
+        x = leaf()
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", nn.functional.linear, (x, layer.weight, layer.bias)).sum()
+            autograd.backward(context_id, [loss])
+            found = autograd.get_gradients(context_id)
+        expected = torch.autograd.grad(layer(x).sum(), [x, layer.weight, layer.bias])
+        for variable, gradient in zip((x, layer.weight, layer.bias), expected, strict=True):
+            assert torch.allclose(found[variable], gradient)
+
+    trio.run(check)
+
+
+def test_sparse_gradients(trio):
+    def check() -> None:
+        table = rpc.remote("worker1", nn.Embedding, (10, 4), {"sparse": True})
+        weight = table.to_here().weight.detach().clone()
+        indices = torch.tensor([1, 3, 3])
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", embed, (table, indices)).square().sum()
+            autograd.backward(context_id, [loss])
+            gradient = rpc.rpc_sync("worker1", gradient_of, (table, context_id))
+        assert gradient.is_sparse
+        expected = torch.zeros(10, 4).index_add(0, indices, 2 * weight[indices])
+        assert torch.allclose(gradient.to_dense(), expected)
+
+    trio.run(check)
+
+
+def test_several_passes_in_one_context(trio):
+    def check() -> None:
+        x, y = leaf(), leaf()
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", multiply, (x, y)).sum()
+            autograd.backward(context_id, [loss], retain_graph=True)
+            autograd.backward(context_id, [loss])
+            other = rpc.rpc_sync("worker2", multiply, (x, x)).sum()
+            autograd.backward(context_id, [other])
+            assert torch.allclose(autograd.get_gradients(context_id)[x], 2 * y + 2 * x)
+        with autograd.context() as context_id:
+            roots = [rpc.rpc_sync(to, multiply, (x, y)).sum() for to in ("worker1", "worker2")]
+            autograd.backward(context_id, roots)
+            assert torch.allclose(autograd.get_gradients(context_id)[x], 2 * y)
+
+    trio.run(check)
+
+
+def test_no_grad_is_respected(trio):
+    def check() -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            with torch.no_grad():
+                cut = rpc.rpc_sync("worker1", multiply, (x, x)).detach()
+            loss = (rpc.rpc_sync("worker1", multiply, (x, cut))).sum()
+            autograd.backward(context_id, [loss])
+            assert torch.allclose(autograd.get_gradients(context_id)[x], cut)
+
+    trio.run(check)
+
+
+def test_contexts_on_many_threads(trio):
+    def check() -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        def one(_: int) -> None:
+            x, y = leaf(), leaf()
+            for _ in range(5):
+                with autograd.context() as context_id:
+                    loss = (rpc.rpc_sync("worker1", multiply, (x, y)) * rpc.rpc_sync("worker2", add, (x, y))).sum()
+                    autograd.backward(context_id, [loss])
+                    assert torch.allclose(autograd.get_gradients(context_id)[x], y * (x + y) + x * y)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(one, range(16)))
+
+    trio.run(check)

@@ -1,0 +1,217 @@
+"""References, as users see them."""
+
+import pickle
+import threading
+
+import pytest
+import torch
+
+from gradwire import rpc
+from gradwire.errors import RpcTimeoutError, RRefError
+from tests.remote_functions import add, assert_clean, set_event, wait_for
+
+
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, amount: int, times: int = 1) -> int:
+        self.value += amount * times
+        return self.value
+
+    def fail(self) -> None:
+        raise LookupError("no such thing")
+
+    def myself(self) -> "Counter":
+        return self
+
+
+def fetch(rref: rpc.RRef) -> object:
+    return rref.to_here()
+
+
+def local(rref: rpc.RRef) -> object:
+    assert rref.is_owner()
+    return rref.local_value()
+
+
+def pass_on(rref: rpc.RRef, names: list[str]) -> object:
+    """Sends a reference around."""
+    if not names:
+        return rref.to_here()
+    return rpc.rpc_sync(names[0], pass_on, (rref, names[1:]))
+
+
+def own(value: object) -> rpc.RRef:
+    return rpc.RRef(value)
+
+
+def make_on(owner: str, value: int) -> rpc.RRef:
+    return rpc.remote(owner, add, (value, 0))
+
+
+def fail() -> None:
+    raise KeyError("lost")
+
+
+kept: list[rpc.RRef] = []
+
+
+def keep(rref: rpc.RRef) -> None:
+    kept.append(rref)
+
+
+def use_kept() -> object:
+    value = kept[0].to_here()
+    kept.clear()
+    return value
+
+
+@pytest.fixture
+def trio(workers):
+    """Three workers; the test runs on the first. Afterwards no reference is left."""
+    started = workers.rpc(3)
+    yield started[0]
+    workers.each(started, assert_clean)
+
+
+def test_a_reference_to_a_remote_result(trio):
+    def check() -> None:
+        rref = rpc.remote("worker1", add, (1, 2))
+        assert isinstance(rref, rpc.RRef)
+        assert rref.to_here() == rref.to_here(timeout=10) == 3
+        assert not rref.is_owner()
+        assert rref.owner() == rpc.get_worker_info("worker1")
+        assert rref.owner_name() == "worker1"
+        assert rref.confirmed_by_owner()
+        assert repr(rref).startswith("UserRRef(worker1")
+        with pytest.raises(RRefError, match="owned by 'worker1'.*to_here"):
+            rref.local_value()
+
+    trio.run(check)
+
+
+def test_a_reference_to_a_value_here(trio):
+    def check() -> None:
+        value = torch.ones(3)
+        rref = rpc.RRef(value)
+        assert rref.local_value() is value
+        assert rref.to_here() is value
+        assert rref.is_owner()
+        assert rref.confirmed_by_owner()
+        assert rref.owner() == rpc.get_worker_info()
+        assert rpc.rpc_sync("worker1", fetch, (rref,)).equal(value)
+        mine = rpc.remote("worker0", add, (1, 2))
+        assert mine.is_owner()
+        assert mine.to_here() == mine.local_value() == 3
+
+    trio.run(check)
+
+
+def test_references_travel(trio):
+    def check() -> None:
+        rref = rpc.remote("worker1", add, (20, 1))
+        for to in ("worker0", "worker2"):
+            assert rpc.rpc_sync(to, fetch, (rref,)) == 21
+        assert rpc.rpc_sync("worker1", local, (rref,)) == 21
+        assert rpc.rpc_sync("worker2", pass_on, (rref, ["worker0", "worker1", "worker2", "worker0"])) == 21
+        assert rpc.rpc_sync("worker2", own, (5,)).to_here() == 5
+        assert rpc.rpc_sync("worker2", make_on, ("worker1", 7)).to_here() == 7
+        back = rpc.rpc_sync("worker2", make_on, ("worker0", 8))
+        assert back.is_owner()
+        assert back.local_value() == 8
+        nested = rpc.remote("worker2", own, (6,)).to_here()
+        assert nested.to_here() == 6
+
+    trio.run(check)
+
+
+def test_a_value_outlives_the_reference_that_made_it(trio):
+    def check() -> None:
+        rref = rpc.remote("worker1", add, (3, 4))
+        rpc.rpc_sync("worker2", keep, (rref,))
+        del rref
+        assert rpc.rpc_sync("worker2", use_kept) == 7
+
+    trio.run(check)
+
+
+def test_a_reference_passed_on_before_its_value_is_there(trio):
+    def check() -> None:
+        rref = rpc.remote("worker1", wait_for, ("slow",))
+        users = [rpc.rpc_async(to, fetch, (rref,)) for to in ("worker0", "worker1", "worker2")]
+        with pytest.raises(RpcTimeoutError):
+            rref.to_here(timeout=0.05)
+        rpc.rpc_sync("worker1", set_event, ("slow",))
+        assert [user.wait() for user in users] == ["slow"] * 3
+        mine = rpc.remote("worker0", wait_for, ("mine",))
+        with pytest.raises(RpcTimeoutError, match="waiting for a value"):
+            mine.to_here(timeout=0.05)
+        rpc.rpc_sync("worker0", set_event, ("mine",))
+        assert mine.to_here() == "mine"
+
+    trio.run(check)
+
+
+def test_proxies(trio):
+    def check() -> None:
+        for owner in ("worker0", "worker1"):
+            counter = rpc.remote(owner, Counter, (10,))
+            assert counter.rpc_sync().add(1) == 11
+            assert counter.rpc_async().add(2, times=2).wait() == 15
+            assert counter.remote().add(1).to_here() == 16
+            assert counter.to_here().value == 16
+            with pytest.raises(LookupError, match="no such thing"):
+                counter.rpc_sync().fail()
+            with pytest.raises(AttributeError, match="nothing"):
+                counter.rpc_sync(timeout=5).nothing()
+        assert rpc.remote("worker1", Counter).rpc_async().add(5).wait() == 5
+        assert rpc.remote("worker1", Counter).remote().add(5).to_here() == 5
+
+    trio.run(check)
+
+
+def test_a_creation_that_fails(trio):
+    def check() -> None:
+        for owner in ("worker0", "worker1"):
+            rref = rpc.remote(owner, fail)
+            for _ in range(2):
+                with pytest.raises(KeyError, match="lost"):
+                    rref.to_here()
+            with pytest.raises(KeyError, match="lost"):
+                rpc.rpc_sync("worker2", fetch, (rref,))
+            with pytest.raises(KeyError, match="lost"):
+                rref.rpc_sync().anything()
+
+    trio.run(check)
+
+
+def test_references_pickle_only_in_calls(trio):
+    def check() -> None:
+        with pytest.raises(RRefError, match="travel in calls"):
+            pickle.dumps(rpc.RRef(1))
+
+    trio.run(check)
+
+
+def test_many_threads_share_and_drop_references(trio):
+    def check() -> None:
+        rref = rpc.remote("worker1", Counter)
+        errors = []
+
+        def work() -> None:
+            try:
+                for _ in range(20):
+                    assert rpc.rpc_sync("worker2", fetch, (rref,)).value == 0
+                    rpc.remote("worker2", fetch, (rref,)).to_here()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+    trio.run(check)
