@@ -42,7 +42,7 @@ class EventLoop:
         future = self.spawn(coroutine)
         try:
             return future.result(seconds)
-        except TimeoutError:
+        except BaseException:  # too late, or Ctrl-C in this thread; a coroutine's own error cancels nothing
             future.cancel()
             raise
 

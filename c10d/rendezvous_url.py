@@ -88,7 +88,7 @@ class Place:
             )
         return self
 
-    def _agree(self, name: str, said: int, given: int | None) -> int:
+    def _agree(self, name: str, said: int, given: object) -> int:
         if given is None or given == -1:
             return said
         if not isinstance(given, int) or isinstance(given, bool) or given < 0:
@@ -106,8 +106,6 @@ def parse_url(url: str) -> Place:
     Raises:
         RendezvousError: it is not one.
     """
-    if not isinstance(url, str):
-        raise RendezvousError(f"the rendezvous URL is {url!r}: give a str, such as {_FORMS['tcp']}")
     try:
         parts = urlsplit(url)
         scheme = parts.scheme

@@ -42,11 +42,9 @@ class QueueEmptyError(StoreError, TorchQueueEmptyError):
 class Store(TorchStore):
     """A store. An implementation calls `super().__init__` last, when it is ready to work.
 
-    Stores may be used from any thread, and only in the process that made them. They stay open until `close()`,
-    the end of a `with` block, or the end of the process; dropping the last reference closes nothing, since C++
-    code may still use the store. The value of `timeout` (300 s at first) bounds every wait.
-
-    timeout: how long waiting operations wait, as torch's own attribute of this name (a timedelta).
+    Stores may be used from any thread, and only in the process that made them. They stay open until
+    `close()`, the end of a `with` block, or the end of the process; dropping the last reference closes
+    nothing, since C++ code may still use the store.
     """
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, holder: "Store | None" = None) -> None:
@@ -211,6 +209,12 @@ class Store(TorchStore):
             self.set(last, b"1")
         self.wait([last], timeout)
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long waiting operations wait."""
+        # It lives in the C++ base, where C++ code sets it too.
+        return super().timeout  # type: ignore[misc, no-any-return] # the stub lacks it
+
     def set_timeout(self, timeout: Timeout) -> None:
         """Changes how long waiting operations wait. 0 is not to wait at all."""
         super().set_timeout(timedelta(seconds=to_seconds(timeout)))
@@ -292,12 +296,13 @@ def to_seconds(timeout: Timeout) -> float:
     Raises:
         TypeError, ValueError: it is no timedelta, and no number of seconds from 0 on.
     """
-    if isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
-        seconds = float(timeout)
+    given: object = timeout
+    if isinstance(given, timedelta):
+        seconds = given.total_seconds()
+    elif isinstance(given, (int, float)) and not isinstance(given, bool):
+        seconds = float(given)
     else:
-        raise TypeError(f"the timeout is {timeout!r}: give a timedelta or seconds")
+        raise TypeError(f"the timeout is {given!r}: give a timedelta or seconds")
     if not 0 <= seconds < math.inf:
         raise ValueError(f"the timeout is {timeout!r}: give 0 s or more, and a finite time")
     return min(seconds, _FOREVER)

@@ -7,13 +7,25 @@ from typing import final
 
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from .base import DEFAULT_TIMEOUT, Store, Timeout
+from .base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
 from .log import OperationLog
 from .state import KeyValueState
 
 __all__ = ["FileStore"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two looks at the file, while waiting
+
+
+_READING = frozenset(
+    {
+        store_pb2.GET,
+        store_pb2.WAIT,
+        store_pb2.CHECK,
+        store_pb2.COUNT_KEYS,
+        store_pb2.LIST_KEYS,
+        store_pb2.QUEUE_LENGTH,
+    }
+)
 
 
 @final
@@ -36,25 +48,89 @@ class FileStore(Store):
         Raises:
             StoreError: the file cannot be opened, or it is something else than a store.
         """
-        self._path = os.path.abspath(os.fspath(file_name))
-        self._world_size = world_size
-        self._guard = threading.Lock()
-        self._state = KeyValueState()
-        self._log = self._join()
-        super().__init__(timeout)
+        seconds = to_seconds(timeout)
+        self._replica = _Replica(os.path.abspath(os.fspath(file_name)), world_size)
+        super().__init__(seconds)
 
     @property
     def path(self) -> str:
         """The file's absolute path."""
-        return self._path
+        return self._replica.log.path
 
     def clone(self) -> "FileStore":
-        """Another user of the same file."""
-        return FileStore(self._path, self._world_size, timeout=self.timeout)
+        """Another FileStore on the same file. The two count as one user."""
+        twin = FileStore.__new__(FileStore)
+        twin._replica = self._replica.share()
+        Store.__init__(twin, self.timeout)
+        return twin
 
-    def _join(self) -> OperationLog:
+    def _execute(self, operation: Operation, seconds: float) -> Outcome:
+        deadline = time.monotonic() + seconds
+        pause = _FIRST_PAUSE
         while True:
-            log = OperationLog(self._path)
+            with self._replica.guard:
+                if self._closed:
+                    raise self._closed_error()
+                outcome = self._replica.execute(operation)
+            left = deadline - time.monotonic()
+            if not outcome.missing or left <= 0:
+                return outcome
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _release(self) -> None:
+        self._replica.leave()
+
+
+@final
+class _Replica:
+    """This process's copy of what is in the file, and its hold on it. Shared by a FileStore and its clones.
+
+    guard: held while `execute` runs.
+    """
+
+    def __init__(self, path: str, world_size: int) -> None:
+        self.guard = threading.Lock()
+        self._world_size = world_size
+        self._sharers = 1
+        self._state = KeyValueState()
+        self.log = self._join(path)
+
+    def share(self) -> "_Replica":
+        """This replica for one more store."""
+        with self.guard:
+            self._sharers += 1
+        return self
+
+    def leave(self) -> None:
+        """Ends a store's use. The last of this process leaves the file; the last of all removes it."""
+        with self.guard:
+            self._sharers -= 1
+            if self._sharers:
+                return
+            try:
+                with self.log.lock(exclusive=True):
+                    users = self._change(self.log, Operation(kind=store_pb2.LEAVE)).number
+                    if users == 0 and self._state.left >= self._world_size and self.log.is_current():
+                        self.log.remove()
+            finally:
+                self.log.close()
+
+    def execute(self, operation: Operation) -> Outcome:
+        """Runs an operation now. If it has to wait for keys, its outcome has them as `missing`."""
+        if operation.kind in _READING:
+            if self.log.has_more():
+                with self.log.lock(exclusive=False):
+                    self._replay(self.log)
+            return self._state.apply(operation)
+        if self._state.missing(operation) and not self.log.has_more():
+            return self._state.apply(operation)  # waiting for a queue's item goes on, without any lock
+        with self.log.lock(exclusive=True):
+            return self._change(self.log, operation)
+
+    def _join(self, path: str) -> OperationLog:
+        while True:
+            log = OperationLog(path)
             try:
                 with log.lock(exclusive=True):
                     # Between opening and locking, the last user may have removed it.
@@ -65,32 +141,6 @@ class FileStore(Store):
                 log.close()
                 raise
             log.close()
-
-    def _execute(self, operation: Operation, seconds: float) -> Outcome:
-        deadline = time.monotonic() + seconds
-        pause = _FIRST_PAUSE
-        while True:
-            with self._guard:
-                if self._closed:
-                    raise self._closed_error()
-                if self._log.has_more():
-                    with self._log.lock(exclusive=False):
-                        self._replay(self._log)
-                if not self._state.missing(operation):
-                    outcome = self._apply(operation)
-                    if not outcome.missing:
-                        return outcome
-                missing = self._state.missing(operation)
-            if (left := deadline - time.monotonic()) <= 0:
-                return Outcome(missing=missing)
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _apply(self, operation: Operation) -> Outcome:
-        if operation.kind in _READING:
-            return self._state.apply(operation)
-        with self._log.lock(exclusive=True):
-            return self._change(self._log, operation)
 
     def _change(self, log: OperationLog, operation: Operation) -> Outcome:
         """Runs an operation on the newest state; logs it if it changes that. Needs the exclusive lock."""
@@ -110,25 +160,3 @@ class FileStore(Store):
     def _replay(self, log: OperationLog) -> None:
         for operation in log.read():
             self._state.apply(operation)
-
-    def _release(self) -> None:
-        with self._guard:
-            try:
-                with self._log.lock(exclusive=True):
-                    users = self._change(self._log, Operation(kind=store_pb2.LEAVE)).number
-                    if users == 0 and self._state.left >= self._world_size and self._log.is_current():
-                        self._log.remove()
-            finally:
-                self._log.close()
-
-
-_READING = frozenset(
-    {
-        store_pb2.GET,
-        store_pb2.WAIT,
-        store_pb2.CHECK,
-        store_pb2.COUNT_KEYS,
-        store_pb2.LIST_KEYS,
-        store_pb2.QUEUE_LENGTH,
-    }
-)

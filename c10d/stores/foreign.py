@@ -1,5 +1,7 @@
 """Operations on stores that are not gradwire's: torch's C++ ones, and anybody's Python ones."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,70 +16,83 @@ __all__ = ["execute"]
 def execute(store: TorchStore, operation: Operation, seconds: float) -> Outcome:
     """Runs an operation by the public methods of any torch.distributed.Store.
 
-    A pop from a queue waits for the store's own timeout, because no method says otherwise.
+    A pop from a queue waits for the store's own timeout, because no method says otherwise. Keys that are set
+    together appear one after another if the store has no multi_set.
 
     Raises:
         StoreError: the store failed for another reason than a timeout.
     """
     try:
-        return _dispatch(store, operation, seconds)
+        return _CALLS[operation.kind](store, operation, seconds)
     except StoreError:
         raise
     except TorchQueueEmptyError:
         return Outcome(missing=operation.keys)
     except (RuntimeError, ValueError, IndexError, MemoryError) as error:  # what torch's C++ stores raise
-        lines = str(error).splitlines() or [""]
-        if "timeout" in lines[0].lower() and (missing := _missing(store, operation)):
-            return Outcome(missing=missing)
-        if operation.kind == store_pb2.ADD and "stoll" in lines[0]:
+        reason = (str(error).splitlines() or [""])[0]
+        if "timeout" in reason.lower():
+            with suppress(RuntimeError):  # then the store is gone, and that it is
+                if missing := _missing(store, operation):
+                    return Outcome(missing=missing)
+        if operation.kind == store_pb2.ADD and "stoll" in reason:
             return Outcome(error=f"add to {operation.keys[0]!r} needs a decimal number there")
-        raise StoreError(f"{type(store).__name__}: {lines[0]}") from error
+        raise StoreError(f"{type(store).__name__}: {reason}") from error
 
 
-def _dispatch(store: Any, operation: Operation, seconds: float) -> Outcome:
-    # Any: the type stubs of torch lack half of the methods.
-    kind, keys, values = operation.kind, list(operation.keys), list(operation.values)
-    if kind in (store_pb2.GET, store_pb2.WAIT):
-        if seconds < 0.001:  # torch takes 0 ms for no limit at all
-            if missing := _missing(store, operation):
-                return Outcome(missing=missing)
-        else:
-            store.wait(keys, timedelta(seconds=seconds))
-        return Outcome(values=_values(store, keys) if kind == store_pb2.GET else [])
-    if kind == store_pb2.SET:
-        if len(keys) == 1 or not store.has_extended_api():
-            for key, value in zip(keys, values, strict=True):
-                store.set(key, value)
-        else:
-            store.multi_set(keys, values)
-    elif kind == store_pb2.ADD:
-        return Outcome(number=store.add(keys[0], operation.amount))
-    elif kind == store_pb2.APPEND:
-        store.append(keys[0], values[0])
-    elif kind == store_pb2.COMPARE_SET:
-        return Outcome(values=[store.compare_set(keys[0], *values)])
-    elif kind == store_pb2.CHECK:
-        return Outcome(number=store.check(keys))
-    elif kind == store_pb2.DELETE:
-        return Outcome(number=store.delete_key(keys[0]))
-    elif kind == store_pb2.COUNT_KEYS:
-        return Outcome(number=store.num_keys())
-    elif kind == store_pb2.LIST_KEYS:
-        return Outcome(keys=store.list_keys())
-    elif kind == store_pb2.QUEUE_PUSH:
-        store.queue_push(keys[0], values[0])
-    elif kind == store_pb2.QUEUE_POP:
-        return Outcome(values=[store.queue_pop(keys[0], seconds > 0)])
-    elif kind == store_pb2.QUEUE_LENGTH:
-        return Outcome(number=store.queue_len(keys[0]))
+# Stores are Any below: the type stubs of torch lack half of their methods.
+
+
+def _set(store: Any, operation: Operation) -> Outcome:
+    if len(operation.keys) > 1 and store.has_extended_api():
+        store.multi_set(list(operation.keys), list(operation.values))
+    else:
+        for key, value in zip(operation.keys, operation.values, strict=True):
+            store.set(key, value)
     return Outcome()
 
 
-def _values(store: Any, keys: list[str]) -> list[bytes]:
-    if len(keys) > 1 and store.has_extended_api():
-        return list(store.multi_get(keys))
-    return [store.get(key) for key in keys]
+def _wait(store: Any, operation: Operation, seconds: float) -> Outcome:
+    if seconds < 0.001:  # torch takes 0 ms for no limit at all
+        return Outcome(missing=_missing(store, operation))
+    store.wait(list(operation.keys), timedelta(seconds=seconds))
+    return Outcome()
+
+
+def _get(store: Any, operation: Operation, seconds: float) -> Outcome:
+    outcome = _wait(store, operation, seconds)
+    if outcome.missing:
+        return outcome
+    if len(operation.keys) > 1 and store.has_extended_api():
+        return Outcome(values=store.multi_get(list(operation.keys)))
+    return Outcome(values=[store.get(key) for key in operation.keys])
+
+
+def _returning_nothing(call: Callable[[Any, Operation], None]) -> "_Call":
+    def run(store: Any, operation: Operation, _: float) -> Outcome:
+        call(store, operation)
+        return Outcome()
+
+    return run
 
 
 def _missing(store: TorchStore, operation: Operation) -> list[str]:
     return [key for key in dict.fromkeys(operation.keys) if not store.check([key])]
+
+
+_Call = Callable[[Any, Operation, float], Outcome]
+
+_CALLS: dict[int, _Call] = {
+    store_pb2.SET: lambda store, op, _: _set(store, op),
+    store_pb2.GET: _get,
+    store_pb2.ADD: lambda store, op, _: Outcome(number=store.add(op.keys[0], op.amount)),
+    store_pb2.APPEND: _returning_nothing(lambda store, op: store.append(op.keys[0], op.values[0])),
+    store_pb2.COMPARE_SET: lambda store, op, _: Outcome(values=[store.compare_set(op.keys[0], *op.values)]),
+    store_pb2.WAIT: _wait,
+    store_pb2.CHECK: lambda store, op, _: Outcome(number=int(store.check(list(op.keys)))),
+    store_pb2.DELETE: lambda store, op, _: Outcome(number=int(store.delete_key(op.keys[0]))),
+    store_pb2.COUNT_KEYS: lambda store, _op, _: Outcome(number=store.num_keys()),
+    store_pb2.LIST_KEYS: lambda store, _op, _: Outcome(keys=store.list_keys()),
+    store_pb2.QUEUE_PUSH: _returning_nothing(lambda store, op: store.queue_push(op.keys[0], op.values[0])),
+    store_pb2.QUEUE_POP: lambda store, op, s: Outcome(values=[store.queue_pop(op.keys[0], s > 0)]),
+    store_pb2.QUEUE_LENGTH: lambda store, op, _: Outcome(number=store.queue_len(op.keys[0])),
+}

@@ -1,12 +1,12 @@
 """A store inside another store."""
 
 from datetime import timedelta
-from typing import final
+from typing import Any, cast, final
 
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..torch_store import TorchStore
-from .base import Store, Timeout
+from .base import Store, Timeout, to_seconds
 from .foreign import execute
 
 __all__ = ["PrefixStore"]
@@ -17,7 +17,8 @@ class PrefixStore(Store):
     """The keys of another store that begin with `prefix/`, seen without it. They can be nested.
 
     As in torch, `num_keys` counts the keys of the whole underlying store, `list_keys` lists this one's, and
-    the timeout is the underlying store's. Closing it leaves the underlying store open; it is closed with that.
+    the timeout is the underlying store's. Closing it leaves the underlying store open; a gradwire store that
+    closes also closes those on top of it.
     """
 
     def __init__(self, prefix: str, store: TorchStore) -> None:
@@ -27,31 +28,39 @@ class PrefixStore(Store):
         if not isinstance(store, TorchStore):
             raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
         self._prefix = f"{prefix}/"
-        self._store = store
-        super().__init__(store.timeout, holder=store if isinstance(store, Store) else None)
+        self._store: Any = store  # Any: torch's stubs lack timeout, clone and has_extended_api
+        self._own_clone: Store | None = None
+        super().__init__(self._store.timeout, holder=store if isinstance(store, Store) else None)
 
     @property
     def underlying_store(self) -> TorchStore:
         """The store whose keys these are."""
-        return self._store
+        return cast(TorchStore, self._store)
 
     @property
     def timeout(self) -> timedelta:
         """The underlying store's."""
-        return self._store.timeout
+        return cast(timedelta, self._store.timeout)
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Changes the underlying store's timeout."""
         super().set_timeout(timeout)
-        self._store.set_timeout(super().timeout)
+        self._store.set_timeout(timedelta(seconds=to_seconds(timeout)))
 
     def has_extended_api(self) -> bool:
         """Are append, multi_get and multi_set supported by the underlying store?"""
         return bool(self._store.has_extended_api())
 
     def clone(self) -> "PrefixStore":
-        """The same prefix on a clone of the underlying store; close its `underlying_store` to close both."""
-        return PrefixStore(self._prefix[:-1], self._store.clone())
+        """The same prefix on a clone of the underlying store; the two are closed together."""
+        under = self._store.clone()
+        twin = PrefixStore(self._prefix[:-1], under)
+        twin._own_clone = under if isinstance(under, Store) else None
+        return twin
+
+    def _release(self) -> None:
+        if self._own_clone is not None:
+            self._own_clone.close()
 
     def _execute(self, operation: Operation, seconds: float) -> Outcome:
         operation.keys[:] = [self._prefix + key for key in operation.keys]

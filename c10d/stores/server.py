@@ -174,7 +174,8 @@ def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
                 break
     if not bound:
         where = format_address(host, port)
-        raise StoreError(f"a store cannot listen on {where}: {os.strerror(problem)}")
+        hint = "; the host must be an address of this machine" if problem in _NO_SUCH_ADDRESS else ""
+        raise StoreError(f"a store cannot listen on {where}: {os.strerror(problem)}{hint}")
     return bound
 
 

@@ -137,7 +137,7 @@ class KeyValueState:
         return Outcome(values=[expected if current is None else current])
 
     def _check(self, operation: Operation) -> Outcome:
-        return Outcome(number=all(self._has(key) for key in operation.keys))
+        return Outcome(number=int(all(self._has(key) for key in operation.keys)))
 
     def _delete(self, operation: Operation) -> Outcome:
         if self._values.pop(operation.keys[0], None) is None:

@@ -1,6 +1,6 @@
 """A store in one process, reached by the others over gRPC."""
 
-from typing import final
+from typing import Protocol, final
 
 import grpc
 
@@ -37,7 +37,7 @@ class TCPStore(Store):
     When the master closes it, or dies, operations of the others fail at once with a StoreError.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the order is torch's
         self,
         host_name: str,
         port: int,
@@ -68,14 +68,14 @@ class TCPStore(Store):
         self._host = host_name
         self._port = port
         self._insecure = insecure
-        self._connection: _Hosted | _Remote
+        self._connection: _Connection
         if is_master:
-            self._connection = _Hosted(host_name, port)
+            self._connection = _Hosted(host_name, port, world_size if wait_for_workers else None)
             self._port = self._connection.port
         else:
             self._connection = _Remote(host_name, port)
         try:
-            self._connection.join(seconds, world_size if wait_for_workers else None)
+            self._connection.join(seconds)
         except BaseException:
             self._connection.close()
             raise
@@ -111,10 +111,33 @@ class TCPStore(Store):
         self._connection.close()
 
 
+class _Connection(Protocol):
+    """A way to the store's server."""
+
+    def join(self, seconds: float) -> None:
+        """Counts this user in, and waits for whom it has to wait.
+
+        Raises:
+            StoreError: they did not come within `seconds`.
+        """
+
+    def execute(self, operation: Operation, seconds: float) -> Outcome:
+        """Runs an operation that waits for up to `seconds`.
+
+        Raises:
+            StoreError: the server is gone, or does not answer.
+        """
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+@final
 class _Hosted:
     """The master's side: the server, called without a detour over the network."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, world_size: int | None) -> None:
+        self._world_size = world_size
         self._loop: EventLoop = acquire_event_loop()
         self._server = StoreServer()
         try:
@@ -123,18 +146,24 @@ class _Hosted:
             self._loop.release()
             raise
 
-    def join(self, seconds: float, world_size: int | None) -> None:
+    def join(self, seconds: float) -> None:
         self.execute(Operation(kind=store_pb2.JOIN), 0)
-        if world_size is None:
+        if self._world_size is None:
             return
-        if not self._loop.run(self._server.wait_joined(world_size, seconds)):
+        if not self._loop.run(self._server.wait_joined(self._world_size, seconds)):
             raise StoreError(
-                f"{self._server.joined} of {world_size} workers (the master is one) joined the store on port "
-                f"{self.port} within {seconds:g} s: start the others, or give world_size=None"
+                f"{self._server.joined} of {self._world_size} workers, the master included, joined the store "
+                f"on port {self.port} within {seconds:g} s: start the others, or give world_size=None"
             )
 
     def execute(self, operation: Operation, seconds: float) -> Outcome:
-        return self._loop.run(self._server.execute(operation))
+        try:
+            return self._loop.run(self._server.execute(operation), seconds + _PATIENCE)
+        except TimeoutError:
+            raise StoreError(
+                f"the store on port {self.port}, in this process, did not answer within "
+                f"{seconds + _PATIENCE:g} s: something blocks the event loop"
+            ) from None
 
     def close(self) -> None:
         try:
@@ -143,6 +172,7 @@ class _Hosted:
             self._loop.release()
 
 
+@final
 class _Remote:
     """The others' side."""
 
@@ -155,7 +185,7 @@ class _Remote:
             response_deserializer=Outcome.FromString,
         )
 
-    def join(self, seconds: float, world_size: int | None) -> None:
+    def join(self, seconds: float) -> None:
         try:
             self._call(Operation(kind=store_pb2.JOIN), timeout=seconds, wait_for_ready=True)
         except grpc.RpcError as error:
@@ -166,7 +196,7 @@ class _Remote:
 
     def execute(self, operation: Operation, seconds: float) -> Outcome:
         try:
-            return self._call(operation, timeout=seconds + _PATIENCE)
+            outcome: Outcome = self._call(operation, timeout=seconds + _PATIENCE)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 problem = f"did not answer within {seconds + _PATIENCE:g} s"
@@ -177,6 +207,7 @@ class _Remote:
             raise StoreError(f"the store on {self._address} {problem}") from error
         except ValueError as error:  # what gRPC says when another thread has closed the channel
             raise StoreError(f"the connection to {self._address} is closed") from error
+        return outcome
 
     def close(self) -> None:
         self._channel.close()
@@ -187,9 +218,9 @@ def _details(error: grpc.RpcError) -> str:
 
 
 def _check(host: str, port: int, world_size: int | None, is_master: bool) -> None:
-    if not isinstance(host, str) or not host:
+    if not host:
         raise ValueError(f"host_name is {host!r}: give the master's name or address")
-    if not isinstance(port, int) or not (0 if is_master else 1) <= port < 65536:
+    if not (0 if is_master else 1) <= port < 65536:
         free = ", or 0 for a free one" if is_master else ""
         raise ValueError(f"port is {port!r}: give 1 to 65535{free}")
     if world_size is not None and world_size < 1:
