@@ -1,7 +1,6 @@
 """RPC and distributed autograd for PyTorch, over gRPC."""
 
-from . import rpc, rref
-from . import autograd, c10d, optim
+from . import autograd, c10d, optim, rpc, rref
 from .errors import GradwireError
 
 __all__ = ["GradwireError", "autograd", "c10d", "optim", "rpc", "rref"]

@@ -106,10 +106,10 @@ class Engine:
             gate.grad_fn._set_sequence_nr(message_id)  # type: ignore[union-attr]
         context.begin_pass(pass_id)
         try:
-            edges = [torch.autograd.graph.GradientEdge(node, 0) for node in graph.leaves]
+            leaves: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in graph.leaves]
             gradients = torch.autograd.grad(
                 outputs,
-                [*edges, context.dummy],  # the dummy, so that receiving nodes are run
+                [*leaves, context.dummy],  # the dummy, so that receiving nodes are run
                 # All outputs are scalars, and a gate does not look at its gradient.
                 retain_graph=retain_graph,
                 allow_unused=True,
@@ -169,8 +169,8 @@ class _Pass:
 
 
 def _check_devices(nodes: set[Any]) -> None:
-    """A gate that waits on the calling thread could strand CPU nodes that another device's thread makes ready."""
-    if not torch.cuda.is_initialized():
+    """A waiting gate could strand CPU nodes that another device's thread makes ready for this one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     devices = {meta.device.type for node in nodes for meta in node._input_metadata if meta.device is not None}
     if not devices <= {"cpu"}:

@@ -5,7 +5,7 @@ backward pass it waits for the gradients that the receiver sends back. `Recv` st
 they arrived; in the backward pass it posts their gradients to the sender and does not wait.
 """
 
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -47,7 +47,7 @@ class Recv(torch.autograd.Function):
         closure: Closure,
         tensors: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Hands the tensors on. They come in a plain list, so they are no inputs that outputs could be views of."""
+        """Hands the tensors on, which come in a plain list so that they do not count as inputs."""
         ctx.context, ctx.sender, ctx.message_id = context, sender, message_id
         ctx.closure = closure | {(sender, message_id)}
         ctx.set_materialize_grads(False)
@@ -63,7 +63,8 @@ class Recv(torch.autograd.Function):
 def send(context: "Context", message_id: int, tensors: list[torch.Tensor]) -> torch.Tensor:
     """The gate of a message with these tensors, which all require grad."""
     with torch.enable_grad():
-        return cast(torch.Tensor, Send.apply(context, message_id, *tensors))
+        gate: torch.Tensor = Send.apply(context, message_id, *tensors)  # type: ignore[no-untyped-call]
+    return gate
 
 
 def receive(
@@ -76,11 +77,12 @@ def receive(
 ) -> tuple[torch.Tensor, ...]:
     """The tensors of a message as results of a `Recv`."""
     with torch.enable_grad():
-        return cast(
-            tuple[torch.Tensor, ...], Recv.apply(dummy, context, sender, message_id, closure, tensors)
+        outputs: tuple[torch.Tensor, ...] = Recv.apply(  # type: ignore[no-untyped-call]
+            dummy, context, sender, message_id, closure, tensors
         )
+    return outputs
 
 
 def is_recv(node: object) -> bool:
     """Is this node of a graph the backward of a `Recv`?"""
-    return isinstance(node, Recv._backward_cls)  # type: ignore[attr-defined]
+    return isinstance(node, Recv._backward_cls)

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from gradwire import autograd, rpc
+from gradwire.errors import WorkerLostError
+from gradwire.optim import DistributedOptimizer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
-
-from gradwire import autograd, rpc
-from gradwire.errors import WorkerLostError
-from gradwire.optim import DistributedOptimizer
 
 COORDINATOR, SERVER = "coordinator", "server"
 PATIENCE = 10.0
@@ -104,7 +103,9 @@ class Progress:
 class Trainer:
     """Trains on its share of the data."""
 
-    def __init__(self, index: int, model: rpc.RRef[Network], progress: rpc.RRef[Progress], args: argparse.Namespace):
+    def __init__(
+        self, index: int, model: rpc.RRef[Network], progress: rpc.RRef[Progress], args: argparse.Namespace
+    ):
         images, labels = Digits.load(args.seed).train
         self.images, self.labels = images[index :: args.trainers], labels[index :: args.trainers]
         self.model, self.progress, self.batch_size = model, progress, args.batch_size
@@ -240,11 +241,11 @@ def _child(rank: int, world_size: int, init_method: str, args: argparse.Namespac
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=12, help="passes over the training data (default 12)")
-    parser.add_argument("--trainers", type=int, default=2, help="trainers to start (default 2); torchrun decides itself")
+    parser.add_argument(
+        "--trainers", type=int, default=2, help="trainers to start (default 2); torchrun decides itself"
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="images per step of a trainer (default 32)")
     parser.add_argument("--lr", type=float, default=0.03, help="learning rate of SGD (default 0.03)")
     parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD (default 0.9)")

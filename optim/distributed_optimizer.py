@@ -74,9 +74,7 @@ class DistributedOptimizer:
             UnknownContextError: no such context on an owner.
             Exception: the first error of any owner; the others have made their step.
         """
-        steps = [
-            rpc_async(optimizer.owner(), _step, (optimizer, context_id)) for optimizer in self._optimizers
-        ]
+        steps = [rpc_async(optimizer.owner(), _step, (optimizer, context_id)) for optimizer in self._optimizers]
         errors = []
         for step in steps:
             try:

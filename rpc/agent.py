@@ -152,5 +152,3 @@ def current_agent() -> RpcAgent:
 def is_initialized() -> bool:
     """Is there a current agent?"""
     return holder.get() is not None
-
-

@@ -5,10 +5,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any, final
 
-from torch.distributed import Store
-
 from ..c10d.addresses import is_loopback
 from ..c10d.rendezvous import rendezvous
+from ..c10d.torch_store import TorchStore
 from ..errors import RpcError
 from .agent import Destination, RpcAgent, current_agent, holder
 from .grpc_agent import GrpcAgent
@@ -36,7 +35,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
     *,
-    store: Store | None = None,
+    store: TorchStore | None = None,
 ) -> None:
     """Joins the group of workers; returns when all of them have.
 
@@ -133,7 +132,7 @@ def _check_host(options: RpcBackendOptions) -> None:
         )
 
 
-def _start_agent(info: WorkerInfo, store: Store, world_size: int, options: RpcBackendOptions) -> RpcAgent:
+def _start_agent(info: WorkerInfo, store: TorchStore, world_size: int, options: RpcBackendOptions) -> RpcAgent:
     group = name_group(store, info.id)
     agent = GrpcAgent(info, options, group)
     try:
@@ -155,7 +154,7 @@ def _forget(agent: RpcAgent) -> None:
 
 
 def _shutdown_at_exit() -> None:
-    """A program that ends without shutdown leaves at once; gRPC does not like to be torn down while it runs."""
+    """A program that ends without shutdown leaves at once: gRPC must not be torn down while it runs."""
     if (agent := holder.get()) is not None:
         agent.shutdown(graceful=False, timeout=0)
         _forget(agent)

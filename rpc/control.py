@@ -75,16 +75,14 @@ class ControlMessages:
         self._resend: list[_Sent] = []
         self._received: dict[int, _Received] = defaultdict(_Received)
         self._received_lock = threading.Lock()
-        self._thread = threading.Thread(
-            target=self._loop, name=f"gradwire-control-{agent.info.name}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop, name=f"gradwire-control-{agent.info.name}", daemon=True)
         self._thread.start()
 
     def on(self, kind: str, handle: Callable[[WorkerInfo, Any], None]) -> None:
         """Registers what a kind of message does: `handle(sender, payload)`, which must not wait for others."""
         self._handlers[kind] = handle
 
-    def send(self, worker: WorkerInfo, kind: str, payload: Any, done: Done = lambda error: None) -> None:
+    def send(self, worker: WorkerInfo, kind: str, payload: Any, done: Done = lambda _error: None) -> None:
         """Sends a message until it is acknowledged.
 
         Args:
@@ -214,4 +212,3 @@ class ControlMessages:
         except Exception as error:
             return error
         return None
-

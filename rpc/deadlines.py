@@ -18,7 +18,11 @@ class Deadlines:
     """
 
     def __init__(
-        self, expire: Callable[[int], None], is_live: Callable[[int], bool], count_live: Callable[[], int], name: str
+        self,
+        expire: Callable[[int], None],
+        is_live: Callable[[int], bool],
+        count_live: Callable[[], int],
+        name: str,
     ) -> None:
         self._expire = expire
         self._is_live = is_live

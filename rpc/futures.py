@@ -6,7 +6,7 @@ frame. So exceptions are kept here without a traceback, and `wait` raises a copy
 """
 
 import copy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,8 @@ class Future(torch.futures.Future[Any]):
     """
 
     def __new__(cls, executor: "Executor") -> "Future":  # noqa: ARG004
-        return cast(Future, super().__new__(cls))
+        """The C++ side takes no arguments."""
+        return super().__new__(cls)
 
     def __init__(self, executor: "Executor") -> None:
         super().__init__()

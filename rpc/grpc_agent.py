@@ -5,36 +5,27 @@ channels and the envelope into the peer's transport. At the peer, `deliver` coll
 event loop, and a thread of the executor unpacks, runs the handler and sends the answer the same way back.
 """
 
-import asyncio
 import concurrent.futures
 import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
-import grpc
-
-from ..c10d.addresses import format_address
-from ..c10d.event_loop import acquire_event_loop
-from ..errors import NotInitializedError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from ..errors import NotInitializedError, RpcTimeoutError, WorkerLostError
 from ..proto.v1 import agent_pb2
+from .accounting import Activity, Traffic
 from .agent import Destination, RpcAgent, holder
-from .channels.chunked import ChunkedChannel
-from .channels.inline import InlineChannel
-from .channels.local import LocalChannel
-from .channels.router import Arrived, ChannelRouter
+from .channels.router import Arrived
 from .control import ControlMessages
 from .deadlines import Deadlines
 from .executor import Executor
 from .failures import decode_failure, encode_failure
 from .futures import Future
 from .gather import Gatherings
-from .handshake import Handshake
 from .membership import Member
 from .messages import (
     Deferred,
@@ -46,22 +37,16 @@ from .messages import (
     Reply,
     extension_factories,
 )
+from .network import Network
 from .options import RpcBackendOptions
 from .serialization import Packed, Packer
-from .tensors import decode_tensor, encode_tensor
-from .transports.base import Transport, TransportClosedError
-from .transports.grpc_stream import GrpcStreams
-from .transports.loopback import LoopbackTransport
-from .transports.settings import SERVER_OPTIONS, SERVICE
+from .tensors import Buffer, decode_tensor, encode_tensor
 from .worker import WorkerInfo
 
 __all__ = ["GrpcAgent"]
 
-DRAIN_SECONDS = 5.0
-"""How long a closing agent waits for its peers to take what is queued for them."""
-
-GRACE_SECONDS = 1.0
-"""How long peers that are leaving too may take to end their streams; then they are cut."""
+CLOSE_SECONDS = 5.0
+"""How long a closing agent waits for threads that still run users' functions."""
 
 E = TypeVar("E", bound=Extension)
 
@@ -78,30 +63,6 @@ class _Pending:
     timeout: float
 
 
-class _Activity:
-    """How many users' calls are under way here, and how many there have been."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self.running = 0
-        self.total = 0
-
-    def begin(self) -> None:
-        with self._changed:
-            self.running += 1
-            self.total += 1
-
-    def end(self) -> None:
-        with self._changed:
-            self.running -= 1
-            if not self.running:
-                self._changed.notify_all()
-
-    def wait_for_none(self, seconds: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self.running, seconds)
-
-
 @final
 class GrpcAgent(RpcAgent):
     """Made in three steps: the constructor, `listen`, and `open` once all members are known."""
@@ -111,19 +72,15 @@ class GrpcAgent(RpcAgent):
         self.options = options
         self._closed = False
         self._shutdown = threading.Lock()
-        self._members: dict[int, Member] = {}
-        self._by_name: dict[str, WorkerInfo] = {}
-        self._lost: dict[int, str] = {}
-        self._transports: dict[int, Transport] = {}
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
-        self._counts: Counter[str] = Counter()
-        self._activity = _Activity()
+        self._traffic = Traffic()
+        self._activity = Activity()
         self._packer = Packer()
         self._extensions: list[Extension] = []
         self.control = ControlMessages(self)
         self._gatherings = Gatherings(self)
-        self._handlers: dict[int, Handler] = {
+        self._handlers: dict[MessageType.ValueType, Handler] = {
             MessageType.CONTROL: self.control.handler(),
             MessageType.GATHER: self._gatherings.handler(),
         }
@@ -133,89 +90,38 @@ class GrpcAgent(RpcAgent):
         self._deadlines = Deadlines(
             self._expire, self._pending.__contains__, self._pending.__len__, f"gradwire-deadlines-{info.name}"
         )
-        self._events = acquire_event_loop()
-        self._events.run(self._build(group))
-
-    async def _build(self, group: str) -> None:
-        loop = self._events.loop
-        self._handshake = Handshake(group, self.info)
-        self._streams = GrpcStreams(loop, self._handshake, self)
-        self._chunks = ChunkedChannel(
-            loop, self._handshake, lambda peer: self._members[peer].address, self.options.channels
-        )
-        self._router = ChannelRouter(
-            self.options.channels,
-            self.info.id,
-            small=InlineChannel(),
-            large=self._chunks,
-            local=LocalChannel(),
-        )
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        methods = {
-            "Exchange": grpc.stream_stream_rpc_method_handler(self._streams.serve),
-            "Transfer": grpc.stream_unary_rpc_method_handler(self._chunks.serve),
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        self._network = Network(info, options, group, self)
 
     def listen(self) -> str:
         """Starts serving on an ephemeral port; returns the address, host:port."""
-
-        async def start() -> int:
-            port = self._server.add_insecure_port(format_address(self.options.host, 0))
-            await self._server.start()
-            return cast(int, port)
-
-        return format_address(self.options.host, self._events.run(start()))
+        return self._network.listen()
 
     def open(self, members: Sequence[Member]) -> None:
-        """Lets the members of the group in, and makes the extensions."""
-        self._members = {member.info.id: member for member in members}
-        self._by_name = {member.info.name: member.info for member in members}
-        loop = self._events.loop
-        for member in members:
-            if member.info.id == self.info.id:
-                self._transports[member.info.id] = LoopbackTransport(loop, self.info, self)
-            else:
-                self._transports[member.info.id] = self._streams.add(member.info, member.address)
+        """Makes the extensions, and lets the members of the group in."""
+        self._network.open(members)
         for factory in extension_factories():
             extension = factory(self)
             self._extensions.append(extension)
             self._handlers.update(extension.handlers())
             if extension.reference_type is not None:
                 self._packer.take_out(extension.reference_type)
-        loop.call_soon_threadsafe(
-            self._handshake.open, {member.info.id: member.info for member in members}
-        )
-
-    # Who is there.
+        self._network.admit()
 
     def worker(self, destination: Destination) -> WorkerInfo:
         """The worker meant."""
-        if isinstance(destination, WorkerInfo):
-            member = self._members.get(destination.id)
-            found = member.info if member is not None and member.info.name == destination.name else None
-        elif isinstance(destination, str):
-            found = self._by_name.get(destination)
-        elif isinstance(destination, int) and not isinstance(destination, bool):
-            member = self._members.get(destination)
-            found = member.info if member is not None else None
-        else:
-            raise TypeError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
-        if found is None:
-            raise UnknownWorkerError(destination, [member.info.name for member in self._members.values()])
-        return found
+        return self._network.worker(destination)
 
     def workers(self) -> Sequence[WorkerInfo]:
         """All workers of the group, by id."""
-        return [member.info for _, member in sorted(self._members.items())]
+        return self._network.workers()
 
     def why_lost(self, worker: int) -> str | None:
         """Why a worker is lost, if it is."""
-        return self._lost.get(worker)
+        return self._network.lost.get(worker)
 
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now."""
-        self._transports[worker.id].connect()
+        self._network.connect(worker)
 
     # Sending.
 
@@ -289,58 +195,35 @@ class GrpcAgent(RpcAgent):
             raise
 
     def _send(self, message: Outgoing, body: bytes) -> None:
-        worker, envelope = message.destination, message.envelope
-        if worker.id in self._lost:
-            raise WorkerLostError(worker.name, self._lost[worker.id])
-        write = self._router.writer(worker.id)
+        envelope = message.envelope
+        self._network.check_present(message.destination)
+        write = self._network.writer(message.destination)
+        nbytes = 0
 
         def put(data: memoryview) -> agent_pb2.Payload:
-            self._counts["bytes_sent"] += data.nbytes
+            nonlocal nbytes
+            nbytes += data.nbytes
             return write(data)
 
         envelope.body.CopyFrom(put(memoryview(body)))
         envelope.tensors.extend(encode_tensor(tensor, put) for tensor in message.tensors)
-        try:
-            self._transports[worker.id].send(envelope.SerializeToString())
-        except TransportClosedError as error:
-            raise WorkerLostError(worker.name, str(error)) from None
-        self._counts["messages_sent"] += 1
+        self._network.send(message.destination, envelope.SerializeToString())
+        self._traffic.sent(nbytes)
 
-    # Receiving, on the event loop: nothing here may block.
+    # Receiving, on the event loop and the deadlines' thread: nothing here may block.
 
-    def deliver(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """An envelope has arrived."""
-        self._counts["messages_received"] += 1
-        try:
-            arrived = self._router.collect(source.id, envelope)
-        except ValueError as error:
-            self._executor.submit(self._refuse, source, envelope, error)
-            return
-        if isinstance(arrived, asyncio.Future):
-            arrived.add_done_callback(lambda done: self._collected(source, envelope, done))
-        else:
-            self._executor.submit(self._process, source, envelope, arrived)
+    def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: Arrived) -> None:
+        """A message is here."""
+        answers = envelope.type in (MessageType.RESULT, MessageType.ERROR)
+        self._executor.submit(self._complete if answers else self._serve, source, envelope, payloads)
 
-    def closed(self, peer: WorkerInfo, reason: str) -> None:
-        """The connection to a worker is over."""
-        if self._closed or peer.id in self._lost:
-            return
-        self._lost[peer.id] = reason
-        for channel in self._router.channels:
-            channel.drop(peer.id, reason)
-        self._executor.submit(self._worker_lost, peer, reason)
+    def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: ValueError) -> None:
+        """A message cannot be read."""
+        self._executor.submit(self._refuse, source, envelope, error)
 
-    def _collected(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, done: "asyncio.Future[Arrived]"
-    ) -> None:
-        if done.cancelled():
-            return
-        error = done.exception()
-        if error is None:
-            self._executor.submit(self._process, source, envelope, done.result())
-        elif isinstance(error, ValueError):
-            self._executor.submit(self._refuse, source, envelope, error)
-        # else the worker is lost, which fails what waits for this message
+    def lost(self, worker: WorkerInfo, reason: str) -> None:
+        """A worker is gone for good."""
+        self._executor.submit(self._worker_lost, worker, reason)
 
     def _expire(self, identifier: int) -> None:
         if (pending := self._take(identifier)) is not None:
@@ -350,12 +233,6 @@ class GrpcAgent(RpcAgent):
 
     # Receiving, on the executor's threads.
 
-    def _process(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived) -> None:
-        if envelope.type in (MessageType.RESULT, MessageType.ERROR):
-            self._complete(source, envelope, arrived)
-        else:
-            self._serve(source, envelope, arrived)
-
     def _complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived) -> None:
         pending = self._take(envelope.id)
         try:
@@ -363,7 +240,7 @@ class GrpcAgent(RpcAgent):
                 raise decode_failure(arrived(envelope.body), source.name)
             # An answer that comes too late is read all the same: references in it must be counted.
             message = self._read(source, envelope, arrived, hooked=True)
-            message.value = self._packer.unpack(arrived(envelope.body), message.tensors, message.references)
+            message.value = self._unpack(message)
         except Exception as error:
             self._fail(pending, error)
             return
@@ -385,9 +262,7 @@ class GrpcAgent(RpcAgent):
             message = self._read(source, envelope, arrived, hooked=handler.user_values)
             with self._scopes(message, handler):
                 try:
-                    message.value = self._packer.unpack(
-                        arrived(envelope.body), message.tensors, message.references
-                    )
+                    message.value = self._unpack(message)
                     result = handler.run(message)
                     if isinstance(result, Deferred):
                         deferred = True
@@ -412,12 +287,24 @@ class GrpcAgent(RpcAgent):
     def _read(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived, *, hooked: bool
     ) -> Incoming:
-        tensors = [decode_tensor(tensor, arrived) for tensor in envelope.tensors]
-        self._counts["bytes_received"] += len(arrived(envelope.body)) + sum(t.nbytes for t in tensors if not t.is_sparse)
-        message = Incoming(source, envelope, tensors)
+        nbytes = 0
+
+        def get(payload: agent_pb2.Payload) -> Buffer:
+            nonlocal nbytes
+            data = arrived(payload)
+            nbytes += len(data)
+            return data
+
+        tensors = [decode_tensor(tensor, get) for tensor in envelope.tensors]
+        body = get(envelope.body)
+        self._traffic.received(nbytes)
+        message = Incoming(source, envelope, body, tensors)
         for extension in self._extensions if hooked else []:
             extension.arriving(message)
         return message
+
+    def _unpack(self, message: Incoming) -> Any:
+        return self._packer.unpack(message.body, message.tensors, message.references)
 
     @contextlib.contextmanager
     def _scopes(self, message: Incoming, handler: Handler) -> Iterator[None]:
@@ -506,12 +393,9 @@ class GrpcAgent(RpcAgent):
             "active_calls": self._activity.running,
             "pending_control_messages": self.control.pending(),
             "executor_threads": self._executor.threads,
-            "lost_workers": {self._members[worker].info.name: why for worker, why in self._lost.items()},
-            **{
-                name: self._counts[name]
-                for name in ("messages_sent", "messages_received", "bytes_sent", "bytes_received")
-            },
-            "transports": {self._members[peer].info.name: t.name for peer, t in self._transports.items()},
+            "lost_workers": {self.worker(lost).name: why for lost, why in self._network.lost.items()},
+            **self._traffic.counts(),
+            "transports": self._network.transport_names(),
         }
         for extension in self._extensions:
             info.update(extension.live_objects())
@@ -555,16 +439,11 @@ class GrpcAgent(RpcAgent):
         self._closed = True
         for extension in self._extensions:
             extension.close()
-        self._events.run(self._disconnect())
+        self._network.disconnect()
         self.control.close()
         self._deadlines.close()
         for identifier in list(self._pending):
             error = NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent")
             self._fail(self._take(identifier), error)
-        self._executor.close(DRAIN_SECONDS)
-        self._events.release()
-
-    async def _disconnect(self) -> None:
-        await asyncio.gather(*(t.close(DRAIN_SECONDS) for t in self._transports.values()))
-        await asyncio.gather(*(channel.close() for channel in self._router.channels))
-        await self._server.stop(GRACE_SECONDS)
+        self._executor.close(CLOSE_SECONDS)
+        self._network.release()

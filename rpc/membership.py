@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store
-
+from ..c10d.torch_store import TorchStore
 from ..errors import RendezvousError
 from .worker import WorkerInfo
 
@@ -26,7 +25,7 @@ class Member:
     address: str
 
 
-def name_group(store: Store, rank: int) -> str:
+def name_group(store: TorchStore, rank: int) -> str:
     """The prefix in the store, and the name, of the group that this worker is about to join.
 
     A store may serve several groups one after the other (init_rpc, shutdown, init_rpc): the n-th time that a
@@ -37,7 +36,7 @@ def name_group(store: Store, rank: int) -> str:
     return f"{generation}/{name.decode()}"
 
 
-def join(store: Store, group: str, me: Member, world_size: int, timeout: float) -> list[Member]:
+def join(store: TorchStore, group: str, me: Member, world_size: int, timeout: float) -> list[Member]:
     """Makes this worker known and waits for all others.
 
     Returns:
@@ -59,9 +58,7 @@ def join(store: Store, group: str, me: Member, world_size: int, timeout: float) 
     return _wait_for_all(store, prefix, me.info, world_size, timeout)
 
 
-def _wait_for_all(
-    store: Store, prefix: str, me: WorkerInfo, world_size: int, timeout: float
-) -> list[Member]:
+def _wait_for_all(store: TorchStore, prefix: str, me: WorkerInfo, world_size: int, timeout: float) -> list[Member]:
     deadline = time.monotonic() + timeout
     found: dict[int, Member] = {}
     while True:

@@ -15,6 +15,7 @@ import torch
 
 from ..proto.v1 import agent_pb2
 from ..proto.v1.agent_pb2 import MessageType
+from .tensors import Buffer
 from .worker import WorkerInfo
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Incoming:
 
     source: WorkerInfo
     envelope: agent_pb2.Envelope
+    body: Buffer
     tensors: list[torch.Tensor]
     """Its tensors; a hook may put others in their place."""
     references: list[Any] = field(default_factory=list)
@@ -92,7 +94,7 @@ class Handler:
 
 
 class Extension(ABC):  # noqa: B024 - every hook has a sensible default
-    """A package that takes part in the messages of one agent. Made once per agent, after it knows its group."""
+    """A package that takes part in the messages of one agent. Made once per agent, when its group is known."""
 
     reference_type: type | None = None
     """Instances of this class travel as references."""
@@ -113,7 +115,7 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def arriving(self, message: Incoming) -> None:
         """A message has arrived and is not unpickled yet: read headers, replace tensors, fill references."""
 
-    def scope(self, message: Incoming) -> AbstractContextManager[None]:
+    def scope(self, message: Incoming) -> AbstractContextManager[None]:  # noqa: ARG002
         """What surrounds the run of a request's handler."""
         return nullcontext()
 

@@ -129,7 +129,7 @@ def _tensor(index: int) -> torch.Tensor:
 
 
 def _parameter(index: int, requires_grad: bool) -> torch.Tensor:
-    """A parameter again, unless the tensor leads back to its sender: then it stays what gradients flow through."""
+    """A parameter again; but a tensor that leads back to its sender stays what gradients flow through."""
     tensor = _tensor(index)
     if tensor.grad_fn is not None:
         return tensor

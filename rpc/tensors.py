@@ -13,7 +13,7 @@ Buffer = bytes | memoryview
 
 _DTYPES: dict[torch.dtype, agent_pb2.DType.ValueType] = {
     getattr(torch, name.lower()): agent_pb2.DType.Value(name)
-    for name in agent_pb2.DType.keys()
+    for name in agent_pb2.DType.keys()  # noqa: SIM118 - no dictionary
     if hasattr(torch, name.lower())
 }
 _DTYPES_BACK = {number: dtype for dtype, number in _DTYPES.items()}
@@ -31,9 +31,7 @@ def check_sendable(tensor: torch.Tensor) -> None:
 
 def encode_tensor(tensor: torch.Tensor, put: Callable[[memoryview], agent_pb2.Payload]) -> agent_pb2.Tensor:
     """The message for a CPU tensor, whose bytes `put` sends on their way."""
-    message = agent_pb2.Tensor(
-        dtype=_DTYPES[tensor.dtype], sizes=tensor.shape, requires_grad=tensor.requires_grad
-    )
+    message = agent_pb2.Tensor(dtype=_DTYPES[tensor.dtype], sizes=tensor.shape, requires_grad=tensor.requires_grad)
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         message.coalesced = tensor.is_coalesced()
@@ -41,7 +39,7 @@ def encode_tensor(tensor: torch.Tensor, put: Callable[[memoryview], agent_pb2.Pa
         message.coo.extend(encode_tensor(part, put) for part in parts)
     elif tensor.numel():
         flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        message.data.CopyFrom(put(memoryview(flat.view(torch.uint8).numpy())))
+        message.data.CopyFrom(put(flat.view(torch.uint8).numpy().data))
     return message
 
 

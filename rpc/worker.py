@@ -23,7 +23,5 @@ def check_worker_name(name: object) -> str:
         ValueError: it is no string of 1 to 128 letters, digits, `-`, `_`, `:` or `.`.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
-            f"worker name {name!r} is not valid: use 1 to 128 letters, digits, '-', '_', ':' or '.'"
-        )
+        raise ValueError(f"worker name {name!r} is not valid: use 1 to 128 letters, digits, '-', '_', ':' or '.'")
     return name

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from ..errors import RRefError, RemoteError, WorkerLostError
+from ..errors import RemoteError, RRefError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from ..rpc.agent import RpcAgent
 from ..rpc.futures import Future, error_of
@@ -204,9 +204,7 @@ class References(Extension):
         # counted needs no deleting.
         if fork.confirmed or (fork.creating and not isinstance(fork.error, WorkerLostError)):
             payload = (tuple(fork.reference), tuple(fork.id))
-            self.agent.control.send(
-                fork.owner, "rref.delete", payload, lambda _error: self._users.discard(fork)
-            )
+            self.agent.control.send(fork.owner, "rref.delete", payload, lambda _error: self._users.discard(fork))
         else:
             self._users.discard(fork)
 
@@ -298,4 +296,3 @@ register_extension(References)
 
 def _reference(identifier: GlobalId, fork: GlobalId, owner: int) -> agent_pb2.Reference:
     return agent_pb2.Reference(reference=identifier.to_proto(), fork=fork.to_proto(), owner=owner)
-

@@ -1,6 +1,7 @@
 """Methods of a value called through its reference."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 from ..rpc.agent import current_agent
@@ -42,8 +43,12 @@ class RRefProxy:
             return rpc_sync(owner, _call_method_by_id, parts, timeout=self._timeout)
         future = rpc_async(owner, _call_method_by_id, parts, timeout=self._timeout)
         # The call names the value by its id only, so it must be kept until the call is over.
-        future.add_done_callback(lambda _, _rref=rref: None)
+        future.add_done_callback(partial(_keep_until_done, rref))
         return future
+
+
+def _keep_until_done(rref: RRef[Any], future: object) -> None:
+    """Does nothing: a future holds its callbacks until it is done."""
 
 
 def _call_method(rref: RRef[Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
 
-from ..errors import RRefError, RpcTimeoutError
+from ..errors import RpcTimeoutError, RRefError
 from ..rpc.agent import RpcAgent, current_agent
 from ..rpc.calls import UNSET_RPC_TIMEOUT, check_timeout
 from ..rpc.messages import MessageType
@@ -105,10 +105,9 @@ class RRef(Generic[T]):
         if handle.fork.error is not None:
             raise handle.fork.error
         identifier = tuple(handle.fork.reference)
-        fetched = handle.agent.request(
-            handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds
-        ).wait()
-        return fetched  # type: ignore[no-any-return]
+        fetched = handle.agent.request(handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds)
+        value: T = fetched.wait()
+        return value
 
     def local_value(self) -> T:
         """The value itself, on its owner. Waits until it is there.

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import torch
-
 from gradwire import rpc
 
 events: dict[str, threading.Event] = {}

@@ -13,6 +13,7 @@ stacks of all its workers are in the report.
 
 import contextlib
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -31,7 +32,13 @@ import cloudpickle
 
 T = TypeVar("T")
 
-PRELOAD = ["torch", "torch.distributed", "torch.optim", "numpy", "cloudpickle", "gradwire"]
+PRELOAD = [
+    "cloudpickle",
+    "gradwire",
+    "numpy",
+    "psutil",
+    "torch._dynamo",  # torch.optim loads it on the first step
+]
 PATIENCE = 60.0
 """Seconds that a result may take unless the test says otherwise."""
 
@@ -175,8 +182,7 @@ class Workers:
         started = self(count)
         url = f"file://{self.folder / 'rendezvous'}"
         pending = [
-            worker.start(_init_rpc, worker.name, rank, count, url, options)
-            for rank, worker in enumerate(started)
+            worker.start(_init_rpc, worker.name, rank, count, url, options) for rank, worker in enumerate(started)
         ]
         for p in pending:
             p.result()
@@ -200,6 +206,7 @@ def _init_rpc(name: str, rank: int, world_size: int, url: str, options: dict[str
 
 
 def _worker_main(connection: Connection, log: str) -> None:
+    gc.freeze()  # what the fork server loaded stays: collections need not look at it
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)

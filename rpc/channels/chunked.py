@@ -19,7 +19,7 @@ from ..framing import bytes_field
 from ..handshake import Handshake, RefusedError
 from ..options import ChannelOptions
 from ..tensors import Buffer
-from ..transports.settings import CLIENT_OPTIONS, TRANSFER_METHOD
+from ..transports.settings import CLIENT_OPTIONS, TRANSFER_METHOD, aio
 
 __all__ = ["ChunkedChannel"]
 
@@ -49,9 +49,7 @@ class ChunkedChannel:
         """Queues the bytes, without a copy."""
         number = next(self._numbers)
         self._loop.call_soon_threadsafe(self._enqueue, peer, number, data)
-        return agent_pb2.Payload(
-            chunked=agent_pb2.ChunkedPayload(transfer_id=number, nbytes=data.nbytes)
-        )
+        return agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=number, nbytes=data.nbytes))
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> "asyncio.Future[Buffer]":
         """A future of the assembled bytes."""
@@ -85,7 +83,7 @@ class ChunkedChannel:
                     peer = (await self._handshake.admit(chunk.hello)).id
                 except RefusedError as refusal:
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
-            if chunk.data:
+            elif chunk.data:
                 await self._inbox(peer).add(chunk.transfer_id, chunk.data)
         return agent_pb2.TransferClosed().SerializeToString()
 
@@ -122,7 +120,7 @@ class _Outbox:
 
     async def _run(self) -> None:
         options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+        async with aio.insecure_channel(self._address, options=options) as channel:
             call = channel.stream_unary(TRANSFER_METHOD)()
             try:
                 await call.write(self._hello)
@@ -131,7 +129,7 @@ class _Outbox:
                     self._filled.clear()
                     while self._queue:
                         await self._send(call, *self._queue.popleft())
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            except (aio.AioRpcError, asyncio.InvalidStateError):
                 # The connection broke, so the peer's envelope stream breaks too; it says what has happened.
                 self._queue.clear()
             finally:
@@ -187,7 +185,7 @@ class _Assembly:
 
     def __init__(self, done: "asyncio.Future[Buffer]", nbytes: int) -> None:
         self.done = done
-        self._bytes = memoryview(torch.empty(nbytes, dtype=torch.uint8).numpy())
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8).numpy().data
         self._filled = 0
 
     def add(self, data: bytes) -> bool:

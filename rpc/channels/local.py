@@ -24,7 +24,7 @@ class LocalChannel:
     def send(self, peer: int, data: memoryview) -> agent_pb2.Payload:  # noqa: ARG002
         """Keeps a copy of the bytes."""
         number = next(self._numbers)
-        self._kept[number] = memoryview(torch.frombuffer(data, dtype=torch.uint8).clone().numpy())
+        self._kept[number] = torch.frombuffer(data, dtype=torch.uint8).clone().numpy().data
         return agent_pb2.Payload(local=number)
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer:  # noqa: ARG002

@@ -24,7 +24,7 @@ from ..framing import bytes_field
 from ..handshake import Handshake, RefusedError
 from ..worker import WorkerInfo
 from .base import TransportClosedError, TransportListener
-from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD
+from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
 
 __all__ = ["GrpcStream", "GrpcStreams"]
 
@@ -59,9 +59,7 @@ class _State(Enum):
 class GrpcStreams:
     """All streams of one agent. Lives on the event loop."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, handshake: Handshake, listener: TransportListener
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, handshake: Handshake, listener: TransportListener) -> None:
         self.loop = loop
         self.handshake = handshake
         self.listener = listener
@@ -75,7 +73,7 @@ class GrpcStreams:
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
         """The Exchange method of the agent's gRPC service."""
         first = await context.read()
-        if first is grpc.aio.EOF:
+        if first is aio.EOF:
             return
         try:
             peer = await self.handshake.admit(agent_pb2.Frame.FromString(first).hello)
@@ -163,7 +161,7 @@ class GrpcStream:
         writer = self._loop.create_task(self._write_frames(write))
         reason = "its connection closed without a goodbye; the process has died or was cut off"
         try:
-            while (data := await read()) is not grpc.aio.EOF:
+            while (data := await read()) is not aio.EOF:
                 frame = agent_pb2.Frame.FromString(data)
                 for envelope in frame.envelopes:
                     self._streams.listener.deliver(self._peer, envelope)
@@ -172,7 +170,7 @@ class GrpcStream:
                     break
             if self._closing:
                 await writer
-        except grpc.aio.AioRpcError as error:
+        except aio.AioRpcError as error:
             reason = f"its connection broke: {error.details()}"
         except DecodeError:
             reason = "it sent bytes that are no frame"
@@ -199,7 +197,7 @@ class GrpcStream:
                 if not await self._open():
                     self._await_peer()
                 return
-            except grpc.aio.AioRpcError as error:
+            except aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == DIAL_ATTEMPTS:
                     self._finish(_why(error, self._address))
                     return
@@ -208,18 +206,18 @@ class GrpcStream:
 
     async def _open(self) -> bool:
         """Opens a stream and carries it to its end; False if it is a duplicate."""
-        async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
+        async with aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
             call = channel.stream_stream(EXCHANGE_METHOD)()
             try:
                 hello = agent_pb2.Frame(hello=self._streams.handshake.hello)
                 await _write(call, hello.SerializeToString())
                 first = await call.read()
-                if first is grpc.aio.EOF:
+                if first is aio.EOF:
                     await _raise_status(call)
                 if agent_pb2.Frame.FromString(first).welcome.duplicate:
                     return False
                 await self.carry(call.read, lambda data: _write(call, data))
-                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
                     await call.done_writing()
                 return True
             finally:
@@ -246,7 +244,7 @@ class GrpcStream:
                 else:
                     await self._filled.wait()
                     self._filled.clear()
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        except (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError):
             pass  # the reading side sees the same end, and knows why
 
     def _next_frame(self) -> bytes:
@@ -279,12 +277,12 @@ async def _write(call: Any, data: bytes) -> None:
 
 
 async def _raise_status(call: Any) -> None:
-    raise grpc.aio.AioRpcError(
+    raise aio.AioRpcError(
         await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
     )
 
 
-def _why(error: grpc.aio.AioRpcError, address: str) -> str:
+def _why(error: aio.AioRpcError, address: str) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return f"it cannot be reached at {address} ({error.details()})"
     return f"it refused the connection: {error.details()}"

@@ -1,8 +1,23 @@
 """gRPC as all of an agent's connections use it."""
 
+from typing import Any
+
+import grpc
+
 from ...proto.v1 import agent_pb2
 
-__all__ = ["CLIENT_OPTIONS", "EXCHANGE_METHOD", "MAX_MESSAGE_BYTES", "SERVER_OPTIONS", "SERVICE", "TRANSFER_METHOD"]
+__all__ = [
+    "CLIENT_OPTIONS",
+    "EXCHANGE_METHOD",
+    "MAX_MESSAGE_BYTES",
+    "SERVER_OPTIONS",
+    "SERVICE",
+    "TRANSFER_METHOD",
+    "aio",
+]
+
+aio: Any = grpc.aio
+"""Untyped: the stubs that exist for grpc.aio know neither EOF nor calls without serializers."""
 
 _DESCRIPTOR = agent_pb2.DESCRIPTOR.services_by_name["Agent"]
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-
 from gradwire import autograd, rpc
 from gradwire.errors import AutogradError, NotInitializedError, UnknownContextError
+
 from tests.remote_functions import add, assert_clean, multiply
 
 
@@ -81,7 +81,9 @@ def test_unknown_contexts(trio):
     trio.run(check)
 
 
-@pytest.mark.parametrize(("to", "function"), [("worker1", fail_in_backward), ("worker1", relay), ("worker0", relay)])
+@pytest.mark.parametrize(
+    ("to", "function"), [("worker1", fail_in_backward), ("worker1", relay), ("worker0", relay)]
+)
 def test_an_error_in_any_workers_backward(trio, to, function):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
-
 from gradwire import autograd, rpc
 from gradwire.optim import DistributedOptimizer  # noqa: F401 - imported by workers
+from torch import nn
+
 from tests.remote_functions import add, assert_clean, identity, multiply
 
 TOLERANCE = 1e-6
@@ -53,6 +53,11 @@ def via_c_to_a(x: torch.Tensor) -> torch.Tensor:
 
 def via_a(x: torch.Tensor) -> torch.Tensor:
     return rpc.rpc_sync("worker0", multiply, (x.exp(), Runs.apply(x)))
+
+
+def a_b_c_a(h: torch.Tensor) -> torch.Tensor:
+    """What the calls of `via_c_to_a` compute from the sine."""
+    return h.exp() * h * h * h
 
 
 def split(x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
@@ -153,21 +158,27 @@ def test_shapes_of_graphs(trio):
                 lambda x, y: call(b, multiply, (x * 2, y)).sum(),
                 lambda x, y: (x * 2 * y).sum(),
             ),
-            "leaves sent directly": (lambda x, y: call(b, multiply, (x, y)).sum(), lambda x, y: (x * y).sum()),
+            "leaves sent directly": (
+                lambda x, y: call(b, multiply, (x, y)).sum(),
+                lambda x, y: (x * y).sum(),
+            ),
             "twice to one, once to another": (
                 lambda x, y: (call(b, multiply, (x, y)) * call(b, multiply, (x, x)) * call(c, add, (x, y))).sum(),
                 lambda x, y: (x * y * x * x * (x + y)).sum(),
             ),
             "a -> b -> c -> a": (
                 lambda x, y: (call(b, via_c_to_a, (x * y,)) * y).sum(),
-                lambda x, y: (lambda h: (h.exp() * h * h * h * y).sum())((x * y * 2).sin()),
+                lambda x, y: (a_b_c_a((x * y * 2).sin()) * y).sum(),
             ),
             "to itself": (lambda x, y: call(me, multiply, (x, y)).sum(), lambda x, y: (x * y).sum()),
             "a result passed on": (
                 lambda x, y: call(c, multiply, (call(b, multiply, (x, y)), y)).sum(),
                 lambda x, y: (x * y * y).sum(),
             ),
-            "the result is the loss": (lambda x, y: call(b, identity, ((x * y).sum(),)), lambda x, y: (x * y).sum()),
+            "the result is the loss": (
+                lambda x, y: call(b, identity, ((x * y).sum(),)),
+                lambda x, y: (x * y).sum(),
+            ),
             "used here and there": (
                 lambda x, y: (call(b, multiply, (x, y)) * x).sum() + y.sum(),
                 lambda x, y: (x * y * x).sum() + y.sum(),
@@ -182,7 +193,10 @@ def test_shapes_of_graphs(trio):
                 lambda x, y: in_place(x * 2, y * 1).mul(2).sum(),
             ),
             "local only": (lambda x, y: (x * y).sum(), lambda x, y: (x * y).sum()),
-            "a leaf as root": (lambda x, y: call(b, identity, (x,)).sum() + 0 * y.sum(), lambda x, y: x.sum() + 0 * y.sum()),
+            "a leaf as root": (
+                lambda x, y: call(b, identity, (x,)).sum() + 0 * y.sum(),
+                lambda x, y: x.sum() + 0 * y.sum(),
+            ),
         }
         for name, (distributed, local) in cases.items():
             print(name)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
-
 from gradwire import autograd, rpc
 from gradwire.errors import UnknownContextError
 from gradwire.optim import DistributedOptimizer
+from torch import nn
+
 from tests.remote_functions import assert_clean
 
 

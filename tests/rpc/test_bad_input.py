@@ -5,7 +5,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-
 from gradwire import rpc
 from gradwire.errors import (
     NotInitializedError,
@@ -17,6 +16,7 @@ from gradwire.errors import (
     SerializationError,
     UnknownWorkerError,
 )
+
 from tests.remote_functions import add, identity, set_event, wait_for
 
 
@@ -102,7 +102,12 @@ def test_unsendable_functions_and_arguments(pair):
         assert caught.value.path == "kwargs['value']"
         with pytest.raises(SerializationError, match=r"args\[0\] cannot be sent: it is a tensor on meta"):
             rpc.rpc_async("worker1", identity, (torch.empty(3, device="meta"),))
-        for bad in ({"func": 3}, {"func": add, "args": 3}, {"func": add, "args": "ab"}, {"func": add, "kwargs": {1: 2}}):
+        for bad in (
+            {"func": 3},
+            {"func": add, "args": 3},
+            {"func": add, "args": "ab"},
+            {"func": add, "kwargs": {1: 2}},
+        ):
             with pytest.raises(TypeError):
                 rpc.rpc_async("worker1", **bad)
 

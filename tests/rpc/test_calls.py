@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-
 from gradwire import rpc
+
 from tests.remote_functions import add, identity, process_id, set_event, wait_for
 
 
@@ -81,7 +81,14 @@ def test_tensors_of_all_kinds(workers, to):
     a, _ = workers.rpc(2)
 
     def check() -> None:
-        dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
+        dtypes = [
+            torch.float32,
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.complex64,
+            torch.complex128,
+        ]
         dtypes += [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool, torch.uint16]
         for dtype in dtypes:
             for shape in [(), (0,), (3,), (2, 0, 3), (2, 3, 4)]:

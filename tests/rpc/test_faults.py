@@ -5,11 +5,20 @@ import signal
 
 import pytest
 import torch
-
 from gradwire import autograd, rpc
 from gradwire.errors import RpcTimeoutError, WorkerLostError
+
 from tests import remote_functions
-from tests.remote_functions import add, assert_clean, identity, keep, multiply, set_event, wait_for, wait_until
+from tests.remote_functions import (
+    add,
+    assert_clean,
+    identity,
+    keep,
+    multiply,
+    set_event,
+    wait_for,
+    wait_until,
+)
 
 
 def test_pending_and_later_calls_fail_at_once(workers):

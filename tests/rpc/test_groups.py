@@ -4,8 +4,8 @@ import threading
 
 import psutil
 import torch
-
 from gradwire import rpc
+
 from tests.remote_functions import add, assert_clean, counts, identity, multiply
 
 

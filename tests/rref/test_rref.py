@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
-
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
+
 from tests.remote_functions import add, assert_clean, set_event, wait_for
 
 

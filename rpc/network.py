@@ -1,0 +1,204 @@
+"""An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, final
+
+import grpc
+
+from ..c10d.addresses import format_address
+from ..c10d.event_loop import acquire_event_loop
+from ..errors import UnknownWorkerError, WorkerLostError
+from ..proto.v1 import agent_pb2
+from .channels.chunked import ChunkedChannel
+from .channels.inline import InlineChannel
+from .channels.local import LocalChannel
+from .channels.router import Arrived, ChannelRouter
+from .handshake import Handshake
+from .membership import Member
+from .options import RpcBackendOptions
+from .transports.base import Transport, TransportClosedError
+from .transports.grpc_stream import GrpcStreams
+from .transports.loopback import LoopbackTransport
+from .transports.settings import SERVER_OPTIONS, SERVICE, aio
+from .worker import WorkerInfo
+
+__all__ = ["Network", "Receiver"]
+
+DRAIN_SECONDS = 5.0
+"""How long a closing worker waits for its peers to take what is queued for them."""
+
+GRACE_SECONDS = 1.0
+"""How long peers that are leaving too may take to end their streams; then they are cut."""
+
+
+class Receiver(Protocol):
+    """Whom the network reports to, on the event loop. Must not block."""
+
+    def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: Arrived) -> None:
+        """A message is here with all of its payloads."""
+
+    def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: ValueError) -> None:
+        """A message came whose payloads are not accepted."""
+
+    def lost(self, worker: WorkerInfo, reason: str) -> None:
+        """A worker is gone for good. Said once for each."""
+
+
+@final
+class Network:
+    """Made in three steps: the constructor, `listen`, and `open` once all members are known."""
+
+    def __init__(self, me: WorkerInfo, options: RpcBackendOptions, group: str, receiver: Receiver) -> None:
+        self.me = me
+        self._options = options
+        self._receiver = receiver
+        self._members: dict[int, Member] = {}
+        self._by_name: dict[str, WorkerInfo] = {}
+        self._transports: dict[int, Transport] = {}
+        self._lost: dict[int, str] = {}
+        self._closing = False
+        self._events = acquire_event_loop()
+        self._events.run(self._build(group))
+
+    async def _build(self, group: str) -> None:
+        loop = self._events.loop
+        self._handshake = Handshake(group, self.me)
+        self._streams = GrpcStreams(loop, self._handshake, self)
+        chunks = ChunkedChannel(
+            loop, self._handshake, lambda peer: self._members[peer].address, self._options.channels
+        )
+        self._router = ChannelRouter(
+            self._options.channels, self.me.id, small=InlineChannel(), large=chunks, local=LocalChannel()
+        )
+        self._server = aio.server(options=SERVER_OPTIONS)
+        methods = {
+            "Exchange": grpc.stream_stream_rpc_method_handler(self._streams.serve),
+            "Transfer": grpc.stream_unary_rpc_method_handler(chunks.serve),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+    def listen(self) -> str:
+        """Starts serving on an ephemeral port; returns the address, host:port."""
+
+        async def start() -> int:
+            port: int = self._server.add_insecure_port(format_address(self._options.host, 0))
+            await self._server.start()
+            return port
+
+        return format_address(self._options.host, self._events.run(start()))
+
+    def open(self, members: Sequence[Member]) -> None:
+        """Makes the members known; nobody is let in before `admit`."""
+        self._members = {member.info.id: member for member in sorted(members, key=lambda m: m.info.id)}
+        self._by_name = {member.info.name: member.info for member in members}
+        for member in members:
+            if member.info.id == self.me.id:
+                self._transports[self.me.id] = LoopbackTransport(self._events.loop, self.me, self)
+            else:
+                self._transports[member.info.id] = self._streams.add(member.info, member.address)
+
+    def admit(self) -> None:
+        """Lets the members in."""
+        members = {identifier: member.info for identifier, member in self._members.items()}
+        self._events.loop.call_soon_threadsafe(self._handshake.open, members)
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """The ids of lost workers, and why they are."""
+        return self._lost
+
+    def workers(self) -> list[WorkerInfo]:
+        """All members, by id."""
+        return [member.info for member in self._members.values()]
+
+    def worker(self, destination: object) -> WorkerInfo:
+        """The member with this name, id or WorkerInfo.
+
+        Raises:
+            UnknownWorkerError: there is none.
+            TypeError: it is none of the three.
+        """
+        name, identifier = destination, destination
+        if isinstance(destination, WorkerInfo):
+            name, identifier = destination.name, destination.id
+        elif isinstance(destination, bool) or not isinstance(destination, str | int):
+            raise TypeError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
+        if isinstance(identifier, int):
+            member = self._members.get(identifier)
+            found = member.info if member is not None else None
+        else:
+            found = self._by_name.get(str(name))
+        if found is None or (isinstance(destination, WorkerInfo) and found != destination):
+            raise UnknownWorkerError(destination, [worker.name for worker in self.workers()])
+        return found
+
+    def transport_names(self) -> dict[str, str]:
+        """How each member is reached."""
+        return {self._members[peer].info.name: t.name for peer, t in self._transports.items()}
+
+    def writer(self, worker: WorkerInfo) -> Callable[[memoryview], agent_pb2.Payload]:
+        """What takes the payloads of one envelope to a worker."""
+        return self._router.writer(worker.id)
+
+    def connect(self, worker: WorkerInfo) -> None:
+        """Connects to a worker now, so that its loss is noticed."""
+        self._transports[worker.id].connect()
+
+    def check_present(self, worker: WorkerInfo) -> None:
+        """Raises WorkerLostError if a worker is known to be lost."""
+        if worker.id in self._lost:
+            raise WorkerLostError(worker.name, self._lost[worker.id])
+
+    def send(self, worker: WorkerInfo, envelope: bytes) -> None:
+        """Queues an envelope. Raises WorkerLostError."""
+        try:
+            self._transports[worker.id].send(envelope)
+        except TransportClosedError as error:
+            raise WorkerLostError(worker.name, str(error)) from None
+
+    def deliver(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """An envelope has arrived: waits for its payloads. Called by transports on the loop."""
+        try:
+            arrived = self._router.collect(source.id, envelope)
+        except ValueError as error:
+            self._receiver.refused(source, envelope, error)
+            return
+        if not isinstance(arrived, asyncio.Future):
+            self._receiver.arrived(source, envelope, arrived)
+            return
+
+        def collected(done: "asyncio.Future[Arrived]") -> None:
+            if done.cancelled():
+                return
+            error = done.exception()
+            if error is None:
+                self._receiver.arrived(source, envelope, done.result())
+            elif isinstance(error, ValueError):
+                self._receiver.refused(source, envelope, error)
+            # else the worker is lost, which fails what waits for this message
+
+        arrived.add_done_callback(collected)
+
+    def closed(self, peer: WorkerInfo, reason: str) -> None:
+        """The connection to a worker is over. Called by transports on the loop."""
+        if self._closing or peer.id in self._lost:
+            return
+        self._lost[peer.id] = reason
+        for channel in self._router.channels:
+            channel.drop(peer.id, reason)
+        self._receiver.lost(peer, reason)
+
+    def disconnect(self) -> None:
+        """Sends what is queued, says goodbye to all peers and stops serving."""
+        self._closing = True
+        self._events.run(self._disconnect())
+
+    def release(self) -> None:
+        """Gives the event loop back."""
+        self._events.release()
+
+    async def _disconnect(self) -> None:
+        await asyncio.gather(*(t.close(DRAIN_SECONDS) for t in self._transports.values()))
+        await asyncio.gather(*(channel.close() for channel in self._router.channels))
+        await self._server.stop(GRACE_SECONDS)
