@@ -18,7 +18,7 @@ from .messages import Extension, MessageType
 from .options import RpcBackendOptions
 from .worker import WorkerInfo
 
-__all__ = ["Destination", "RpcAgent", "current_agent", "holder", "is_initialized"]
+__all__ = ["CurrentAgent", "Destination", "RpcAgent", "current_agent", "holder", "is_initialized"]
 
 E = TypeVar("E", bound=Extension)
 

@@ -7,7 +7,7 @@ from .agent import Destination, current_agent
 from .futures import Future
 from .messages import Extension, Handler, Incoming, MessageType, register_extension
 
-__all__ = ["UNSET_RPC_TIMEOUT", "check_call", "check_timeout", "rpc_async", "rpc_sync"]
+__all__ = ["UNSET_RPC_TIMEOUT", "Calls", "check_call", "check_timeout", "rpc_async", "rpc_sync"]
 
 UNSET_RPC_TIMEOUT = -1.0
 """As a timeout: that of the options."""
