@@ -111,9 +111,7 @@ def _open(place: Place, seconds: float, insecure: bool) -> tuple[TorchStore, Cal
     return tcp, tcp.close
 
 
-def _open_launcher_store(
-    place: Place, seconds: float, insecure: bool
-) -> tuple[TorchStore, Callable[[], None]]:
+def _open_launcher_store(place: Place, seconds: float, insecure: bool) -> tuple[TorchStore, Callable[[], None]]:
     require_trusted(place.host, insecure=insecure, doing="dialling torchrun's store on")
     try:
         agent_store = TorchTCPStore(
@@ -125,9 +123,7 @@ def _open_launcher_store(
         )
     except RuntimeError as error:
         where = format_address(place.host, place.port)
-        raise StoreError(
-            f"torchrun's store does not answer on {where}: {str(error).splitlines()[0]}"
-        ) from error
+        raise StoreError(f"torchrun's store does not answer on {where}: {str(error).splitlines()[0]}") from error
     # The launcher's store outlives the workers: a restarted group must not read what its predecessor wrote.
     attempt = PrefixStore(f"gradwire/attempt/{place.launcher_attempt}", agent_store)
     return attempt, attempt.close

@@ -173,6 +173,4 @@ def _port(text: str, where: str) -> int:
 
 def _malformed(url: str, problem: str, scheme: str | None = None) -> RendezvousError:
     forms = [_FORMS[scheme]] if scheme else list(_FORMS.values())
-    return RendezvousError(
-        f"the rendezvous URL {url!r} is wrong: {problem}. Write it as {' or '.join(forms)}"
-    )
+    return RendezvousError(f"the rendezvous URL {url!r} is wrong: {problem}. Write it as {' or '.join(forms)}")

@@ -1,5 +1,6 @@
 """Operations on stores that are not gradwire's: torch's C++ ones, and anybody's Python ones."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -16,8 +17,7 @@ __all__ = ["execute"]
 def execute(store: TorchStore, operation: Operation, seconds: float) -> Outcome:
     """Runs an operation by the public methods of any torch.distributed.Store.
 
-    A pop from a queue waits for the store's own timeout, because no method says otherwise. Keys that are set
-    together appear one after another if the store has no multi_set.
+    Keys that are set together appear one after another if the store has no multi_set.
 
     Raises:
         StoreError: the store failed for another reason than a timeout.
@@ -26,8 +26,6 @@ def execute(store: TorchStore, operation: Operation, seconds: float) -> Outcome:
         return _CALLS[operation.kind](store, operation, seconds)
     except StoreError:
         raise
-    except TorchQueueEmptyError:
-        return Outcome(missing=operation.keys)
     except (RuntimeError, ValueError, IndexError, MemoryError) as error:  # what torch's C++ stores raise
         reason = (str(error).splitlines() or [""])[0]
         if "timeout" in reason.lower():
@@ -67,6 +65,19 @@ def _get(store: Any, operation: Operation, seconds: float) -> Outcome:
     return Outcome(values=[store.get(key) for key in operation.keys])
 
 
+def _queue_pop(store: Any, operation: Operation, seconds: float) -> Outcome:
+    # queue_pop would wait for as long as the store's own timeout says.
+    key, deadline = operation.keys[0], time.monotonic() + seconds
+    while True:
+        try:
+            return Outcome(values=[store.queue_pop(key, False)])  # noqa: FBT003 - torch's argument
+        except TorchQueueEmptyError:
+            left = max(0.0, deadline - time.monotonic())
+            outcome = _wait(store, operation, left)
+            if outcome.missing or not left:
+                return Outcome(missing=[key])
+
+
 def _returning_nothing(call: Callable[[Any, Operation], None]) -> "_Call":
     def run(store: Any, operation: Operation, _: float) -> Outcome:
         call(store, operation)
@@ -93,6 +104,6 @@ _CALLS: dict[int, _Call] = {
     store_pb2.COUNT_KEYS: lambda store, _op, _: Outcome(number=store.num_keys()),
     store_pb2.LIST_KEYS: lambda store, _op, _: Outcome(keys=store.list_keys()),
     store_pb2.QUEUE_PUSH: _returning_nothing(lambda store, op: store.queue_push(op.keys[0], op.values[0])),
-    store_pb2.QUEUE_POP: lambda store, op, s: Outcome(values=[store.queue_pop(op.keys[0], s > 0)]),
+    store_pb2.QUEUE_POP: _queue_pop,
     store_pb2.QUEUE_LENGTH: lambda store, op, _: Outcome(number=store.queue_len(op.keys[0])),
 }

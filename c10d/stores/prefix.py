@@ -1,12 +1,11 @@
 """A store inside another store."""
 
-from datetime import timedelta
 from typing import Any, cast, final
 
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..torch_store import TorchStore
-from .base import Store, Timeout, to_seconds
+from .base import Store
 from .foreign import execute
 
 __all__ = ["PrefixStore"]
@@ -16,9 +15,11 @@ __all__ = ["PrefixStore"]
 class PrefixStore(Store):
     """The keys of another store that begin with `prefix/`, seen without it. They can be nested.
 
-    As in torch, `num_keys` counts the keys of the whole underlying store, `list_keys` lists this one's, and
-    the timeout is the underlying store's. Closing it leaves the underlying store open; a gradwire store that
-    closes also closes those on top of it.
+    As in torch, `num_keys` counts the keys of the whole underlying store, and `list_keys` lists this one's.
+    The timeout is its own (torch's sets the underlying store's); it begins as the underlying store's.
+
+    Closing it leaves the underlying store open, and what waits there waits on. A gradwire store that closes
+    also closes those on top of it.
     """
 
     def __init__(self, prefix: str, store: TorchStore) -> None:
@@ -28,7 +29,7 @@ class PrefixStore(Store):
         if not isinstance(store, TorchStore):
             raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
         self._prefix = f"{prefix}/"
-        self._store: Any = store  # Any: torch's stubs lack timeout, clone and has_extended_api
+        self._store = cast(Any, store)  # torch's stubs lack timeout, clone and has_extended_api
         self._own_clone: Store | None = None
         super().__init__(self._store.timeout, holder=store if isinstance(store, Store) else None)
 
@@ -36,16 +37,6 @@ class PrefixStore(Store):
     def underlying_store(self) -> TorchStore:
         """The store whose keys these are."""
         return cast(TorchStore, self._store)
-
-    @property
-    def timeout(self) -> timedelta:
-        """The underlying store's."""
-        return cast(timedelta, self._store.timeout)
-
-    def set_timeout(self, timeout: Timeout) -> None:
-        """Changes the underlying store's timeout."""
-        super().set_timeout(timeout)
-        self._store.set_timeout(timedelta(seconds=to_seconds(timeout)))
 
     def has_extended_api(self) -> bool:
         """Are append, multi_get and multi_set supported by the underlying store?"""
@@ -55,6 +46,7 @@ class PrefixStore(Store):
         """The same prefix on a clone of the underlying store; the two are closed together."""
         under = self._store.clone()
         twin = PrefixStore(self._prefix[:-1], under)
+        twin.set_timeout(self.timeout)
         twin._own_clone = under if isinstance(under, Store) else None
         return twin
 

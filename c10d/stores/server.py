@@ -69,9 +69,7 @@ class StoreServer:
             response_serializer=Outcome.SerializeToString,
         )
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {"Execute": handler}),)
-        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Execute": handler}),))
         bound = _bind(server, host, port)
         await server.start()
         self._server = server

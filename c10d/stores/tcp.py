@@ -37,7 +37,7 @@ class TCPStore(Store):
     When the master closes it, or dies, operations of the others fail at once with a StoreError.
     """
 
-    def __init__(  # noqa: PLR0917 - the order is torch's
+    def __init__(
         self,
         host_name: str,
         port: int,
@@ -200,7 +200,7 @@ class _Remote:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 problem = f"did not answer within {seconds + _PATIENCE:g} s"
-            elif error.code() is grpc.StatusCode.UNAVAILABLE:
+            elif error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 problem = f"is gone ({_details(error)})"
             else:
                 problem = f"failed ({_details(error)})"

@@ -1,0 +1,203 @@
+"""The file of a FileStore."""
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from gradwire.c10d import FileStore
+from gradwire.errors import StoreError
+
+from tests.c10d import stores
+from tests.c10d.stores import call, open_here
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "store"
+
+
+def test_the_last_user_removes_the_file(path):
+    first, second = FileStore(str(path)), FileStore(str(path))
+    twin = first.clone()
+    first.close()
+    first.close()
+    twin.close()
+    assert path.exists()
+    second.close()
+    assert not path.exists()
+
+
+def test_a_world_keeps_the_file_until_all_of_it_has_left(path):
+    with FileStore(str(path), 2) as first:
+        first.clone().close()
+        first.set("from", "first")
+    assert path.exists()
+    with FileStore(str(path), 2) as second:
+        assert second.get("from") == b"first"
+    assert not path.exists()
+
+
+def test_a_file_that_was_removed_is_begun_anew(path):
+    with FileStore(str(path)) as store:
+        store.set("key", "old")
+    with FileStore(str(path)) as store:
+        assert not store.check(["key"])
+
+
+def test_an_empty_file_will_do_and_nobody_else_may_read_a_new_one(path):
+    with tempfile.NamedTemporaryFile(delete=False) as empty, FileStore(empty.name) as store:
+        store.set("key", "value")
+        with FileStore(empty.name) as other:
+            assert other.get("key") == b"value"
+    assert not os.path.exists(empty.name)
+    with FileStore(str(path)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_path_is_absolute(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    with FileStore("store") as store:
+        assert store.path == str(path)
+        monkeypatch.chdir("/")
+    assert not path.exists()
+
+
+def test_another_file_is_left_alone(path):
+    path.write_text("dear diary")
+    with pytest.raises(StoreError, match="is not a gradwire store: remove it, or choose another path"):
+        FileStore(str(path))
+    assert path.read_text() == "dear diary"
+
+
+def test_a_path_that_cannot_be(path):
+    with pytest.raises(StoreError, match=r"no/such/folder' cannot be opened: No such file"):
+        FileStore("/no/such/folder")
+    with pytest.raises(StoreError, match="Is a directory"):
+        FileStore(str(path.parent))
+
+
+def test_an_unfinished_record_counts_for_nothing(path):
+    """A writer may be killed after any byte."""
+    with FileStore(str(path)) as store:
+        store.set("before", "1")
+        whole = path.read_bytes()
+        store.set("torn", "value")
+        record = path.read_bytes().removeprefix(whole)
+    for cut in range(len(record)):
+        path.write_bytes(whole + record[:cut])
+        with FileStore(str(path)) as first, FileStore(str(path)) as second:
+            assert first.list_keys() == ["before"]
+            first.set("after", str(cut))
+            assert sorted(second.list_keys()) == ["after", "before"]
+            assert second.get("after") == str(cut).encode()
+
+
+def test_readers_pass_over_an_unfinished_record(path):
+    with FileStore(str(path)) as store, FileStore(str(path)) as writer:
+        with path.open("ab") as file:
+            file.write(b"\x40\x00\x00\x00 unfinished")
+        assert not store.check(["key"])
+        writer.set("key", "value")
+        assert store.get("key") == b"value"
+
+
+def test_a_half_written_beginning_is_begun_again(path):
+    path.write_bytes(b"gradwire st")
+    with FileStore(str(path)) as store:
+        store.set("key", "value")
+        with FileStore(str(path)) as other:
+            assert other.get("key") == b"value"
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xff\xff\x7f", b"\x01\x00\x00\x00"])
+def test_damage_is_told(path, damage):
+    with FileStore(str(path)) as store:
+        store.set("key", "value")
+        intact = path.read_bytes()
+        at = len(b"gradwire store 1\n")
+        path.write_bytes(intact[:at] + damage + intact[at + 4 :])
+        with pytest.raises(StoreError, match=f"damaged at byte {at}"):
+            FileStore(str(path))
+        path.write_bytes(intact)
+
+
+def test_a_full_disk_changes_nothing(path, workers):
+    (worker,) = workers(1)
+
+    def overfill() -> tuple[str, list[str]]:
+        with FileStore(str(path)) as store:
+            store.set("small", "1")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+            with pytest.raises(StoreError) as caught:
+                store.set("large", bytes(100_000))
+            store.set("after", "2")
+            return str(caught.value), sorted(store.list_keys())
+
+    with FileStore(str(path)) as witness:
+        message, keys = worker.run(overfill)
+        assert os.strerror(errno.EFBIG) in message
+        assert keys == sorted(witness.list_keys()) == ["after", "small"]
+
+
+def write_forever() -> None:
+    for number in range(10**9):
+        stores.mine.set(f"key{number % 10}", str(number) * 100)
+
+
+def test_the_others_go_on_when_a_writer_is_killed(path, workers):
+    with FileStore(str(path)) as store:
+        for _ in range(5):
+            (victim,) = workers(1)
+            victim.run(open_here, lambda: FileStore(str(path)))
+            victim.start(write_forever)
+            store.wait(["key9"])
+            victim.kill()
+            store.delete_key("key9")
+            assert store.add("survived", 1) > 0
+            with FileStore(str(path)) as fresh:
+                assert sorted(fresh.list_keys()) == sorted(store.list_keys())
+    assert path.exists()  # the killed never left
+
+
+def test_a_worker_that_ends_leaves_the_file(path, workers):
+    a, b = workers(2)
+    for worker in (a, b):
+        worker.run(open_here, lambda: FileStore(str(path)))
+    a.run(call, "set", "key", "value")
+    a._connection.send_bytes(b"")
+    a.process.join()
+    assert path.exists()
+    assert b.run(call, "get", "key") == b"value"
+    b._connection.send_bytes(b"")
+    b.process.join()
+    assert not path.exists()
+
+
+def test_a_script_that_forgets_to_close_ends_well(path):
+    script = (
+        "from gradwire.c10d import FileStore, PrefixStore, TCPStore\n"
+        f"file = PrefixStore('p', FileStore({str(path)!r}))\n"
+        "file.set('k', 'v')\n"
+        "master = TCPStore('127.0.0.1', 0, is_master=True)\n"
+        "client = TCPStore('127.0.0.1', master.port)\n"
+        "client.set('k', 'v')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not path.exists()
+
+
+def test_closing_frees_the_descriptor(path):
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    with FileStore(str(path)) as store, store.clone():
+        assert descriptors() == before + 1
+    assert descriptors() == before
