@@ -1,10 +1,15 @@
 """Fixtures for all tests."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gradwire.rpc.grpc_agent import GrpcAgent
+from gradwire.rpc.membership import Member
+from gradwire.rpc.options import RpcBackendOptions
+from gradwire.rpc.worker import WorkerInfo
 
 ROOT = Path(__file__).parent.parent
 # Appended, so that worker processes can import test modules by name without shadowing anything.
@@ -31,3 +36,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         for worker in group.all:
             report.sections.append((worker.name, worker.describe()))
     return report
+
+
+@pytest.fixture
+def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
+    """Several agents in this process, for what is easier to watch from inside."""
+    made: list[GrpcAgent] = []
+
+    def start(count: int, **options: Any) -> list[GrpcAgent]:
+        made.extend(
+            GrpcAgent(WorkerInfo(f"agent{rank}", rank), RpcBackendOptions(**options), "test")
+            for rank in range(count)
+        )
+        members = [Member(agent.info, agent.listen()) for agent in made]
+        for agent in made:
+            agent.open(members)
+        return made
+
+    yield start
+    for agent in made:
+        agent.shutdown(graceful=False, timeout=0)

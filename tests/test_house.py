@@ -5,9 +5,8 @@ import importlib
 import re
 from pathlib import Path
 
-import pytest
-
 import gradwire
+import pytest
 from gradwire.proto.generate import generate
 
 ROOT = Path(gradwire.__file__).parent
@@ -21,10 +20,7 @@ MAY_IMPORT = {
     "optim": {"rpc", "rref", "autograd", "c10d", "errors"},
 }
 MODULES = sorted(
-    path
-    for package in PACKAGES
-    for path in (ROOT / package).rglob("*.py")
-    if path.parent != ROOT / "proto" / "v1"
+    path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.parent != ROOT / "proto" / "v1"
 )
 
 

@@ -1,0 +1,48 @@
+"""A network that misbehaves, for what must work all the same."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc import control
+from gradwire.rpc.grpc_agent import GrpcAgent
+from gradwire.rpc.worker import WorkerInfo
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has control messages be repeated soon."""
+    monkeypatch.setattr(control, "ATTEMPT_SECONDS", 0.05)
+    monkeypatch.setattr(control, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(control, "LONGEST_PAUSE", 0.02)
+
+
+class BadNetwork:
+    """Loses, doubles and delays envelopes of these types that an agent sends."""
+
+    def __init__(self, agent: GrpcAgent, seed: int, kinds: Sequence[int]) -> None:
+        self._network = agent._network
+        self._kinds = kinds
+        self._random = random.Random(seed)
+        self._kept: list[tuple[WorkerInfo, bytes]] = []
+        self.lost = 0
+        agent._network = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+    def send(self, worker: WorkerInfo, data: bytes) -> None:
+        kind = agent_pb2.Envelope.FromString(data).type
+        fate = self._random.random() if kind in self._kinds else 1.0
+        if fate < 0.25:
+            self.lost += 1
+            return
+        if fate < 0.4:
+            self._kept.append((worker, data))  # comes after something later, perhaps much later
+            return
+        self._network.send(worker, data)
+        if fate < 0.6:
+            self._network.send(worker, data)
+        if self._kept and self._random.random() < 0.5:
+            self._network.send(*self._kept.pop(self._random.randrange(len(self._kept))))

@@ -1,0 +1,107 @@
+"""The threads that run incoming calls."""
+
+import threading
+
+import pytest
+from gradwire.rpc.executor import Executor
+
+from tests.remote_functions import wait_until
+
+
+@pytest.fixture
+def executor():
+    made = Executor(2, "test-executor")
+    yield made
+    made.close(10)
+    assert made.threads == 0
+
+
+def start_waiting(executor, count, *, told=False):
+    """Tasks that wait for the returned event; each announces itself first."""
+    gate, started = threading.Event(), threading.Semaphore(0)
+
+    def wait() -> None:
+        started.release()
+        if told:
+            with executor.blocking():
+                assert gate.wait(30)
+        else:
+            assert gate.wait(30)
+
+    for _ in range(count):
+        executor.submit(wait)
+    return gate, started
+
+
+def test_no_more_threads_than_needed(executor):
+    for _ in range(50):
+        done = threading.Event()
+        executor.submit(done.set)
+        assert done.wait(10)
+    assert executor.threads <= 2
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_waiting_tasks_do_not_starve_others(executor, told):
+    gate, started = start_waiting(executor, 10, told=told)
+    for _ in range(10):
+        assert started.acquire(timeout=10)
+    gate.set()
+
+
+def test_threads_that_are_not_its_own_may_say_they_block(executor):
+    with executor.blocking():
+        done = threading.Event()
+        executor.submit(done.set)
+        assert done.wait(10)
+    assert executor.threads == 1
+
+
+def test_surplus_threads_end(executor):
+    gate, started = start_waiting(executor, 8, told=True)
+    for _ in range(8):
+        assert started.acquire(timeout=10)
+    threads = [t for t in threading.enumerate() if t.name.startswith("test-executor-") and "watch" not in t.name]
+    assert len(threads) == executor.threads >= 8
+    gate.set()
+    wait_until(lambda: executor.threads <= 2)
+    wait_until(lambda: sum(thread.is_alive() for thread in threads) <= 2)
+
+
+def test_a_task_that_raises_is_logged_and_the_thread_goes_on(executor, caplog):
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    executor.submit(fail)
+    done = threading.Event()
+    executor.submit(done.set)
+    assert done.wait(10)
+    assert "on purpose" in caplog.text
+
+
+def test_close_drops_what_is_queued():
+    executor = Executor(1, "test-close")
+    gate, started = start_waiting(executor, 1)
+    assert started.acquire(timeout=10)
+    ran = threading.Event()
+    executor.submit(ran.set)
+    assert not executor.close(0)
+    gate.set()
+    assert executor.close(10)
+    assert not ran.is_set()
+    executor.submit(ran.set)
+    assert not ran.is_set()
+
+
+def test_it_can_be_closed_from_one_of_its_threads():
+    executor = Executor(2, "test-close-inside")
+    result: list[bool] = []
+    done = threading.Event()
+
+    def close() -> None:
+        result.append(executor.close(10))
+        done.set()
+
+    executor.submit(close)
+    assert done.wait(10)
+    assert result == [True]

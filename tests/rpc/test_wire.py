@@ -1,0 +1,224 @@
+"""What strangers, other versions and broken peers send."""
+
+import grpc
+import hypothesis.strategies as st
+import pytest
+import torch
+from gradwire.c10d.event_loop import acquire_event_loop
+from gradwire.errors import RpcError, WorkerLostError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.channels.inline import InlineChannel
+from gradwire.rpc.failures import decode_failure, encode_failure
+from gradwire.rpc.framing import bytes_field
+from gradwire.rpc.handshake import PROTOCOL_MAJOR
+from gradwire.rpc.messages import MessageType
+from gradwire.rpc.serialization import Packer
+from gradwire.rpc.tensors import decode_tensor, encode_tensor
+from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
+from hypothesis import given, settings
+
+from tests.remote_functions import identity, wait_until
+
+
+@pytest.fixture
+def loop():
+    events = acquire_event_loop()
+    yield events
+    events.release()
+
+
+async def knock(address: str, method: str, first: bytes, then: bytes = b"") -> grpc.aio.AioRpcError | bytes:
+    """Opens a stream as a peer would; what comes back, or the refusal."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        open_stream = channel.stream_stream if method == EXCHANGE_METHOD else channel.stream_unary
+        call = open_stream(method)()
+        try:
+            await call.write(first)
+            if method == EXCHANGE_METHOD:
+                answer = await call.read()
+                if answer is not grpc.aio.EOF:
+                    if then:
+                        await call.write(then)
+                        answer = await call.read()
+                    return b"" if answer is grpc.aio.EOF else answer
+            else:
+                await call.done_writing()
+                await call
+            raise grpc.aio.AioRpcError(await call.code(), None, None, await call.details())
+        except grpc.aio.AioRpcError as error:
+            return error
+
+
+HELLO = agent_pb2.Hello(protocol_major=PROTOCOL_MAJOR, group="test", worker_id=1, worker_name="agent1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"protocol_major": PROTOCOL_MAJOR + 1}, "speaks protocol 1.0, 'agent1' speaks 2.0"),
+        ({"group": "another"}, "belongs to another job"),
+        ({"worker_id": 7}, "knows no 'agent1' with id 7"),
+        ({"worker_name": "eve"}, "knows no 'eve' with id 1"),
+    ],
+)
+@pytest.mark.parametrize("method", [EXCHANGE_METHOD, TRANSFER_METHOD])
+def test_strangers_are_refused(agents, loop, changes, reason, method):
+    a, _ = agents(2)
+    hello = agent_pb2.Hello()
+    hello.CopyFrom(HELLO)
+    for name, value in changes.items():
+        setattr(hello, name, value)
+    opening = agent_pb2.Frame(hello=hello) if method == EXCHANGE_METHOD else agent_pb2.Chunk(hello=hello)
+    refusal = loop.run(knock(a._network._members[0].address, method, opening.SerializeToString()), 20)
+    assert refusal.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert reason in refusal.details()
+    assert a.request(a.info, MessageType.CALL, (identity, (1,), {})).wait() == 1
+
+
+def test_bytes_that_are_no_hello(agents, loop):
+    a, _ = agents(2)
+    refusal = loop.run(knock(a._network._members[0].address, EXCHANGE_METHOD, b"\xff\xff\xff"), 20)
+    assert refusal.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_a_peer_that_sends_rubbish_is_lost(agents, loop):
+    a, b = agents(2)
+    opening = agent_pb2.Frame(hello=HELLO).SerializeToString()
+    loop.run(knock(a._network._members[0].address, EXCHANGE_METHOD, opening, b"\xff\xff\xff"), 20)
+    wait_until(lambda: a.why_lost(1) is not None)
+    with pytest.raises(WorkerLostError, match="bytes that are no frame"):
+        a.request(b.info, MessageType.CALL, (identity, (1,), {})).wait()
+
+
+def send_envelope(a, b, envelope: agent_pb2.Envelope):
+    """Sends a hand-made request from a to b; the future of its answer."""
+    future = a.request(b.info, MessageType.CALL, (identity, ("ready",), {}))
+    assert future.wait() == "ready"
+    from gradwire.rpc.futures import Future
+    from gradwire.rpc.grpc_agent import _Pending
+
+    future = Future(a._executor)
+    envelope.id = 1 << 40
+    a._pending[envelope.id] = _Pending(future, b.info, MessageType.CONTROL, 0.0)
+    a._network.send(b.info, envelope.SerializeToString())
+    return future
+
+
+def test_malformed_requests_get_errors(agents):
+    a, b = agents(2)
+    chunked = agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=1, nbytes=1 << 60))
+    inline = agent_pb2.Payload(inline=b"1234")
+    float32 = agent_pb2.FLOAT32
+    cases = [
+        (agent_pb2.Envelope(type=MessageType.CALL), "EOFError|Ran out of input"),
+        (agent_pb2.Envelope(type=MessageType.CALL, body=chunked), "bytes is refused: max_payload_bytes"),
+        (agent_pb2.Envelope(type=999), "message type 999 has no handler"),
+    ]
+    tensors = [
+        agent_pb2.Tensor(dtype=float32, sizes=[2], data=inline),
+        agent_pb2.Tensor(dtype=float32, sizes=[-1], data=inline),
+        agent_pb2.Tensor(dtype=float32, sizes=[1 << 62, 1 << 62], data=inline),
+        agent_pb2.Tensor(dtype=0, sizes=[1], data=inline),
+        agent_pb2.Tensor(dtype=float32, sizes=[1], data=chunked),
+        agent_pb2.Tensor(dtype=float32, sizes=[1], coo=[agent_pb2.Tensor(dtype=float32, sizes=[0])]),
+    ]
+    cases += [(agent_pb2.Envelope(type=MessageType.CALL, tensors=[t]), "malformed|refused") for t in tensors]
+    indices = agent_pb2.Tensor(dtype=agent_pb2.INT64, sizes=[1, 1])
+    indices.data.inline = (7).to_bytes(8, "little")
+    outside = agent_pb2.Tensor(
+        dtype=float32, sizes=[3], coo=[indices, agent_pb2.Tensor(dtype=float32, sizes=[1], data=inline)]
+    )
+    cases.append((agent_pb2.Envelope(type=MessageType.CALL, tensors=[outside]), "malformed sparse tensor"))
+    header = agent_pb2.AutogradHeader(context_id=5, differentiable=[3])
+    cases.append((agent_pb2.Envelope(type=MessageType.CALL, autograd=header), "malformed autograd header"))
+    reference = agent_pb2.Reference(owner=9)
+    cases.append((agent_pb2.Envelope(type=MessageType.CALL, references=[reference]), "no worker 9"))
+    for envelope, text in cases:
+        with pytest.raises(Exception, match=text):
+            send_envelope(a, b, envelope).wait()
+    assert a.request(b.info, MessageType.CALL, (identity, (1,), {})).wait() == 1
+
+
+def test_chunks_that_do_not_fit_are_refused(agents, loop):
+    a, b = agents(2)
+    payload = agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=77, nbytes=4))
+
+    async def transfer() -> None:
+        async with grpc.aio.insecure_channel(b._network._members[1].address) as channel:
+            call = channel.stream_unary(TRANSFER_METHOD)()
+            hello = agent_pb2.Hello(protocol_major=1, group="test", worker_id=0, worker_name="agent0")
+            await call.write(agent_pb2.Chunk(hello=hello).SerializeToString())
+            await call.write(agent_pb2.Chunk(transfer_id=77, data=b"too many").SerializeToString())
+            await call.done_writing()
+            await call
+
+    future = send_envelope(a, b, agent_pb2.Envelope(type=MessageType.CALL, body=payload))
+    loop.run(transfer(), 20)
+    with pytest.raises(ValueError, match="more than the announced 4 bytes"):
+        future.wait()
+
+
+def test_both_open_a_stream_at_once(agents):
+    made = agents(4)
+    for _ in range(5):
+        futures = [
+            x.request(y.info, MessageType.CALL, (identity, (i,), {}))
+            for i, (x, y) in enumerate((x, y) for x in made for y in made)
+        ]
+        assert [f.wait() for f in futures] == list(range(16))
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+SHAPES = st.lists(st.integers(0, 4), max_size=4)
+
+
+@given(PLAIN, st.lists(SHAPES, max_size=3))
+@settings(deadline=None, max_examples=60)
+def test_values_and_tensors_round_trip(value, shapes):
+    packer = Packer()
+    tensors = [torch.randn(shape) for shape in shapes]
+    packed = packer.pack((value, tensors, value), "the value")
+    channel = InlineChannel()
+    sent = [encode_tensor(t, lambda data: channel.send(0, data)).SerializeToString() for t in packed.tensors]
+    arrived = [decode_tensor(agent_pb2.Tensor.FromString(data), lambda p: p.inline) for data in sent]
+    first, got, second = packer.unpack(packed.body, arrived, [])
+    assert first == second == value
+    assert all(torch.equal(a, b) for a, b in zip(got, tensors, strict=True))
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None, max_examples=100)
+def test_any_bytes_as_a_tensor_decode_or_raise_value_error(data):
+    try:
+        message = agent_pb2.Tensor.FromString(data)
+    except Exception:
+        return
+    try:
+        decode_tensor(message, lambda p: p.inline)
+    except ValueError as error:
+        assert "malformed" in str(error)  # noqa: PT017 - any other error fails the test by itself
+
+
+@given(st.integers(1, 1 << 20), st.integers(0, 1 << 40))
+def test_hand_framing_is_protobufs(number, length):
+    from google.protobuf.internal.encoder import TagBytes, _VarintBytes
+
+    assert bytes_field(number, length) == TagBytes(number, 2) + _VarintBytes(length)
+
+
+@given(st.text(), st.text())
+@settings(deadline=None)
+def test_any_text_travels_in_an_error(text, surrogates):
+    error = decode_failure(encode_failure(KeyError(text + "\ud800" + surrogates)), "w")
+    assert isinstance(error, KeyError)
+    assert isinstance(error.__cause__, RpcError)
+
+
+def test_framing_of_chunks():
+    data = b"x" * 300
+    built = agent_pb2.Chunk(transfer_id=5).SerializeToString() + bytes_field(2, 300) + data
+    assert agent_pb2.Chunk.FromString(built) == agent_pb2.Chunk(transfer_id=5, data=data)

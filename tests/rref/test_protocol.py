@@ -1,0 +1,88 @@
+"""Random schedules of making, passing on and dropping references, over a network that misbehaves."""
+
+import gc
+import random
+
+import pytest
+from gradwire import rpc
+from gradwire.rpc.agent import current_agent, holder
+from gradwire.rpc.messages import MessageType
+from gradwire.rref.forks import References
+from gradwire.rref.ids import GlobalId
+from gradwire.rref.owner_table import OwnerTable
+
+from tests.bad_network import BadNetwork, hurry
+from tests.remote_functions import add, wait_until
+
+kept: dict[int, list[rpc.RRef]] = {}
+"""By agent."""
+
+
+def keep(rref: rpc.RRef) -> None:
+    kept.setdefault(current_agent().info.id, []).append(rref)
+
+
+def run_schedule(agents, seed: int, steps: int) -> None:
+    """Every reference that is held must give its value, at any time; at the end nothing may be left."""
+    chance = random.Random(seed)
+    values: dict[tuple[int, int], int] = {}
+    futures = []
+
+    def key(rref: rpc.RRef) -> tuple[int, int]:
+        handle = rref._handle
+        return tuple(handle.fork.reference if not rref.is_owner() else handle.entry.id)
+
+    for step in range(steps):
+        agent = chance.choice(agents)
+        mine = kept.setdefault(agent.info.id, [])
+        with holder.using(agent):
+            what = chance.random()
+            if what < 0.25 or not mine:
+                rref = rpc.remote(chance.choice(agents).info, add, (step, 0))
+                values[key(rref)] = step
+                mine.append(rref)
+            elif what < 0.6:
+                futures.append(rpc.rpc_async(chance.choice(agents).info, keep, (chance.choice(mine),)))
+            elif what < 0.85:
+                mine.pop(chance.randrange(len(mine)))
+            else:
+                rref = chance.choice(mine)
+                assert rref.to_here() == values[key(rref)]
+            del what
+        if chance.random() < 0.2:
+            for future in futures:
+                future.wait()
+            futures.clear()
+    for future in futures:
+        future.wait()
+    for agent in agents:
+        with holder.using(agent):
+            for rref in kept.get(agent.info.id, []):
+                assert rref.to_here() == values[key(rref)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_early_delete_and_no_leak(agents, monkeypatch, seed):
+    hurry(monkeypatch)
+    made = agents(3)
+    bad = [BadNetwork(agent, seed * 10 + agent.info.id, (MessageType.CONTROL,)) for agent in made]
+    kept.clear()
+    run_schedule(made, seed, 150)
+    assert sum(network.lost for network in bad) > 10
+    kept.clear()
+
+    def clean() -> bool:
+        gc.collect()
+        return not any(any(agent.extension(References).live_objects().values()) for agent in made)
+
+    wait_until(clean, 60)
+
+
+def test_a_delete_that_overtakes_its_creation():
+    table = OwnerTable(0)
+    value, fork = GlobalId(1, 1), GlobalId(1, 2)
+    table.remove_fork(value, fork)
+    entry = table.add_fork(value, fork, 1)
+    assert len(table) == 0
+    assert entry.forks == {}
+    assert table._stillborn == set()

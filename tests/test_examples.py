@@ -1,0 +1,101 @@
+"""The examples run as a user runs them, and end well also when a worker dies."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PARAMETER_SERVER = str(EXAMPLES / "parameter_server.py")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No process, listening port or shared segment outlives an example."""
+
+    def state() -> tuple[set[int], set[int], set[str]]:
+        examples = {
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if any("parameter_server" in part for part in process.info["cmdline"] or [])
+        }
+        ports = {
+            c.laddr.port
+            for process in psutil.process_iter()
+            if process.pid in examples
+            for c in process.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN
+        }
+        return examples, ports, set(os.listdir("/dev/shm"))
+
+    before = state()
+    yield
+    assert state() == before
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_the_parameter_server_trains(tmp_path):
+    picture = tmp_path / "deep" / "curve.png"
+    done = run(sys.executable, PARAMETER_SERVER, "--epochs", "5", "--plot", str(picture))
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracies = [float(text) for text in re.findall(r"test accuracy ([\d.]+)%", done.stdout)]
+    assert len(accuracies) == 5
+    assert accuracies[-1] > 80
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for worker in ("coordinator", "server", "trainer0", "trainer1"):
+        assert re.search(rf"^{worker} +[\d,]+ +[\d,]+ +[\d.]+ +[\d.]+$", done.stdout, re.M), done.stdout
+    assert "epoch  1/5" in done.stderr  # the progress bar
+
+
+def test_it_runs_under_torchrun():
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    done = run(torchrun, "--nproc-per-node", "4", PARAMETER_SERVER, "--epochs", "2", "--quiet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "epoch  2" in done.stdout
+
+
+@pytest.mark.parametrize("victim", ["trainer1", "server"])
+def test_a_killed_worker_is_named_and_nothing_hangs(tmp_path, victim):
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, PARAMETER_SERVER, "--epochs", "1000", "--quiet"], stdout=output, stderr=output
+        )
+    try:
+        while "epoch  1" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)  # the program tells nobody else how far it is
+        os.kill(int(re.search(rf"{victim} (\d+)", log.read_text())[1]), signal.SIGKILL)
+        killed = time.monotonic()
+        while f"coordinator: worker '{victim}' is lost" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.01)
+        print(f"reported after {time.monotonic() - killed:.2f} s")
+        assert process.wait(60) == 1
+        print(f"all processes ended after {time.monotonic() - killed:.2f} s")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_help_explains_every_flag():
+    done = run(sys.executable, PARAMETER_SERVER, "--help")
+    assert done.returncode == 0
+    flags = re.findall(r"^  (?:-h, )?--([a-z-]+)(?: \S+)?\s+(\S.*)?$", done.stdout, re.M)
+    assert {"epochs", "trainers", "batch-size", "lr", "momentum", "seed", "plot", "quiet"} <= {f for f, _ in flags}
+
+
+def test_bad_arguments():
+    done = run(sys.executable, PARAMETER_SERVER, "--epochs", "0")
+    assert done.returncode == 2
+    assert "must be at least 1" in done.stderr
