@@ -9,6 +9,8 @@ from datetime import timedelta
 from functools import cache
 from typing import final
 
+import torch.distributed
+
 from ..errors import RendezvousError, StoreError
 from .addresses import format_address, require_trusted
 from .rendezvous_url import Place, parse_url
@@ -84,7 +86,8 @@ def rendezvous(
     try:
         met, close = _open(place, seconds, insecure)
     except StoreError as error:
-        raise RendezvousError(f"rank {place.rank} cannot meet its group at {place.url}: {error}") from error
+        hint = _TORCH_IS_THERE if place.rank == 0 and torch.distributed.is_initialized() else ""
+        raise RendezvousError(f"rank {place.rank} cannot meet its group at {place.url}: {error}{hint}") from error
     try:
         return _register(place, met, close)
     except BaseException:
@@ -150,6 +153,11 @@ def _register(place: Place, store: TorchStore, close: Callable[[], None]) -> Ren
         )
     return Rendezvous(store, rank, world_size, close)
 
+
+_TORCH_IS_THERE = (
+    ". torch.distributed is initialized in this process: if it meets at this address, choose another port, or "
+    "pass the store that it was given as store="
+)
 
 _STALE = (
     ". If the other is of an earlier run, this store is left over from it: use a new one (another file, "

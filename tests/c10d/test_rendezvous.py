@@ -31,11 +31,9 @@ def meet(*args, environment=None, **kwargs) -> tuple[int, int, list[bytes]]:
     met = rendezvous(*args, timeout=60, **kwargs)
     met.store.set(f"word of {met.rank}", str(met.rank))
     words = met.store.multi_get([f"word of {rank}" for rank in range(met.world_size)])
-    met.store.barrier("all have read", met.world_size)
-    met.store.add("gone", 1)
+    met.store.set(f"rank {met.rank} is done", "")
     if met.rank == 0:  # who hosts the store leaves last
-        while met.store.add("gone", 0) < met.world_size:
-            pass
+        met.store.wait([f"rank {rank} is done" for rank in range(met.world_size)])
     met.close()
     return met.rank, met.world_size, words
 
@@ -81,7 +79,7 @@ def test_arguments_win_over_the_environment(free_port, monkeypatch):
     met.close()
 
 
-def test_a_store(workers):
+def test_a_store():
     with HashStore() as store:
         first, second = (rendezvous(store=store, rank=rank, world_size=2) for rank in range(2))
         assert first.store is second.store is store
@@ -189,6 +187,18 @@ def test_two_hosts_are_told(free_port):
     with TCPStore("127.0.0.1", free_port, is_master=True), pytest.raises(RendezvousError) as caught:
         rendezvous(f"tcp://127.0.0.1:{free_port}", rank=0, world_size=2)
     assert f"cannot listen on 127.0.0.1:{free_port}: Address already in use" in str(caught.value)
+
+
+def test_a_host_beside_torch_is_advised(free_port, workers):
+    (worker,) = workers(1)
+    url = f"tcp://127.0.0.1:{free_port}"
+
+    def both() -> None:
+        torch.distributed.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+        rendezvous(url, rank=0, world_size=1)
+
+    with pytest.raises(RendezvousError, match=r"already in use\. torch\.distributed is initialized"):
+        worker.run(both)
 
 
 def test_a_worker_without_rank_0(free_port):
