@@ -197,18 +197,12 @@ class GrpcAgent(RpcAgent):
     def _send(self, message: Outgoing, body: bytes) -> None:
         envelope = message.envelope
         self._network.check_present(message.destination)
-        write = self._network.writer(message.destination)
-        nbytes = 0
-
-        def put(data: memoryview) -> agent_pb2.Payload:
-            nonlocal nbytes
-            nbytes += data.nbytes
-            return write(data)
-
-        envelope.body.CopyFrom(put(memoryview(body)))
-        envelope.tensors.extend(encode_tensor(tensor, put) for tensor in message.tensors)
+        writer = self._network.writer(message.destination)
+        envelope.body.CopyFrom(writer.put(memoryview(body)))
+        envelope.tensors.extend(encode_tensor(tensor, writer.put) for tensor in message.tensors)
         self._network.send(message.destination, envelope.SerializeToString())
-        self._traffic.sent(nbytes)
+        writer.start()
+        self._traffic.sent(writer.nbytes)
 
     # Receiving, on the event loop and the deadlines' thread: nothing here may block.
 

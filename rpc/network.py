@@ -1,26 +1,26 @@
 """An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, final
 
 import grpc
 
 from ..c10d.addresses import format_address
 from ..c10d.event_loop import acquire_event_loop
-from ..errors import UnknownWorkerError, WorkerLostError
+from ..errors import SerializationError, UnknownWorkerError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from .channels.chunked import ChunkedChannel
 from .channels.inline import InlineChannel
 from .channels.local import LocalChannel
-from .channels.router import Arrived, ChannelRouter
+from .channels.router import Arrived, ChannelRouter, PayloadWriter
 from .handshake import Handshake
 from .membership import Member
 from .options import RpcBackendOptions
 from .transports.base import Transport, TransportClosedError
 from .transports.grpc_stream import GrpcStreams
 from .transports.loopback import LoopbackTransport
-from .transports.settings import SERVER_OPTIONS, SERVICE, aio
+from .transports.settings import MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
 from .worker import WorkerInfo
 
 __all__ = ["Network", "Receiver"]
@@ -137,7 +137,7 @@ class Network:
         """How each member is reached."""
         return {self._members[peer].info.name: t.name for peer, t in self._transports.items()}
 
-    def writer(self, worker: WorkerInfo) -> Callable[[memoryview], agent_pb2.Payload]:
+    def writer(self, worker: WorkerInfo) -> PayloadWriter:
         """What takes the payloads of one envelope to a worker."""
         return self._router.writer(worker.id)
 
@@ -151,7 +151,18 @@ class Network:
             raise WorkerLostError(worker.name, self._lost[worker.id])
 
     def send(self, worker: WorkerInfo, envelope: bytes) -> None:
-        """Queues an envelope. Raises WorkerLostError."""
+        """Queues an envelope.
+
+        Raises:
+            WorkerLostError: the worker is gone.
+            SerializationError: the envelope is larger than a frame can be.
+        """
+        if len(envelope) > MAX_ENVELOPE_BYTES:
+            raise SerializationError(
+                "the message",
+                f"its envelope has {len(envelope)} bytes, of {MAX_ENVELOPE_BYTES} at most: too many tensors "
+                "or references; stack small tensors into large ones",
+            )
         try:
             self._transports[worker.id].send(envelope)
         except TransportClosedError as error:

@@ -308,26 +308,43 @@ class ChunkedPayload(google.protobuf.message.Message):
 Global___ChunkedPayload: typing_extensions.TypeAlias = ChunkedPayload
 
 @typing.final
-class Chunk(google.protobuf.message.Message):
+class Chunks(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TRANSFER_ID_FIELD_NUMBER: builtins.int
-    DATA_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
     HELLO_FIELD_NUMBER: builtins.int
-    transfer_id: builtins.int
-    data: builtins.bytes
+    @property
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Chunk]: ...
     @property
     def hello(self) -> Global___Hello: ...
     def __init__(
         self,
         *,
-        transfer_id: builtins.int = ...,
-        data: builtins.bytes = ...,
+        chunks: collections.abc.Iterable[Global___Chunk] | None = ...,
         hello: Global___Hello | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["hello", b"hello"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data", "hello", b"hello", "transfer_id", b"transfer_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["chunks", b"chunks", "hello", b"hello"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Chunks: typing_extensions.TypeAlias = Chunks
+
+@typing.final
+class Chunk(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    transfer_id: builtins.int
+    data: builtins.bytes
+    def __init__(
+        self,
+        *,
+        transfer_id: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data", "transfer_id", b"transfer_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Chunk: typing_extensions.TypeAlias = Chunk

@@ -1,12 +1,15 @@
 """What a channel is."""
 
 import asyncio
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from ...proto.v1 import agent_pb2
 from ..tensors import Buffer
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Start"]
+
+Start = Callable[[], None]
 
 
 class Channel(Protocol):
@@ -18,10 +21,11 @@ class Channel(Protocol):
     name: ClassVar[str]
     """The field of Payload's `location` that this channel fills."""
 
-    def send(self, peer: int, data: memoryview) -> agent_pb2.Payload:
-        """Takes bytes for worker `peer` and says where they will be. Must not block on the peer.
+    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, Start | None]:
+        """Says where these bytes will be for worker `peer`, and what sends them there.
 
-        The memory must stay as it is until the peer has received it.
+        `start` is called once the envelope that names them is on its way, and not at all if that fails. It
+        must not block on the peer; the memory must stay as it is until the peer has received it.
         """
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> "Buffer | asyncio.Future[Buffer]":

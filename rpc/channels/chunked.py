@@ -20,6 +20,7 @@ from ..handshake import Handshake, RefusedError
 from ..options import ChannelOptions
 from ..tensors import Buffer
 from ..transports.settings import CLIENT_OPTIONS, TRANSFER_METHOD, aio
+from .base import Start
 
 __all__ = ["ChunkedChannel"]
 
@@ -45,11 +46,14 @@ class ChunkedChannel:
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
 
-    def send(self, peer: int, data: memoryview) -> agent_pb2.Payload:
-        """Queues the bytes, without a copy."""
+    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, Start]:
+        """`start` queues the bytes, without a copy.
+
+        Not earlier: a transfer whose envelope never comes would hold up all that follow.
+        """
         number = next(self._numbers)
-        self._loop.call_soon_threadsafe(self._enqueue, peer, number, data)
-        return agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=number, nbytes=data.nbytes))
+        payload = agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=number, nbytes=data.nbytes))
+        return payload, lambda: self._start(peer, number, data)
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> "asyncio.Future[Buffer]":
         """A future of the assembled bytes."""
@@ -77,23 +81,27 @@ class ChunkedChannel:
         """The Transfer method of the agent's gRPC service."""
         peer: int | None = None
         async for data in requests:
-            chunk = agent_pb2.Chunk.FromString(data)
+            message = agent_pb2.Chunks.FromString(data)
             if peer is None:
                 try:
-                    peer = (await self._handshake.admit(chunk.hello)).id
+                    peer = (await self._handshake.admit(message.hello)).id
                 except RefusedError as refusal:
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
-            elif chunk.data:
-                await self._inbox(peer).add(chunk.transfer_id, chunk.data)
+            else:
+                for chunk in message.chunks:
+                    await self._inbox(peer).add(chunk.transfer_id, chunk.data)
         return agent_pb2.TransferClosed().SerializeToString()
 
     def _inbox(self, peer: int) -> "_Inbox":
         return self._inboxes.setdefault(peer, _Inbox(self._loop))
 
+    def _start(self, peer: int, number: int, data: memoryview) -> None:
+        self._loop.call_soon_threadsafe(self._enqueue, peer, number, data)
+
     def _enqueue(self, peer: int, number: int, data: memoryview) -> None:
         outbox = self._outboxes.get(peer)
         if outbox is None:
-            hello = agent_pb2.Chunk(hello=self._handshake.hello).SerializeToString()
+            hello = agent_pb2.Chunks(hello=self._handshake.hello).SerializeToString()
             outbox = _Outbox(self._loop, self._address_of(peer), hello, self._options.chunk_bytes)
             self._outboxes[peer] = outbox
         outbox.put(number, data)
@@ -128,18 +136,27 @@ class _Outbox:
                     await self._filled.wait()
                     self._filled.clear()
                     while self._queue:
-                        await self._send(call, *self._queue.popleft())
+                        await call.write(b"".join(self._next_parts()))
             except (aio.AioRpcError, asyncio.InvalidStateError):
                 # The connection broke, so the peer's envelope stream breaks too; it says what has happened.
                 self._queue.clear()
             finally:
                 call.cancel()
 
-    async def _send(self, call: Any, number: int, data: memoryview) -> None:
-        header = agent_pb2.Chunk(transfer_id=number).SerializeToString()
-        for start in range(0, data.nbytes, self._chunk_bytes):
-            part = data[start : start + self._chunk_bytes]
-            await call.write(b"".join((header, bytes_field(agent_pb2.Chunk.DATA_FIELD_NUMBER, len(part)), part)))
+    def _next_parts(self) -> list[Buffer]:
+        """The next chunk of what is first in the queue, and as many whole payloads after it as fit."""
+        parts: list[Buffer] = []
+        room = self._chunk_bytes
+        while self._queue and (not parts or self._queue[0][1].nbytes <= room):
+            number, data = self._queue.popleft()
+            now, rest = data[:room], data[room:]
+            if rest:
+                self._queue.appendleft((number, rest))
+            header = agent_pb2.Chunk(transfer_id=number).SerializeToString()
+            header += bytes_field(agent_pb2.Chunk.DATA_FIELD_NUMBER, len(now))
+            parts += [bytes_field(agent_pb2.Chunks.CHUNKS_FIELD_NUMBER, len(header) + len(now)), header, now]
+            room -= len(now)
+        return parts
 
 
 class _Inbox:

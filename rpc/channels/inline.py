@@ -14,9 +14,9 @@ class InlineChannel:
 
     name: ClassVar[str] = "inline"
 
-    def send(self, peer: int, data: memoryview) -> agent_pb2.Payload:  # noqa: ARG002
+    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, None]:  # noqa: ARG002
         """Copies the bytes."""
-        return agent_pb2.Payload(inline=bytes(data))
+        return agent_pb2.Payload(inline=bytes(data)), None
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer:  # noqa: ARG002
         """The bytes in the envelope."""

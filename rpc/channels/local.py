@@ -21,11 +21,11 @@ class LocalChannel:
         self._numbers = itertools.count(1)
         self._kept: dict[int, Buffer] = {}
 
-    def send(self, peer: int, data: memoryview) -> agent_pb2.Payload:  # noqa: ARG002
+    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, None]:  # noqa: ARG002
         """Keeps a copy of the bytes."""
         number = next(self._numbers)
         self._kept[number] = torch.frombuffer(data, dtype=torch.uint8).clone().numpy().data
-        return agent_pb2.Payload(local=number)
+        return agent_pb2.Payload(local=number), None
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer:  # noqa: ARG002
         """Hands the copy over."""

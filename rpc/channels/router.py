@@ -7,12 +7,44 @@ from typing import final
 from ...proto.v1 import agent_pb2
 from ..options import ChannelOptions
 from ..tensors import Buffer
-from .base import Channel
+from .base import Channel, Start
 
-__all__ = ["Arrived", "ChannelRouter"]
+__all__ = ["Arrived", "ChannelRouter", "PayloadWriter"]
 
 Arrived = Callable[[agent_pb2.Payload], Buffer]
 """Tells the bytes of a payload of an envelope that has been collected."""
+
+
+@final
+class PayloadWriter:
+    """Finds channels for the payloads of one envelope."""
+
+    def __init__(self, options: ChannelOptions, peer: int, small: Channel, large: Channel) -> None:
+        self._threshold = options.inline_threshold
+        self._room = options.max_inline_bytes
+        self._peer = peer
+        self._small = small
+        self._large = large
+        self._starts: list[Start] = []
+        self.nbytes = 0
+        """Bytes of all payloads so far."""
+
+    def put(self, data: memoryview) -> agent_pb2.Payload:
+        """Where the peer will find these bytes."""
+        self.nbytes += data.nbytes
+        channel = self._large
+        if data.nbytes < self._threshold and data.nbytes <= self._room:
+            self._room -= data.nbytes
+            channel = self._small
+        payload, start = channel.send(self._peer, data)
+        if start is not None:
+            self._starts.append(start)
+        return payload
+
+    def start(self) -> None:
+        """The envelope is on its way: sends the payloads that are not in it."""
+        for start in self._starts:
+            start()
 
 
 @final
@@ -34,19 +66,10 @@ class ChannelRouter:
         """All of them."""
         return tuple(self._by_name.values())
 
-    def writer(self, peer: int) -> Callable[[memoryview], agent_pb2.Payload]:
-        """What puts the payloads of one envelope on their way."""
-        room = self._options.max_inline_bytes
+    def writer(self, peer: int) -> "PayloadWriter":
+        """For the payloads of one envelope."""
         beyond = self._local if peer == self._self_id else self._large
-
-        def put(data: memoryview) -> agent_pb2.Payload:
-            nonlocal room
-            if data.nbytes < self._options.inline_threshold and data.nbytes <= room:
-                room -= data.nbytes
-                return self._small.send(peer, data)
-            return beyond.send(peer, data)
-
-        return put
+        return PayloadWriter(self._options, peer, self._small, beyond)
 
     def collect(self, peer: int, envelope: agent_pb2.Envelope) -> "Arrived | asyncio.Future[Arrived]":
         """The payloads of an envelope: at once if all are here, else when they are. Called on the loop.

@@ -29,7 +29,7 @@ from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
 __all__ = ["GrpcStream", "GrpcStreams"]
 
 FRAME_BYTES = 1 << 20
-"""Bytes after which a frame takes no further envelope."""
+"""Bytes of envelopes that share a frame at most; a larger envelope has one of its own."""
 
 DIAL_ATTEMPTS = 3
 """A peer's server is up before its address is known, so a refused connection means that it is gone; the
@@ -251,7 +251,7 @@ class GrpcStream:
         with self._lock:
             taken = []
             size = 0
-            while self._queue and size < FRAME_BYTES:
+            while self._queue and (not taken or size + len(self._queue[0]) <= FRAME_BYTES):
                 taken.append(self._queue.popleft())
                 size += len(taken[-1])
         return b"".join(taken)

@@ -9,6 +9,7 @@ from ...proto.v1 import agent_pb2
 __all__ = [
     "CLIENT_OPTIONS",
     "EXCHANGE_METHOD",
+    "MAX_ENVELOPE_BYTES",
     "MAX_MESSAGE_BYTES",
     "SERVER_OPTIONS",
     "SERVICE",
@@ -26,8 +27,10 @@ EXCHANGE_METHOD = f"/{SERVICE}/Exchange"
 TRANSFER_METHOD = f"/{SERVICE}/Transfer"
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""The largest frame or chunk. Payloads are chunked long before, so only envelopes with hundreds of thousands
-of tensors come near."""
+"""The largest frame or chunk that gRPC takes."""
+
+MAX_ENVELOPE_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
+"""Payloads are chunked long before, so only envelopes with hundreds of thousands of tensors come near."""
 
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -48,5 +51,5 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
     # A port that is taken is an error, not half of the calls going elsewhere.
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
 ]

@@ -16,6 +16,7 @@ from gradwire.errors import (
     SerializationError,
     UnknownWorkerError,
 )
+from gradwire.rpc import network
 
 from tests.remote_functions import add, identity, set_event, wait_for
 
@@ -324,6 +325,19 @@ def test_world_sizes_that_differ(workers, tmp_path):
     with pytest.raises(RendezvousError, match="world_size"):
         for p in pending:
             p.result()
+
+
+def test_a_message_with_too_many_parts(pair):
+    def check() -> None:
+        small = [torch.zeros(16) for _ in range(50_000)]
+        assert len(rpc.rpc_sync("worker1", identity, (small,))) == 50_000
+        limit, network.MAX_ENVELOPE_BYTES = network.MAX_ENVELOPE_BYTES, 1 << 20
+        with pytest.raises(SerializationError, match="too many tensors"):
+            rpc.rpc_async("worker1", identity, (small,))
+        network.MAX_ENVELOPE_BYTES = limit
+        assert torch.equal(rpc.rpc_sync("worker1", identity, (torch.ones(1 << 20),)), torch.ones(1 << 20))
+
+    pair.run(check)
 
 
 def test_numpy_travels_in_the_pickle(pair):

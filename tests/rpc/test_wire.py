@@ -68,7 +68,7 @@ def test_strangers_are_refused(agents, loop, changes, reason, method):
     hello.CopyFrom(HELLO)
     for name, value in changes.items():
         setattr(hello, name, value)
-    opening = agent_pb2.Frame(hello=hello) if method == EXCHANGE_METHOD else agent_pb2.Chunk(hello=hello)
+    opening = agent_pb2.Frame(hello=hello) if method == EXCHANGE_METHOD else agent_pb2.Chunks(hello=hello)
     refusal = loop.run(knock(a._network._members[0].address, method, opening.SerializeToString()), 20)
     assert refusal.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert reason in refusal.details()
@@ -147,8 +147,10 @@ def test_chunks_that_do_not_fit_are_refused(agents, loop):
         async with grpc.aio.insecure_channel(b._network._members[1].address) as channel:
             call = channel.stream_unary(TRANSFER_METHOD)()
             hello = agent_pb2.Hello(protocol_major=1, group="test", worker_id=0, worker_name="agent0")
-            await call.write(agent_pb2.Chunk(hello=hello).SerializeToString())
-            await call.write(agent_pb2.Chunk(transfer_id=77, data=b"too many").SerializeToString())
+            await call.write(agent_pb2.Chunks(hello=hello).SerializeToString())
+            await call.write(
+                agent_pb2.Chunks(chunks=[agent_pb2.Chunk(transfer_id=77, data=b"too many")]).SerializeToString()
+            )
             await call.done_writing()
             await call
 
@@ -183,7 +185,7 @@ def test_values_and_tensors_round_trip(value, shapes):
     tensors = [torch.randn(shape) for shape in shapes]
     packed = packer.pack((value, tensors, value), "the value")
     channel = InlineChannel()
-    sent = [encode_tensor(t, lambda data: channel.send(0, data)).SerializeToString() for t in packed.tensors]
+    sent = [encode_tensor(t, lambda data: channel.send(0, data)[0]).SerializeToString() for t in packed.tensors]
     arrived = [decode_tensor(agent_pb2.Tensor.FromString(data), lambda p: p.inline) for data in sent]
     first, got, second = packer.unpack(packed.body, arrived, [])
     assert first == second == value
