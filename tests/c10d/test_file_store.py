@@ -1,6 +1,7 @@
 """The file of a FileStore."""
 
 import errno
+import fcntl
 import os
 import resource
 import stat
@@ -115,16 +116,52 @@ def test_a_half_written_beginning_is_begun_again(path):
             assert other.get("key") == b"value"
 
 
-@pytest.mark.parametrize("damage", [b"\xff\xff\xff\x7f", b"\x01\x00\x00\x00"])
-def test_damage_is_told(path, damage):
+FIRST_RECORD = len(b"gradwire store 1\n")
+
+
+@pytest.mark.parametrize(
+    ("at", "damage"),
+    [(0, b"\xff\xff\xff\x7f"), (0, b"\x01\x00\x00\x00"), (4, b"\x00\x00"), (8, b"\x7f")],
+    ids=["huge length", "small length", "checksum", "operation"],
+)
+def test_damage_is_told(path, at, damage):
     with FileStore(str(path)) as store:
         store.set("key", "value")
         intact = path.read_bytes()
-        at = len(b"gradwire store 1\n")
-        path.write_bytes(intact[:at] + damage + intact[at + 4 :])
-        with pytest.raises(StoreError, match=f"damaged at byte {at}"):
+        at += FIRST_RECORD
+        path.write_bytes(intact[:at] + damage + intact[at + len(damage) :])
+        with pytest.raises(StoreError, match=f"damaged at byte {FIRST_RECORD}: remove it"):
             FileStore(str(path))
         path.write_bytes(intact)
+
+
+def test_a_last_record_with_a_wrong_checksum_is_unfinished(path):
+    """The file system may have made room for it without writing it."""
+    with FileStore(str(path)) as store:
+        store.set("key", "value")
+        intact = path.read_bytes()
+    path.write_bytes(intact[:-3] + bytes(3))
+    with FileStore(str(path)) as store:
+        assert not store.check(["key"])
+        store.set("key", "again")
+        with FileStore(str(path)) as other:
+            assert other.get("key") == b"again"
+
+
+def test_a_file_removed_while_it_is_opened_is_made_again(path, monkeypatch):
+    """The last user may remove it after a new one has opened, and before that one has locked it."""
+    lock, calls = fcntl.flock, []
+
+    def remove_and_lock(file: int, how: int) -> None:
+        if not calls:
+            path.unlink()
+        calls.append(how)
+        lock(file, how)
+
+    monkeypatch.setattr("gradwire.c10d.stores.log.fcntl.flock", remove_and_lock)
+    with FileStore(str(path)) as store, FileStore(str(path)) as other:
+        store.set("key", "value")
+        assert other.get("key") == b"value"
 
 
 def test_a_full_disk_changes_nothing(path, workers):
