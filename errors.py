@@ -2,7 +2,8 @@
 
 GradwireError
 ├── StoreError                    a store refused an operation, or its server cannot be reached
-│   └── StoreTimeoutError         .missing: the keys that did not appear in time
+│   ├── StoreTimeoutError         .missing: the keys that did not appear in time
+│   └── QueueEmptyError           a queue has nothing to take, and the caller does not want to wait
 ├── RendezvousError               workers cannot find each other: a bad URL, a missing variable, ranks that clash
 └── RpcError
     ├── NotInitializedError       a call before init_rpc or after shutdown
@@ -23,11 +24,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import DistStoreError
+from torch.distributed import QueueEmptyError as TorchQueueEmptyError
 
 __all__ = [
     "AutogradError",
     "GradwireError",
     "NotInitializedError",
+    "QueueEmptyError",
     "RRefError",
     "RemoteError",
     "RemoteUnpicklableError",
@@ -69,6 +72,10 @@ class StoreTimeoutError(StoreError):
         super().__init__(f"timed out after {seconds:g} s {doing} {shown}")
         self.missing = list(missing)
         self.seconds = seconds
+
+
+class QueueEmptyError(StoreError, TorchQueueEmptyError):
+    """A queue has nothing to take, and the caller does not want to wait."""
 
 
 class RendezvousError(GradwireError):

@@ -155,7 +155,9 @@ class Executor:
     def _look_for_stalls(self) -> None:
         with self._lock:
             while not self._closed:
-                if not self._tasks or self._idle:
+                # Not to sleep for good while there are tasks, idle threads or not: an idle thread may be
+                # about to take one and wait in it for the next.
+                if not self._tasks:
                     self._surplus = 0
                     self._saturated.wait()
                     continue

@@ -13,13 +13,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from ...errors import StoreError, StoreTimeoutError
+from ...errors import QueueEmptyError, StoreError, StoreTimeoutError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..torch_store import TorchQueueEmptyError, TorchStore
+from ..torch_store import TorchStore
 from . import lifetime
 
-__all__ = ["DEFAULT_TIMEOUT", "MAX_BYTES", "QueueEmptyError", "Store", "Timeout", "Value", "to_seconds"]
+__all__ = ["DEFAULT_TIMEOUT", "MAX_BYTES", "Store", "Timeout", "Value", "to_seconds"]
 
 Value: TypeAlias = bytes | str
 """A str is stored as UTF-8."""
@@ -33,10 +33,6 @@ MAX_BYTES = 64 * 1024 * 1024
 """The most that the keys and values of one operation, or of its answer, may take together."""
 
 _FOREVER = 1e9  # seconds; longer waits count as this one, because clocks overflow somewhere above
-
-
-class QueueEmptyError(StoreError, TorchQueueEmptyError):
-    """`queue_pop(key, block=False)` found nothing."""
 
 
 class Store(TorchStore):

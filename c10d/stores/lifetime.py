@@ -11,7 +11,7 @@ import threading
 from multiprocessing.util import Finalize
 from typing import Protocol
 
-__all__ = ["hold", "release"]
+__all__ = ["Closable", "hold", "release"]
 
 
 class Closable(Protocol):

@@ -5,8 +5,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed
-from gradwire.c10d import QueueEmptyError, Store
-from gradwire.errors import StoreError, StoreTimeoutError
+from gradwire.c10d import Store
+from gradwire.errors import QueueEmptyError, StoreError, StoreTimeoutError
 
 from tests.c10d.stores import ALL_STORES
 

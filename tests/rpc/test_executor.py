@@ -49,6 +49,22 @@ def test_waiting_tasks_do_not_starve_others(executor, told):
     gate.set()
 
 
+def test_a_task_that_waits_for_the_next_one():
+    """Both are queued before the one idle thread wakes up."""
+    executor = Executor(1, "test-pair")
+    for _ in range(100):
+        gate, done = threading.Event(), threading.Event()
+
+        def wait(gate=gate, done=done) -> None:
+            if gate.wait(20):
+                done.set()
+
+        executor.submit(wait)
+        executor.submit(gate.set)
+        assert done.wait(10)
+    assert executor.close(10)
+
+
 def test_threads_that_are_not_its_own_may_say_they_block(executor):
     with executor.blocking():
         done = threading.Event()
@@ -76,6 +92,7 @@ def test_a_task_that_raises_is_logged_and_the_thread_goes_on(executor, caplog):
     done = threading.Event()
     executor.submit(done.set)
     assert done.wait(10)
+    assert executor.close(10)
     assert "on purpose" in caplog.text
 
 
