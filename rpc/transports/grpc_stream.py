@@ -249,7 +249,7 @@ class GrpcStream:
 
     def _next_frame(self) -> bytes:
         with self._lock:
-            taken = []
+            taken: list[bytes] = []
             size = 0
             while self._queue and (not taken or size + len(self._queue[0]) <= FRAME_BYTES):
                 taken.append(self._queue.popleft())
