@@ -21,7 +21,7 @@ A remote exception whose class can be rebuilt arrives as that class; its `__caus
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
@@ -43,6 +43,7 @@ __all__ = [
     "UnknownContextError",
     "UnknownWorkerError",
     "WorkerLostError",
+    "rebuild",
 ]
 
 
@@ -50,10 +51,14 @@ class GradwireError(RuntimeError):
     """The root of the tree. Pickles whatever its constructor takes, so that it can cross workers."""
 
     def __reduce__(self) -> tuple[Callable[..., "GradwireError"], tuple[Any, ...]]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return rebuild, (type(self), self.args, self.__dict__)
 
 
-def _rebuild(kind: type[GradwireError], args: tuple[Any, ...], state: dict[str, Any]) -> GradwireError:
+E = TypeVar("E", bound=BaseException)
+
+
+def rebuild(kind: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:
+    """An exception with this content, made without its constructor, which may format or demand other arguments."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(state)
@@ -102,8 +107,8 @@ class UnknownWorkerError(RpcError):
 class RpcTimeoutError(RpcError):
     """A worker did not answer in time. Whether it ran the call is not known."""
 
-    def __init__(self, worker: str, seconds: float, doing: str = "a call") -> None:
-        super().__init__(f"{doing} to worker {worker!r} ran for more than its timeout of {seconds:g} s")
+    def __init__(self, worker: str, seconds: float, doing: str = "a call to worker") -> None:
+        super().__init__(f"{doing} {worker!r} ran for more than its timeout of {seconds:g} s")
         self.worker = worker
         self.seconds = seconds
 

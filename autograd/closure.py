@@ -13,7 +13,10 @@ import torch
 
 from ..proto.v1 import agent_pb2
 
-__all__ = ["Closure", "Graph", "closure_from_proto", "closure_to_proto", "start_node", "walk"]
+__all__ = ["AccumulateGrad", "Closure", "Graph", "closure_from_proto", "closure_to_proto", "start_node", "walk"]
+
+AccumulateGrad = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
+"""The class of the nodes under leaves."""
 
 Closure = frozenset[tuple[int, int]]
 """(worker id, message id) pairs."""
@@ -52,7 +55,7 @@ def walk(starts: Iterable[Any]) -> Graph:
         graph.nodes.add(node)
         if is_recv(node):
             graph.receives.append(node)
-        elif hasattr(node, "variable"):
+        elif isinstance(node, AccumulateGrad):
             graph.leaves.append(node)
         else:
             stack.extend(above for above, _ in node.next_functions if above is not None)

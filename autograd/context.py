@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from ..errors import AutogradError, UnknownContextError
+from ..errors import AutogradError, UnknownContextError, WorkerLostError
 from ..rpc.agent import RpcAgent
 from ..rpc.messages import MessageType
 from .closure import Closure, start_node, walk
@@ -47,8 +47,11 @@ class _Slot:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Gradients | Exception] = queue.SimpleQueue()
+        self.filled = False
+        """Have the gradients come?"""
 
     def put(self, outcome: Gradients | Exception) -> None:
+        self.filled = self.filled or not isinstance(outcome, Exception)
         self._queue.put(outcome)
 
     def wait(self) -> Gradients:
@@ -66,29 +69,46 @@ class Context:
         self.agent = agent
         self.id = identifier
         self.creator = identifier >> 48
-        self.reached: set[int] = set()
-        """The workers that messages of the context went to from here."""
-        self.released = False
         self._lock = threading.Lock()
+        self._released = False
+        self._reached: set[int] = set()
         self._dummy = torch.zeros((), requires_grad=True)
         self._gates: dict[int, torch.Tensor] = {}
+        self._destinations: dict[int, int] = {}
+        """Of each message with a gate, the worker that will send its gradients."""
         self._message_count = 0
         self._received = False
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._slots: dict[tuple[PassId, int], _Slot] = {}
         self._aborted: dict[PassId, Exception] = {}
         self._running: PassId | None = None
+        self._awaited: Sequence[int] = ()
+        """The messages whose gates take part in the running pass."""
 
     # Forward.
 
-    def add_send(self, tensors: list[torch.Tensor]) -> tuple[int, Closure]:
-        """Puts a gate over tensors that are about to leave; the message's id and closure."""
+    def reach(self, worker: int) -> bool:
+        """A message of the context is about to leave for a worker; False if the context has ended."""
         with self._lock:
+            if not self._released and worker != self.agent.info.id:
+                self._reached.add(worker)
+            return not self._released
+
+    def add_send(self, tensors: list[torch.Tensor], destination: int) -> tuple[int, Closure] | None:
+        """Puts a gate over tensors that are about to leave for a worker.
+
+        Returns:
+            The message's id and closure; None if the context has ended.
+        """
+        closure = self.closure(tensors)
+        with self._lock:
+            if self._released:
+                return None
             message_id = self._message_count
             self._message_count += 1
-        closure = self.closure(tensors)
-        self._gates[message_id] = send(self, message_id, tensors)
-        return message_id, closure
+            self._gates[message_id] = send(self, message_id, tensors)
+            self._destinations[message_id] = destination
+            return message_id, closure
 
     def drop_send(self, message_id: int) -> None:
         """The message could not be sent."""
@@ -128,13 +148,17 @@ class Context:
                 f"worker {self.agent.info.name!r} sent no message {message_id} in context {self.id}"
             ) from None
 
-    def begin_pass(self, identifier: PassId) -> None:
-        """Makes a pass the running one.
+    def begin_pass(self, identifier: PassId, message_ids: Sequence[int]) -> None:
+        """Makes a pass the running one, in which the gates of these messages take part.
 
         Raises:
-            AutogradError: another one is running, or this one was aborted before it came.
+            AutogradError: another pass is running, this one was aborted before it came, or the context has
+                ended.
+            WorkerLostError: who runs the pass, or is to send gradients, is lost.
         """
         with self._lock:
+            if self._released:
+                raise UnknownContextError(self.id, self.agent.info.name)
             if self._running is not None:
                 raise AutogradError(
                     f"two backward passes of context {self.id} meet on worker {self.agent.info.name!r}: "
@@ -142,7 +166,11 @@ class Context:
                 )
             if identifier in self._aborted:
                 raise self._aborted[identifier]
-            self._running = identifier
+            self._running, self._awaited = identifier, message_ids
+            lost = next((worker for worker in self._needed() if self.agent.why_lost(worker) is not None), None)
+            if lost is not None:
+                self._running = None
+                raise WorkerLostError(self.agent.worker(lost).name, self.agent.why_lost(lost) or "")
 
     def end_pass(self, identifier: PassId) -> None:
         """The running pass is over."""
@@ -150,24 +178,42 @@ class Context:
             self._running = None
             for key in [key for key in self._slots if key[0] == identifier]:
                 del self._slots[key]
+            if self._released:
+                self._clear()
 
     def abort_pass(self, identifier: PassId, error: Exception) -> None:
         """Fails everything that waits, or will wait, for gradients of a pass."""
         with self._lock:
-            self._aborted.setdefault(identifier, error)
-            slots = [slot for (of, _), slot in self._slots.items() if of == identifier]
-        for slot in slots:
-            slot.put(error)
+            self._abort(identifier, error)
 
-    def abort_passes_of(self, worker: int, error: Exception) -> None:
-        """The worker that runs them is lost."""
-        running = self._running
-        if running is not None and running[0] == worker:
-            self.abort_pass(running, error)
+    def worker_lost(self, worker: int, error: Exception) -> None:
+        """Ends the running pass if it cannot go on without a worker."""
+        with self._lock:
+            if self._running is not None and worker in self._needed():
+                self._abort(self._running, error)
+
+    def close(self) -> set[int]:
+        """The context has ended: lets go of the graph.
+
+        Python's garbage collector does not see through the graph, which leads back here, so this is the only
+        way to free it.
+
+        Returns:
+            The workers that messages of the context went to from here.
+        """
+        with self._lock:
+            self._released = True
+            if self._running is not None:
+                self._abort(self._running, UnknownContextError(self.id, self.agent.info.name))
+            else:
+                self._clear()
+            return self._reached
 
     def gradients_arrived(self, identifier: PassId, message_id: int, gradients: Gradients) -> None:
         """A peer has posted the gradients of a message."""
-        self._slot(identifier, message_id).put(gradients)
+        slot = self._slot(identifier, message_id)
+        with self._lock:
+            slot.put(gradients)
 
     def wait_for_gradients(self, message_id: int) -> Gradients:
         """Called by the gate of a message in the running pass."""
@@ -192,6 +238,34 @@ class Context:
         """The gradients so far, by leaf."""
         with self._lock:
             return dict(self._gradients)
+
+    def _needed(self) -> set[int]:
+        """The workers without which the running pass cannot go on. Called with the lock."""
+        running = self._running
+        if running is None:
+            return set()
+        awaited = {
+            self._destinations[message_id]
+            for message_id in self._awaited
+            if message_id in self._destinations and not self._filled(running, message_id)
+        }
+        return awaited | {running[0]}
+
+    def _filled(self, identifier: PassId, message_id: int) -> bool:
+        slot = self._slots.get((identifier, message_id))
+        return slot is not None and slot.filled
+
+    def _abort(self, identifier: PassId, error: Exception) -> None:
+        self._aborted.setdefault(identifier, error)
+        for (of, _), slot in self._slots.items():
+            if of == identifier:
+                slot.put(error)
+
+    def _clear(self) -> None:
+        self._gates.clear()
+        self._destinations.clear()
+        self._gradients.clear()
+        self._slots.clear()
 
     def _running_pass(self) -> PassId:
         running = self._running
@@ -250,9 +324,13 @@ class Contexts:
         """This worker's part of a context, made if need be; None if the context has ended already."""
         with self._lock:
             context = self._contexts.get(identifier)
-            if context is None and identifier not in self._ended:
-                context = self._contexts[identifier] = Context(self._agent, identifier)
-            return context
+            if context is not None or identifier in self._ended:
+                return context
+            context = self._contexts[identifier] = Context(self._agent, identifier)
+        if context.creator != self._agent.info.id:
+            # So that this worker learns when the creator is lost, and with it the word that the context ends.
+            self._agent.connect(self._agent.worker(context.creator))
+        return context
 
     def release(self, identifier: int) -> None:
         """The context has ended: forgets it here, and has all workers do so that it reached from here."""
@@ -262,18 +340,23 @@ class Contexts:
                 self._ended.popitem(last=False)
             context = self._contexts.pop(identifier, None)
         if context is not None:
-            context.released = True
-            for worker in context.reached:
+            for worker in context.close():
                 self._tell_released(worker, identifier)
 
     def worker_lost(self, worker: int, error: Exception) -> None:
         """Ends what a lost worker had begun."""
-        for context in list(self._contexts.values()):
-            context.abort_passes_of(worker, error)
+        for context in self.all():
+            context.worker_lost(worker, error)
             if context.creator == worker:
                 self.release(context.id)
 
+    def all(self) -> list[Context]:
+        """All parts."""
+        return list(self._contexts.values())
+
     def clear(self) -> None:
-        """Forgets all."""
+        """Ends all."""
         with self._lock:
-            self._contexts.clear()
+            contexts, self._contexts = self._contexts, {}
+        for context in contexts.values():
+            context.close()

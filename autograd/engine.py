@@ -104,7 +104,7 @@ class Engine:
                 node._set_sequence_nr(number + ABOVE_GATES)
         for gate, message_id in zip(gates, message_ids, strict=True):
             gate.grad_fn._set_sequence_nr(message_id)  # type: ignore[union-attr]
-        context.begin_pass(pass_id)
+        context.begin_pass(pass_id, message_ids)
         try:
             leaves: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in graph.leaves]
             gradients = torch.autograd.grad(

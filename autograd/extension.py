@@ -38,24 +38,24 @@ class Autograd(Extension):
     def leaving(self, message: Outgoing) -> None:
         """Puts a gate over the tensors of a message that belongs to a context."""
         context = self._context_of(message)
-        if context is None or context.released:
+        if context is None:
             return
         differentiable = [
             index
             for index, tensor in enumerate(message.tensors)
             if torch.is_grad_enabled() and tensor.requires_grad
         ]
-        if message.reply_to is not None and not differentiable:
+        if (message.reply_to is not None and not differentiable) or not context.reach(message.destination.id):
             return
-        header = message.envelope.autograd
-        header.context_id = context.id
-        if message.destination != self.agent.info:
-            context.reached.add(message.destination.id)
         if differentiable:
-            message_id, closure = context.add_send([message.tensors[index] for index in differentiable])
-            header.message_id = message_id
-            header.differentiable.extend(differentiable)
-            header.closure.extend(closure_to_proto(closure))
+            tensors = [message.tensors[index] for index in differentiable]
+            sent = context.add_send(tensors, message.destination.id)
+            if sent is None:
+                return
+            message.envelope.autograd.message_id = sent[0]
+            message.envelope.autograd.differentiable.extend(differentiable)
+            message.envelope.autograd.closure.extend(closure_to_proto(sent[1]))
+        message.envelope.autograd.context_id = context.id
 
     def withdrawn(self, message: Outgoing) -> None:
         """The gate is not needed."""
@@ -85,6 +85,12 @@ class Autograd(Extension):
         )
         for index, tensor in zip(indices, received, strict=True):
             message.tensors[index] = tensor
+
+    def unreadable(self, message: Incoming, error: Exception) -> None:
+        """Gradients that cannot be read never come, so no pass may wait for them."""
+        if message.envelope.type == MessageType.GRADIENTS:
+            for context in self.contexts.all():
+                context.worker_lost(message.source.id, error)
 
     def scope(self, message: Incoming) -> AbstractContextManager[None]:
         """What a remote function calls belongs to its caller's context."""

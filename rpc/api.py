@@ -1,6 +1,7 @@
 """Joining and leaving a group of workers."""
 
 import atexit
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any, final
@@ -26,6 +27,7 @@ class _Session:
 
     lock = threading.Lock()
     close_store: Any = None
+    process: int = 0
 
 
 def init_rpc(
@@ -75,6 +77,7 @@ def init_rpc(
             raise
         holder.set_default(agent)
         _Session.close_store = met.close
+        _Session.process = os.getpid()
         atexit.register(_shutdown_at_exit)
 
 
@@ -155,6 +158,7 @@ def _forget(agent: RpcAgent) -> None:
 
 def _shutdown_at_exit() -> None:
     """A program that ends without shutdown leaves at once: gRPC must not be torn down while it runs."""
-    if (agent := holder.get()) is not None:
+    agent = holder.get()
+    if agent is not None and _Session.process == os.getpid():  # not in a forked child
         agent.shutdown(graceful=False, timeout=0)
         _forget(agent)

@@ -1,5 +1,6 @@
 """Running functions on other workers."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -39,7 +40,7 @@ def check_timeout(timeout: float) -> float | None:
     """
     if timeout == UNSET_RPC_TIMEOUT:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
         raise ValueError(f"timeout is {timeout!r}: give seconds, 0 for none, or leave it out")
     return float(timeout)
 

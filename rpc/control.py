@@ -106,11 +106,6 @@ class ControlMessages:
         """The handler of CONTROL messages."""
         return Handler(self._handle)
 
-    def forget(self, worker: int) -> None:
-        """A worker is gone: nothing will come from it any more."""
-        with self._received_lock:
-            self._received.pop(worker, None)
-
     def close(self) -> None:
         """Ends the thread. What is unacknowledged is given up."""
         self._todo.put(None)

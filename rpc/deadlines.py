@@ -8,6 +8,9 @@ from typing import final
 
 __all__ = ["Deadlines"]
 
+LONGEST_WAIT = 3600.0
+"""Seconds; the system refuses to wait for centuries."""
+
 
 @final
 class Deadlines:
@@ -56,7 +59,8 @@ class Deadlines:
         while True:
             with self._changed:
                 while not self._closed and (not self._heap or self._heap[0][0] > time.monotonic()):
-                    self._changed.wait(max(0.0, self._heap[0][0] - time.monotonic()) if self._heap else None)
+                    left = self._heap[0][0] - time.monotonic() if self._heap else LONGEST_WAIT
+                    self._changed.wait(min(max(0.0, left), LONGEST_WAIT))
                 if self._closed:
                     return
                 _, identifier = heapq.heappop(self._heap)

@@ -17,7 +17,9 @@ from typing import Any, final
 __all__ = ["Executor"]
 
 STALL_SECONDS = 0.02
-"""How long the queue stands still before the first thread is added; the next takes twice that, and so on."""
+LONGEST_STALL_SECONDS = 0.25
+"""How long the queue stands still before the first thread is added; the next takes twice that, then three times
+that, up to the longest."""
 
 IDLE_SECONDS = 10.0
 """How long a thread beyond the first waits for work before it ends."""
@@ -76,9 +78,10 @@ class Executor:
     @contextmanager
     def blocking(self) -> Iterator[None]:
         """Around a wait for other calls. Does nothing on threads that are not the executor's."""
-        if not getattr(self._mine, "member", False):
+        if not getattr(self._mine, "member", False) or getattr(self._mine, "blocked", False):
             yield
             return
+        self._mine.blocked = True
         with self._lock:
             self._blocked += 1
             if len(self._tasks) > self._idle:
@@ -86,6 +89,7 @@ class Executor:
         try:
             yield
         finally:
+            self._mine.blocked = False
             with self._lock:
                 self._blocked -= 1
 
@@ -134,18 +138,18 @@ class Executor:
             except BaseException:
                 log.exception("a task of %s failed", self._name)
             del task, function, args  # an idle thread keeps nothing of its last task alive
-        with self._lock:
-            self._threads -= 1
-            self._drained.notify_all()
 
     def _next(self) -> Task | None:
+        """The next task; None if the thread is to end, which is then no longer counted."""
         with self._lock:
             self._idle += 1
             try:
                 while not self._tasks:
-                    if self._closed or self._threads - self._blocked > self._size:
-                        return None
-                    if not self._work.wait(IDLE_SECONDS) and not self._tasks and self._threads > 1:
+                    surplus = self._threads - self._blocked > self._size
+                    waited_in_vain = not surplus and not self._closed and not self._work.wait(IDLE_SECONDS)
+                    if self._closed or surplus or (waited_in_vain and not self._tasks and self._threads > 1):
+                        self._threads -= 1
+                        self._drained.notify_all()
                         return None
                 self._taken += 1
                 return self._tasks.popleft()
@@ -162,7 +166,8 @@ class Executor:
                     self._saturated.wait()
                     continue
                 taken = self._taken
-                self._saturated.wait_for(lambda: self._closed, STALL_SECONDS * (self._surplus + 1))
+                stall = min(LONGEST_STALL_SECONDS, STALL_SECONDS * (self._surplus + 1))
+                self._saturated.wait_for(lambda: self._closed, stall)
                 if not self._closed and self._tasks and not self._idle and self._taken == taken:
                     self._surplus += 1
                     self._spawn()

@@ -1,12 +1,14 @@
 """Exceptions across workers: as themselves where that is possible, as their text where it is not."""
 
+import copy
 import pickle
 import traceback
+from typing import Any
 
-from ..errors import RemoteError, RemoteUnpicklableError
+from ..errors import RemoteError, RemoteUnpicklableError, rebuild
 from ..proto.v1 import agent_pb2
 
-__all__ = ["decode_failure", "encode_failure"]
+__all__ = ["copy_error", "decode_failure", "encode_failure"]
 
 MAX_TEXT = 256 * 1024
 """Characters of a message or traceback that travel; what is in the middle of a longer one is left out."""
@@ -22,7 +24,7 @@ def encode_failure(error: BaseException) -> bytes:
     # SystemExit and KeyboardInterrupt end a program: they must not do so to the caller's.
     if isinstance(error, Exception):
         try:
-            failure.pickled = pickle.dumps(error)
+            failure.pickled = pickle.dumps(_Portable(error) if _is_plain(error) else error)
         except Exception:
             failure.pickled = b""
     return failure.SerializeToString()
@@ -43,6 +45,34 @@ def decode_failure(body: bytes | memoryview, worker: str) -> Exception:
         return RemoteUnpicklableError(worker, reason, failure.traceback)
     error.__cause__ = RemoteError(worker, text, failure.traceback)
     return error
+
+
+def copy_error(error: Exception) -> Exception:
+    """An error to raise while the given one is kept; that one itself if its class cannot be copied."""
+    try:
+        if _is_plain(error):
+            return rebuild(type(error), error.args, error.__dict__)
+        copied = copy.copy(error)
+    except Exception:
+        return error
+    return copied if type(copied) is type(error) else error
+
+
+class _Portable:
+    """Pickles as an exception, but one that is rebuilt without its constructor."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, (type(self._error), self._error.args, self._error.__dict__)
+
+
+def _is_plain(error: Exception) -> bool:
+    """Is everything in `args` and `__dict__`? Not if a base in C has fields, or the class knows better."""
+    has_fields = isinstance(error, OSError | UnicodeError | ImportError | SyntaxError | StopIteration)
+    own_way = type(error).__reduce__ is not BaseException.__reduce__
+    return not has_fields and not own_way and type(error).__reduce_ex__ is object.__reduce_ex__
 
 
 def _text(error: BaseException) -> str:

@@ -5,15 +5,16 @@ and has a traceback with a frame that knows the future would never be freed, nor
 frame. So exceptions are kept here without a traceback, and `wait` raises a copy.
 """
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .failures import copy_error
+
 if TYPE_CHECKING:
     from .executor import Executor
 
-__all__ = ["Future", "copy_error", "error_of"]
+__all__ = ["Future", "error_of"]
 
 
 class Future(torch.futures.Future[Any]):
@@ -53,12 +54,3 @@ def error_of(future: torch.futures.Future[Any]) -> Exception | None:
     except Exception as error:
         return error.with_traceback(None)
     return None
-
-
-def copy_error(error: Exception) -> Exception:
-    """An error to raise while the given one is kept; that one itself if its class cannot be copied."""
-    try:
-        copied = copy.copy(error)
-    except Exception:
-        return error
-    return copied if type(copied) is type(error) else error

@@ -40,6 +40,9 @@ class Gatherings:
         self._lock = threading.Lock()
         self._rounds: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
         self._open: dict[Key, _Gathering] = {}
+        self._finished: dict[tuple[str, tuple[int, ...]], tuple[int, dict[int, Any]]] = {}
+        """The last round of each gathering that this worker has been through: a leader that died may have told
+        only some of its result, and the others then ask them."""
 
     def all_gather(
         self, topic: str, value: object, members: Sequence[WorkerInfo], timeout: float
@@ -74,6 +77,7 @@ class Gatherings:
                 gathered: dict[int, Any] = future.wait()
             except WorkerLostError:
                 continue
+            self._finish((topic, number, ids), gathered)
             return gathered
 
     def handler(self) -> Handler:
@@ -92,6 +96,10 @@ class Gatherings:
         answer: Future[dict[int, Any]] = Future()
         key = (topic, number, ids)
         with self._lock:
+            finished, values = self._finished.get((topic, ids), (-1, {}))
+            if number == finished:
+                answer.set_result(values)
+                return Deferred(answer)
             gathering = self._open.get(key)
             if gathering is None:
                 gathering = self._open[key] = _Gathering(ids)
@@ -100,6 +108,14 @@ class Gatherings:
             gathering.expected -= {i for i in ids if self._agent.why_lost(i) is not None}
         self._complete()
         return Deferred(answer)
+
+    def _finish(self, key: Key, values: dict[int, Any]) -> None:
+        topic, number, ids = key
+        with self._lock:
+            self._finished[topic, ids] = (number, values)
+            late = self._open.pop(key, None)
+        for answer in late.answers if late is not None else ():
+            answer.set_result(values)
 
     def _complete(self) -> None:
         with self._lock:

@@ -181,6 +181,7 @@ class GrpcAgent(RpcAgent):
         reply_to: Incoming | None,
     ) -> None:
         """Sends an envelope. `kind` is that of the request, also where the envelope answers it."""
+        self._network.check_present(worker)
         message = Outgoing(worker, envelope, packed.tensors, packed.references, reply_to)
         hooked = self._extensions if self._handlers[kind].user_values else []
         left: list[Extension] = []
@@ -196,7 +197,6 @@ class GrpcAgent(RpcAgent):
 
     def _send(self, message: Outgoing, body: bytes) -> None:
         envelope = message.envelope
-        self._network.check_present(message.destination)
         writer = self._network.writer(message.destination)
         envelope.body.CopyFrom(writer.put(memoryview(body)))
         envelope.tensors.extend(encode_tensor(tensor, writer.put) for tensor in message.tensors)
@@ -211,7 +211,7 @@ class GrpcAgent(RpcAgent):
         answers = envelope.type in (MessageType.RESULT, MessageType.ERROR)
         self._executor.submit(self._complete if answers else self._serve, source, envelope, payloads)
 
-    def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: ValueError) -> None:
+    def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """A message cannot be read."""
         self._executor.submit(self._refuse, source, envelope, error)
 
@@ -220,10 +220,8 @@ class GrpcAgent(RpcAgent):
         self._executor.submit(self._worker_lost, worker, reason)
 
     def _expire(self, identifier: int) -> None:
-        if (pending := self._take(identifier)) is not None:
-            kind = MessageType.Name(pending.kind)
-            error = RpcTimeoutError(pending.worker.name, pending.timeout, f"a {kind} request")
-            self._executor.submit(self._fail, pending, error)
+        # Not taken here: what is still pending when the executor closes is failed then.
+        self._executor.submit(self._time_out, identifier)
 
     # Receiving, on the executor's threads.
 
@@ -278,6 +276,11 @@ class GrpcAgent(RpcAgent):
             if handler.user_values and not deferred:
                 self._activity.end()
 
+    def _time_out(self, identifier: int) -> None:
+        if (pending := self._take(identifier)) is not None:
+            doing = f"a {MessageType.Name(pending.kind)} request to worker"
+            self._fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, doing))
+
     def _read(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived, *, hooked: bool
     ) -> Incoming:
@@ -289,13 +292,24 @@ class GrpcAgent(RpcAgent):
             nbytes += len(data)
             return data
 
-        tensors = [decode_tensor(tensor, get) for tensor in envelope.tensors]
-        body = get(envelope.body)
+        try:
+            tensors = [decode_tensor(tensor, get) for tensor in envelope.tensors]
+            body = get(envelope.body)
+        except Exception as error:
+            self._tell_unreadable(source, envelope, error)
+            raise
         self._traffic.received(nbytes)
         message = Incoming(source, envelope, body, tensors)
         for extension in self._extensions if hooked else []:
             extension.arriving(message)
         return message
+
+    def _tell_unreadable(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        for extension in self._extensions:
+            try:
+                extension.unreadable(Incoming(source, envelope, b"", []), error)
+            except Exception:
+                log.exception("the headers of an unreadable message from worker %s", source.name)
 
     def _unpack(self, message: Incoming) -> Any:
         return self._packer.unpack(message.body, message.tensors, message.references)
@@ -343,8 +357,9 @@ class GrpcAgent(RpcAgent):
         with contextlib.suppress(WorkerLostError):
             self._send(Outgoing(source, envelope, [], [], None), encode_failure(error))
 
-    def _refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: ValueError) -> None:
+    def _refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """A message that cannot be read: its sender, or who waits for it here, gets the error."""
+        self._tell_unreadable(source, envelope, error)
         if envelope.type in (MessageType.RESULT, MessageType.ERROR):
             self._fail(self._take(envelope.id), error)
         else:
@@ -356,7 +371,6 @@ class GrpcAgent(RpcAgent):
             if pending.worker.id == worker.id:
                 self._fail(self._take(identifier), WorkerLostError(worker.name, reason))
         self._gatherings.worker_lost(worker)
-        self.control.forget(worker.id)
         for extension in self._extensions:
             extension.worker_lost(worker)
 
@@ -422,9 +436,13 @@ class GrpcAgent(RpcAgent):
         before = None
         while True:
             if not self._activity.wait_for_none(deadline and max(0.0, deadline - time.monotonic())):
-                raise RpcTimeoutError(self.info.name, timeout, "shutdown: calls from or")
+                raise RpcTimeoutError(self.info.name, timeout, "waiting for the last calls of worker")
             left = max(1e-3, deadline - time.monotonic()) if deadline else 0.0
-            totals = self.all_gather("shutdown", self._activity.total, self.workers(), left)
+            try:
+                totals = self.all_gather("shutdown", self._activity.total, self.workers(), left)
+            except RpcTimeoutError:
+                doing = "waiting for all workers to shut down with"
+                raise RpcTimeoutError(self.info.name, timeout, doing) from None
             if totals == before:
                 return
             before = totals

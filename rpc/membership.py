@@ -1,5 +1,6 @@
 """How the workers of a static group find each other, through a store."""
 
+import contextlib
 import json
 import time
 import uuid
@@ -55,7 +56,19 @@ def join(store: TorchStore, group: str, me: Member, world_size: int, timeout: fl
     store.set(f"{prefix}/member/{rank}", json.dumps(record))
     if "error" in record:
         raise RendezvousError(f"{record['error']}; give each worker a name of its own")
-    return _wait_for_all(store, prefix, me.info, world_size, timeout)
+    try:
+        return _wait_for_all(store, prefix, me.info, world_size, timeout)
+    except BaseException:
+        _withdraw(store, prefix, me.info)
+        raise
+
+
+def _withdraw(store: TorchStore, prefix: str, me: WorkerInfo) -> None:
+    """So that a second try through the same store does not find the first one's worker."""
+    with contextlib.suppress(RuntimeError):  # the store may be what has failed
+        for key in (f"{prefix}/member/{me.id}", f"{prefix}/name/{me.name}"):
+            store.delete_key(key)
+        store.add(f"rpc/joined/{me.id}", -1)
 
 
 def _wait_for_all(store: TorchStore, prefix: str, me: WorkerInfo, world_size: int, timeout: float) -> list[Member]:

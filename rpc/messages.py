@@ -115,6 +115,9 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def arriving(self, message: Incoming) -> None:
         """A message has arrived and is not unpickled yet: read headers, replace tensors, fill references."""
 
+    def unreadable(self, message: Incoming, error: Exception) -> None:
+        """A message has arrived whose payloads were refused or are malformed: its headers are all there is."""
+
     def scope(self, message: Incoming) -> AbstractContextManager[None]:  # noqa: ARG002
         """What surrounds the run of a request's handler."""
         return nullcontext()

@@ -38,7 +38,7 @@ class Receiver(Protocol):
     def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: Arrived) -> None:
         """A message is here with all of its payloads."""
 
-    def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: ValueError) -> None:
+    def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """A message came whose payloads are not accepted."""
 
     def lost(self, worker: WorkerInfo, reason: str) -> None:
@@ -66,7 +66,11 @@ class Network:
         self._handshake = Handshake(group, self.me)
         self._streams = GrpcStreams(loop, self._handshake, self)
         chunks = ChunkedChannel(
-            loop, self._handshake, lambda peer: self._members[peer].address, self._options.channels
+            loop,
+            self._handshake,
+            lambda peer: self._members[peer].address,
+            self._options.channels,
+            self._streams.abort,
         )
         self._router = ChannelRouter(
             self._options.channels, self.me.id, small=InlineChannel(), large=chunks, local=LocalChannel()
@@ -172,7 +176,7 @@ class Network:
         """An envelope has arrived: waits for its payloads. Called by transports on the loop."""
         try:
             arrived = self._router.collect(source.id, envelope)
-        except ValueError as error:
+        except Exception as error:  # a refusal, or no memory
             self._receiver.refused(source, envelope, error)
             return
         if not isinstance(arrived, asyncio.Future):

@@ -1,5 +1,6 @@
 """How an agent behaves."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -55,9 +56,9 @@ class RpcBackendOptions:
     channels: ChannelOptions = field(default_factory=ChannelOptions)
 
     def __post_init__(self) -> None:
-        if not self.rpc_timeout >= 0:
+        if not 0 <= self.rpc_timeout < math.inf:
             raise ValueError(f"rpc_timeout is {self.rpc_timeout!r}: give seconds, or 0 for no timeout")
-        if not self.init_timeout > 0:
+        if not 0 < self.init_timeout < math.inf:
             raise ValueError(f"init_timeout is {self.init_timeout!r}: give seconds, more than 0")
         if self.num_worker_threads < 1:
             raise ValueError(f"num_worker_threads is {self.num_worker_threads!r}: at least 1 is needed")

@@ -88,7 +88,7 @@ class References(Extension):
     def own(self, value: Any) -> OwnerHandle:
         """A reference to a value here."""
         entry = self.table.create(self._ids.next())
-        entry.created = True
+        self.table.begin(entry)
         entry.resolve(value)
         return OwnerHandle(self.agent, entry)
 
@@ -160,6 +160,13 @@ class References(Extension):
             RRef._of(self._take_over(message.source, reference)) for reference in message.envelope.references
         )
 
+    def unreadable(self, message: Incoming, error: Exception) -> None:
+        """Takes the references over, only to drop them; nobody is to wait for a value that cannot come."""
+        self.arriving(message)
+        entry = message.state.get(References)
+        if entry is not None:
+            entry.fail(error)
+
     def _take_over(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
         identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
         owner = self.agent.worker(reference.owner)
@@ -230,7 +237,7 @@ class References(Extension):
             entry = self.table.get(identifier)
         else:
             entry = self.table.add_fork(identifier, fork, message.source.id)
-        entry.created = True
+        self.table.begin(entry)
         return entry
 
     def scope(self, message: Incoming) -> AbstractContextManager[None]:
@@ -281,6 +288,7 @@ class References(Extension):
         return {
             "owner_rrefs": len(self.table),
             "owner_rref_forks": self.table.fork_count(),
+            "awaited_rrefs": self.table.awaited_count(),
             "user_rrefs": len(self._users),
             "pending_rref_children": len(self._children),
         }

@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from typing import Any, final
 
 from ..errors import RRefError
-from ..rpc.futures import copy_error
+from ..rpc.failures import copy_error
 from .ids import GlobalId
 
 __all__ = ["Entry", "OwnerTable", "ValueNotThereError"]
@@ -69,12 +69,18 @@ class OwnerTable:
         self._lock = threading.Lock()
         self._all: weakref.WeakValueDictionary[GlobalId, Entry] = weakref.WeakValueDictionary()
         self._held: dict[GlobalId, Entry] = {}
+        self._awaited: dict[GlobalId, Entry] = {}
+        """Those that others ask for before the creating message has come."""
         self._stillborn: set[GlobalId] = set()
         self._lost: dict[int, str] = {}
 
     def __len__(self) -> int:
         """How many entries other workers hold references to."""
         return len(self._held)
+
+    def awaited_count(self) -> int:
+        """How many entries wait for the message that creates them."""
+        return len(self._awaited)
 
     def fork_count(self) -> int:
         """How many references other workers hold."""
@@ -95,6 +101,12 @@ class OwnerTable:
         """
         with self._lock:
             return self._get(identifier)
+
+    def begin(self, entry: Entry) -> None:
+        """The message that computes the value has come."""
+        with self._lock:
+            entry.created = True
+            self._awaited.pop(entry.id, None)
 
     def add_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> Entry:
         """Counts a reference that `holder` has. Raises as `get` does."""
@@ -117,14 +129,20 @@ class OwnerTable:
                 # Only the creating fork can be given up before it came: its holder does not wait for the
                 # owner's word where the creating message itself failed.
                 self._stillborn.add(fork)
-                return
-            self._release(entry, fork)
+                awaited = self._awaited.pop(identifier, None)
+            else:
+                awaited = None
+                self._release(entry, fork)
+        if awaited is not None:
+            awaited.fail(RRefError(f"reference {identifier} was not created: its creator has given it up"))
 
     def drop_worker(self, worker: int, reason: str) -> None:
         """A worker is lost, and its references with it."""
         with self._lock:
             self._lost[worker] = reason
             entries = list(self._all.values())
+            for identifier in [i for i in self._awaited if i.worker == worker]:
+                del self._awaited[identifier]
             for entry in entries:
                 for fork in [fork for fork, holder in entry.forks.items() if holder == worker]:
                     self._release(entry, fork)
@@ -136,7 +154,9 @@ class OwnerTable:
         """Forgets everything."""
         with self._lock:
             held, self._held = self._held, {}
+            awaited, self._awaited = self._awaited, {}
         held.clear()  # outside the lock: values may have finalizers
+        awaited.clear()
 
     def _get(self, identifier: GlobalId) -> Entry:
         entry = self._all.get(identifier)
@@ -147,7 +167,7 @@ class OwnerTable:
                 raise RRefError(
                     f"reference {identifier} is gone: its creator is lost ({self._lost[identifier.worker]})"
                 )
-            entry = self._all[identifier] = Entry(identifier)
+            entry = self._all[identifier] = self._awaited[identifier] = Entry(identifier)
         return entry
 
     def _release(self, entry: Entry, fork: GlobalId) -> None:

@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any, final
 
 from ..rpc.agent import current_agent
-from ..rpc.calls import rpc_async, rpc_sync
+from ..rpc.calls import rpc_async
 from .api import remote
 from .forks import References
 from .ids import GlobalId
-from .rref import RRef
+from .rref import OwnerHandle, RRef
 
 __all__ = ["RRefProxy"]
 
@@ -18,33 +18,36 @@ __all__ = ["RRefProxy"]
 class RRefProxy:
     """Has every method of the referenced value."""
 
+    __slots__ = ("__how", "__rref", "__timeout")
+
     def __init__(self, rref: RRef[Any], how: str, timeout: float) -> None:
-        self._rref = rref
-        self._how = how
-        self._timeout = timeout
+        self.__rref = rref
+        self.__how = how
+        self.__timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
+        rref, how, timeout = self.__rref, self.__how, self.__timeout
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._call(name, args, kwargs)
+            return _call(rref, how, timeout, (name, args, kwargs))
 
         return call
 
-    def _call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        rref, owner = self._rref, self._rref.owner()
-        if self._how == "remote":
-            return remote(owner, _call_method, (rref, name, args, kwargs), timeout=self._timeout)
-        handle = rref._handle
-        identifier = tuple(handle.fork.reference if not rref.is_owner() else handle.entry.id)  # type: ignore[union-attr]
-        parts = (identifier, name, args, kwargs)
-        if self._how == "rpc_sync":
-            return rpc_sync(owner, _call_method_by_id, parts, timeout=self._timeout)
-        future = rpc_async(owner, _call_method_by_id, parts, timeout=self._timeout)
-        # The call names the value by its id only, so it must be kept until the call is over.
-        future.add_done_callback(partial(_keep_until_done, rref))
-        return future
+
+def _call(rref: RRef[Any], how: str, timeout: float, method: tuple[Any, ...]) -> Any:
+    owner = rref.owner()
+    if how == "remote":
+        return remote(owner, _call_method, (rref, *method), timeout=timeout)
+    handle = rref._handle
+    identifier = handle.entry.id if isinstance(handle, OwnerHandle) else handle.fork.reference
+    future = rpc_async(owner, _call_method_by_id, (tuple(identifier), *method), timeout=timeout)
+    if how == "rpc_sync":
+        return future.wait()
+    # The call names the value by its id only, so it must be kept until the call is over.
+    future.add_done_callback(partial(_keep_until_done, rref))
+    return future
 
 
 def _keep_until_done(rref: RRef[Any], future: object) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
 from ..errors import RpcTimeoutError, RRefError
 from ..rpc.agent import RpcAgent, current_agent
 from ..rpc.calls import UNSET_RPC_TIMEOUT, check_timeout
+from ..rpc.failures import copy_error
 from ..rpc.messages import MessageType
 from ..rpc.worker import WorkerInfo
 from .owner_table import Entry, ValueNotThereError
@@ -103,7 +104,7 @@ class RRef(Generic[T]):
         if isinstance(handle, OwnerHandle):
             return self._wait(handle, handle.agent.options.rpc_timeout if seconds is None else seconds)
         if handle.fork.error is not None:
-            raise handle.fork.error
+            raise copy_error(handle.fork.error) from handle.fork.error.__cause__
         identifier = tuple(handle.fork.reference)
         fetched = handle.agent.request(handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds)
         value: T = fetched.wait()
@@ -145,7 +146,7 @@ class RRef(Generic[T]):
             with handle.agent.blocking():
                 value: T = handle.entry.wait(seconds)
         except ValueNotThereError:
-            raise RpcTimeoutError(handle.agent.info.name, seconds, "waiting for a value") from None
+            raise RpcTimeoutError(handle.agent.info.name, seconds, "waiting for a value on worker") from None
         return value
 
     def __repr__(self) -> str:

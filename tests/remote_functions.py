@@ -67,6 +67,7 @@ def counts() -> dict[str, int]:
         "pending_control_messages",
         "owner_rrefs",
         "owner_rref_forks",
+        "awaited_rrefs",
         "user_rrefs",
         "pending_rref_children",
         "autograd_contexts",

@@ -35,6 +35,9 @@ class Channel(Protocol):
             ValueError: the payload contradicts itself or is larger than what is accepted.
         """
 
+    def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
+        """The bytes of this payload are not wanted: takes no more memory for them, and does not wait for them."""
+
     def drop(self, peer: int, reason: str) -> None:
         """`peer` is gone: release what is kept for it."""
 

@@ -37,11 +37,14 @@ class ChunkedChannel:
         handshake: Handshake,
         address_of: Callable[[int], str],
         options: ChannelOptions,
+        broken: Callable[[int, str], None],
     ) -> None:
+        """`broken(peer, reason)` is called when payloads can no longer be sent to a peer."""
         self._loop = loop
         self._handshake = handshake
         self._address_of = address_of
         self._options = options
+        self._broken = broken
         self._numbers = itertools.count(1)
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
@@ -64,6 +67,10 @@ class ChunkedChannel:
                 f"max_payload_bytes is {self._options.max_payload_bytes}"
             )
         return self._inbox(peer).announce(announced.transfer_id, announced.nbytes)
+
+    def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
+        """Lets the chunks pass: a stream that waited for them to be wanted would hold up all that follow."""
+        self._inbox(peer).discard(payload.chunked.transfer_id, payload.chunked.nbytes)
 
     def drop(self, peer: int, reason: str) -> None:
         """Fails what is still expected from a peer and stops sending to it."""
@@ -103,6 +110,7 @@ class ChunkedChannel:
         if outbox is None:
             hello = agent_pb2.Chunks(hello=self._handshake.hello).SerializeToString()
             outbox = _Outbox(self._loop, self._address_of(peer), hello, self._options.chunk_bytes)
+            outbox.on_broken(lambda reason: self._broken(peer, reason))
             self._outboxes[peer] = outbox
         outbox.put(number, data)
 
@@ -122,6 +130,15 @@ class _Outbox:
         self._queue.append((number, data))
         self._filled.set()
 
+    def on_broken(self, tell: Callable[[str], None]) -> None:
+        """Has `tell` be called with the reason when the stream ends although nobody stopped it."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                tell(f"its connection for large payloads broke: {task.exception()}")
+
+        self._task.add_done_callback(ended)
+
     def stop(self) -> None:
         self._task.cancel()
         self._queue.clear()
@@ -137,9 +154,6 @@ class _Outbox:
                     self._filled.clear()
                     while self._queue:
                         await call.write(b"".join(self._next_parts()))
-            except (aio.AioRpcError, asyncio.InvalidStateError):
-                # The connection broke, so the peer's envelope stream breaks too; it says what has happened.
-                self._queue.clear()
             finally:
                 call.cancel()
 
@@ -164,16 +178,27 @@ class _Inbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._expected: dict[int, _Assembly] = {}
+        self._expected: dict[int, _Assembly | _Discarded] = {}
         self._announced = asyncio.Condition()
         self._failure: str | None = None
 
     def announce(self, number: int, nbytes: int) -> "asyncio.Future[Buffer]":
         if number in self._expected:
             raise ValueError(f"transfer {number} was announced twice")
-        assembly = self._expected[number] = _Assembly(self._loop.create_future(), nbytes)
-        self._loop.create_task(self._wake())
+        assembly = _Assembly(self._loop.create_future(), nbytes)
+        self._expect(number, assembly)
         return assembly.done
+
+    def discard(self, number: int, nbytes: int) -> None:
+        known = self._expected.get(number)
+        if known is not None:
+            known.discard()
+        else:
+            self._expect(number, _Discarded(nbytes))
+
+    def _expect(self, number: int, assembly: "_Assembly | _Discarded") -> None:
+        self._expected[number] = assembly
+        self._loop.create_task(self._wake())
 
     async def add(self, number: int, data: bytes) -> None:
         async with self._announced:
@@ -187,8 +212,7 @@ class _Inbox:
     def fail(self, reason: str) -> None:
         self._failure = reason
         for assembly in self._expected.values():
-            if not assembly.done.done():
-                assembly.done.set_exception(ConnectionError(reason))
+            assembly.fail(ConnectionError(reason))
         self._expected.clear()
         self._loop.create_task(self._wake())
 
@@ -209,12 +233,38 @@ class _Assembly:
         """Adds the next chunk; is the payload complete?"""
         end = self._filled + len(data)
         if end > len(self._bytes):
-            self.done.set_exception(ValueError(f"more than the announced {len(self._bytes)} bytes came"))
+            self.fail(ValueError(f"more than the announced {len(self._bytes)} bytes came"))
             return True
-        self._bytes[self._filled : end] = data
+        if not self.done.cancelled():
+            self._bytes[self._filled : end] = data
         self._filled = end
         if end < len(self._bytes):
             return False
         if not self.done.done():
             self.done.set_result(self._bytes)
         return True
+
+    def discard(self) -> None:
+        self.done.cancel()
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class _Discarded:
+    """One payload that is let pass."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes
+
+    def add(self, data: bytes) -> bool:
+        """Is it through?"""
+        self._left -= len(data)
+        return self._left <= 0
+
+    def discard(self) -> None:
+        pass
+
+    def fail(self, error: Exception) -> None:
+        pass

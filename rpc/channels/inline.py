@@ -22,6 +22,9 @@ class InlineChannel:
         """The bytes in the envelope."""
         return payload.inline
 
+    def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
+        """They came with the envelope."""
+
     def drop(self, peer: int, reason: str) -> None:
         """Nothing is kept."""
 

@@ -31,6 +31,10 @@ class LocalChannel:
         """Hands the copy over."""
         return self._kept.pop(payload.local)
 
+    def discard(self, peer: int, payload: agent_pb2.Payload) -> None:  # noqa: ARG002
+        """Forgets the copy."""
+        self._kept.pop(payload.local, None)
+
     def drop(self, peer: int, reason: str) -> None:
         """A worker does not lose itself."""
 

@@ -71,25 +71,31 @@ class ChannelRouter:
         beyond = self._local if peer == self._self_id else self._large
         return PayloadWriter(self._options, peer, self._small, beyond)
 
+    def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
+        channel = self._by_name[payload.WhichOneof("location") or self._small.name]
+        return self._large if channel is self._local and peer != self._self_id else channel
+
     def collect(self, peer: int, envelope: agent_pb2.Envelope) -> "Arrived | asyncio.Future[Arrived]":
         """The payloads of an envelope: at once if all are here, else when they are. Called on the loop.
 
         Raises:
-            ValueError: a payload is refused.
+            Exception: a payload is refused, or there is no memory for it. None of the others is waited for.
         """
         here: dict[bytes, Buffer] = {}
         coming: dict[bytes, asyncio.Future[Buffer]] = {}
-        for payload in _payloads(envelope):
-            channel = self._by_name.get(payload.WhichOneof("location") or self._small.name)
-            if channel is None:
-                raise ValueError(f"no channel for payload {payload.WhichOneof('location')!r}")
-            if channel is not self._small:
+        elsewhere = [p for p in _payloads(envelope) if p.WhichOneof("location") not in (self._small.name, None)]
+        try:
+            for payload in elsewhere:
                 key = payload.SerializeToString()
-                data = channel.receive(peer, payload)
+                data = self._channel(peer, payload).receive(peer, payload)
                 if isinstance(data, asyncio.Future):
                     coming[key] = data
                 else:
                     here[key] = data
+        except Exception:
+            for payload in elsewhere:
+                self._channel(peer, payload).discard(peer, payload)
+            raise
 
         def arrived(payload: agent_pb2.Payload) -> Buffer:
             if payload.WhichOneof("location") in ("inline", None):

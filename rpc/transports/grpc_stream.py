@@ -70,6 +70,10 @@ class GrpcStreams:
         stream = self._streams[peer.id] = GrpcStream(self, peer, address)
         return stream
 
+    def abort(self, peer: int, reason: str) -> None:
+        """A peer cannot be used any more."""
+        self._streams[peer].abort(reason)
+
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
         """The Exchange method of the agent's gRPC service."""
         first = await context.read()
@@ -80,13 +84,14 @@ class GrpcStreams:
         except (DecodeError, RefusedError) as refusal:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
         stream = self._streams[peer.id]
-        if stream.closed:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "it has shut down")
+        if stream.closed_because is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, stream.closed_because)
         accepted = stream.yields_to_peer()
-        welcome = agent_pb2.Welcome(duplicate=not accepted)
-        await context.write(agent_pb2.Frame(welcome=welcome).SerializeToString())
+        welcome = agent_pb2.Frame(welcome=agent_pb2.Welcome(duplicate=not accepted)).SerializeToString()
         if accepted:
-            await stream.carry(context.read, context.write)
+            await stream.carry(context.read, context.write, first=welcome)
+        else:
+            await context.write(welcome)
 
 
 @final
@@ -109,11 +114,12 @@ class GrpcStream:
         self._ended = asyncio.Event()
         self._closing = False
         self._dialing: asyncio.Task[None] | None = None
+        self._carrier: asyncio.Task[Any] | None = None
 
     @property
-    def closed(self) -> bool:
-        """Is the stream over, or about to be?"""
-        return self._closing or self._state is _State.CLOSED
+    def closed_because(self) -> str | None:
+        """Why the stream is over, or about to be."""
+        return "it has shut down" if self._closing else self._closed_because
 
     def send(self, envelope: bytes) -> None:
         """Queues one envelope."""
@@ -143,6 +149,12 @@ class GrpcStream:
         if self._dialing is not None:
             self._dialing.cancel()
 
+    def abort(self, reason: str) -> None:
+        """The peer cannot be used any more, although this connection stands: ends it. Called on the loop."""
+        self._finish(reason)
+        if self._carrier is not None:
+            self._carrier.cancel()
+
     def yields_to_peer(self) -> bool:
         """Does the stream that the peer has just opened stand? If so, the caller carries it."""
         if self._state is _State.OPEN:
@@ -155,10 +167,11 @@ class GrpcStream:
         self._state = _State.OPEN
         return True
 
-    async def carry(self, read: Read, write: Write) -> None:
-        """Moves frames until either side says goodbye or the connection breaks."""
+    async def carry(self, read: Read, write: Write, first: bytes = b"") -> None:
+        """Moves frames, after a first one, until either side says goodbye or the connection breaks."""
         self._state = _State.OPEN
-        writer = self._loop.create_task(self._write_frames(write))
+        self._carrier = asyncio.current_task()
+        writer = self._loop.create_task(self._write_frames(write, first))
         reason = "its connection closed without a goodbye; the process has died or was cut off"
         try:
             while (data := await read()) is not aio.EOF:
@@ -201,6 +214,9 @@ class GrpcStream:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == DIAL_ATTEMPTS:
                     self._finish(_why(error, self._address))
                     return
+            except Exception as error:
+                self._finish(f"connecting to it failed: {error!r}")
+                return
             await asyncio.sleep(pause)
             pause *= 2
 
@@ -233,8 +249,10 @@ class GrpcStream:
 
         self._loop.call_later(DUPLICATE_PATIENCE, again)
 
-    async def _write_frames(self, write: Write) -> None:
+    async def _write_frames(self, write: Write, first: bytes) -> None:
         try:
+            if first:
+                await write(first)
             while True:
                 if frame := self._next_frame():
                     await write(frame)

@@ -21,9 +21,21 @@ from gradwire.rpc import network
 from tests.remote_functions import add, identity, set_event, wait_for
 
 
+class Formats(Exception):
+    """Its constructor takes other arguments than it passes on."""
+
+    def __init__(self, code: int, detail: str) -> None:
+        super().__init__(f"code {code}")
+        self.detail = detail
+
+
+def refuse_to_rebuild() -> None:
+    raise LookupError("cannot be rebuilt")
+
+
 class Unrebuildable(Exception):
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} and {second}")
+    def __reduce__(self):
+        return refuse_to_rebuild, ()
 
 
 class Holder:
@@ -43,7 +55,15 @@ def raise_with_cause() -> None:
 
 
 def raise_unrebuildable() -> None:
-    raise Unrebuildable("shrubbery", "herring")
+    raise Unrebuildable("shrubbery and herring")
+
+
+def raise_formatted() -> None:
+    raise Formats(7, "of nine")
+
+
+def raise_missing_file() -> None:
+    open("/no/such/file")  # noqa: SIM115
 
 
 def raise_with_a_lock() -> None:
@@ -117,7 +137,7 @@ def test_unsendable_functions_and_arguments(pair):
 
 def test_bad_timeouts(pair):
     def check() -> None:
-        for timeout in (-2, float("nan"), "soon", None):
+        for timeout in (-2, float("nan"), float("inf"), "soon", None):
             with pytest.raises(ValueError, match="timeout is"):
                 rpc.rpc_async("worker1", add, (1, 2), timeout=timeout)
 
@@ -144,6 +164,18 @@ def test_remote_exceptions_keep_type_and_traceback(pair):
         with pytest.raises(LookupError) as caught_lookup:
             rpc.rpc_sync("worker1", raise_with_cause)
         assert "three is right out" in caught_lookup.value.__cause__.remote_traceback
+
+    pair.run(check)
+
+
+def test_exceptions_arrive_as_they_were(pair):
+    def check() -> None:
+        with pytest.raises(Formats, match=r"^code 7$") as caught:
+            rpc.rpc_sync("worker1", raise_formatted)
+        assert caught.value.detail == "of nine"
+        with pytest.raises(FileNotFoundError) as missing:
+            rpc.rpc_sync("worker1", raise_missing_file)
+        assert missing.value.filename == "/no/such/file"
 
     pair.run(check)
 
@@ -252,6 +284,7 @@ def test_bad_worker_names(name):
     [
         {"rpc_timeout": -1},
         {"rpc_timeout": float("nan")},
+        {"rpc_timeout": float("inf")},
         {"num_worker_threads": 0},
         {"init_timeout": 0},
         {"channels": 3},
