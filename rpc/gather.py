@@ -1,7 +1,9 @@
 """Values of several workers, brought together at one of them and handed back to all.
 
 The living member with the lowest id leads: the others send it their value in a request that it answers when
-it has everybody's. A member that dies drops out of the gathering; when the leader dies the next one leads.
+it has everybody's. A member that dies drops out of the gathering; when the leader dies the next one leads. A
+leader may die when it has told its result to some only. Those are a round ahead then, so to a later leader they
+bring along the result of the round before, and they answer for it when they are asked.
 """
 
 import threading
@@ -41,8 +43,7 @@ class Gatherings:
         self._rounds: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
         self._open: dict[Key, _Gathering] = {}
         self._finished: dict[tuple[str, tuple[int, ...]], tuple[int, dict[int, Any]]] = {}
-        """The last round of each gathering that this worker has been through: a leader that died may have told
-        only some of its result, and the others then ask them."""
+        """The last round of each gathering whose result is known here."""
 
     def all_gather(
         self, topic: str, value: object, members: Sequence[WorkerInfo], timeout: float
@@ -70,8 +71,9 @@ class Gatherings:
                 for worker in members:
                     if worker.id != leader:
                         self._agent.connect(worker)
+            before = self._result_of(topic, ids, number - 1) if leader != ids[0] else None
             future = self._agent.request(
-                by_id[leader], MessageType.GATHER, (topic, number, ids, value), timeout=timeout
+                by_id[leader], MessageType.GATHER, (topic, number, ids, value, before), timeout=timeout
             )
             try:
                 gathered: dict[int, Any] = future.wait()
@@ -92,13 +94,14 @@ class Gatherings:
         self._complete()
 
     def _handle(self, message: Incoming) -> Deferred:
-        topic, number, ids, value = message.value
+        topic, number, ids, value, before = message.value
+        if before is not None:
+            self._finish((topic, number - 1, ids), before)
         answer: Future[dict[int, Any]] = Future()
         key = (topic, number, ids)
         with self._lock:
-            finished, values = self._finished.get((topic, ids), (-1, {}))
-            if number == finished:
-                answer.set_result(values)
+            if (known := self._result_of(topic, ids, number)) is not None:
+                answer.set_result(known)
                 return Deferred(answer)
             gathering = self._open.get(key)
             if gathering is None:
@@ -109,10 +112,15 @@ class Gatherings:
         self._complete()
         return Deferred(answer)
 
+    def _result_of(self, topic: str, ids: tuple[int, ...], number: int) -> dict[int, Any] | None:
+        finished, values = self._finished.get((topic, ids), (-1, None))
+        return values if finished == number else None
+
     def _finish(self, key: Key, values: dict[int, Any]) -> None:
         topic, number, ids = key
         with self._lock:
-            self._finished[topic, ids] = (number, values)
+            if self._finished.get((topic, ids), (-1, None))[0] < number:
+                self._finished[topic, ids] = (number, values)
             late = self._open.pop(key, None)
         for answer in late.answers if late is not None else ():
             answer.set_result(values)

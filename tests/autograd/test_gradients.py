@@ -1,11 +1,15 @@
 """Gradients across workers equal those of one process."""
 
+import gc
+
 import pytest
 import torch
 from gradwire import autograd, rpc
+from gradwire.autograd.context import Context
 from gradwire.optim import DistributedOptimizer  # noqa: F401 - imported by workers
 from torch import nn
 
+from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, multiply
 
 TOLERANCE = 1e-6
@@ -311,6 +315,54 @@ def test_sparse_gradients(trio):
         assert gradient.is_sparse
         expected = torch.zeros(10, 4).index_add(0, indices, 2 * weight[indices])
         assert torch.allclose(gradient.to_dense(), expected)
+
+    trio.run(check)
+
+
+def test_a_function_that_keeps_a_variable_is_no_leaf(trio):
+    def check() -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", identity, (Keeps.apply(x),)).sum()
+            autograd.backward(context_id, [loss])
+            assert torch.equal(autograd.get_gradients(context_id)[x], torch.full_like(x, 2))
+
+    trio.run(check)
+
+
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = x.detach()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    """With a parameter of its own, so that the graph passes through this worker."""
+    if not remote_functions.kept:
+        remote_functions.keep(torch.ones(3, dtype=torch.float64, requires_grad=True))
+    return (x * remote_functions.kept[0]).tanh()
+
+
+def live_contexts() -> int:
+    gc.collect()
+    return sum(isinstance(each, Context) for each in gc.get_objects())
+
+
+def test_an_ended_context_frees_its_graph(trio):
+    def check() -> None:
+        for _ in range(10):
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker1", scale, (leaf(),)).sum()
+                autograd.backward(context_id, [loss])
+        del loss
+        assert_clean()
+        assert live_contexts() <= 1
+        assert rpc.rpc_sync("worker1", live_contexts) <= 1
 
     trio.run(check)
 

@@ -1,12 +1,18 @@
 """Workers that die."""
 
+import atexit
+import contextlib
 import os
 import signal
+import socket
 
+import psutil
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.errors import RpcTimeoutError, WorkerLostError
+from gradwire.autograd import engine
+from gradwire.autograd.context import Context
+from gradwire.errors import RendezvousError, RpcTimeoutError, WorkerLostError
 
 from tests import remote_functions
 from tests.remote_functions import (
@@ -75,6 +81,89 @@ def test_a_worker_that_dies_within_a_large_transfer(workers):
             remote_functions.kept[-1].wait()
 
     a.run(check)
+
+
+def test_a_transfer_connection_that_breaks_alone(workers):
+    """Large payloads cannot be sent any more, so the peer counts as lost; nothing waits for ever."""
+    a, _ = workers.rpc(2, rpc_timeout=0)
+
+    def check() -> None:
+        large = torch.zeros(1 << 20)
+        rpc.rpc_sync("worker1", add, (large, 1))
+        before = set(psutil.Process().net_connections("tcp"))
+        cut = {c for c in before if c.fd == max(c.fd for c in before if c.status == psutil.CONN_ESTABLISHED)}
+        for connection in cut:
+            socket.socket(fileno=os.dup(connection.fd)).shutdown(socket.SHUT_RDWR)
+        with pytest.raises(WorkerLostError):
+            for _ in range(100):
+                rpc.rpc_sync("worker1", add, (large, 1))
+
+    a.run(check)
+
+
+def refuse_large() -> rpc.ChannelOptions:
+    return rpc.ChannelOptions(max_payload_bytes=1 << 20)
+
+
+def test_a_refused_payload_harms_nobody(workers):
+    a, _ = workers.rpc(2, channels=refuse_large())
+
+    def check() -> None:
+        rref = rpc.RRef(1)
+        fits = torch.zeros(512 << 10, dtype=torch.uint8)
+        with pytest.raises(ValueError, match="max_payload_bytes is 1048576"):
+            rpc.rpc_sync("worker1", identity, ((rref, fits, torch.zeros(2 << 20, dtype=torch.uint8), fits),))
+        with pytest.raises(ValueError, match="max_payload_bytes"):
+            rpc.remote("worker1", identity, (torch.zeros(2 << 20, dtype=torch.uint8),)).to_here()
+        assert rpc.rpc_sync("worker1", identity, (fits,)).numel() == fits.numel()
+        del rref
+        assert_clean()
+
+    a.run(check)
+
+
+def test_a_result_that_is_refused(workers):
+    a, _ = workers.rpc(2, channels=refuse_large())
+
+    def check() -> None:
+        with pytest.raises(ValueError, match="max_payload_bytes"):
+            rpc.rpc_sync("worker1", torch.zeros, (1 << 20,))
+        assert rpc.rpc_sync("worker1", torch.zeros, (1 << 17,)).numel() == 1 << 17
+        assert_clean()
+
+    a.run(check)
+
+
+def test_a_forked_child_leaves_its_parents_agent_alone(workers):
+    a, _ = workers.rpc(2)
+
+    def check() -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                atexit._run_exitfuncs()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
+
+    a.run(check)
+
+
+def test_init_can_be_tried_again(workers, tmp_path):
+    a, b = workers(2)
+
+    def join(rank: int, seconds: float) -> None:
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/again", init_timeout=seconds)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+
+    with pytest.raises(RendezvousError, match="did not join"):
+        a.run(join, 0, 0.2)
+    pending = [a.start(join, 0, 30), b.start(join, 1, 30)]
+    for p in pending:
+        p.result()
+    assert b.run(rpc.rpc_sync, "worker0", add, (1, 1)) == 2
 
 
 def test_graceful_shutdown_does_not_wait_for_the_dead(workers):
@@ -163,6 +252,44 @@ def test_backward_when_a_worker_dies(workers):
 
     b_pid = b.pid
     a.run(forward_and_lose)
+
+
+def test_backward_when_gradients_are_lost_with_their_sender(workers):
+    """The third worker has done its part, but dies before its gradients reach the second."""
+    a, b, c = workers.rpc(3, rpc_timeout=0)
+
+    def lose_gradients() -> None:
+        def post(self: Context, *_: object) -> None:
+            """They never arrive."""
+
+        Context.post_gradients = post
+
+    def die_when_done() -> None:
+        original = engine._Pass._part_done
+
+        def part_done(self: engine._Pass, part: object) -> None:
+            with contextlib.suppress(ProcessLookupError):  # the second part is over too
+                os.kill(victim, signal.SIGKILL)
+            original(self, part)
+
+        engine._Pass._part_done = part_done
+
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", via_worker2, (x,))
+            with pytest.raises(WorkerLostError, match="'worker2'"):
+                autograd.backward(context_id, [loss])
+
+    victim = c.pid
+    c.run(lose_gradients)
+    a.run(die_when_done)
+    a.run(check)
+    assert b.run(rpc.rpc_sync, "worker0", add, (1, 1)) == 2
+
+
+def via_worker2(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("worker2", torch.sum, (x * 2,))
 
 
 def test_contexts_of_a_dead_worker_end(workers):

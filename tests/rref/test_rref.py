@@ -171,6 +171,33 @@ def test_proxies(trio):
     trio.run(check)
 
 
+def test_a_fetch_that_overtakes_its_creation(trio):
+    """The call's large argument travels apart; the request for its result does not."""
+
+    def check() -> None:
+        for _ in range(3):
+            assert rpc.remote("worker1", torch.sum, (torch.ones(8 << 20),)).to_here(timeout=30) == 8 << 20
+
+    trio.run(check)
+
+
+class Underscored:
+    def _call(self, value: int) -> int:
+        return value
+
+    def _rref(self) -> str:
+        return "mine"
+
+
+def test_methods_may_have_any_name(trio):
+    def check() -> None:
+        value = rpc.remote("worker1", Underscored)
+        assert value.rpc_sync()._call(3) == 3
+        assert value.rpc_async()._rref().wait() == "mine"
+
+    trio.run(check)
+
+
 def test_a_creation_that_fails(trio):
     def check() -> None:
         for owner in ("worker0", "worker1"):

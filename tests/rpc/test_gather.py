@@ -1,0 +1,81 @@
+"""Values of several workers brought together."""
+
+import os
+import signal
+import threading
+
+from gradwire import rpc
+from gradwire.rpc.agent import current_agent
+from gradwire.rpc.gather import Gatherings
+
+from tests.remote_functions import wait_until
+
+
+def gather(value: object) -> dict[int, object]:
+    agent = current_agent()
+    return agent.all_gather("test", value, agent.workers(), 30.0)
+
+
+def test_everybody_gets_everything(workers):
+    started = workers.rpc(3)
+    for _ in range(3):
+        pending = [worker.start(gather, f"from {worker.name}") for worker in started]
+        expected = {rank: f"from worker{rank}" for rank in range(3)}
+        assert [p.result() for p in pending] == [expected] * 3
+
+
+def test_members_that_die_drop_out(workers):
+    a, b, c = workers.rpc(3)
+    pending = [a.start(gather, "a"), c.start(gather, "c")]
+    b.kill()
+    assert [p.result() for p in pending] == [{0: "a", 2: "c"}] * 2
+
+
+def test_the_leader_dies_when_it_has_told_one_of_two(workers):
+    """The one that was told goes on to the next round; the other must get the result all the same."""
+    a, b, c = workers.rpc(3)
+
+    def die_between_answers() -> None:
+        def complete(self: Gatherings) -> None:
+            with self._lock:
+                for gathering in self._open.values():
+                    if gathering.expected <= gathering.values.keys():
+                        # Not the last to come: its request is still being handled here.
+                        told, member = next((i, m) for i, m in enumerate(gathering.values) if m != 0)
+                        gathering.answers[told].set_result(gathering.values)
+                        wait_until(lambda member=member: rpc.rpc_sync(member, rounds_finished) == 1)
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+        Gatherings._complete = complete
+
+    a.run(die_between_answers)
+    a.start(gather, "a")
+    pending = [b.start(twice, "b"), c.start(twice, "c")]
+    everything = {0: "a", 1: "b", 2: "c"}
+    for p in pending:
+        first, second = p.result()
+        assert first == everything
+        assert second == {1: "b", 2: "c"}
+
+
+def twice(value: str) -> tuple[dict[int, object], dict[int, object]]:
+    return gather(value), gather(value)
+
+
+def rounds_finished() -> int:
+    return len(current_agent()._gatherings._finished)
+
+
+def test_rounds_of_one_topic_do_not_mix(workers):
+    (a,) = workers.rpc(1)
+
+    def check() -> None:
+        results: list[object] = []
+        threads = [threading.Thread(target=lambda i=i: results.append(gather(i)[0])) for i in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(results) == list(range(5))
+
+    a.run(check)
