@@ -119,6 +119,11 @@ class CurrentAgent:
         """Sets the process's agent."""
         self._default = agent
 
+    def forget(self, agent: RpcAgent) -> None:
+        """Has the process no longer an agent, if it is this one."""
+        if self._default is agent:
+            self._default = None
+
     def bind_thread(self, agent: RpcAgent) -> None:
         """Makes an agent that of the calling thread, for as long as the thread lives."""
         self._of_thread.agent = agent

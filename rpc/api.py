@@ -1,13 +1,12 @@
 """Joining and leaving a group of workers."""
 
 import atexit
-import os
 import threading
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any
 
 from ..c10d.addresses import is_loopback
-from ..c10d.rendezvous import rendezvous
+from ..c10d.rendezvous import Rendezvous, rendezvous
 from ..c10d.torch_store import TorchStore
 from ..errors import RpcError
 from .agent import Destination, RpcAgent, current_agent, holder
@@ -21,13 +20,7 @@ __all__ = ["debug_info", "get_worker_info", "init_rpc", "shutdown"]
 BACKENDS = ("gradwire", "GRPC")
 
 
-@final
-class _Session:
-    """What init_rpc opened and shutdown closes."""
-
-    lock = threading.Lock()
-    close_store: Any = None
-    process: int = 0
+_joining = threading.Lock()
 
 
 def init_rpc(
@@ -57,7 +50,7 @@ def init_rpc(
     options = _check_options(backend, rpc_backend_options)
     check_worker_name(name)
     _check_host(options)
-    with _Session.lock:
+    with _joining:
         if (running := holder.get()) is not None:
             raise RpcError(f"this process is worker {running.info.name!r} already: call shutdown first")
         if store is None:
@@ -70,15 +63,10 @@ def init_rpc(
             )
         else:
             met = rendezvous(store=store, rank=rank, world_size=world_size, timeout=options.init_timeout)
-        try:
-            agent = _start_agent(WorkerInfo(name, met.rank), met.store, met.world_size, options)
-        except BaseException:
-            met.close()
-            raise
+        agent = _start_agent(WorkerInfo(name, met.rank), met, options)
         holder.set_default(agent)
-        _Session.close_store = met.close
-        _Session.process = os.getpid()
-        atexit.register(_shutdown_at_exit)
+        # gRPC must not be torn down while it runs: a program that ends without shutdown leaves at once.
+        atexit.register(agent.shutdown, graceful=False, timeout=0)
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -97,7 +85,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     try:
         agent.shutdown(graceful=graceful, timeout=timeout)
     finally:
-        _forget(agent)
+        atexit.unregister(agent.shutdown)
+        holder.forget(agent)
 
 
 def get_worker_info(worker_name: Destination | None = None) -> WorkerInfo:
@@ -135,30 +124,17 @@ def _check_host(options: RpcBackendOptions) -> None:
         )
 
 
-def _start_agent(info: WorkerInfo, store: TorchStore, world_size: int, options: RpcBackendOptions) -> RpcAgent:
-    group = name_group(store, info.id)
-    agent = GrpcAgent(info, options, group)
+def _start_agent(info: WorkerInfo, met: Rendezvous, options: RpcBackendOptions) -> RpcAgent:
+    try:
+        group = name_group(met.store, info.id)
+        agent = GrpcAgent(info, options, group, on_closed=met.close)
+    except BaseException:
+        met.close()
+        raise
     try:
         me = Member(info, agent.listen())
-        agent.open(join(store, group, me, world_size, options.init_timeout))
+        agent.open(join(met.store, group, me, met.world_size, options.init_timeout))
     except BaseException:
         agent.shutdown(graceful=False, timeout=0)
         raise
     return agent
-
-
-def _forget(agent: RpcAgent) -> None:
-    with _Session.lock:
-        if holder.get() is agent:
-            holder.set_default(None)
-            close_store, _Session.close_store = _Session.close_store, None
-            atexit.unregister(_shutdown_at_exit)
-            close_store()
-
-
-def _shutdown_at_exit() -> None:
-    """A program that ends without shutdown leaves at once: gRPC must not be torn down while it runs."""
-    agent = holder.get()
-    if agent is not None and _Session.process == os.getpid():  # not in a forked child
-        agent.shutdown(graceful=False, timeout=0)
-        _forget(agent)

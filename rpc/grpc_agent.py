@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +68,15 @@ class _Pending:
 class GrpcAgent(RpcAgent):
     """Made in three steps: the constructor, `listen`, and `open` once all members are known."""
 
-    def __init__(self, info: WorkerInfo, options: RpcBackendOptions, group: str) -> None:
+    def __init__(
+        self,
+        info: WorkerInfo,
+        options: RpcBackendOptions,
+        group: str,
+        on_closed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._process = os.getpid()
+        self._on_closed = on_closed
         self.info = info
         self.options = options
         self._closed = False
@@ -417,6 +426,8 @@ class GrpcAgent(RpcAgent):
 
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
         """Leaves the group, when everybody does if `graceful`."""
+        if os.getpid() != self._process:
+            return  # in a forked child, which has none of the threads
         with self._shutdown:
             if self._closed:
                 return
@@ -459,3 +470,4 @@ class GrpcAgent(RpcAgent):
             self._fail(self._take(identifier), error)
         self._executor.close(CLOSE_SECONDS)
         self._network.release()
+        self._on_closed()
