@@ -7,7 +7,8 @@ from .futures import Future
 from .options import ChannelOptions, RpcBackendOptions
 from .worker import WorkerInfo
 
-# Last: rref builds on the modules above. `gradwire` imports this package before it, so that holds either way.
+# Last, because rref builds on the modules above. Whatever of gradwire is imported, `gradwire/__init__.py` runs
+# first and comes here, through autograd, before it comes to rref.
 from ..rref.api import remote  # isort: skip
 from ..rref.rref import RRef  # isort: skip
 

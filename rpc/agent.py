@@ -83,10 +83,6 @@ class RpcAgent(ABC):
         """Sends a message that gets no answer. Raises WorkerLostError if the worker is known to be lost."""
 
     @abstractmethod
-    def run_later(self, task: Any, *args: Any) -> None:
-        """Runs a task on a thread of the executor."""
-
-    @abstractmethod
     def blocking(self) -> AbstractContextManager[None]:
         """Around a wait for other workers inside a remote function, so that another thread takes its place."""
 

@@ -173,10 +173,6 @@ class GrpcAgent(RpcAgent):
         """Sends a message that gets no answer."""
         self._dispatch(worker, kind, agent_pb2.Envelope(type=kind), self._packer.pack(value, "the value"), None)
 
-    def run_later(self, task: Any, *args: Any) -> None:
-        """Runs a task on a thread of the executor."""
-        self._executor.submit(task, *args)
-
     def blocking(self) -> contextlib.AbstractContextManager[None]:
         """Around a wait for other workers."""
         return self._executor.blocking()
@@ -435,7 +431,10 @@ class GrpcAgent(RpcAgent):
                 if graceful:
                     self._wait_for_all(timeout)
             finally:
-                self._close()
+                try:
+                    self._close()
+                finally:
+                    self._on_closed()
 
     def _wait_for_all(self, timeout: float) -> None:
         """Returns when no worker has calls under way and none can arise.
@@ -470,4 +469,3 @@ class GrpcAgent(RpcAgent):
             self._fail(self._take(identifier), error)
         self._executor.close(CLOSE_SECONDS)
         self._network.release()
-        self._on_closed()
