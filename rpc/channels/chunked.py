@@ -110,9 +110,13 @@ class ChunkedChannel:
         if outbox is None:
             hello = agent_pb2.Chunks(hello=self._handshake.hello).SerializeToString()
             outbox = _Outbox(self._loop, self._address_of(peer), hello, self._options.chunk_bytes)
-            outbox.on_broken(lambda reason: self._broken(peer, reason))
+            outbox.on_broken(lambda reason: self._outbox_broken(peer, reason))
             self._outboxes[peer] = outbox
         outbox.put(number, data)
+
+    def _outbox_broken(self, peer: int, reason: str) -> None:
+        self._outboxes.pop(peer, None)  # with the payloads that it still held
+        self._broken(peer, reason)
 
 
 class _Outbox:
