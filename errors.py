@@ -7,6 +7,7 @@ GradwireError
 ├── RendezvousError               workers cannot find each other: a bad URL, a missing variable, ranks that clash
 └── RpcError
     ├── NotInitializedError       a call before init_rpc or after shutdown
+    ├── WorkerNameError           .name: no worker can be called so (a ValueError as well)
     ├── UnknownWorkerError        .name: no worker of the group is called so
     ├── RpcTimeoutError           .worker, .seconds
     ├── WorkerLostError           .worker, .reason: the peer died, left, or cannot be reached
@@ -43,6 +44,7 @@ __all__ = [
     "UnknownContextError",
     "UnknownWorkerError",
     "WorkerLostError",
+    "WorkerNameError",
     "rebuild",
 ]
 
@@ -95,12 +97,20 @@ class NotInitializedError(RpcError):
     """A call before init_rpc or after shutdown."""
 
 
+class WorkerNameError(RpcError, ValueError):
+    """No worker can be called so."""
+
+    def __init__(self, name: object, rule: str) -> None:
+        super().__init__(f"{rule}, but the name is {name!r}")
+        self.name = name
+
+
 class UnknownWorkerError(RpcError):
     """No worker of the group has this name or id."""
 
     def __init__(self, name: object, known: Sequence[str]) -> None:
         shown = ", ".join(known[:16]) + (", …" if len(known) > 16 else "")
-        super().__init__(f"no worker {name!r} in this group; its workers are {shown}")
+        super().__init__(f"could not find destination {name!r}: the workers of this group are {shown}")
         self.name = name
 
 
@@ -108,7 +118,7 @@ class RpcTimeoutError(RpcError):
     """A worker did not answer in time. Whether it ran the call is not known."""
 
     def __init__(self, worker: str, seconds: float, doing: str = "a call to worker") -> None:
-        super().__init__(f"{doing} {worker!r} ran for more than its timeout of {seconds:g} s")
+        super().__init__(f"RPC ran for more than its timeout of {seconds:g} s: {doing} {worker!r}")
         self.worker = worker
         self.seconds = seconds
 
@@ -157,7 +167,7 @@ class UnknownContextError(AutogradError):
 
     def __init__(self, context_id: int, worker: str) -> None:
         super().__init__(
-            f"worker {worker!r} has no autograd context {context_id}: "
+            f"Could not find autograd context with id: {context_id} on worker {worker!r}: "
             "it was never opened here, or its `with context()` block has ended"
         )
         self.context_id = context_id

@@ -135,6 +135,11 @@ class Context:
         return self._dummy
 
     @property
+    def is_running(self) -> bool:
+        """Does a backward pass run here?"""
+        return self._running is not None
+
+    @property
     def message_count(self) -> int:
         """How many messages have left so far; their gates have the ids below."""
         return self._message_count
@@ -300,6 +305,10 @@ class Contexts:
 
     def __len__(self) -> int:
         return len(self._contexts)
+
+    def running_count(self) -> int:
+        """In how many of them a backward pass runs here."""
+        return sum(context.is_running for context in self.all())
 
     def open(self) -> Context:
         """A new context of this worker."""

@@ -6,13 +6,13 @@ from typing import Any, final
 
 import torch
 
-from ..errors import WorkerLostError
+from ..errors import AutogradError, WorkerLostError
 from ..rpc.agent import RpcAgent
 from ..rpc.messages import Extension, Handler, Incoming, MessageType, Outgoing, register_extension
 from ..rpc.worker import WorkerInfo
 from .closure import closure_from_proto, closure_to_proto
 from .context import Context, Contexts, current_context, set_current_context
-from .engine import Engine
+from .engine import Engine, check_roots
 
 __all__ = ["Autograd"]
 
@@ -33,6 +33,7 @@ class Autograd(Extension):
         return {
             MessageType.BACKWARD: Handler(self.engine.serve),
             MessageType.GRADIENTS: Handler(self.engine.gradients_arrived),
+            MessageType.RREF_BACKWARD: Handler(self._backward_from_rref, user_values=True),
         }
 
     def leaving(self, message: Outgoing) -> None:
@@ -104,11 +105,26 @@ class Autograd(Extension):
 
     def live_objects(self) -> Mapping[str, int]:
         """Contexts that this worker has a part in."""
-        return {"autograd_contexts": len(self.contexts)}
+        return {
+            "num_autograd_contexts": len(self.contexts),
+            "num_current_backward_passes": self.contexts.running_count(),
+        }
 
     def close(self) -> None:
         """Forgets all contexts."""
         self.contexts.clear()
+
+    def _backward_from_rref(self, message: Incoming) -> None:
+        rref, context_id, retain_graph = message.value
+        root = rref.local_value()
+        if not isinstance(root, torch.Tensor):
+            raise AutogradError(
+                f"RRef should contain a tensor for .backward(), but {rref} has a {type(root).__name__}"
+            )
+        context = self.contexts.get(context_id)
+        check_roots([root])
+        with self.agent.blocking():
+            self.engine.backward(context, [root], retain_graph)
 
     def _context_of(self, message: Outgoing) -> Context | None:
         if message.reply_to is not None:

@@ -29,13 +29,13 @@ class Rendezvous:
     """Where a worker meets its group, and which of them it is.
 
     store: shared by all workers of the group.
-    rank: this worker's number, from 0 to world_size - 1.
-    world_size: how many workers the group has.
+    rank: this worker's number, from 0 to world_size - 1. In a dynamic group any, or -1 if nobody has said.
+    world_size: how many workers the group has; None if it is dynamic.
     """
 
     store: TorchStore
     rank: int
-    world_size: int
+    world_size: int | None
     _close: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     def close(self) -> None:
@@ -51,6 +51,7 @@ def rendezvous(
     store: TorchStore | None = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     insecure: bool = False,
+    dynamic: bool = False,
 ) -> Rendezvous:
     """Finds the group of this worker.
 
@@ -68,6 +69,8 @@ def rendezvous(
         store: meet through this torch.distributed.Store instead of a URL. It stays open.
         timeout: how long to try, and the timeout of the store that is opened.
         insecure: allow addresses that are not loopback ones, though there are no credentials.
+        dynamic: if nobody says the world size, the group is a dynamic one, whose members come and go. With a
+            tcp URL, the member with rank 0 hosts the store and must stay as long as others join.
 
     Raises:
         RendezvousError: the URL, the environment and the arguments do not say where and who, or contradict
@@ -79,10 +82,10 @@ def rendezvous(
             raise RendezvousError(f"both url={url!r} and a store were given: give one of them")
         if not isinstance(store, TorchStore):
             raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
-        place = Place("the store", "store").with_identity(rank, world_size).checked()
+        place = Place("the store", "store").with_identity(rank, world_size).checked(dynamic=dynamic)
         return _register(place, store, lambda: None)
     place = parse_url("env://" if url is None else url).with_identity(rank, world_size)
-    place = place.from_environment(os.environ).checked()
+    place = place.from_environment(os.environ, dynamic=dynamic).checked(dynamic=dynamic)
     try:
         met, close = _open(place, seconds, insecure)
     except StoreError as error:
@@ -138,10 +141,17 @@ def _register(place: Place, store: TorchStore, close: Callable[[], None]) -> Ren
     me = _process_name(os.getpid())
     try:
         first = store.compare_set("gradwire/rendezvous/world_size", "", f"{world_size} {rank}").decode()
+        other_size, _, other_rank = first.partition(" ")
+        if world_size == -1 and other_size == "-1":
+            return Rendezvous(store, rank, None, close)  # the group itself sees to it that ranks do not clash
         holder = store.compare_set(f"gradwire/rendezvous/rank/{rank}", "", me).decode()
     except RuntimeError as error:
         raise RendezvousError(f"rank {rank} cannot use {place.url}: {str(error).splitlines()[0]}") from error
-    other_size, _, other_rank = first.partition(" ")
+    if -1 in (world_size, int(other_size)):
+        raise RendezvousError(
+            "RPC group mixes statically and dynamically initialized members which is not supported. "
+            f"Rank {rank} was started {_with(world_size)}, rank {other_rank} {_with(int(other_size))}{_STALE}"
+        )
     if other_size != str(world_size):
         raise RendezvousError(
             f"rank {rank} was started with world_size={world_size} and rank {other_rank} with "
@@ -163,6 +173,10 @@ _STALE = (
     ". If the other is of an earlier run, this store is left over from it: use a new one (another file, "
     "another port, a PrefixStore for each run)"
 )
+
+
+def _with(world_size: int) -> str:
+    return "without a world_size" if world_size == -1 else f"with world_size={world_size}"
 
 
 @cache

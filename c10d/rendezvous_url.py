@@ -44,8 +44,11 @@ class Place:
             world_size=self._agree("world_size", self.world_size, world_size),
         )
 
-    def from_environment(self, environment: Mapping[str, str]) -> "Place":
-        """An `env://` place with the rest of what it needs; others as they are."""
+    def from_environment(self, environment: Mapping[str, str], *, dynamic: bool = False) -> "Place":
+        """An `env://` place with the rest of what it needs; others as they are.
+
+        For a dynamic group, RANK and WORLD_SIZE need not be there.
+        """
         if self.scheme != "env":
             return self
         needed = {
@@ -54,7 +57,8 @@ class Place:
             "MASTER_ADDR": True,
             "MASTER_PORT": True,
         }
-        missing = [name for name, wanted in needed.items() if wanted and not environment.get(name)]
+        optional = ("RANK", "WORLD_SIZE") if dynamic else ()
+        missing = [n for n, wanted in needed.items() if wanted and not environment.get(n) and n not in optional]
         if missing:
             raise RendezvousError(
                 f"{self.url} needs the environment variables {', '.join(missing)}, which are not set: set "
@@ -63,17 +67,17 @@ class Place:
         launched = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return replace(
             self,
-            rank=_integer("RANK", environment["RANK"]) if self.rank < 0 else self.rank,
-            world_size=(
-                _integer("WORLD_SIZE", environment["WORLD_SIZE"]) if self.world_size < 0 else self.world_size
-            ),
+            rank=_integer("RANK", environment) if self.rank < 0 else self.rank,
+            world_size=_integer("WORLD_SIZE", environment) if self.world_size < 0 else self.world_size,
             host=environment["MASTER_ADDR"],
             port=_port(environment["MASTER_PORT"], f"MASTER_PORT={environment['MASTER_PORT']}"),
             launcher_attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0") if launched else None,
         )
 
-    def checked(self) -> "Place":
-        """This place, whose rank and world size are known and fit together."""
+    def checked(self, *, dynamic: bool = False) -> "Place":
+        """This place, whose rank and world size are known and fit together; or the group is a dynamic one."""
+        if dynamic and self.world_size == -1:
+            return self
         unknown = [name for name in ("rank", "world_size") if getattr(self, name) < 0]
         if unknown:
             way = "" if self.scheme == "store" else f", or use {_FORMS[self.scheme]}"
@@ -156,7 +160,10 @@ def _numbers(url: str, scheme: str, query: str) -> dict[str, int]:
     return numbers
 
 
-def _integer(name: str, text: str) -> int:
+def _integer(name: str, environment: Mapping[str, str]) -> int:
+    text = environment.get(name)
+    if not text:
+        return -1
     if not (text.isascii() and text.strip().isdigit()):
         raise RendezvousError(f"the environment has {name}={text}: set it to a number from 0 on")
     return int(text)

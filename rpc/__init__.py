@@ -1,10 +1,22 @@
 """Remote calls: the names of `torch.distributed.rpc`, on gradwire's agent."""
 
+from . import backend_registry, functions, grpc_backend
 from .agent import RpcAgent, is_initialized
-from .api import debug_info, get_worker_info, init_rpc, shutdown
+from .api import (
+    debug_info,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    require_initialized,
+    set_rpc_timeout,
+    shutdown,
+)
+from .backend_registry import BackendType
 from .calls import rpc_async, rpc_sync
+from .collectives import AllGatherStates, all_gather, barrier
 from .futures import Future
 from .options import ChannelOptions, RpcBackendOptions
+from .wait_all import wait_all
 from .worker import WorkerInfo
 
 # Last, because rref builds on the modules above. Whatever of gradwire is imported, `gradwire/__init__.py` runs
@@ -13,18 +25,29 @@ from ..rref.api import remote  # isort: skip
 from ..rref.rref import RRef  # isort: skip
 
 __all__ = [
+    "AllGatherStates",
+    "BackendType",
     "ChannelOptions",
     "Future",
     "RRef",
     "RpcAgent",
     "RpcBackendOptions",
     "WorkerInfo",
+    "all_gather",
+    "backend_registry",
+    "barrier",
     "debug_info",
+    "functions",
+    "get_rpc_timeout",
     "get_worker_info",
+    "grpc_backend",
     "init_rpc",
     "is_initialized",
     "remote",
+    "require_initialized",
     "rpc_async",
     "rpc_sync",
+    "set_rpc_timeout",
     "shutdown",
+    "wait_all",
 ]

@@ -7,7 +7,7 @@ sets, unless the thread belongs to another agent, as the threads that run an age
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar, final
 
 from ..errors import NotInitializedError
@@ -32,6 +32,8 @@ class RpcAgent(ABC):
     info: WorkerInfo
     options: RpcBackendOptions
     control: ControlMessages
+    rpc_timeout: float
+    """Seconds that a call without a timeout of its own may take, 0 for any."""
 
     @abstractmethod
     def worker(self, destination: Destination) -> WorkerInfo:
@@ -39,7 +41,7 @@ class RpcAgent(ABC):
 
     @abstractmethod
     def workers(self) -> Sequence[WorkerInfo]:
-        """All workers of the group, lost ones included, by id."""
+        """All workers of the group by id: in a static group with the lost ones, in a dynamic one without."""
 
     @abstractmethod
     def why_lost(self, worker: int) -> str | None:
@@ -66,7 +68,7 @@ class RpcAgent(ABC):
             worker: one of `workers()`.
             kind: a message type that the other side has a handler for.
             value: the body, anything that pickles.
-            timeout: seconds, 0 for none, None for the option `rpc_timeout`.
+            timeout: seconds, 0 for none, None for `rpc_timeout`.
             what: what to call the value, or each of a tuple's items, in a SerializationError.
             header: fills in headers of the envelope.
 
@@ -91,6 +93,26 @@ class RpcAgent(ABC):
         """The agent's extension of this class."""
 
     @abstractmethod
+    def all_gather(
+        self, topic: str, value: object, workers: Sequence[WorkerInfo], timeout: float
+    ) -> Mapping[int, Any]:
+        """Brings the values of several workers, this one among them, together on all of them.
+
+        Args:
+            topic: separates gatherings of different purpose; every worker goes through those of one topic in
+                the same order.
+            value: this worker's, anything that pickles.
+            workers: who takes part.
+            timeout: seconds, 0 for none.
+
+        Returns:
+            The values of those that live, by worker id.
+
+        Raises:
+            RpcTimeoutError: not everybody came in time.
+        """
+
+    @abstractmethod
     def debug_info(self) -> Mapping[str, Any]:
         """Counts of what is alive and of what has been sent."""
 
@@ -105,20 +127,23 @@ class CurrentAgent:
 
     def __init__(self) -> None:
         self._default: RpcAgent | None = None
+        self._afterwards = ExitStack()
         self._of_thread = threading.local()
 
     def get(self) -> RpcAgent | None:
         """This thread's agent, else the process's."""
         return getattr(self._of_thread, "agent", None) or self._default
 
-    def set_default(self, agent: RpcAgent | None) -> None:
-        """Sets the process's agent."""
+    def set_default(self, agent: RpcAgent, afterwards: ExitStack) -> None:
+        """Sets the process's agent, and what is closed when it is forgotten."""
         self._default = agent
+        self._afterwards = afterwards
 
     def forget(self, agent: RpcAgent) -> None:
         """Has the process no longer an agent, if it is this one."""
         if self._default is agent:
             self._default = None
+            self._afterwards.close()
 
     def bind_thread(self, agent: RpcAgent) -> None:
         """Makes an agent that of the calling thread, for as long as the thread lives."""
@@ -146,7 +171,10 @@ def current_agent() -> RpcAgent:
     """
     agent = holder.get()
     if agent is None:
-        raise NotInitializedError("RPC is not initialized: call init_rpc first (after shutdown, call it again)")
+        raise NotInitializedError(
+            "RPC has not been initialized. Current RPC agent is not set! Did you initialize the RPC framework "
+            "by calling `init_rpc`? (After shutdown, call it again.)"
+        )
     return agent
 
 

@@ -1,44 +1,58 @@
 """Joining and leaving a group of workers."""
 
 import atexit
+import functools
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, ParamSpec, TypeVar
 
 from ..c10d.addresses import is_loopback
-from ..c10d.rendezvous import Rendezvous, rendezvous
+from ..c10d.rendezvous import rendezvous
 from ..c10d.torch_store import TorchStore
 from ..errors import RpcError
 from .agent import Destination, RpcAgent, current_agent, holder
-from .grpc_agent import GrpcAgent
-from .membership import Member, join, name_group
-from .options import RpcBackendOptions
+from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
+from .options import RpcBackendOptions, check_rpc_timeout
 from .worker import WorkerInfo, check_worker_name
 
-__all__ = ["debug_info", "get_worker_info", "init_rpc", "shutdown"]
+__all__ = [
+    "debug_info",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "require_initialized",
+    "set_rpc_timeout",
+    "shutdown",
+]
 
-BACKENDS = ("gradwire", "GRPC")
-
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _joining = threading.Lock()
 
 
 def init_rpc(
     name: str,
-    backend: str | None = None,
+    backend: BackendType | str | None = None,
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
     *,
     store: TorchStore | None = None,
 ) -> None:
-    """Joins the group of workers; returns when all of them have.
+    """Joins the group of workers.
+
+    In a static group, whose size is known, it returns when all workers have joined. In a dynamic one workers
+    join and leave at any time, and it returns when the members of the moment know the new one.
 
     Args:
         name: this worker's, unique in the group.
-        backend: "gradwire", the only one, and the default.
-        rank: 0 to world_size - 1; by default RANK of the environment (or the rank in the URL).
-        world_size: the number of workers; by default WORLD_SIZE of the environment (or that in the URL).
+        backend: a member of BackendType, or its name. By default the one that the options belong to.
+        rank: 0 to world_size - 1; by default RANK of the environment (or the rank in the URL). In a dynamic
+            group any number that no worker has had; by default a free one.
+        world_size: the number of workers; by default WORLD_SIZE of the environment (or that in the URL). If
+            nobody says it, the group is dynamic.
         rpc_backend_options: see RpcBackendOptions.
         store: meet through this store instead of the options' `init_method`. Any torch store; it stays open.
 
@@ -47,45 +61,53 @@ def init_rpc(
         RpcError: this process is a worker already.
         TypeError, ValueError: an argument cannot be.
     """
-    options = _check_options(backend, rpc_backend_options)
+    kind, options = _choose(backend, rpc_backend_options)
     check_worker_name(name)
     _check_host(options)
-    with _joining:
+    with _joining, ExitStack() as opened:
         if (running := holder.get()) is not None:
-            raise RpcError(f"this process is worker {running.info.name!r} already: call shutdown first")
-        if store is None:
-            met = rendezvous(
-                options.init_method,
-                rank=rank,
-                world_size=world_size,
-                timeout=options.init_timeout,
-                insecure=options.insecure,
-            )
-        else:
-            met = rendezvous(store=store, rank=rank, world_size=world_size, timeout=options.init_timeout)
-        agent = _start_agent(WorkerInfo(name, met.rank), met, options)
-        holder.set_default(agent)
+            raise RpcError(f"RPC is already initialized: this process is worker {running.info.name!r}")
+        met = rendezvous(
+            None if store is not None else options.init_method,
+            rank=rank,
+            world_size=world_size or None,
+            store=store,
+            timeout=options.init_timeout,
+            insecure=options.insecure,
+            dynamic=True,
+        )
+        opened.callback(met.close)
+        agent = init_backend(
+            kind,
+            store=met.store,
+            name=name,
+            rank=met.rank,
+            world_size=met.world_size,
+            rpc_backend_options=options,
+        )
         # gRPC must not be torn down while it runs: a program that ends without shutdown leaves at once.
-        atexit.register(agent.shutdown, graceful=False, timeout=0)
+        leave = atexit.register(functools.partial(_leave_at_exit, agent))
+        opened.callback(atexit.unregister, leave)
+        holder.set_default(agent, opened.pop_all())
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leaves the group.
 
     Args:
-        graceful: wait until all workers have called shutdown and no call is under way anywhere; then nothing
-            is lost. A worker that dies meanwhile is not waited for. Otherwise leave at once.
+        graceful: In a static group, wait until all workers have called shutdown and no call is under way
+            anywhere; then nothing is lost. A worker that dies meanwhile is not waited for. In a dynamic
+            group, wait until this worker has no calls under way. Otherwise leave at once.
         timeout: seconds to wait, 0 for none. This worker leaves also when it is over.
 
     Raises:
         NotInitializedError: this process is no worker.
-        RpcTimeoutError: the others did not come in time.
+        RpcTimeoutError: the others did not come in time; it says who.
     """
     agent = current_agent()
     try:
         agent.shutdown(graceful=graceful, timeout=timeout)
     finally:
-        atexit.unregister(agent.shutdown)
         holder.forget(agent)
 
 
@@ -99,6 +121,16 @@ def get_worker_info(worker_name: Destination | None = None) -> WorkerInfo:
     return agent.info if worker_name is None else agent.worker(worker_name)
 
 
+def get_rpc_timeout() -> float:
+    """Seconds that a call without a timeout of its own may take; 0 for any."""
+    return current_agent().rpc_timeout
+
+
+def set_rpc_timeout(seconds: float) -> None:
+    """Sets what `get_rpc_timeout` tells, for the calls from now on. Raises ValueError."""
+    current_agent().rpc_timeout = check_rpc_timeout(seconds)
+
+
 def debug_info() -> Mapping[str, Any]:
     """Counts of what is alive on this worker (calls, references, contexts, threads) and of what it has sent.
 
@@ -108,12 +140,51 @@ def debug_info() -> Mapping[str, Any]:
     return current_agent().debug_info()
 
 
-def _check_options(backend: str | None, options: RpcBackendOptions | None) -> RpcBackendOptions:
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}: the backend is 'gradwire'; leave the argument out")
+def require_initialized(func: Callable[P, R]) -> Callable[P, R]:
+    """Has a function raise NotInitializedError, before it does anything, where `init_rpc` was not called."""
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        current_agent()
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+def _leave_at_exit(agent: RpcAgent) -> None:
+    agent.shutdown(graceful=False, timeout=0)
+    holder.forget(agent)
+
+
+def _choose(
+    backend: BackendType | str | None, options: RpcBackendOptions | None
+) -> tuple[BackendType, RpcBackendOptions]:
+    """The backend and its options, when either or neither is given."""
     if options is not None and not isinstance(options, RpcBackendOptions):
-        raise TypeError(f"rpc_backend_options is {options!r}: give a gradwire.rpc.RpcBackendOptions")
-    return options or RpcBackendOptions()
+        raise TypeError(
+            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, but it is {options!r}"
+        )
+    if backend is None:
+        return _backend_of(options), options or RpcBackendOptions()
+    if isinstance(backend, str):
+        kind = BackendType.__members__.get(backend.upper())
+        if kind is None:
+            known = ", ".join(repr(each.name) for each in BackendType)
+            raise ValueError(f"backend is {backend!r}: the registered ones are {known}; or leave it out")
+    elif isinstance(backend, BackendType):
+        kind = backend
+    else:
+        raise TypeError(f"Argument backend must be a member of BackendType, but it is {backend!r}")
+    return kind, options if options is not None else construct_rpc_backend_options(kind)
+
+
+def _backend_of(options: RpcBackendOptions | None) -> BackendType:
+    if options is None or type(options) is RpcBackendOptions:
+        return BackendType.GRADWIRE
+    for candidate in BackendType:
+        if type(construct_rpc_backend_options(candidate)) is type(options):
+            return candidate
+    raise TypeError(f"Could not infer backend for options {options}: pass backend=")
 
 
 def _check_host(options: RpcBackendOptions) -> None:
@@ -122,19 +193,3 @@ def _check_host(options: RpcBackendOptions) -> None:
             f"host is {options.host!r}, which other machines can reach, and whoever reaches a worker can run "
             "code in it: use a loopback address, or, on a network where you trust everybody, insecure=True"
         )
-
-
-def _start_agent(info: WorkerInfo, met: Rendezvous, options: RpcBackendOptions) -> RpcAgent:
-    try:
-        group = name_group(met.store, info.id)
-        agent = GrpcAgent(info, options, group, on_closed=met.close)
-    except BaseException:
-        met.close()
-        raise
-    try:
-        me = Member(info, agent.listen())
-        agent.open(join(met.store, group, me, met.world_size, options.init_timeout))
-    except BaseException:
-        agent.shutdown(graceful=False, timeout=0)
-        raise
-    return agent

@@ -2,13 +2,27 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
+import torch
+
+from ..errors import RpcError
 from .agent import Destination, current_agent
-from .futures import Future
-from .messages import Extension, Handler, Incoming, MessageType, register_extension
+from .functions import is_async_execution
+from .futures import Future, when_done
+from .messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
+from .wait_all import note_future
 
-__all__ = ["UNSET_RPC_TIMEOUT", "Calls", "check_call", "check_timeout", "rpc_async", "rpc_sync"]
+__all__ = [
+    "UNSET_RPC_TIMEOUT",
+    "Calls",
+    "check_call",
+    "check_timeout",
+    "rpc_async",
+    "rpc_sync",
+    "run_function",
+    "send_call",
+]
 
 UNSET_RPC_TIMEOUT = -1.0
 """As a timeout: that of the options."""
@@ -25,11 +39,32 @@ class Calls(Extension):
         return {MessageType.CALL: Handler(self._run, user_values=True)}
 
     def _run(self, message: Incoming) -> Any:
-        function, args, kwargs = message.value
-        return function(*args, **kwargs)
+        return run_function(*message.value)
 
 
 register_extension(Calls)
+
+
+def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs a function for another worker.
+
+    Returns:
+        Its result; a Deferred if the function answers later.
+
+    Raises:
+        RpcError: it is marked with `async_execution` and returned no future.
+        Exception: what the function raises.
+    """
+    result = function(*args, **kwargs)
+    if not is_async_execution(function):
+        return result
+    if not isinstance(result, torch._C.Future):  # what `then` returns is no torch.futures.Future
+        name = getattr(function, "__qualname__", function)
+        raise RpcError(
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+            f"but {name} returned a {type(result).__name__}"
+        )
+    return Deferred(when_done(cast(torch.futures.Future[Any], result)))
 
 
 def check_timeout(timeout: float) -> float | None:
@@ -86,6 +121,19 @@ def rpc_async(
     Raises:
         NotInitializedError, UnknownWorkerError, SerializationError, TypeError, ValueError: nothing was sent.
     """
+    future = send_call(to, func, args, kwargs, timeout)
+    note_future(future)
+    return future
+
+
+def send_call(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future:
+    """Does what `rpc_async` does, but `wait_all` does not see it."""
     agent = current_agent()
     worker = agent.worker(to)
     call = check_call(func, args, kwargs)
@@ -100,4 +148,4 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Runs a function on a worker and returns its result. Takes and raises what `rpc_async` does."""
-    return rpc_async(to, func, args, kwargs, timeout).wait()
+    return send_call(to, func, args, kwargs, timeout).wait()

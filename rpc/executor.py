@@ -64,6 +64,16 @@ class Executor:
         """How many threads there are now."""
         return self._threads
 
+    @property
+    def idle(self) -> int:
+        """How many of them wait for work."""
+        return self._idle
+
+    @property
+    def queued(self) -> int:
+        """How many tasks wait for a thread."""
+        return len(self._tasks)
+
     def submit(self, task: Callable[..., None], *args: Any) -> None:
         """Queues a task. After `close` it is dropped."""
         with self._lock:

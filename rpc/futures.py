@@ -5,6 +5,7 @@ and has a traceback with a frame that knows the future would never be freed, nor
 frame. So exceptions are kept here without a traceback, and `wait` raises a copy.
 """
 
+import concurrent.futures
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from .failures import copy_error
 if TYPE_CHECKING:
     from .executor import Executor
 
-__all__ = ["Future", "error_of"]
+__all__ = ["Future", "error_of", "when_done"]
 
 
 class Future(torch.futures.Future[Any]):
@@ -54,3 +55,17 @@ def error_of(future: torch.futures.Future[Any]) -> Exception | None:
     except Exception as error:
         return error.with_traceback(None)
     return None
+
+
+def when_done(future: torch.futures.Future[Any]) -> "concurrent.futures.Future[Any]":
+    """A future of Python's that gets the outcome of torch's."""
+    outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def done(future: torch.futures.Future[Any]) -> None:
+        if (error := error_of(future)) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(future.value())
+
+    future.add_done_callback(done)
+    return outcome

@@ -8,20 +8,28 @@ bring along the result of the round before, and they answer for it when they are
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, final
 
-from ..errors import WorkerLostError
+import torch
+
+from ..errors import RpcError, RpcTimeoutError, WorkerLostError
 from .messages import Deferred, Handler, Incoming, MessageType
 from .worker import WorkerInfo
 
 if TYPE_CHECKING:
     from .agent import RpcAgent
 
-__all__ = ["Gatherings"]
+__all__ = ["PATIENCE", "Gatherings"]
 
 Key = tuple[str, int, tuple[int, ...]]
+
+PATIENCE = 10.0
+"""How long a worker waits before it says for whom, and again after as long."""
+
+STATUS_SECONDS = 2.0
+"""How long the leader may take to tell who is missing."""
 
 
 class _Gathering:
@@ -46,19 +54,16 @@ class Gatherings:
         """The last round of each gathering whose result is known here."""
 
     def all_gather(
-        self, topic: str, value: object, members: Sequence[WorkerInfo], timeout: float
+        self,
+        topic: str,
+        value: object,
+        members: Sequence[WorkerInfo],
+        timeout: float,
+        still_waiting: Callable[[Sequence[str]], None] = lambda _names: None,
     ) -> dict[int, Any]:
-        """The values of all living members, by worker id.
+        """The values of all living members, by worker id: see `RpcAgent.all_gather`.
 
-        Args:
-            topic: separates gatherings of different purpose; every member goes through those of one topic
-                in the same order.
-            value: this worker's, anything that pickles.
-            members: who takes part, this worker included.
-            timeout: seconds, 0 for none.
-
-        Raises:
-            RpcTimeoutError: not everybody came in time.
+        `still_waiting` is called every now and then with the names of those that are missing.
         """
         ids = tuple(sorted(worker.id for worker in members))
         by_id = {worker.id: worker for worker in members}
@@ -75,16 +80,47 @@ class Gatherings:
             future = self._agent.request(
                 by_id[leader], MessageType.GATHER, (topic, number, ids, value, before), timeout=timeout
             )
+            key = (topic, number, ids)
             try:
+                while not self._wait(future):
+                    still_waiting(self._ask_who_is_missing(by_id, leader, key))
                 gathered: dict[int, Any] = future.wait()
             except WorkerLostError:
                 continue
-            self._finish((topic, number, ids), gathered)
+            except RpcTimeoutError:
+                missing = self._ask_who_is_missing(by_id, leader, key)
+                raise RpcTimeoutError(", ".join(missing), timeout, f"{topic!r}, which awaits") from None
+            self._finish(key, gathered)
             return gathered
 
-    def handler(self) -> Handler:
-        """The handler of GATHER messages."""
-        return Handler(self._handle)
+    def _wait(self, future: torch.futures.Future[Any]) -> bool:
+        """Waits for a future, but not for longer than patience lasts; is it done?"""
+        done = threading.Event()
+        future.add_done_callback(lambda _future: done.set())
+        with self._agent.blocking():
+            return done.wait(PATIENCE)
+
+    def _ask_who_is_missing(self, members: Mapping[int, WorkerInfo], leader: int, key: Key) -> list[str]:
+        """The names of those that have not come, as far as the leader tells."""
+        try:
+            asked = self._agent.request(members[leader], MessageType.GATHER_STATUS, key, timeout=STATUS_SECONDS)
+            missing: Sequence[int] = asked.wait()
+        except RpcError:
+            missing = [leader]
+        return [members[identifier].name for identifier in missing]
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        """Gathering, and asking how far it is."""
+        return {
+            MessageType.GATHER: Handler(self._handle),
+            MessageType.GATHER_STATUS: Handler(self._tell_who_is_missing),
+        }
+
+    def _tell_who_is_missing(self, message: Incoming) -> list[int]:
+        topic, number, ids = message.value
+        with self._lock:
+            gathering = self._open.get((topic, number, tuple(ids)))
+            return [] if gathering is None else sorted(gathering.expected - gathering.values.keys())
 
     def worker_lost(self, worker: WorkerInfo) -> None:
         """Nobody waits for a dead member."""

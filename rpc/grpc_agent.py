@@ -11,12 +11,12 @@ import itertools
 import logging
 import os
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
-from ..errors import NotInitializedError, RpcTimeoutError, WorkerLostError
+from ..errors import NotInitializedError, RpcTimeoutError, SerializationError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from .accounting import Activity, Traffic
 from .agent import Destination, RpcAgent, holder
@@ -35,11 +35,12 @@ from .messages import (
     Incoming,
     MessageType,
     Outgoing,
-    Reply,
     extension_factories,
 )
 from .network import Network
 from .options import RpcBackendOptions
+from .quiescence import Quiescence
+from .roster import RosterLog
 from .serialization import Packed, Packer
 from .tensors import Buffer, decode_tensor, encode_tensor
 from .worker import WorkerInfo
@@ -48,6 +49,13 @@ __all__ = ["GrpcAgent"]
 
 CLOSE_SECONDS = 5.0
 """How long a closing agent waits for threads that still run users' functions."""
+
+DOING = {
+    MessageType.CALL: "a call to worker",
+    MessageType.RREF_CREATE: "RRef creation via remote() on worker",
+    MessageType.RREF_FETCH: "to_here() of a value on worker",
+}
+"""What a request does, in words."""
 
 E = TypeVar("E", bound=Extension)
 
@@ -73,25 +81,30 @@ class GrpcAgent(RpcAgent):
         info: WorkerInfo,
         options: RpcBackendOptions,
         group: str,
-        on_closed: Callable[[], None] = lambda: None,
+        roster: RosterLog | None = None,
     ) -> None:
+        """Args: who this is; how to behave; which group it joins, and the roster if that is a dynamic one."""
         self._process = os.getpid()
-        self._on_closed = on_closed
         self.info = info
         self.options = options
+        self.rpc_timeout = options.rpc_timeout
+        self._dynamic = roster is not None
         self._closed = False
         self._shutdown = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
         self._traffic = Traffic()
         self._activity = Activity()
+        self._serving = Activity()
+        self._deferred = Activity()
         self._packer = Packer()
         self._extensions: list[Extension] = []
         self.control = ControlMessages(self)
         self._gatherings = Gatherings(self)
         self._handlers: dict[MessageType.ValueType, Handler] = {
             MessageType.CONTROL: self.control.handler(),
-            MessageType.GATHER: self._gatherings.handler(),
+            **self._gatherings.handlers(),
+            MessageType.GREETING: Handler(lambda _message: None),
         }
         self._executor = Executor(
             options.num_worker_threads, f"gradwire-{info.name}", lambda: holder.bind_thread(self)
@@ -99,7 +112,7 @@ class GrpcAgent(RpcAgent):
         self._deadlines = Deadlines(
             self._expire, self._pending.__contains__, self._pending.__len__, f"gradwire-deadlines-{info.name}"
         )
-        self._network = Network(info, options, group, self)
+        self._network = Network(info, options, group, self, roster)
 
     def listen(self) -> str:
         """Starts serving on an ephemeral port; returns the address, host:port."""
@@ -147,7 +160,7 @@ class GrpcAgent(RpcAgent):
         """Sends a request; a future of its answer."""
         if self._closed:
             raise NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent")
-        seconds = self.options.rpc_timeout if timeout is None else timeout
+        seconds = self.rpc_timeout if timeout is None else timeout
         packed = self._packer.pack(value, what)
         envelope = agent_pb2.Envelope(id=next(self._ids), type=kind)
         if header is not None:
@@ -252,7 +265,7 @@ class GrpcAgent(RpcAgent):
             return
         if handler.user_values:
             self._activity.begin()
-        then = None
+            self._serving.begin()
         message = None
         deferred = False
         try:
@@ -263,27 +276,26 @@ class GrpcAgent(RpcAgent):
                     result = handler.run(message)
                     if isinstance(result, Deferred):
                         deferred = True
+                        self._deferred.begin()
                         result.future.add_done_callback(self._answer_later(message))
                         return
-                    if isinstance(result, Reply):
-                        result, then = result.value, result.then
                     self._answer(message, result)
                 except BaseException as error:
                     message.error = error
                     self._answer_error(source, envelope, error)
-                if then is not None:
-                    then()
         except BaseException as error:
             self._answer_error(source, envelope, error)
         finally:
             if message is not None:
                 message.error = None  # its traceback leads back to this frame
-            if handler.user_values and not deferred:
-                self._activity.end()
+            if handler.user_values:
+                self._serving.end()
+                if not deferred:
+                    self._activity.end()
 
     def _time_out(self, identifier: int) -> None:
         if (pending := self._take(identifier)) is not None:
-            doing = f"a {MessageType.Name(pending.kind)} request to worker"
+            doing = DOING.get(pending.kind) or f"a {MessageType.Name(pending.kind)} request to worker"
             self._fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, doing))
 
     def _read(
@@ -317,7 +329,15 @@ class GrpcAgent(RpcAgent):
                 log.exception("the headers of an unreadable message from worker %s", source.name)
 
     def _unpack(self, message: Incoming) -> Any:
-        return self._packer.unpack(message.body, message.tensors, message.references)
+        try:
+            return self._packer.unpack(message.body, message.tensors, message.references)
+        except (AttributeError, ImportError) as error:
+            raise SerializationError(
+                "the message",
+                f"worker {self.info.name!r} cannot find what it names: {type(error).__name__}: {error}. "
+                "RPC pickler does not serialize functions and classes, it names them: define them at the top "
+                "level of a module that both workers can import",
+            ) from error
 
     @contextlib.contextmanager
     def _scopes(self, message: Incoming, handler: Handler) -> Iterator[None]:
@@ -349,6 +369,7 @@ class GrpcAgent(RpcAgent):
             except BaseException as error:
                 self._answer_error(request.source, request.envelope, error)
             finally:
+                self._deferred.end()
                 if self._handlers[request.envelope.type].user_values:
                     self._activity.end()
 
@@ -402,9 +423,12 @@ class GrpcAgent(RpcAgent):
         """Counts of what is alive and of what has been sent (bytes of bodies and tensors)."""
         info: dict[str, Any] = {
             "name": self.info.name,
-            "pending_calls": len(self._pending),
-            "active_calls": self._activity.running,
-            "pending_control_messages": self.control.pending(),
+            "agent.thread_pool_size": self.options.num_worker_threads,
+            "agent.num_idle_threads": self._executor.idle,
+            "agent.num_pending_requests": self._executor.queued,
+            "agent.client_active_calls": len(self._pending),
+            "agent.server_active_calls": self._serving.running,
+            "agent.server_active_async_calls": self._deferred.running,
             "executor_threads": self._executor.threads,
             "lost_workers": {self.worker(lost).name: why for lost, why in self._network.lost.items()},
             **self._traffic.counts(),
@@ -429,36 +453,20 @@ class GrpcAgent(RpcAgent):
                 return
             try:
                 if graceful:
-                    self._wait_for_all(timeout)
+                    quiescence = Quiescence(self, self._activity, self._gatherings, self._unanswered)
+                    wait = quiescence.wait_here if self._dynamic else quiescence.wait_everywhere
+                    wait(timeout)
             finally:
-                try:
-                    self._close()
-                finally:
-                    self._on_closed()
+                self._close()
 
-    def _wait_for_all(self, timeout: float) -> None:
-        """Returns when no worker has calls under way and none can arise.
-
-        Every worker waits until nothing runs on it and tells how many calls there have been. Two rounds with
-        the same numbers mean that nothing happened in between. (After Mattern's four-counter method.)
-        """
-        deadline = time.monotonic() + timeout if timeout else None
-        before = None
-        while True:
-            if not self._activity.wait_for_none(deadline and max(0.0, deadline - time.monotonic())):
-                raise RpcTimeoutError(self.info.name, timeout, "waiting for the last calls of worker")
-            left = max(1e-3, deadline - time.monotonic()) if deadline else 0.0
-            try:
-                totals = self.all_gather("shutdown", self._activity.total, self.workers(), left)
-            except RpcTimeoutError:
-                doing = "waiting for all workers to shut down with"
-                raise RpcTimeoutError(self.info.name, timeout, doing) from None
-            if totals == before:
-                return
-            before = totals
+    def _unanswered(self) -> Mapping[str, int]:
+        """How many users' calls to whom are not answered."""
+        pending = [p for p in list(self._pending.values()) if self._handlers[p.kind].user_values]
+        return Counter(p.worker.name for p in pending)
 
     def _close(self) -> None:
         self._closed = True
+        self._network.leave()
         for extension in self._extensions:
             extension.close()
         self._network.disconnect()

@@ -1,7 +1,7 @@
 """Who may talk to this worker."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from ..proto.v1 import agent_pb2
@@ -21,8 +21,10 @@ class RefusedError(Exception):
 class Handshake:
     """Says hello for this worker, and checks the hellos of others. Lives on the event loop."""
 
-    def __init__(self, group: str, me: WorkerInfo) -> None:
+    def __init__(self, group: str, me: WorkerInfo, learn: Callable[[Sequence[str]], None]) -> None:
+        """What a hello tells of a dynamic group goes to `learn`, which calls `open` with all members."""
         self.me = me
+        self._learn = learn
         self.hello = agent_pb2.Hello(
             protocol_major=PROTOCOL_MAJOR,
             protocol_minor=PROTOCOL_MINOR,
@@ -33,9 +35,10 @@ class Handshake:
         self._members: Mapping[int, WorkerInfo] = {}
         self._known = asyncio.Event()
 
-    def open(self, members: Mapping[int, WorkerInfo]) -> None:
+    def open(self, members: Mapping[int, WorkerInfo], roster: Sequence[str]) -> None:
         """From now on these are let in. Who said hello before has been waiting."""
         self._members = members
+        self.hello.roster[:] = roster
         self._known.set()
 
     async def admit(self, hello: agent_pb2.Hello) -> WorkerInfo:
@@ -53,6 +56,8 @@ class Handshake:
         if hello.group != self.hello.group:
             raise RefusedError(f"worker {self.me.name!r} belongs to another job than {hello.worker_name!r}")
         await self._known.wait()
+        if hello.worker_id not in self._members and hello.roster:
+            self._learn(hello.roster)
         worker = self._members.get(hello.worker_id)
         if worker is None or worker.name != hello.worker_name:
             raise RefusedError(f"worker {self.me.name!r} knows no {hello.worker_name!r} with id {hello.worker_id}")

@@ -4,9 +4,11 @@ import contextlib
 import json
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 from ..c10d.torch_store import TorchStore
 from ..errors import RendezvousError
@@ -20,10 +22,16 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker of the group and the address, host:port, at which its agent listens."""
+    """A worker of the group, the address, host:port, at which its agent listens, and its CUDA devices."""
 
     info: WorkerInfo
     address: str
+    device_count: int = field(default_factory=torch.cuda.device_count)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "Member":
+        """From what `dataclasses.asdict` made of one."""
+        return cls(WorkerInfo(**record["info"]), record["address"], record["device_count"])
 
 
 def name_group(store: TorchStore, rank: int) -> str:
@@ -50,9 +58,9 @@ def join(store: TorchStore, group: str, me: Member, world_size: int, timeout: fl
     prefix = f"rpc/{group.partition('/')[0]}"
     rank = me.info.id
     holder = int(store.compare_set(f"{prefix}/name/{me.info.name}", "", str(rank)))
-    record: dict[str, Any] = {"info": asdict(me.info), "address": me.address, "world_size": world_size}
+    record: dict[str, Any] = {"member": asdict(me), "world_size": world_size}
     if holder != rank:
-        record = {"error": f"two workers are called {me.info.name!r}: those with ranks {holder} and {rank}"}
+        record = {"error": f"worker name {me.info.name!r} is not unique: ranks {holder} and {rank} have it"}
     store.set(f"{prefix}/member/{rank}", json.dumps(record))
     if "error" in record:
         raise RendezvousError(f"{record['error']}; give each worker a name of its own")
@@ -104,7 +112,7 @@ def _is_timeout(error: RuntimeError) -> bool:
 def _read(record: dict[str, Any], me: WorkerInfo, world_size: int) -> Member:
     if "error" in record:
         raise RendezvousError(f"the group cannot form: {record['error']}")
-    member = Member(WorkerInfo(**record["info"]), record["address"])
+    member = Member.from_record(record["member"])
     if record["world_size"] != world_size:
         raise RendezvousError(
             f"worker {member.info.name!r} was started with world_size {record['world_size']}, "

@@ -28,7 +28,6 @@ __all__ = [
     "Incoming",
     "MessageType",
     "Outgoing",
-    "Reply",
     "extension_factories",
     "register_extension",
 ]
@@ -66,14 +65,6 @@ class Outgoing:
 
 
 @dataclass(slots=True, frozen=True)
-class Reply:
-    """A handler's answer with something to do once it has been sent."""
-
-    value: Any
-    then: Callable[[], None]
-
-
-@dataclass(slots=True, frozen=True)
 class Deferred:
     """A handler's answer that is not there yet. No thread waits for it."""
 
@@ -84,7 +75,7 @@ class Deferred:
 class Handler:
     """What a message type does.
 
-    run: gets the message, and returns the answer: a value, a Deferred, or a Reply.
+    run: gets the message, and returns the answer: a value, or a Deferred.
     user_values: its messages and answers carry users' values, so the extensions' hooks run on them; shutdown
         waits for such messages.
     """

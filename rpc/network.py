@@ -1,6 +1,7 @@
 """An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol, final
 
@@ -17,6 +18,7 @@ from .channels.router import Arrived, ChannelRouter, PayloadWriter
 from .handshake import Handshake
 from .membership import Member
 from .options import RpcBackendOptions
+from .roster import RosterLog
 from .transports.base import Transport, TransportClosedError
 from .transports.grpc_stream import GrpcStreams
 from .transports.loopback import LoopbackTransport
@@ -49,8 +51,17 @@ class Receiver(Protocol):
 class Network:
     """Made in three steps: the constructor, `listen`, and `open` once all members are known."""
 
-    def __init__(self, me: WorkerInfo, options: RpcBackendOptions, group: str, receiver: Receiver) -> None:
+    def __init__(
+        self,
+        me: WorkerInfo,
+        options: RpcBackendOptions,
+        group: str,
+        receiver: Receiver,
+        roster: RosterLog | None = None,
+    ) -> None:
+        """The group is a dynamic one if it has a roster."""
         self.me = me
+        self._roster = roster
         self._options = options
         self._receiver = receiver
         self._members: dict[int, Member] = {}
@@ -63,7 +74,7 @@ class Network:
 
     async def _build(self, group: str) -> None:
         loop = self._events.loop
-        self._handshake = Handshake(group, self.me)
+        self._handshake = Handshake(group, self.me, self._learn)
         self._streams = GrpcStreams(loop, self._handshake, self)
         chunks = ChunkedChannel(
             loop,
@@ -94,18 +105,34 @@ class Network:
 
     def open(self, members: Sequence[Member]) -> None:
         """Makes the members known; nobody is let in before `admit`."""
-        self._members = {member.info.id: member for member in sorted(members, key=lambda m: m.info.id)}
-        self._by_name = {member.info.name: member.info for member in members}
-        for member in members:
-            if member.info.id == self.me.id:
-                self._transports[self.me.id] = LoopbackTransport(self._events.loop, self.me, self)
-            else:
-                self._transports[member.info.id] = self._streams.add(member.info, member.address)
+        for member in sorted(members, key=lambda member: member.info.id):
+            self._add(member)
 
     def admit(self) -> None:
         """Lets the members in."""
+        self._events.loop.call_soon_threadsafe(self._let_in)
+
+    def _add(self, member: Member) -> None:
+        identifier = member.info.id
+        self._by_name[member.info.name] = member.info
+        if identifier == self.me.id:
+            self._transports[identifier] = LoopbackTransport(self._events.loop, self.me, self)
+        else:
+            self._transports[identifier] = self._streams.add(member.info, member.address)
+        self._members = {**self._members, identifier: member}  # other threads may be walking through the old one
+
+    def _let_in(self) -> None:
         members = {identifier: member.info for identifier, member in self._members.items()}
-        self._events.loop.call_soon_threadsafe(self._handshake.open, members)
+        self._handshake.open(members, self._roster.entries() if self._roster is not None else ())
+
+    def _learn(self, entries: Sequence[str]) -> None:
+        """Somebody who has joined a dynamic group tells what it knows. On the loop."""
+        if self._roster is None:
+            return
+        for member in self._roster.learn(entries):
+            if member.info.id not in self._members:
+                self._add(member)
+        self._let_in()
 
     @property
     def lost(self) -> Mapping[int, str]:
@@ -113,21 +140,24 @@ class Network:
         return self._lost
 
     def workers(self) -> list[WorkerInfo]:
-        """All members, by id."""
-        return [member.info for member in self._members.values()]
+        """All members by id; of a dynamic group, those that are not lost."""
+        everybody = sorted(member.info.id for member in self._members.values())
+        if self._roster is not None:
+            everybody = [identifier for identifier in everybody if identifier not in self._lost]
+        return [self._members[identifier].info for identifier in everybody]
 
     def worker(self, destination: object) -> WorkerInfo:
         """The member with this name, id or WorkerInfo.
 
         Raises:
             UnknownWorkerError: there is none.
-            TypeError: it is none of the three.
+            ValueError: it is none of the three.
         """
         name, identifier = destination, destination
         if isinstance(destination, WorkerInfo):
             name, identifier = destination.name, destination.id
         elif isinstance(destination, bool) or not isinstance(destination, str | int):
-            raise TypeError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
+            raise ValueError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
         if isinstance(identifier, int):
             member = self._members.get(identifier)
             found = member.info if member is not None else None
@@ -139,7 +169,7 @@ class Network:
 
     def transport_names(self) -> dict[str, str]:
         """How each member is reached."""
-        return {self._members[peer].info.name: t.name for peer, t in self._transports.items()}
+        return {worker.name: self._transports[worker.id].name for worker in self.workers()}
 
     def writer(self, worker: WorkerInfo) -> PayloadWriter:
         """What takes the payloads of one envelope to a worker."""
@@ -203,6 +233,12 @@ class Network:
         for channel in self._router.channels:
             channel.drop(peer.id, reason)
         self._receiver.lost(peer, reason)
+
+    def leave(self) -> None:
+        """Leaves a dynamic group; who joins from now on does not look for this worker."""
+        if self._roster is not None and self.me.id in self._members:
+            with contextlib.suppress(RuntimeError):  # the store may have gone before
+                self._roster.leave(self.me.id)
 
     def disconnect(self) -> None:
         """Sends what is queued, says goodbye to all peers and stops serving."""

@@ -1,14 +1,32 @@
 """How an agent behaves."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["ChannelOptions", "RpcBackendOptions"]
+import torch
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_RPC_TIMEOUT",
+    "ChannelOptions",
+    "Device",
+    "RpcBackendOptions",
+    "check_rpc_timeout",
+]
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+
+DEFAULT_RPC_TIMEOUT = 60.0
+"""Seconds."""
+
+DEFAULT_INIT_METHOD = "env://"
+
+Device = int | str | torch.device
+"""How users name a device. A number is a CUDA device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +45,17 @@ class ChannelOptions:
     max_payload_bytes: int = 16 * GIB
 
     def __post_init__(self) -> None:
-        _at_least(self, 1)
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{option.name} is {value!r}: give a whole number of bytes, at least 1")
         if self.max_inline_bytes > 32 * MIB or self.chunk_bytes > 32 * MIB:
             raise ValueError("max_inline_bytes and chunk_bytes can be 32 MiB at most: gRPC frames hold no more")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RpcBackendOptions:
-    """The options of `init_rpc`.
+    """The options of `init_rpc`. They can be changed until then, and are checked whenever they are set.
 
     rpc_timeout: seconds after which a call without a timeout of its own fails; 0 is never.
     init_method: the URL workers meet at: env://, tcp://host:port or file:///path.
@@ -45,29 +66,112 @@ class RpcBackendOptions:
     insecure: allow a host that other machines can reach, although nothing proves who calls. Anybody who
         reaches a worker can run code in it.
     channels: where tensor bytes travel.
+    device_maps: by the name of a called worker, which of this worker's CUDA devices become which of that one's
+        for the tensors of a call; its results come back the opposite way.
+    devices: this worker's CUDA devices that take part in calls. By default those in `device_maps`.
     """
 
-    rpc_timeout: float = 60.0
-    init_method: str = "env://"
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
+    init_method: str = DEFAULT_INIT_METHOD
     init_timeout: float = 300.0
     num_worker_threads: int = 16
     host: str = "127.0.0.1"
     insecure: bool = False
     channels: ChannelOptions = field(default_factory=ChannelOptions)
+    device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
+    devices: Sequence[Device] = ()
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rpc_timeout < math.inf:
-            raise ValueError(f"rpc_timeout is {self.rpc_timeout!r}: give seconds, or 0 for no timeout")
-        if not 0 < self.init_timeout < math.inf:
-            raise ValueError(f"init_timeout is {self.init_timeout!r}: give seconds, more than 0")
-        if self.num_worker_threads < 1:
-            raise ValueError(f"num_worker_threads is {self.num_worker_threads!r}: at least 1 is needed")
-        if not isinstance(self.channels, ChannelOptions):
-            raise TypeError(f"channels is {self.channels!r}: give a ChannelOptions")
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, _CHECKS.get(name, _as_it_is)(value))
+
+    def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
+        """Adds to the device map for calls to a worker.
+
+        Args:
+            to: the worker's name.
+            device_map: this worker's devices, and which of the other's each becomes. No two become the same.
+
+        Raises:
+            ValueError: it maps two devices to one, or contradicts what was set before.
+        """
+        added = _device_map(device_map)
+        before = self.device_maps.get(to, {})
+        for device, target in added.items():
+            if before.get(device, target) != target:
+                raise ValueError(
+                    "`set_device_map` only supports 1-to-1 mapping, trying to map "
+                    f"{device} to {target} and {before[device]}"
+                )
+        self.device_maps = {**self.device_maps, to: {**before, **added}}
+
+    def set_devices(self, devices: Sequence[Device]) -> None:
+        """Sets this worker's CUDA devices that take part in calls. Raises ValueError if one is no CUDA device."""
+        self.devices = devices
 
 
-def _at_least(options: Any, least: int) -> None:
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{option.name} is {value!r}: give a whole number of bytes, at least {least}")
+def check_rpc_timeout(value: Any) -> float:
+    """A default timeout of calls, in seconds. Raises ValueError if it cannot be one."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"rpc_timeout is {value!r}: give seconds, or 0 for no timeout")
+    return float(value)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _check_init_timeout(value: Any) -> Any:
+    if not 0 < value < math.inf:
+        raise ValueError(f"init_timeout is {value!r}: give seconds, more than 0")
+    return value
+
+
+def _check_threads(value: Any) -> Any:
+    if value < 1:
+        raise ValueError(f"num_worker_threads is {value!r}: at least 1 is needed")
+    return value
+
+
+def _check_channels(value: Any) -> Any:
+    if not isinstance(value, ChannelOptions):
+        raise TypeError(f"channels is {value!r}: give a ChannelOptions")
+    return value
+
+
+def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
+    """With devices in place of their names."""
+    found: dict[Device, Device] = {}
+    sources: dict[torch.device, torch.device] = {}
+    for device, target in ((torch.device(d), torch.device(t)) for d, t in device_map.items()):
+        if target in sources:
+            raise ValueError(
+                "`device_map` only supports 1-to-1 mapping, "
+                f"trying to map {device} and {sources[target]} to {target}"
+            )
+        found[device], sources[target] = target, device
+    return found
+
+
+def _check_device_maps(value: Any) -> dict[str, dict[Device, Device]]:
+    return {to: _device_map(device_map) for to, device_map in (value or {}).items()}
+
+
+def _check_devices(value: Any) -> list[torch.device]:
+    devices = [torch.device(device) for device in value or ()]
+    for device in devices:
+        if device.type != "cuda":
+            raise ValueError(
+                f"`set_devices` expect a list of CUDA devices, but got device type {device.type}: CPU tensors "
+                "need no setting"
+            )
+    return devices
+
+
+_CHECKS = {
+    "rpc_timeout": check_rpc_timeout,
+    "init_timeout": _check_init_timeout,
+    "num_worker_threads": _check_threads,
+    "channels": _check_channels,
+    "device_maps": _check_device_maps,
+    "devices": _check_devices,
+}

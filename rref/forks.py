@@ -14,15 +14,20 @@ acknowledged messages throughout (`gradwire.rpc.control`), so that none is lost 
 docs/rref.md draws the states.
 """
 
+import concurrent.futures
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+import torch
+
 from ..errors import RemoteError, RRefError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from ..rpc.agent import RpcAgent
+from ..rpc.calls import run_function
+from ..rpc.failures import copy_error
 from ..rpc.futures import Future, error_of
 from ..rpc.messages import (
     Deferred,
@@ -31,7 +36,6 @@ from ..rpc.messages import (
     Incoming,
     MessageType,
     Outgoing,
-    Reply,
     register_extension,
 )
 from ..rpc.worker import WorkerInfo
@@ -58,6 +62,8 @@ class Fork:
     error: Exception | None = None
     """Why it never will be confirmed."""
     dropped: bool = False
+    created: Future | None = None
+    """Of the creating worker: done when the call that makes the value is over."""
 
 
 @final
@@ -96,21 +102,33 @@ class References(Extension):
         """A reference to the result of a call on `owner`."""
         identifier, fork_id = self._ids.next(), self._ids.next()
         if owner == self.agent.info:
-            entry = self.table.create(identifier)
-            self.table.add_fork(identifier, fork_id, owner.id)  # keeps the entry until the call has run
-            try:
-                self._request_creation(owner, identifier, fork_id, call, timeout)
-            except BaseException:
-                self.table.remove_fork(identifier, fork_id)
-                raise
-            return RRef._of(OwnerHandle(self.agent, entry))
+            return RRef._of(self._create_here(identifier, fork_id, call, timeout))
         fork = Fork(identifier, fork_id, owner, creating=True)
-        created = self._request_creation(owner, identifier, fork_id, call, timeout)
+        fork.created = self._request_creation(owner, identifier, fork_id, call, timeout)
         handle = self._hold(fork)
-        created.add_done_callback(
+        fork.created.add_done_callback(
             lambda done: self.agent.control.run(partial(self._confirm, fork, error_of(done)))
         )
         return RRef._of(handle)
+
+    def _create_here(
+        self, identifier: GlobalId, fork_id: GlobalId, call: Call, timeout: float | None
+    ) -> OwnerHandle:
+        entry = self.table.create(identifier)
+        self.table.add_fork(identifier, fork_id, self.agent.info.id)  # keeps the entry until the call has run
+
+        def over(done: torch.futures.Future[Any]) -> None:
+            if (error := error_of(done)) is not None:
+                entry.fail(error)
+            self.table.remove_fork(identifier, fork_id)
+
+        try:
+            created = self._request_creation(self.agent.info, identifier, fork_id, call, timeout)
+        except BaseException:
+            self.table.remove_fork(identifier, fork_id)
+            raise
+        created.add_done_callback(over)
+        return OwnerHandle(self.agent, entry, created)
 
     def _request_creation(
         self, owner: WorkerInfo, identifier: GlobalId, fork: GlobalId, call: Call, timeout: float | None
@@ -136,7 +154,11 @@ class References(Extension):
         for rref in message.references:
             handle, fork = rref._handle, self._ids.next()
             if handle.agent is not self.agent:
-                raise RRefError(f"{rref} belongs to an agent that has shut down")
+                raise RRefError(
+                    f"{rref} belongs to an agent that has shut down. Cannot call fork an UserRRef after deletion."
+                )
+            if isinstance(handle, UserHandle) and handle.fork.error is not None:
+                raise copy_error(handle.fork.error) from handle.fork.error.__cause__
             if isinstance(handle, OwnerHandle):
                 identifier, owner = handle.entry.id, self.agent.info.id
                 self.table.add_fork(identifier, fork, message.destination.id)
@@ -241,7 +263,7 @@ class References(Extension):
         return entry
 
     def scope(self, message: Incoming) -> AbstractContextManager[None]:
-        """Around the creation of a value: when it is over the entry has a value or an error."""
+        """Around the creation of a value."""
         entry = message.state.get(References)
         return nullcontext() if entry is None else self._creation(message, entry)
 
@@ -250,26 +272,34 @@ class References(Extension):
         try:
             yield
         finally:
-            # Without a value now it never gets one, because its call could not be read.
-            error = message.error if isinstance(message.error, Exception) else None
-            entry.fail(error or RRefError(f"reference {entry.id} was not created"))
-            if message.source == self.agent.info:
-                self.table.remove_fork(entry.id, GlobalId.from_proto(message.envelope.created.fork))
+            if isinstance(message.error, Exception):
+                entry.fail(message.error)  # its call could not be read
 
-    def _create(self, message: Incoming) -> Reply:
-        function, args, kwargs = message.value
+    def _create(self, message: Incoming) -> Deferred | None:
+        """Runs a call and keeps its result. Answers when it is over, whether or not it has failed."""
         entry: Entry = message.state[References]
+        try:
+            result = run_function(*message.value)
+        except Exception as error:
+            entry.fail(error)
+            return None
+        except BaseException as error:  # such as SystemExit: it ended the call, not this worker
+            entry.fail(RemoteError(self.agent.info.name, f"{type(error).__name__}: {error}", ""))
+            return None
+        if not isinstance(result, Deferred):
+            entry.resolve(result)
+            return None
+        over: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-        def run() -> None:
-            try:
-                entry.resolve(function(*args, **kwargs))
-            except Exception as error:
+        def settle(done: "concurrent.futures.Future[Any]") -> None:
+            if isinstance(error := done.exception(), Exception):
                 entry.fail(error)
-            except BaseException as error:  # such as SystemExit: it ended the call, not this worker
-                entry.fail(RemoteError(self.agent.info.name, f"{type(error).__name__}: {error}", ""))
+            else:
+                entry.resolve(done.result())
+            over.set_result(None)
 
-        # Confirmed first: the value may take its time.
-        return Reply(None, run)
+        result.future.add_done_callback(settle)
+        return Deferred(over)
 
     def _fetch(self, message: Incoming) -> Deferred:
         return Deferred(self.table.get(GlobalId(*message.value)).future)
@@ -286,11 +316,13 @@ class References(Extension):
     def live_objects(self) -> Mapping[str, int]:
         """References held by others to values here, held here, and passed on but not yet counted."""
         return {
-            "owner_rrefs": len(self.table),
-            "owner_rref_forks": self.table.fork_count(),
-            "awaited_rrefs": self.table.awaited_count(),
-            "user_rrefs": len(self._users),
-            "pending_rref_children": len(self._children),
+            "num_owner_rrefs": len(self.table),
+            "num_forks": self.table.fork_count(),
+            "num_awaited_rrefs": self.table.awaited_count(),
+            "num_user_rrefs": len(self._users),
+            "num_pending_users": sum(not (f.confirmed or f.error) for f in list(self._users)),
+            "num_pending_children": len(self._children),
+            "num_pending_futures": self.agent.control.pending(),
         }
 
     def close(self) -> None:

@@ -14,6 +14,9 @@ class GlobalId(NamedTuple):
     worker: int
     number: int
 
+    def __str__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.worker}, local_id={self.number})"
+
     def to_proto(self) -> agent_pb2.GlobalId:
         """As a message."""
         return agent_pb2.GlobalId(worker_id=self.worker, number=self.number)
@@ -30,7 +33,7 @@ class IdSource:
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count()
 
     def next(self) -> GlobalId:
         """A new id."""

@@ -1,22 +1,24 @@
-"""Methods of a value called through its reference."""
+"""Methods and attributes of a value, through its reference."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
+import torch
+
 from ..rpc.agent import current_agent
-from ..rpc.calls import rpc_async
+from ..rpc.calls import rpc_async, run_function, send_call
 from .api import remote
 from .forks import References
 from .ids import GlobalId
 from .rref import OwnerHandle, RRef
 
-__all__ = ["RRefProxy"]
+__all__ = ["RRefProxy", "ask_type"]
 
 
 @final
 class RRefProxy:
-    """Has every method of the referenced value."""
+    """Has every method of the referenced value; an attribute that is no method is a method that returns it."""
 
     __slots__ = ("__how", "__rref", "__timeout")
 
@@ -26,8 +28,6 @@ class RRefProxy:
         self.__timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__"):
-            raise AttributeError(name)
         rref, how, timeout = self.__rref, self.__how, self.__timeout
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -36,15 +36,33 @@ class RRefProxy:
         return call
 
 
+def ask_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[type]:
+    """A future of the type of a reference's value."""
+    if rref.is_owner():
+        known: torch.futures.Future[type] = torch.futures.Future()
+        known.set_result(type(rref.local_value()))
+        return known
+    return _send(rref, _rref_typeof_on_owner, (), timeout, send_call)
+
+
 def _call(rref: RRef[Any], how: str, timeout: float, method: tuple[Any, ...]) -> Any:
-    owner = rref.owner()
     if how == "remote":
-        return remote(owner, _call_method, (rref, *method), timeout=timeout)
+        # What is not there is known here and now, not when the result is asked for.
+        if not hasattr(rref._get_type(timeout), method[0]):
+            _send(rref, _require_attribute, method[:1], timeout, send_call).wait()
+        return remote(rref.owner(), _call_method, (rref, *method), timeout=timeout)
+    if how == "rpc_sync":
+        return _send(rref, _call_method_by_id, method, timeout, send_call).wait()
+    return _send(rref, _call_method_by_id, method, timeout, rpc_async)
+
+
+def _send(
+    rref: RRef[Any], function: Callable[..., Any], args: tuple[Any, ...], timeout: float, send: Callable[..., Any]
+) -> torch.futures.Future[Any]:
+    """Calls `function(id of the value, *args)` on the owner."""
     handle = rref._handle
     identifier = handle.entry.id if isinstance(handle, OwnerHandle) else handle.fork.reference
-    future = rpc_async(owner, _call_method_by_id, (tuple(identifier), *method), timeout=timeout)
-    if how == "rpc_sync":
-        return future.wait()
+    future: torch.futures.Future[Any] = send(rref.owner(), function, (tuple(identifier), *args), timeout=timeout)
     # The call names the value by its id only, so it must be kept until the call is over.
     future.add_done_callback(partial(_keep_until_done, rref))
     return future
@@ -54,15 +72,36 @@ def _keep_until_done(rref: RRef[Any], future: object) -> None:
     """Does nothing: a future holds its callbacks until it is done."""
 
 
+# On the owner.
+
+
 def _call_method(rref: RRef[Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return getattr(rref.local_value(), name)(*args, **kwargs)
+    return _run_method(rref.local_value(), name, args, kwargs)
 
 
 def _call_method_by_id(
     identifier: tuple[int, int], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    return _run_method(_value(identifier), name, args, kwargs)
+
+
+def _run_method(value: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    method = getattr(value, name)
+    if not callable(method) and not args and not kwargs:
+        return method
+    return run_function(method, args, kwargs)
+
+
+def _rref_typeof_on_owner(identifier: tuple[int, int]) -> type:
+    return type(_value(identifier))
+
+
+def _require_attribute(identifier: tuple[int, int], name: str) -> None:
+    getattr(_value(identifier), name)
+
+
+def _value(identifier: tuple[int, int]) -> Any:
     agent = current_agent()
     entry = agent.extension(References).table.get(GlobalId(*identifier))
     with agent.blocking():
-        value = entry.wait(0)
-    return getattr(value, name)(*args, **kwargs)
+        return entry.wait(0)

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
 
-from ..errors import RpcTimeoutError, RRefError
+import torch
+
+from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefError
 from ..rpc.agent import RpcAgent, current_agent
 from ..rpc.calls import UNSET_RPC_TIMEOUT, check_timeout
 from ..rpc.failures import copy_error
+from ..rpc.futures import Future
 from ..rpc.messages import MessageType
 from ..rpc.worker import WorkerInfo
 from .owner_table import Entry, ValueNotThereError
@@ -22,13 +25,14 @@ T = TypeVar("T")
 
 @final
 class OwnerHandle:
-    """The owner's own hold on a value."""
+    """The owner's own hold on a value; `created` is done when the call is over that makes it, if one does."""
 
-    __slots__ = ("agent", "entry")
+    __slots__ = ("agent", "created", "entry")
 
-    def __init__(self, agent: RpcAgent, entry: Entry) -> None:
+    def __init__(self, agent: RpcAgent, entry: Entry, created: Future | None = None) -> None:
         self.agent = agent
         self.entry = entry
+        self.created = created
 
 
 @final
@@ -52,21 +56,28 @@ class RRef(Generic[T]):
 
     `RRef(value)` makes one to a value here; `remote` makes one to a value elsewhere. A reference can be
     passed to other workers in calls and results; the value lives as long as any reference to it does.
+
+    Args:
+        value: anything; it stays as it is and where it is.
+        type_hint: the value's type, for readers and type checkers.
     """
 
-    __slots__ = ("__weakref__", "_handle")
+    __slots__ = ("__weakref__", "_handle", "_type")
 
     _handle: OwnerHandle | UserHandle
+    _type: torch.futures.Future[type] | None
 
-    def __init__(self, value: T) -> None:
+    def __init__(self, value: T, type_hint: object = None) -> None:  # noqa: ARG002
         from .forks import References  # here, because it makes RRefs
 
         self._handle = current_agent().extension(References).own(value)
+        self._type = None
 
     @classmethod
     def _of(cls, handle: OwnerHandle | UserHandle) -> "RRef[Any]":
         rref: RRef[Any] = cls.__new__(cls)
         rref._handle = handle
+        rref._type = None
         return rref
 
     def is_owner(self) -> bool:
@@ -102,11 +113,16 @@ class RRef(Generic[T]):
         handle = self._handle
         seconds = check_timeout(timeout)
         if isinstance(handle, OwnerHandle):
-            return self._wait(handle, handle.agent.options.rpc_timeout if seconds is None else seconds)
+            return self._wait(handle, handle.agent.rpc_timeout if seconds is None else seconds)
         if handle.fork.error is not None:
             raise copy_error(handle.fork.error) from handle.fork.error.__cause__
         identifier = tuple(handle.fork.reference)
-        fetched = handle.agent.request(handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds)
+        try:
+            fetched = handle.agent.request(handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds)
+        except NotInitializedError as error:
+            raise NotInitializedError(
+                f"{error}. {self} is gone: Cannot call to_here() on it after deletion."
+            ) from None
         value: T = fetched.wait()
         return value
 
@@ -117,12 +133,40 @@ class RRef(Generic[T]):
             RRefError: this worker does not own it.
             Exception: what the call that makes the value raised.
         """
-        if not isinstance(self._handle, OwnerHandle):
+        handle = self._handle
+        if not isinstance(handle, OwnerHandle):
             raise RRefError(
-                f"{self} is owned by {self.owner_name()!r}, so it has no local value on "
-                f"{self._handle.agent.info.name!r}: use to_here() for a copy"
+                f"For UserRRef(rref_id={handle.fork.reference}, fork_id={handle.fork.id}), can't call "
+                f"localValue() on user {handle.agent.info}. Call it on owner {handle.fork.owner}, or use "
+                "to_here() for a copy"
             )
-        return self._wait(self._handle, 0.0)
+        return self._wait(handle, 0.0)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs a backward pass from the value, a scalar tensor that requires grad, on its owner.
+
+        Args:
+            dist_autograd_ctx_id: the context in which the gradients are added up. Without one the owner, and only
+                the owner, can run an ordinary backward pass, into the `.grad` of the leaves.
+            retain_graph: keep what another pass over the same graph needs.
+
+        Raises:
+            AutogradError: the value is no tensor, or cannot be differentiated.
+            UnknownContextError: no such context.
+            Exception: what went wrong on any worker.
+        """
+        handle = self._handle
+        if dist_autograd_ctx_id != -1:
+            request = (self, dist_autograd_ctx_id, retain_graph)
+            # Like autograd.backward, it takes the time it takes.
+            handle.agent.request(self.owner(), MessageType.RREF_BACKWARD, request, timeout=0.0).wait()
+            return
+        if not isinstance(handle, OwnerHandle):
+            raise AutogradError(f"User RRefs require 'dist_autograd_ctx_id' to be specified, and {self} is one")
+        value = self.local_value()
+        if not isinstance(value, torch.Tensor):
+            raise AutogradError(f"RRef should contain a tensor for .backward(), but {self} has {value!r}")
+        value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> "RRefProxy":
         """`rref.rpc_sync().method(*args)` runs a method of the value on its owner; the result comes back."""
@@ -135,6 +179,38 @@ class RRef(Generic[T]):
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> "RRefProxy":
         """`rref.remote().method(*args)` does so too, leaves the result there and returns an RRef to it."""
         return self._proxy("remote", timeout)
+
+    def _get_future(self) -> torch.futures.Future[Any]:
+        """Done when the call is over that makes the value; fails if it could not be made in time.
+
+        Raises:
+            RRefError: this worker did not create the reference by `remote`.
+        """
+        handle = self._handle
+        created = handle.created if isinstance(handle, OwnerHandle) else handle.fork.created
+        if created is None:
+            raise RRefError(f"{self} was not created by a call of remote() on this worker, so it has no future")
+        return created
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value, asked for once.
+
+        Args:
+            timeout: seconds that the owner may take to tell, 0 for none. By default that of the options.
+            blocking: return the type, else a future of it.
+        """
+        if self._type is None:
+            from .proxy import ask_type  # here, because it calls with RRefs
+
+            self._type = ask_type(self, timeout)
+        asked = self._type
+        if not blocking:
+            return asked
+        try:
+            return asked.wait()
+        except Exception:
+            self._type = None  # the next may have more luck
+            raise
 
     def _proxy(self, how: str, timeout: float) -> "RRefProxy":
         from .proxy import RRefProxy  # here, because it calls with RRefs
@@ -159,5 +235,14 @@ class RRef(Generic[T]):
             f"fork={fork.id.worker}.{fork.id.number})"
         )
 
+    def __str__(self) -> str:
+        handle = self._handle
+        if isinstance(handle, OwnerHandle):
+            return f"OwnerRRef({handle.entry.id})"
+        return f"UserRRef(RRefId = {handle.fork.reference}, ForkId = {handle.fork.id})"
+
     def __reduce__(self) -> NoReturn:
-        raise RRefError(f"{self} cannot be pickled: references travel in calls and their results only")
+        raise RRefError(
+            f"Can not pickle rref in python pickler: {self} can only be pickled when it is sent in a call or "
+            "its result"
+        )

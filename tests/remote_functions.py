@@ -63,14 +63,14 @@ def counts() -> dict[str, int]:
     """What should be zero on an idle worker."""
     info = rpc.debug_info()
     names = (
-        "pending_calls",
-        "pending_control_messages",
-        "owner_rrefs",
-        "owner_rref_forks",
-        "awaited_rrefs",
-        "user_rrefs",
-        "pending_rref_children",
-        "autograd_contexts",
+        "agent.client_active_calls",
+        "num_pending_futures",
+        "num_owner_rrefs",
+        "num_forks",
+        "num_awaited_rrefs",
+        "num_user_rrefs",
+        "num_pending_children",
+        "num_autograd_contexts",
     )
     return {name: info[name] for name in names}
 

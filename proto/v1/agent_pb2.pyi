@@ -34,12 +34,18 @@ class _MessageTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     CONTROL: _MessageType.ValueType  # 17
     """a message that is retried until acknowledged and processed once"""
     GATHER: _MessageType.ValueType  # 18
+    GATHER_STATUS: _MessageType.ValueType  # 19
+    """who is missing in a gathering?"""
+    GREETING: _MessageType.ValueType  # 20
+    """are you there, and do you know me? From who joins a dynamic group"""
     RREF_CREATE: _MessageType.ValueType  # 32
     """rref
     remote(): run a function, keep its result under an RRef id
     """
     RREF_FETCH: _MessageType.ValueType  # 33
     """to_here()"""
+    RREF_BACKWARD: _MessageType.ValueType  # 34
+    """a backward pass from the value of an RRef"""
     GRADIENTS: _MessageType.ValueType  # 48
     """autograd
     the gradients of one message's tensors
@@ -58,12 +64,18 @@ CALL: MessageType.ValueType  # 16
 CONTROL: MessageType.ValueType  # 17
 """a message that is retried until acknowledged and processed once"""
 GATHER: MessageType.ValueType  # 18
+GATHER_STATUS: MessageType.ValueType  # 19
+"""who is missing in a gathering?"""
+GREETING: MessageType.ValueType  # 20
+"""are you there, and do you know me? From who joins a dynamic group"""
 RREF_CREATE: MessageType.ValueType  # 32
 """rref
 remote(): run a function, keep its result under an RRef id
 """
 RREF_FETCH: MessageType.ValueType  # 33
 """to_here()"""
+RREF_BACKWARD: MessageType.ValueType  # 34
+"""a backward pass from the value of an RRef"""
 GRADIENTS: MessageType.ValueType  # 48
 """autograd
 the gradients of one message's tensors
@@ -136,6 +148,7 @@ class Hello(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     WORKER_ID_FIELD_NUMBER: builtins.int
     WORKER_NAME_FIELD_NUMBER: builtins.int
+    ROSTER_FIELD_NUMBER: builtins.int
     protocol_major: builtins.int
     """another major version is refused"""
     protocol_minor: builtins.int
@@ -143,6 +156,10 @@ class Hello(google.protobuf.message.Message):
     """which job: a stranger that found the port is refused"""
     worker_id: builtins.int
     worker_name: builtins.str
+    @property
+    def roster(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of a dynamic group: what the worker knows of the log of who joined and left"""
+
     def __init__(
         self,
         *,
@@ -151,8 +168,9 @@ class Hello(google.protobuf.message.Message):
         group: builtins.str = ...,
         worker_id: builtins.int = ...,
         worker_name: builtins.str = ...,
+        roster: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["group", b"group", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "worker_id", b"worker_id", "worker_name", b"worker_name"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["group", b"group", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "roster", b"roster", "worker_id", b"worker_id", "worker_name", b"worker_name"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello

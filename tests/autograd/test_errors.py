@@ -145,7 +145,7 @@ def test_a_context_ends_when_its_block_raises(trio):
         with pytest.raises(KeyError), autograd.context():
             rpc.rpc_sync("worker1", multiply, (x, x))
             raise KeyError
-        assert rpc.debug_info()["autograd_contexts"] == 0
+        assert rpc.debug_info()["num_autograd_contexts"] == 0
 
     trio.run(check)
 

@@ -92,17 +92,20 @@ def pair(workers):
     yield a
     assert a.run(rpc.rpc_sync, "worker1", add, (1, 1)) == 2
     assert b.run(rpc.rpc_sync, "worker0", add, (1, 1)) == 2
-    assert a.run(rpc.debug_info)["pending_calls"] == 0
+    assert a.run(rpc.debug_info)["agent.client_active_calls"] == 0
 
 
 def test_unknown_destinations(pair):
     def check() -> None:
         for to in ("nobody", 7, -1, rpc.WorkerInfo("worker1", 0)):
-            with pytest.raises(UnknownWorkerError, match="its workers are worker0, worker1"):
+            with pytest.raises(
+                UnknownWorkerError,
+                match="destination .*: the workers of this group are worker0, worker1",
+            ):
                 rpc.rpc_async(to, add, (1, 2))
         with pytest.raises(UnknownWorkerError):
             rpc.remote("nobody", add, (1, 2))
-        with pytest.raises(TypeError, match="name, id or WorkerInfo"):
+        with pytest.raises(ValueError, match="name, id or WorkerInfo"):
             rpc.rpc_sync(1.5, add, (1, 2))
 
     pair.run(check)
@@ -226,7 +229,9 @@ def test_errors_through_futures(pair):
 
 def test_a_timeout(pair):
     def check() -> None:
-        with pytest.raises(RpcTimeoutError, match=r"'worker1' ran for more than its timeout of 0\.05 s") as caught:
+        with pytest.raises(
+            RpcTimeoutError, match=r"more than its timeout of 0\.05 s: a call to worker 'worker1'"
+        ) as caught:
             rpc.rpc_sync("worker1", wait_for, ("late",), timeout=0.05)
         assert (caught.value.worker, caught.value.seconds) == ("worker1", 0.05)
         rpc.rpc_sync("worker1", set_event, ("late",))
@@ -250,7 +255,7 @@ def test_before_init_and_after_shutdown(workers):
             rpc.shutdown,
         ]
         for call in calls:
-            with pytest.raises(NotInitializedError, match="call init_rpc first"):
+            with pytest.raises(NotInitializedError, match="RPC has not been initialized.*init_rpc"):
                 call()
 
     a.run(check)
@@ -275,7 +280,7 @@ def test_using_a_reference_after_shutdown(workers):
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "naïve", None, 3])
 def test_bad_worker_names(name):
-    with pytest.raises(ValueError, match="worker name"):
+    with pytest.raises(ValueError, match="[Ww]orker name"):
         rpc.init_rpc(name, rank=0, world_size=1)
 
 
@@ -308,7 +313,7 @@ def test_unknown_options_and_backends():
 
 def test_init_twice(workers):
     (a,) = workers.rpc(1)
-    with pytest.raises(RpcError, match="worker 'worker0' already"):
+    with pytest.raises(RpcError, match="RPC is already initialized: this process is worker 'worker0'"):
         a.run(rpc.init_rpc, "again", rank=0, world_size=1)
 
 
@@ -332,7 +337,7 @@ def test_duplicate_names(workers, tmp_path):
 
     pending = [w.start(join, rank, name) for rank, (w, name) in enumerate(zip(started, "aba", strict=True))]
     for p in pending:
-        with pytest.raises(RendezvousError, match="two workers are called 'a': those with ranks [02] and [02]"):
+        with pytest.raises(RendezvousError, match="worker name 'a' is not unique: ranks [02] and [02] have it"):
             p.result()
 
 

@@ -219,7 +219,7 @@ def test_references_to_and_from_a_dead_worker(workers):
         theirs = rpc.remote("worker1", add, (1, 2))
         assert theirs.to_here() == 3
         remote_functions.keep(theirs)
-        assert rpc.debug_info()["owner_rrefs"] == 1
+        assert rpc.debug_info()["num_owner_rrefs"] == 1
 
     a.run(share)
     c.run(lambda: remote_functions.keep(rpc.remote("worker1", add, (1, 2))))
@@ -228,7 +228,7 @@ def test_references_to_and_from_a_dead_worker(workers):
     def check() -> None:
         with pytest.raises(WorkerLostError, match="'worker1'"):
             remote_functions.kept[0].to_here()
-        wait_until(lambda: rpc.debug_info()["owner_rrefs"] == 0)
+        wait_until(lambda: rpc.debug_info()["num_owner_rrefs"] == 0)
         remote_functions.kept.clear()
         assert_clean()
 
@@ -298,7 +298,7 @@ def test_contexts_of_a_dead_worker_end(workers):
     def open_a_context() -> None:
         with autograd.context():
             rpc.rpc_sync("worker1", multiply, (torch.ones(2, requires_grad=True), torch.ones(2)))
-            assert rpc.rpc_sync("worker1", rpc.debug_info)["autograd_contexts"] == 1
+            assert rpc.rpc_sync("worker1", rpc.debug_info)["num_autograd_contexts"] == 1
             os.kill(os.getpid(), signal.SIGKILL)
 
     a.start(open_a_context)

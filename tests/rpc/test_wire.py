@@ -132,7 +132,7 @@ def test_malformed_requests_get_errors(agents):
     header = agent_pb2.AutogradHeader(context_id=5, differentiable=[3])
     cases.append((agent_pb2.Envelope(type=MessageType.CALL, autograd=header), "malformed autograd header"))
     reference = agent_pb2.Reference(owner=9)
-    cases.append((agent_pb2.Envelope(type=MessageType.CALL, references=[reference]), "no worker 9"))
+    cases.append((agent_pb2.Envelope(type=MessageType.CALL, references=[reference]), "not find destination 9"))
     for envelope, text in cases:
         with pytest.raises(Exception, match=text):
             send_envelope(a, b, envelope).wait()

@@ -1,0 +1,33 @@
+"""Remote functions that answer later."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["async_execution", "is_async_execution"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "_wrapped_async_rpc_function"
+
+
+def async_execution(fn: F) -> F:
+    """Marks a function that returns a `torch.futures.Future` of its result.
+
+    When such a function is called remotely, the caller gets the value of the future when there is one, and no
+    thread of the called worker waits for it. Works with `rpc_sync`, `rpc_async`, `remote` and the methods that
+    an RRef's proxies call. Combined with `staticmethod` or `classmethod`, this decorator is the inner one:
+
+        @staticmethod
+        @rpc.functions.async_execution
+        def add_twice(to, x, y):
+            return rpc.rpc_async(to, torch.add, (x, y)).then(lambda sum: sum.wait() + y)
+
+    Called directly, the function is what it was.
+    """
+    setattr(fn, _MARK, fn)
+    return fn
+
+
+def is_async_execution(fn: object) -> bool:
+    """Is this function, or the function of this method, marked so?"""
+    return hasattr(fn, _MARK)

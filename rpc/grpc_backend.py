@@ -1,0 +1,109 @@
+"""Starting gRPC agents: the backend GRADWIRE."""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..c10d.torch_store import TorchStore
+from ..errors import RendezvousError, WorkerLostError
+from .backend_registry import register_backend
+from .device_maps import check_device_maps
+from .grpc_agent import GrpcAgent
+from .membership import Member, join, name_group
+from .messages import MessageType
+from .options import RpcBackendOptions
+from .roster import RosterLog
+from .worker import WorkerInfo
+
+__all__ = ["AgentFactory", "start_agent"]
+
+AgentFactory = Callable[..., GrpcAgent]
+"""Called as GrpcAgent is."""
+
+
+def start_agent(
+    store: TorchStore,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: RpcBackendOptions,
+    make_agent: AgentFactory = GrpcAgent,
+) -> GrpcAgent:
+    """An agent that has joined the group which meets at a store.
+
+    Args:
+        store: of the group.
+        name: this worker's.
+        rank: this worker's; -1 for any in a dynamic group.
+        world_size: None for a dynamic group.
+        rpc_backend_options: its options.
+        make_agent: makes it.
+
+    Raises:
+        RendezvousError: the workers contradict each other, or do not come.
+    """
+    if world_size is None:
+        return _join_dynamic(store, name, rank, rpc_backend_options, make_agent)
+    options = rpc_backend_options
+    group = name_group(store, rank)
+    agent = make_agent(WorkerInfo(name, rank), options, group)
+    try:
+        me = Member(agent.info, agent.listen())
+        members = join(store, group, me, world_size, options.init_timeout)
+        check_device_maps(agent.info, options, members)
+        agent.open(members)
+    except BaseException:
+        agent.shutdown(graceful=False, timeout=0)
+        raise
+    return agent
+
+
+def _join_dynamic(
+    store: TorchStore, name: str, rank: int, options: RpcBackendOptions, make_agent: AgentFactory
+) -> GrpcAgent:
+    deadline = time.monotonic() + options.init_timeout
+    group = store.compare_set("rpc/dynamic/group", "", uuid.uuid4().hex).decode()
+    log = RosterLog(store)
+    while True:
+        log.catch_up()
+        epoch = log.epoch
+        agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
+        try:
+            me = Member(agent.info, agent.listen())
+            # Somebody may be faster; another try is needed only if that contradicts what was chosen.
+            while not (joined := log.join(me)):
+                if log.epoch != epoch or log.choose(name, rank) != agent.info:
+                    break
+            if joined:
+                agent.open(log.members())
+                _greet(agent, log, deadline, options.init_timeout)
+                return agent
+        except BaseException:
+            agent.shutdown(graceful=False, timeout=0)
+            raise
+        agent.shutdown(graceful=False, timeout=0)
+
+
+def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) -> None:
+    """Has the members of the moment know this worker; those that do not live any more leave the group."""
+    others: Sequence[WorkerInfo] = [worker for worker in agent.workers() if worker != agent.info]
+    left = max(1e-3, deadline - time.monotonic())
+    greetings = [(worker, agent.request(worker, MessageType.GREETING, None, timeout=left)) for worker in others]
+    for worker, greeting in greetings:
+        try:
+            greeting.wait()
+        except WorkerLostError:
+            log.leave(worker.id)
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"member {worker.name!r} did not answer within {timeout:g} s to {agent.info.name!r}, which wants "
+                f"to join: {error}"
+            ) from error
+
+
+def _options(rpc_timeout: float, init_method: str, **others: Any) -> RpcBackendOptions:
+    return RpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **others)
+
+
+GRADWIRE = register_backend("GRADWIRE", _options, start_agent)

@@ -1,0 +1,264 @@
+"""Functions that answer later, waiting for all calls of a block, and gatherings that users call."""
+
+import pytest
+import torch
+from gradwire import rpc
+from gradwire.errors import RpcTimeoutError
+
+from tests.remote_functions import add, assert_clean, event, identity, set_event, wait_for
+
+
+@rpc.functions.async_execution
+def add_later(to, x, y, z):
+    return rpc.rpc_async(to, add, (x, y)).then(lambda future: future.wait() + z)
+
+
+@rpc.functions.async_execution
+def answer_when(name):
+    """No thread waits: the future is completed by another call."""
+    future = torch.futures.Future()
+    waiting[name] = future
+    event(name).set()
+    return future
+
+
+@rpc.functions.async_execution
+def no_future():
+    return 3
+
+
+@rpc.functions.async_execution
+def fail_later(to):
+    def fail(future):
+        raise KeyError("too late")
+
+    return rpc.rpc_async(to, identity, (1,)).then(fail)
+
+
+@rpc.functions.async_execution
+def fail_now():
+    raise KeyError("at once")
+
+
+waiting: dict[str, torch.futures.Future] = {}
+
+
+def complete(name, value):
+    assert event(name).wait(30)
+    waiting.pop(name).set_result(value)
+
+
+class Adder:
+    size = 7
+
+    @staticmethod
+    @rpc.functions.async_execution
+    def static(to, x, y, z):
+        return add_later(to, x, y, z)
+
+    @classmethod
+    @rpc.functions.async_execution
+    def of_class(cls, to, x, y, z):
+        assert cls is Adder
+        return add_later(to, x, y, z)
+
+    @rpc.functions.async_execution
+    def bound(self, to, x, y, z):
+        assert isinstance(self, Adder)
+        return add_later(to, x, y, z)
+
+
+CALLS = ["rpc_sync", "rpc_async", "remote"]
+
+
+def result_of(how, answer):
+    return {"rpc_sync": lambda: answer, "rpc_async": lambda: answer.wait(), "remote": lambda: answer.to_here()}[
+        how
+    ]()
+
+
+@pytest.fixture
+def trio(workers):
+    return workers.rpc(3)
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_the_value_of_the_future_is_the_answer(trio, how):
+    def check():
+        call = getattr(rpc, how)
+        args = ("worker2", torch.ones(2), 1, 2)
+        for function in (add_later, Adder.static, Adder.of_class, Adder().bound):
+            assert torch.equal(result_of(how, call("worker1", function, args)), torch.full((2,), 4.0))
+        rref = rpc.remote("worker1", Adder)
+        for name in ("static", "of_class", "bound"):
+            answer = getattr(getattr(rref, how)(), name)(*args)
+            assert torch.equal(result_of(how, answer), torch.full((2,), 4.0))
+
+    trio[0].run(check)
+    for worker in trio:
+        worker.run(assert_clean)
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_what_goes_wrong(trio, how):
+    def check():
+        def run(function, *args):
+            return result_of(how, getattr(rpc, how)("worker1", function, args))
+
+        with pytest.raises(
+            RuntimeError, match=r"must return a torch\.futures\.Future object, but no_future .* int"
+        ):
+            run(no_future)
+        with pytest.raises(KeyError, match="at once"):
+            run(fail_now)
+        with pytest.raises(Exception, match="too late"):
+            run(fail_later, "worker2")
+
+    trio[0].run(check)
+    for worker in trio:
+        worker.run(assert_clean)
+
+
+def test_no_thread_waits(workers):
+    a, _ = workers.rpc(2, num_worker_threads=1)
+
+    def check():
+        futures = [rpc.rpc_async("worker1", answer_when, (str(i),)) for i in range(50)]
+        for i in range(50):
+            rpc.rpc_sync("worker1", complete, (str(i), i))
+        assert torch.futures.wait_all(futures) == list(range(50))
+        assert rpc.rpc_sync("worker1", rpc.debug_info)["executor_threads"] < 8
+
+    a.run(check)
+
+
+def test_wait_all(trio):
+    def check():
+        with rpc.wait_all():
+            futures = [rpc.rpc_async("worker1", add, (i, 1)) for i in range(5)]
+            assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
+        assert [future.done() for future in futures] == [True] * 5
+        with pytest.raises(KeyError, match="at once"), rpc.wait_all():
+            rpc.rpc_async("worker1", fail_now)
+        with pytest.raises(ValueError, match="mine"), rpc.wait_all():
+            raise ValueError("mine")
+
+    trio[0].run(check)
+
+
+def test_all_gather_and_barrier(trio, workers):
+    def check():
+        me = rpc.get_worker_info()
+        everybody = rpc.all_gather({"id": me.id})
+        rpc.barrier()
+        rpc.barrier([f"worker{i}" for i in range(3)])
+        return everybody
+
+    assert workers.each(trio, check) == [{f"worker{i}": {"id": i} for i in range(3)}] * 3
+
+    def gather_two():
+        return rpc.all_gather(rpc.get_worker_info().id, ["worker2", "worker0"])
+
+    assert workers.each([trio[0], trio[2]], gather_two) == [{"worker0": 0, "worker2": 2}] * 2
+    with pytest.raises(ValueError, match=r"'worker1' is not among the workers \['worker0', 'worker2'\]"):
+        trio[1].run(gather_two)
+
+
+def test_who_is_missing_is_named(trio):
+    def gather():
+        with pytest.raises(RpcTimeoutError, match="awaits 'worker1, worker2'"):
+            rpc.all_gather(1, timeout=0.5)
+
+    trio[0].run(gather)
+
+
+def test_shutdown_says_who_it_waits_for(trio):
+    def leave():
+        with pytest.raises(RpcTimeoutError, match="shutdown waits for others to shut down: 'worker0'"):
+            rpc.shutdown(timeout=1)
+
+    pending = [worker.start(leave) for worker in trio[1:]]
+    for each in pending:
+        each.result()
+
+
+def test_shutdown_says_which_calls_it_waits_for(trio):
+    def leave():
+        rpc.rpc_async("worker1", wait_for, ("end",))
+        with pytest.raises(RpcTimeoutError, match="shutdown waits for 1 calls to 'worker1' on worker 'worker0'"):
+            rpc.shutdown(timeout=0.5)
+
+    trio[0].run(leave)
+    trio[1].run(set_event, "end")
+
+
+def test_timeouts_can_be_changed(trio):
+    def check():
+        assert rpc.get_rpc_timeout() == 60
+        rpc.set_rpc_timeout(0.05)
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync("worker1", wait_for, ("end",))
+        rpc.set_rpc_timeout(0)
+        future = rpc.rpc_async("worker1", wait_for, ("end",))
+        rpc.set_rpc_timeout(0.05)  # that of calls from now on
+        rpc.rpc_sync("worker1", set_event, ("end",), timeout=10)
+        assert future.wait() == "end"
+        with pytest.raises(ValueError, match="rpc_timeout is -1"):
+            rpc.set_rpc_timeout(-1)
+
+    trio[0].run(check)
+
+
+def test_attributes_through_a_reference(trio):
+    def check():
+        rref = rpc.remote("worker1", Adder)
+        assert rref._get_type() is Adder
+        assert rref.rpc_sync().size() == 7
+        assert rref.rpc_async().size().wait() == 7
+        assert rref.remote().size().to_here() == 7
+        with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+            rref.remote().missing()
+        with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+            rref.rpc_async().missing().wait()
+
+    trio[0].run(check)
+
+
+def test_a_creation_that_takes_too_long(trio):
+    def check():
+        rref = rpc.remote("worker1", wait_for, ("end",), timeout=0.1)
+        with pytest.raises(RpcTimeoutError, match="RRef creation"):
+            rref._get_future().wait()
+        for use in (rref.to_here, lambda: rpc.rpc_sync("worker2", identity, (rref,))):
+            with pytest.raises(RpcTimeoutError, match="RRef creation"):
+                use()
+        rpc.rpc_sync("worker1", set_event, ("end",))
+
+    trio[0].run(check)
+    for worker in trio:
+        worker.run(assert_clean)
+
+
+def test_rref_backward(trio):
+    from gradwire import autograd
+
+    def check():
+        t = torch.rand(10, requires_grad=True)
+        with autograd.context() as context_id:
+            rref = rpc.remote("worker1", torch.sum, (t,))
+            rref.backward(context_id, retain_graph=True)
+            rref.backward(context_id)
+            assert torch.equal(autograd.get_gradients(context_id)[t], torch.full((10,), 2.0))
+            with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id'"):
+                rref.backward()
+            with pytest.raises(RuntimeError, match="RRef should contain a tensor"):
+                rpc.remote("worker1", identity, ("no tensor",)).backward(context_id)
+        mine = rpc.RRef((t * t).sum())
+        mine.backward()
+        assert torch.equal(t.grad, 2 * t)
+        with pytest.raises(RuntimeError, match="Could not find autograd context with id: 100"):
+            rpc.RRef((t * t).sum()).backward(100)
+
+    trio[0].run(check)
+    for worker in trio:
+        worker.run(assert_clean)

@@ -1,0 +1,141 @@
+"""Groups whose workers come and go."""
+
+import pytest
+from gradwire import rpc
+from gradwire.errors import RendezvousError, WorkerLostError
+
+from tests import remote_functions
+from tests.remote_functions import add, assert_clean, identity, keep, wait_until
+
+
+def join(name: str, url: str, rank: int = -1, **options) -> rpc.WorkerInfo:
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=rpc.RpcBackendOptions(init_method=url, **options))
+    return rpc.get_worker_info()
+
+
+def members() -> set[str]:
+    return {worker.name for worker in rpc.api.current_agent().workers()}
+
+
+def make_list(*items) -> list:
+    return list(items)
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"file://{tmp_path / 'dynamic'}"
+
+
+@pytest.fixture
+def join_one(workers, url):
+    def start(name, **options):
+        (worker,) = workers(1)
+        worker.name = name
+        worker.run(join, name, url, **options)
+        return worker
+
+    return start
+
+
+def call_everybody() -> dict[str, str]:
+    return {name: rpc.rpc_sync(name, identity, (name,)) for name in members()}
+
+
+def test_workers_join_and_leave_while_others_go_on(join_one, workers):
+    first = [join_one(f"first{i}") for i in range(6)]
+    everybody = {worker.name for worker in first}
+    assert all(worker.run(members) == everybody for worker in first)
+
+    def hold_list_on(name):
+        rref = rpc.remote(name, make_list, (1, 2))
+        keep(rref)
+        return rpc.rpc_sync("first5", keep, (rref,))
+
+    first[0].run(hold_list_on, "first4")
+
+    for leaver in first[1:4]:
+        leaver.run(rpc.shutdown)
+    staying = [first[0], first[4], first[5]]
+    for worker in staying:
+        worker.run(lambda: wait_until(lambda: members() == {"first0", "first4", "first5"}))
+        assert worker.run(call_everybody) == {name: name for name in ("first0", "first4", "first5")}
+    assert first[5].run(lambda: remote_functions.kept[0].to_here()) == [1, 2]
+
+    second = [join_one(name) for name in ("second0", "second1", "first1")]  # a name may come back
+    now = {"first0", "first4", "first5", "second0", "second1", "first1"}
+    for worker in [*staying, *second]:
+        assert worker.run(members) == now
+        assert worker.run(call_everybody) == {name: name for name in now}
+    gathered = workers.each([*staying, *second], lambda: rpc.all_gather(rpc.get_worker_info().id))
+    assert all(each == gathered[0] for each in gathered)
+    assert gathered[0].keys() == now
+    assert set(gathered[0].values()) == {0, 4, 5, 6, 7, 8}
+
+    def read_and_drop():
+        assert remote_functions.kept.pop().rpc_sync().__len__() == 2
+
+    for worker in (first[0], first[5]):
+        worker.run(read_and_drop)
+    for worker in [*staying, *second]:
+        worker.run(assert_clean)
+        worker.run(rpc.shutdown)
+
+
+def test_calls_to_one_that_has_left(join_one):
+    a, b = join_one("a"), join_one("b")
+    b.run(rpc.shutdown)
+
+    def check():
+        wait_until(lambda: members() == {"a"})
+        with pytest.raises(WorkerLostError, match="'b' is lost: it has shut down"):
+            rpc.rpc_sync("b", add, (1, 1))
+
+    a.run(check)
+
+
+def test_who_has_died_is_not_waited_for_and_can_be_replaced(join_one):
+    a, b = join_one("a"), join_one("b")
+    b.kill()
+    c = join_one("c")
+    assert c.run(members) == {"a", "c"}
+    d = join_one("b")
+    assert d.run(call_everybody) == {name: name for name in ("a", "b", "c")}
+    assert a.run(call_everybody) == {name: name for name in ("a", "b", "c")}
+
+
+def test_ranks_and_names_that_are_taken(join_one, workers, url):
+    join_one("a", rank=5)
+    (other,) = workers(1)
+    with pytest.raises(RendezvousError, match="worker name 'a' is not unique"):
+        other.run(join, "a", url)
+    with pytest.raises(RendezvousError, match="rank 5 is taken"):
+        other.run(join, "b", url, 5)
+    assert other.run(join, "b", url, 3) == rpc.WorkerInfo("b", 3)
+
+
+def test_many_join_at_once(workers, url):
+    started = workers(6)
+    infos = [p.result() for p in [worker.start(join, worker.name, url) for worker in started]]
+    assert {info.id for info in infos} == set(range(6))
+    for worker in started:
+        assert worker.run(call_everybody) == {other.name: other.name for other in started}
+
+
+def test_the_group_begins_anew_when_all_have_left(join_one):
+    for _ in range(2):
+        a, b = join_one("a", rank=0), join_one("b", rank=1)
+        assert a.run(call_everybody) == {"a": "a", "b": "b"}
+        for worker in (a, b):
+            worker.run(rpc.shutdown)
+
+
+def test_static_and_dynamic_do_not_mix(workers, url):
+    a, b = workers(2)
+    a.run(join, "a", url)
+
+    def join_static():
+        options = rpc.RpcBackendOptions(init_method=url)
+        rpc.init_rpc("b", rank=1, world_size=2, rpc_backend_options=options)
+
+    with pytest.raises(RendezvousError, match="mixes statically and dynamically initialized members"):
+        b.run(join_static)
