@@ -116,9 +116,28 @@ class RpcAgent(ABC):
     def debug_info(self) -> Mapping[str, Any]:
         """Counts of what is alive and of what has been sent."""
 
+    @property
+    @abstractmethod
+    def dynamic(self) -> bool:
+        """Is the group a dynamic one, whose workers join and leave at any time?"""
+
+    @abstractmethod
+    def join(self, timeout: float) -> None:
+        """Returns when nothing would be lost by leaving.
+
+        That is when no call is under way in the group, and all its workers must wait for it together; or, in
+        a dynamic group, when none is on this worker.
+
+        Args:
+            timeout: seconds, 0 for none.
+
+        Raises:
+            RpcTimeoutError: it took longer; it says what for.
+        """
+
     @abstractmethod
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
-        """Leaves the group; `timeout` in seconds, 0 for none. Doing it again does nothing."""
+        """Leaves the group, if `graceful` after `join(timeout)`. Doing it again does nothing."""
 
 
 @final

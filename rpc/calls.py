@@ -1,7 +1,9 @@
 """Running functions on other workers."""
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, final
 
 import torch
@@ -18,6 +20,7 @@ __all__ = [
     "Calls",
     "check_call",
     "check_timeout",
+    "logged",
     "rpc_async",
     "rpc_sync",
     "run_function",
@@ -26,6 +29,8 @@ __all__ = [
 
 UNSET_RPC_TIMEOUT = -1.0
 """As a timeout: that of the options."""
+
+log = logging.getLogger(__name__)
 
 CALL_PARTS = ("the function", "args", "kwargs")
 
@@ -39,10 +44,21 @@ class Calls(Extension):
         return {MessageType.CALL: Handler(self._run, user_values=True)}
 
     def _run(self, message: Incoming) -> Any:
-        return run_function(*message.value)
+        with logged(message):
+            return run_function(*message.value)
 
 
 register_extension(Calls)
+
+
+@contextmanager
+def logged(message: Incoming) -> Iterator[None]:
+    """Logs what a function raises that another worker calls: it may be of more use here than there."""
+    try:
+        yield
+    except BaseException:
+        log.info("a call from worker %s failed", message.source.name, exc_info=True)
+        raise
 
 
 def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

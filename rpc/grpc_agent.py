@@ -270,6 +270,7 @@ class GrpcAgent(RpcAgent):
         deferred = False
         try:
             message = self._read(source, envelope, arrived, hooked=handler.user_values)
+            self._await_ready(message, handler)
             with self._scopes(message, handler):
                 try:
                     message.value = self._unpack(message)
@@ -345,6 +346,12 @@ class GrpcAgent(RpcAgent):
             for extension in self._extensions if handler.user_values else []:
                 stack.enter_context(extension.scope(message))
             yield
+
+    def _await_ready(self, message: Incoming, handler: Handler) -> None:
+        for extension in self._extensions if handler.user_values else []:
+            if (ready := extension.not_ready(message)) is not None:
+                with self._executor.blocking():
+                    ready.result()
 
     def _answer(self, request: Incoming, value: object) -> None:
         if not request.envelope.id:
@@ -444,6 +451,19 @@ class GrpcAgent(RpcAgent):
         """See `Gatherings.all_gather`."""
         return self._gatherings.all_gather(topic, value, workers, timeout)
 
+    @property
+    def dynamic(self) -> bool:
+        """Do workers join and leave at any time?"""
+        return self._dynamic
+
+    def join(self, timeout: float) -> None:
+        """Returns when nothing would be lost by leaving."""
+        quiescence = Quiescence(self, self._activity, self._gatherings, self._unanswered)
+        if self._dynamic:
+            quiescence.wait_here(timeout)
+        else:
+            quiescence.wait_everywhere(timeout)
+
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
         """Leaves the group, when everybody does if `graceful`."""
         if os.getpid() != self._process:
@@ -453,9 +473,7 @@ class GrpcAgent(RpcAgent):
                 return
             try:
                 if graceful:
-                    quiescence = Quiescence(self, self._activity, self._gatherings, self._unanswered)
-                    wait = quiescence.wait_here if self._dynamic else quiescence.wait_everywhere
-                    wait(timeout)
+                    self.join(timeout)
             finally:
                 self._close()
 

@@ -106,6 +106,10 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def arriving(self, message: Incoming) -> None:
         """A message has arrived and is not unpickled yet: read headers, replace tensors, fill references."""
 
+    def not_ready(self, message: Incoming) -> "concurrent.futures.Future[None] | None":  # noqa: ARG002
+        """A request has arrived: what must be done before its handler runs, if anything."""
+        return None
+
     def unreadable(self, message: Incoming, error: Exception) -> None:
         """A message has arrived whose payloads were refused or are malformed: its headers are all there is."""
 

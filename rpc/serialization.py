@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
+from torch.jit._script import RecursiveScriptModule
 
 from ..errors import SerializationError
+from .script import reduce_script_function, reduce_script_module
 from .tensors import Buffer, check_sendable
 
 __all__ = ["Packed", "Packer"]
@@ -90,6 +92,8 @@ class Packer:
         table: dict[type, Callable[[Any], Any]] = dict(copyreg.dispatch_table)
         table[torch.Tensor] = reduce_tensor
         table[torch.nn.Parameter] = reduce_parameter
+        table[torch.jit.ScriptFunction] = reduce_script_function
+        table[RecursiveScriptModule] = reduce_script_module
         for reference_type in self._reference_types:
             table[reference_type] = reduce_reference
         pickler.dispatch_table = table

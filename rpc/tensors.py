@@ -1,7 +1,7 @@
 """Tensors as messages: dtype, shape and where the bytes are."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -38,6 +38,9 @@ def encode_tensor(tensor: torch.Tensor, put: Callable[[memoryview], agent_pb2.Pa
         parts = (tensor._indices(), tensor._values())
         message.coo.extend(encode_tensor(part, put) for part in parts)
     elif tensor.numel():
+        if not tensor.is_contiguous() and _can_keep(tensor.shape, tensor.stride()):
+            message.strides.extend(tensor.stride())
+            tensor = tensor.permute(_by_falling_stride(tensor.stride()))
         flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
         message.data.CopyFrom(put(flat.view(torch.uint8).numpy().data))
     return message
@@ -62,10 +65,45 @@ def decode_tensor(message: agent_pb2.Tensor, get: Callable[[agent_pb2.Payload], 
         if math.prod(sizes) * dtype.itemsize != len(data):
             raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of {dtype}")
         writable = bytearray(data) if isinstance(data, bytes) else data
-        tensor = torch.frombuffer(writable, dtype=dtype).view(sizes)
+        tensor = _arrange(torch.frombuffer(writable, dtype=dtype), sizes, tuple(message.strides))
     if message.requires_grad and (dtype.is_floating_point or dtype.is_complex):
         tensor.requires_grad_()
     return tensor
+
+
+MOST_GAPS = 4
+"""A tensor arrives with its strides if it spans at most this many times the memory of its elements."""
+
+
+def _by_falling_stride(strides: Sequence[int]) -> list[int]:
+    """The dimensions, that of the largest stride first."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _can_keep(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Can a tensor of these sizes be laid out with these strides: no two elements at one place, few gaps?"""
+    if len(strides) != len(sizes):
+        return False
+    span = 1
+    for dim in reversed(_by_falling_stride(strides)):
+        if sizes[dim] > 1:
+            if strides[dim] < span:
+                return False
+            span += (sizes[dim] - 1) * strides[dim]
+    return span <= MOST_GAPS * math.prod(sizes)
+
+
+def _arrange(flat: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The elements as a tensor of these sizes, and strides if there are any."""
+    if not strides:
+        return flat.view(sizes)
+    if not _can_keep(sizes, strides):
+        raise ValueError(f"malformed tensor: strides {strides} for shape {sizes}")
+    order = _by_falling_stride(strides)
+    tensor = flat.view([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(sizes, strides, dtype=flat.dtype).copy_(tensor)
 
 
 def _decode_coo(

@@ -1,11 +1,14 @@
 """Waiting for all calls of a block."""
 
+import concurrent.futures
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from .futures import when_done
 
 __all__ = ["note_future", "thread_futures", "wait_all"]
 
@@ -22,7 +25,7 @@ def wait_all() -> Iterator[None]:
             rpc.rpc_async("worker2", f)
 
     Raises:
-        Exception: what the first failed call raised.
+        Exception: as soon as a call fails, what it raised; the other calls are not waited for any longer.
     """
     thread_futures.future_list = []
     try:
@@ -30,10 +33,19 @@ def wait_all() -> Iterator[None]:
     finally:
         futures = thread_futures.future_list
         del thread_futures.future_list
-        torch.futures.wait_all(futures)
+        _wait_for(futures)
 
 
 def note_future(future: torch.futures.Future[Any]) -> None:
     """A call has been made."""
     if (futures := getattr(thread_futures, "future_list", None)) is not None:
         futures.append(future)
+
+
+def _wait_for(futures: list[torch.futures.Future[Any]]) -> None:
+    # Not torch.futures.wait_all: for it an exception of Python's is a value, so it would wait for the others.
+    outcomes = [when_done(future) for future in futures]
+    concurrent.futures.wait(outcomes, return_when=concurrent.futures.FIRST_EXCEPTION)
+    for future, outcome in zip(futures, outcomes, strict=True):
+        if outcome.done() and outcome.exception() is not None:
+            future.wait()

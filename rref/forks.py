@@ -26,8 +26,7 @@ import torch
 from ..errors import RemoteError, RRefError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from ..rpc.agent import RpcAgent
-from ..rpc.calls import run_function
-from ..rpc.failures import copy_error
+from ..rpc.calls import logged, run_function
 from ..rpc.futures import Future, error_of
 from ..rpc.messages import (
     Deferred,
@@ -78,6 +77,8 @@ class References(Extension):
         self._ids = IdSource(agent.info.id)
         self._users: set[Fork] = set()
         self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
+        self._unconfirmed: list[Callable[[], None]] = []
+        """Who waits for confirmations. On the control thread."""
         agent.control.on("rref.fork", self._on_fork)
         agent.control.on("rref.accept", self._on_accept)
         agent.control.on("rref.delete", self._on_delete)
@@ -157,8 +158,8 @@ class References(Extension):
                 raise RRefError(
                     f"{rref} belongs to an agent that has shut down. Cannot call fork an UserRRef after deletion."
                 )
-            if isinstance(handle, UserHandle) and handle.fork.error is not None:
-                raise copy_error(handle.fork.error) from handle.fork.error.__cause__
+            if isinstance(handle, UserHandle):
+                handle.check_usable(rref, "fork an UserRRef")
             if isinstance(handle, OwnerHandle):
                 identifier, owner = handle.entry.id, self.agent.info.id
                 self.table.add_fork(identifier, fork, message.destination.id)
@@ -181,6 +182,22 @@ class References(Extension):
         message.references.extend(
             RRef._of(self._take_over(message.source, reference)) for reference in message.envelope.references
         )
+
+    def not_ready(self, message: Incoming) -> "concurrent.futures.Future[None] | None":
+        """A function may count on it that the references in its arguments are confirmed."""
+        forks = [r._handle.fork for r in message.references if isinstance(r._handle, UserHandle)]
+        if all(fork.confirmed for fork in forks):
+            return None
+        ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def look(_error: object = None) -> None:
+            if all(fork.confirmed or fork.error for fork in forks):
+                ready.set_result(None)
+            else:
+                self._unconfirmed.append(look)
+
+        self.agent.control.run(look)
+        return ready
 
     def unreadable(self, message: Incoming, error: Exception) -> None:
         """Takes the references over, only to drop them; nobody is to wait for a value that cannot come."""
@@ -215,7 +232,17 @@ class References(Extension):
         """The last handle of a fork is gone. Called by finalizers: takes no lock."""
         self.agent.control.run(partial(self._drop, fork))
 
+    def give_up_all(self) -> None:
+        """Gives up all references of this worker to values of others.
+
+        Those that the program still has cannot be used any more. `live_objects` tells when the owners know.
+        """
+        for fork in list(self._users):
+            self._give_up(fork)
+
     def _drop(self, fork: Fork) -> None:
+        if fork.dropped:
+            return
         fork.dropped = True
         self._delete_if_due(fork)
 
@@ -225,6 +252,19 @@ class References(Extension):
         else:
             fork.error = error
         self._delete_if_due(fork)
+        self._tell_waiting()
+
+    def _confirm_none(self) -> None:
+        """The agent has shut down: nobody is to wait for confirmations any longer."""
+        for fork in self._users:
+            if not fork.confirmed and fork.error is None:
+                fork.error = RRefError(f"worker {self.agent.info.name!r} has shut down its RPC agent")
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        unconfirmed, self._unconfirmed = self._unconfirmed, []
+        for look in unconfirmed:
+            look()
 
     def _delete_if_due(self, fork: Fork) -> None:
         if not fork.dropped or not (fork.confirmed or fork.error):
@@ -279,7 +319,8 @@ class References(Extension):
         """Runs a call and keeps its result. Answers when it is over, whether or not it has failed."""
         entry: Entry = message.state[References]
         try:
-            result = run_function(*message.value)
+            with logged(message):
+                result = run_function(*message.value)
         except Exception as error:
             entry.fail(error)
             return None
@@ -327,6 +368,7 @@ class References(Extension):
 
     def close(self) -> None:
         """Forgets all values."""
+        self.agent.control.run(self._confirm_none)
         self.table.clear()
         self._children.clear()
 

@@ -46,6 +46,13 @@ class UserHandle:
         self.fork = fork
         self._give_up = give_up
 
+    def check_usable(self, rref: "RRef[Any]", use: str) -> None:
+        """Raises what keeps the reference from being used."""
+        if self.fork.dropped:
+            raise RRefError(f"{rref} has been given up. Cannot call {use} on it after deletion.")
+        if self.fork.error is not None:
+            raise copy_error(self.fork.error) from self.fork.error.__cause__
+
     def __del__(self) -> None:
         self._give_up(self.fork)
 
@@ -114,8 +121,7 @@ class RRef(Generic[T]):
         seconds = check_timeout(timeout)
         if isinstance(handle, OwnerHandle):
             return self._wait(handle, handle.agent.rpc_timeout if seconds is None else seconds)
-        if handle.fork.error is not None:
-            raise copy_error(handle.fork.error) from handle.fork.error.__cause__
+        handle.check_usable(self, "to_here()")
         identifier = tuple(handle.fork.reference)
         try:
             fetched = handle.agent.request(handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds)

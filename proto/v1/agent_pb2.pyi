@@ -385,6 +385,7 @@ class Tensor(google.protobuf.message.Message):
     SIZES_FIELD_NUMBER: builtins.int
     REQUIRES_GRAD_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    STRIDES_FIELD_NUMBER: builtins.int
     COO_FIELD_NUMBER: builtins.int
     COALESCED_FIELD_NUMBER: builtins.int
     dtype: Global___DType.ValueType
@@ -394,7 +395,11 @@ class Tensor(google.protobuf.message.Message):
     def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def data(self) -> Global___Payload:
-        """contiguous elements, little endian"""
+        """elements, little endian: row-major, or if there are strides, by falling stride"""
+
+    @property
+    def strides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of a tensor that is not contiguous: one for each size, positive, so that no two elements meet."""
 
     @property
     def coo(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:
@@ -407,12 +412,13 @@ class Tensor(google.protobuf.message.Message):
         sizes: collections.abc.Iterable[builtins.int] | None = ...,
         requires_grad: builtins.bool = ...,
         data: Global___Payload | None = ...,
+        strides: collections.abc.Iterable[builtins.int] | None = ...,
         coo: collections.abc.Iterable[Global___Tensor] | None = ...,
         coalesced: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["coalesced", b"coalesced", "coo", b"coo", "data", b"data", "dtype", b"dtype", "requires_grad", b"requires_grad", "sizes", b"sizes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["coalesced", b"coalesced", "coo", b"coo", "data", b"data", "dtype", b"dtype", "requires_grad", b"requires_grad", "sizes", b"sizes", "strides", b"strides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Tensor: typing_extensions.TypeAlias = Tensor

@@ -1,0 +1,42 @@
+"""TorchScript functions and modules in messages.
+
+A script function goes by name where it has one that can be imported, else with its code, as modules do.
+"""
+
+import io
+import sys
+from importlib import import_module
+from typing import Any
+
+import torch
+
+__all__ = ["reduce_script_function", "reduce_script_module"]
+
+_PREFIX = "__torch__."
+
+
+def reduce_script_function(function: Any) -> tuple[Any, ...]:
+    """How to pickle a `torch.jit.ScriptFunction`."""
+    module, _, name = function.qualified_name.removeprefix(_PREFIX).rpartition(".")
+    if getattr(sys.modules.get(module), name, None) is function:
+        return _named, (module, name)
+    return _load, (_save(function),)
+
+
+def reduce_script_module(module: Any) -> tuple[Any, ...]:
+    """How to pickle a scripted module: with code, parameters and buffers."""
+    return _load, (_save(module),)
+
+
+def _save(scripted: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.jit.save(scripted, stream)
+    return stream.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)

@@ -1,0 +1,130 @@
+"""Values whose form matters: layouts of tensors, TorchScript, confirmed references."""
+
+import logging
+import math
+
+import pytest
+import torch
+from gradwire import rpc
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.tensors import decode_tensor, encode_tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.remote_functions import add, assert_clean, identity
+
+
+@torch.jit.script
+def doubled(x):
+    return x + x
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def is_confirmed(rref) -> bool:
+    return rref.confirmed_by_owner()
+
+
+def call(function, x):
+    return function(x)
+
+
+def there_and_back(tensor):
+    kept = []
+
+    def put(data):
+        kept.append(bytes(data))
+        return agent_pb2.Payload(local=len(kept))
+
+    message = encode_tensor(tensor, put)
+    return decode_tensor(message, lambda payload: kept[payload.local - 1]), sum(map(len, kept))
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_strides_survive_where_they_are_sound(data):
+    sizes = data.draw(st.lists(st.integers(0, 4), max_size=4))
+    tensor = torch.arange(math.prod(sizes), dtype=torch.float32).view(sizes)
+    for dim, size in enumerate(sizes):
+        if data.draw(st.booleans()):
+            step = data.draw(st.integers(1, 3))
+            tensor = tensor.repeat_interleave(step, dim)[(slice(None),) * dim + (slice(0, None, step),)]
+            assert tensor.shape[dim] == size
+    tensor = tensor.permute(data.draw(st.permutations(range(len(sizes)))))
+    if data.draw(st.booleans()):
+        tensor = tensor.unsqueeze(-1).expand(*tensor.shape, 2)
+    came, nbytes = there_and_back(tensor)
+    assert torch.equal(came, tensor)
+    assert nbytes == tensor.numel() * 4
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and 0 not in tensor.stride() and span <= 4 * tensor.numel():
+        assert came.is_contiguous() == tensor.is_contiguous()
+        assert tensor.is_contiguous() or came.stride() == tensor.stride()
+    else:
+        assert came.is_contiguous()
+
+
+@pytest.mark.parametrize("strides", [(1,), (0, 1), (1, 1), (-2, 1), (1 << 40, 1), (100, 1)])
+def test_strides_that_are_refused(strides):
+    message = agent_pb2.Tensor(dtype=agent_pb2.FLOAT32, sizes=[2, 2], strides=strides, data=agent_pb2.Payload())
+    with pytest.raises(ValueError, match="malformed tensor: strides"):
+        decode_tensor(message, lambda _payload: bytes(16))
+
+
+def call_scripts() -> None:
+    x = torch.ones(3)
+    assert torch.equal(rpc.rpc_sync("worker1", doubled, (x,)), 2 * x)
+    assert torch.equal(rpc.remote("worker1", doubled, (x,)).to_here(), 2 * x)
+    module = torch.jit.script(Scaled())
+    assert torch.equal(rpc.rpc_sync("worker1", call, (module, x)), 3 * x)
+    nameless = torch.jit.trace(lambda x: x * 5, x)
+    assert torch.equal(rpc.rpc_sync("worker1", nameless, (x,)), 5 * x)
+    back = rpc.rpc_sync("worker1", identity, (module,))
+    assert torch.equal(back(x), 3 * x)
+
+
+def test_script_functions_and_modules(workers):
+    a, _ = workers.rpc(2)
+    a.run(call_scripts)
+
+
+def test_references_in_arguments_are_confirmed_when_the_function_runs(workers):
+    trio = workers.rpc(3)
+
+    def check():
+        for _ in range(20):
+            rref = rpc.remote("worker2", add, (1, 1))
+            assert rpc.rpc_sync("worker1", is_confirmed, (rref,))
+            assert rpc.remote("worker1", is_confirmed, (rref,)).to_here()
+
+    trio[0].run(check)
+    for worker in trio:
+        worker.run(assert_clean)
+
+
+def test_what_a_function_raises_is_logged_where_it_ran(workers, tmp_path):
+    a, b = workers.rpc(2)
+    path = tmp_path / "log"
+
+    def log_to_file():
+        logger = logging.getLogger("gradwire.rpc.calls")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(logging.FileHandler(path))
+
+    def fail():
+        for run in (lambda: rpc.rpc_sync("worker1", add, (1, "x")), rpc.remote("worker1", add, (2, "y")).to_here):
+            with pytest.raises(TypeError):
+                run()
+
+    b.run(log_to_file)
+    a.run(fail)
+    text = path.read_text()
+    assert text.count("a call from worker worker0 failed") == 2
+    assert text.count("TypeError: unsupported operand") == 2
