@@ -23,6 +23,7 @@ from .agent import Destination, RpcAgent, holder
 from .channels.router import Arrived
 from .control import ControlMessages
 from .deadlines import Deadlines
+from .device_maps import NO_DEVICES, device_map_of_answer, device_map_to_proto
 from .executor import Executor
 from .failures import decode_failure, encode_failure
 from .futures import Future
@@ -161,8 +162,9 @@ class GrpcAgent(RpcAgent):
         if self._closed:
             raise NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent")
         seconds = self.rpc_timeout if timeout is None else timeout
-        packed = self._packer.pack(value, what)
-        envelope = agent_pb2.Envelope(id=next(self._ids), type=kind)
+        device_map = self.options.device_maps.get(worker.name, NO_DEVICES)
+        packed = self._packer.pack(value, what, device_map)
+        envelope = agent_pb2.Envelope(id=next(self._ids), type=kind, device_map=device_map_to_proto(device_map))
         if header is not None:
             header(envelope)
         future = Future(self._executor)
@@ -200,7 +202,11 @@ class GrpcAgent(RpcAgent):
     ) -> None:
         """Sends an envelope. `kind` is that of the request, also where the envelope answers it."""
         self._network.check_present(worker)
-        message = Outgoing(worker, envelope, packed.tensors, packed.references, reply_to)
+        if reply_to is None:
+            device_map = self.options.device_maps.get(worker.name, NO_DEVICES)
+        else:
+            device_map = device_map_of_answer(reply_to.envelope.device_map)
+        message = Outgoing(worker, envelope, packed.tensors, packed.references, reply_to, device_map)
         hooked = self._extensions if self._handlers[kind].user_values else []
         left: list[Extension] = []
         try:
@@ -217,7 +223,9 @@ class GrpcAgent(RpcAgent):
         envelope = message.envelope
         writer = self._network.writer(message.destination)
         envelope.body.CopyFrom(writer.put(memoryview(body)))
-        envelope.tensors.extend(encode_tensor(tensor, writer.put) for tensor in message.tensors)
+        envelope.tensors.extend(
+            encode_tensor(tensor, writer.put, message.device_map) for tensor in message.tensors
+        )
         self._network.send(message.destination, envelope.SerializeToString())
         writer.start()
         self._traffic.sent(writer.nbytes)
@@ -247,7 +255,10 @@ class GrpcAgent(RpcAgent):
         pending = self._take(envelope.id)
         try:
             if envelope.type == MessageType.ERROR:
-                raise decode_failure(arrived(envelope.body), source.name)
+                error = decode_failure(arrived(envelope.body), source.name)
+                for extension in self._extensions:
+                    error = extension.failed(error, source)
+                raise error
             # An answer that comes too late is read all the same: references in it must be counted.
             message = self._read(source, envelope, arrived, hooked=True)
             message.value = self._unpack(message)
@@ -357,7 +368,8 @@ class GrpcAgent(RpcAgent):
         if not request.envelope.id:
             return
         envelope = agent_pb2.Envelope(id=request.envelope.id, type=MessageType.RESULT)
-        packed = self._packer.pack(value, "the result")
+        device_map = device_map_of_answer(request.envelope.device_map)
+        packed = self._packer.pack(value, "the result", device_map)
         # A caller that is gone needs no answer.
         with contextlib.suppress(WorkerLostError):
             self._dispatch(request.source, request.envelope.type, envelope, packed, request)

@@ -15,6 +15,7 @@ import torch
 
 from ..proto.v1 import agent_pb2
 from ..proto.v1.agent_pb2 import MessageType
+from .device_maps import DeviceMap
 from .tensors import Buffer
 from .worker import WorkerInfo
 
@@ -62,6 +63,8 @@ class Outgoing:
     references: list[Any]
     reply_to: Incoming | None
     """The request that this message answers."""
+    device_map: DeviceMap = field(default_factory=dict)
+    """Which of this worker's devices become which of the other's."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,6 +112,10 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def not_ready(self, message: Incoming) -> "concurrent.futures.Future[None] | None":  # noqa: ARG002
         """A request has arrived: what must be done before its handler runs, if anything."""
         return None
+
+    def failed(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
+        """A request to a worker has been answered with an error: what its caller gets."""
+        return error
 
     def unreadable(self, message: Incoming, error: Exception) -> None:
         """A message has arrived whose payloads were refused or are malformed: its headers are all there is."""

@@ -142,7 +142,7 @@ def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
     """With devices in place of their names."""
     found: dict[Device, Device] = {}
     sources: dict[torch.device, torch.device] = {}
-    for device, target in ((torch.device(d), torch.device(t)) for d, t in device_map.items()):
+    for device, target in ((_device(d), _device(t)) for d, t in device_map.items()):
         if target in sources:
             raise ValueError(
                 "`device_map` only supports 1-to-1 mapping, "
@@ -152,12 +152,17 @@ def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
     return found
 
 
+def _device(name: Device) -> torch.device:
+    device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    return torch.device("cuda", 0) if device == torch.device("cuda") else device
+
+
 def _check_device_maps(value: Any) -> dict[str, dict[Device, Device]]:
     return {to: _device_map(device_map) for to, device_map in (value or {}).items()}
 
 
 def _check_devices(value: Any) -> list[torch.device]:
-    devices = [torch.device(device) for device in value or ()]
+    devices = [_device(device) for device in value or ()]
     for device in devices:
         if device.type != "cuda":
             raise ValueError(

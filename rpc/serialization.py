@@ -15,6 +15,7 @@ import torch
 from torch.jit._script import RecursiveScriptModule
 
 from ..errors import SerializationError
+from .device_maps import NO_DEVICES, DeviceMap
 from .script import reduce_script_function, reduce_script_module
 from .tensors import Buffer, check_sendable
 
@@ -45,20 +46,21 @@ class Packer:
         """Has instances of exactly this class travel as references."""
         self._reference_types.append(reference_type)
 
-    def pack(self, value: object, what: str | Sequence[str]) -> Packed:
+    def pack(self, value: object, what: str | Sequence[str], device_map: DeviceMap = NO_DEVICES) -> Packed:
         """Pickles a value.
 
         Args:
             value: anything that pickles.
             what: what to call it in errors; for a tuple, what to call each of its items.
+            device_map: where tensors on which devices go; those that are not on the CPU must be in it.
 
         Raises:
             SerializationError: some part does not pickle; `path` says which.
         """
         try:
-            return self._pack(value)
+            return self._pack(value, device_map)
         except Exception as error:
-            path, problem = self._find_culprit(value, what, error)
+            path, problem = self._find_culprit(value, what, error, device_map)
             raise SerializationError(path, problem) from error
 
     def unpack(self, body: Buffer, tensors: Sequence[torch.Tensor], references: Sequence[Any]) -> Any:
@@ -70,16 +72,16 @@ class Packer:
         finally:
             _arriving.parts = before
 
-    def _pack(self, value: object) -> Packed:
+    def _pack(self, value: object, device_map: DeviceMap) -> Packed:
         packed = Packed()
 
         def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-            check_sendable(tensor)
+            check_sendable(tensor, device_map)
             packed.tensors.append(tensor)
             return _tensor, (len(packed.tensors) - 1,)
 
         def reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
-            check_sendable(parameter)
+            check_sendable(parameter, device_map)
             packed.tensors.append(parameter)
             return _parameter, (len(packed.tensors) - 1, parameter.requires_grad)
 
@@ -101,27 +103,29 @@ class Packer:
         packed.body = stream.getvalue()
         return packed
 
-    def _find_culprit(self, value: object, what: str | Sequence[str], error: Exception) -> tuple[str, str]:
+    def _find_culprit(
+        self, value: object, what: str | Sequence[str], error: Exception, device_map: DeviceMap
+    ) -> tuple[str, str]:
         """The path of the innermost part that does not pickle, and why not."""
         if isinstance(what, str):
             path = what
         elif isinstance(value, tuple) and len(value) == len(what):
             for part, name in zip(value, what, strict=True):
-                if problem := self._problem(part):
-                    return self._find_culprit(part, name, problem)
+                if problem := self._problem(part, device_map):
+                    return self._find_culprit(part, name, problem, device_map)
             path = " and ".join(what)
         for _ in range(32):
             for name, part in _parts(value):
-                if problem := self._problem(part):
+                if problem := self._problem(part, device_map):
                     path, value, error = path + name, part, problem
                     break
             else:
                 break
         return path, _explain(value, error)
 
-    def _problem(self, value: object) -> Exception | None:
+    def _problem(self, value: object, device_map: DeviceMap) -> Exception | None:
         try:
-            self._pack(value)
+            self._pack(value, device_map)
         except Exception as error:
             return error
         return None

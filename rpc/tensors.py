@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..proto.v1 import agent_pb2
+from .device_maps import NO_DEVICES, DeviceMap
 
 __all__ = ["Buffer", "check_sendable", "decode_tensor", "encode_tensor"]
 
@@ -19,20 +20,27 @@ _DTYPES: dict[torch.dtype, agent_pb2.DType.ValueType] = {
 _DTYPES_BACK = {number: dtype for dtype, number in _DTYPES.items()}
 
 
-def check_sendable(tensor: torch.Tensor) -> None:
+def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
     """Raises ValueError, saying what to do instead, if this tensor cannot travel."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"it is a tensor on {tensor.device}; only CPU tensors travel: send tensor.cpu()")
+    if tensor.device.type != "cpu" and tensor.device not in device_map:
+        raise ValueError(
+            f"it is a tensor on {tensor.device}, and no device map says where it goes: send tensor.cpu(), or call "
+            "set_device_map on the options before init_rpc"
+        )
     if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested:
         raise ValueError(f"it is a tensor of layout {tensor.layout}; dense and sparse COO tensors travel")
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"it is a tensor of dtype {tensor.dtype}, which does not travel")
 
 
-def encode_tensor(tensor: torch.Tensor, put: Callable[[memoryview], agent_pb2.Payload]) -> agent_pb2.Tensor:
-    """The message for a CPU tensor, whose bytes `put` sends on their way."""
+def encode_tensor(
+    tensor: torch.Tensor, put: Callable[[memoryview], agent_pb2.Payload], device_map: DeviceMap = NO_DEVICES
+) -> agent_pb2.Tensor:
+    """The message for a tensor, whose bytes `put` sends on their way, those of a CUDA tensor through the host."""
     message = agent_pb2.Tensor(dtype=_DTYPES[tensor.dtype], sizes=tensor.shape, requires_grad=tensor.requires_grad)
-    tensor = tensor.detach()
+    if (target := torch.device(device_map.get(tensor.device, "cpu"))).type != "cpu":
+        message.device = str(target)
+    tensor = tensor.detach().cpu()
     if tensor.layout is torch.sparse_coo:
         message.coalesced = tensor.is_coalesced()
         parts = (tensor._indices(), tensor._values())
@@ -41,16 +49,18 @@ def encode_tensor(tensor: torch.Tensor, put: Callable[[memoryview], agent_pb2.Pa
         if not tensor.is_contiguous() and _can_keep(tensor.shape, tensor.stride()):
             message.strides.extend(tensor.stride())
             tensor = tensor.permute(_by_falling_stride(tensor.stride()))
-        flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = tensor.resolve_conj().resolve_neg().contiguous()
+        flat = flat.as_strided((flat.numel(),), (1,))  # a single element may have any stride and be contiguous
         message.data.CopyFrom(put(flat.view(torch.uint8).numpy().data))
     return message
 
 
 def decode_tensor(message: agent_pb2.Tensor, get: Callable[[agent_pb2.Payload], Buffer]) -> torch.Tensor:
-    """The tensor of a message, over memory that nothing else uses.
+    """The tensor of a message, over memory that nothing else uses, on the device that the message names.
 
     Raises:
-        ValueError: the message contradicts itself. Nothing is allocated by its word alone.
+        ValueError: the message contradicts itself, or names no device of this worker. Nothing is allocated by
+            its word alone.
     """
     dtype = _DTYPES_BACK.get(message.dtype)
     sizes = tuple(message.sizes)
@@ -66,9 +76,24 @@ def decode_tensor(message: agent_pb2.Tensor, get: Callable[[agent_pb2.Payload], 
             raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of {dtype}")
         writable = bytearray(data) if isinstance(data, bytes) else data
         tensor = _arrange(torch.frombuffer(writable, dtype=dtype), sizes, tuple(message.strides))
+    if message.device:
+        tensor = tensor.to(_device_here(message.device))
     if message.requires_grad and (dtype.is_floating_point or dtype.is_complex):
         tensor.requires_grad_()
     return tensor
+
+
+def _device_here(name: str) -> torch.device:
+    """A device that another worker's device map names."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"malformed tensor: no device is called {name!r}") from None
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"a tensor is to go to {device}, but there are {torch.cuda.device_count()} CUDA devices here"
+        )
+    return device
 
 
 MOST_GAPS = 4

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gradwire/v1/agent.proto\x12\x0bgradwire.v1\"~\n\x05Hello\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\r\x12\x13\n\x0bworker_name\x18\x05 \x01(\t\x12\x0e\n\x06roster\x18\x06 \x03(\t\"\x1c\n\x07Welcome\x12\x11\n\tduplicate\x18\x01 \x01(\x08\"\x8c\x01\n\x05\x46rame\x12(\n\tenvelopes\x18\x01 \x03(\x0b\x32\x15.gradwire.v1.Envelope\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x12.gradwire.v1.Hello\x12%\n\x07welcome\x18\x03 \x01(\x0b\x32\x14.gradwire.v1.Welcome\x12\x0f\n\x07goodbye\x18\x04 \x01(\x08\"\xb9\x02\n\x08\x45nvelope\x12\n\n\x02id\x18\x01 \x01(\x06\x12&\n\x04type\x18\x02 \x01(\x0e\x32\x18.gradwire.v1.MessageType\x12\"\n\x04\x62ody\x18\x03 \x01(\x0b\x32\x14.gradwire.v1.Payload\x12$\n\x07tensors\x18\x04 \x03(\x0b\x32\x13.gradwire.v1.Tensor\x12*\n\nreferences\x18\x05 \x03(\x0b\x32\x16.gradwire.v1.Reference\x12-\n\x08\x61utograd\x18\x06 \x01(\x0b\x32\x1b.gradwire.v1.AutogradHeader\x12+\n\x07\x63ontrol\x18\x07 \x01(\x0b\x32\x1a.gradwire.v1.ControlHeader\x12\'\n\x07\x63reated\x18\x08 \x01(\x0b\x32\x16.gradwire.v1.Reference\"h\n\x07Payload\x12\x10\n\x06inline\x18\x01 \x01(\x0cH\x00\x12.\n\x07\x63hunked\x18\x02 \x01(\x0b\x32\x1b.gradwire.v1.ChunkedPayloadH\x00\x12\x0f\n\x05local\x18\x03 \x01(\x04H\x00\x42\n\n\x08location\"5\n\x0e\x43hunkedPayload\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"O\n\x06\x43hunks\x12\"\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x12.gradwire.v1.Chunk\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x12.gradwire.v1.Hello\"*\n\x05\x43hunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x10\n\x0eTransferClosed\"\xc3\x01\n\x06Tensor\x12!\n\x05\x64type\x18\x01 \x01(\x0e\x32\x12.gradwire.v1.DType\x12\x11\n\x05sizes\x18\x02 \x03(\x03\x42\x02\x10\x01\x12\x15\n\rrequires_grad\x18\x03 \x01(\x08\x12\"\n\x04\x64\x61ta\x18\x04 \x01(\x0b\x32\x14.gradwire.v1.Payload\x12\x13\n\x07strides\x18\x07 \x03(\x03\x42\x02\x10\x01\x12 \n\x03\x63oo\x18\x05 \x03(\x0b\x32\x13.gradwire.v1.Tensor\x12\x11\n\tcoalesced\x18\x06 \x01(\x08\"i\n\tReference\x12(\n\treference\x18\x01 \x01(\x0b\x32\x15.gradwire.v1.GlobalId\x12#\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x15.gradwire.v1.GlobalId\x12\r\n\x05owner\x18\x03 \x01(\r\"-\n\x08GlobalId\x12\x11\n\tworker_id\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\x7f\n\x0e\x41utogradHeader\x12\x12\n\ncontext_id\x18\x01 \x01(\x06\x12\x12\n\nmessage_id\x18\x02 \x01(\x04\x12\x1a\n\x0e\x64ifferentiable\x18\x03 \x03(\rB\x02\x10\x01\x12)\n\x07\x63losure\x18\x04 \x03(\x0b\x32\x18.gradwire.v1.WorkerSends\"9\n\x0bWorkerSends\x12\x11\n\tworker_id\x18\x01 \x01(\r\x12\x17\n\x0bmessage_ids\x18\x02 \x03(\x04\x42\x02\x10\x01\";\n\rControlHeader\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x1a\n\x12\x61\x63knowledged_below\x18\x02 \x01(\x04\"T\n\rRemoteFailure\x12\x11\n\ttype_name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x0f\n\x07pickled\x18\x04 \x01(\x0c*\xd7\x01\n\x0bMessageType\x12\x1c\n\x18MESSAGE_TYPE_UNSPECIFIED\x10\x00\x12\n\n\x06RESULT\x10\x01\x12\t\n\x05\x45RROR\x10\x02\x12\x08\n\x04\x43\x41LL\x10\x10\x12\x0b\n\x07\x43ONTROL\x10\x11\x12\n\n\x06GATHER\x10\x12\x12\x11\n\rGATHER_STATUS\x10\x13\x12\x0c\n\x08GREETING\x10\x14\x12\x0f\n\x0bRREF_CREATE\x10 \x12\x0e\n\nRREF_FETCH\x10!\x12\x11\n\rRREF_BACKWARD\x10\"\x12\r\n\tGRADIENTS\x10\x30\x12\x0c\n\x08\x42\x41\x43KWARD\x10\x31*\xc7\x02\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\x0b\n\x07\x46LOAT64\x10\x02\x12\x0b\n\x07\x46LOAT16\x10\x03\x12\x0c\n\x08\x42\x46LOAT16\x10\x04\x12\t\n\x05INT64\x10\x05\x12\t\n\x05INT32\x10\x06\x12\t\n\x05INT16\x10\x07\x12\x08\n\x04INT8\x10\x08\x12\t\n\x05UINT8\x10\t\x12\x08\n\x04\x42OOL\x10\n\x12\r\n\tCOMPLEX64\x10\x0b\x12\x0e\n\nCOMPLEX128\x10\x0c\x12\r\n\tCOMPLEX32\x10\r\x12\n\n\x06UINT16\x10\x0e\x12\n\n\x06UINT32\x10\x0f\x12\n\n\x06UINT64\x10\x10\x12\x11\n\rFLOAT8_E4M3FN\x10\x11\x12\x13\n\x0f\x46LOAT8_E4M3FNUZ\x10\x12\x12\x0f\n\x0b\x46LOAT8_E5M2\x10\x13\x12\x13\n\x0f\x46LOAT8_E5M2FNUZ\x10\x14\x12\x12\n\x0e\x46LOAT8_E8M0FNU\x10\x15\x32\x7f\n\x05\x41gent\x12\x36\n\x08\x45xchange\x12\x12.gradwire.v1.Frame\x1a\x12.gradwire.v1.Frame(\x01\x30\x01\x12>\n\x08Transfer\x12\x13.gradwire.v1.Chunks\x1a\x1b.gradwire.v1.TransferClosed(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gradwire/v1/agent.proto\x12\x0bgradwire.v1\"~\n\x05Hello\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\r\x12\x13\n\x0bworker_name\x18\x05 \x01(\t\x12\x0e\n\x06roster\x18\x06 \x03(\t\"\x1c\n\x07Welcome\x12\x11\n\tduplicate\x18\x01 \x01(\x08\"\x8c\x01\n\x05\x46rame\x12(\n\tenvelopes\x18\x01 \x03(\x0b\x32\x15.gradwire.v1.Envelope\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x12.gradwire.v1.Hello\x12%\n\x07welcome\x18\x03 \x01(\x0b\x32\x14.gradwire.v1.Welcome\x12\x0f\n\x07goodbye\x18\x04 \x01(\x08\"\xe9\x02\n\x08\x45nvelope\x12\n\n\x02id\x18\x01 \x01(\x06\x12&\n\x04type\x18\x02 \x01(\x0e\x32\x18.gradwire.v1.MessageType\x12\"\n\x04\x62ody\x18\x03 \x01(\x0b\x32\x14.gradwire.v1.Payload\x12$\n\x07tensors\x18\x04 \x03(\x0b\x32\x13.gradwire.v1.Tensor\x12*\n\nreferences\x18\x05 \x03(\x0b\x32\x16.gradwire.v1.Reference\x12-\n\x08\x61utograd\x18\x06 \x01(\x0b\x32\x1b.gradwire.v1.AutogradHeader\x12+\n\x07\x63ontrol\x18\x07 \x01(\x0b\x32\x1a.gradwire.v1.ControlHeader\x12\'\n\x07\x63reated\x18\x08 \x01(\x0b\x32\x16.gradwire.v1.Reference\x12.\n\ndevice_map\x18\t \x03(\x0b\x32\x1a.gradwire.v1.DeviceMapping\",\n\rDeviceMapping\x12\x0c\n\x04here\x18\x01 \x01(\t\x12\r\n\x05there\x18\x02 \x01(\t\"h\n\x07Payload\x12\x10\n\x06inline\x18\x01 \x01(\x0cH\x00\x12.\n\x07\x63hunked\x18\x02 \x01(\x0b\x32\x1b.gradwire.v1.ChunkedPayloadH\x00\x12\x0f\n\x05local\x18\x03 \x01(\x04H\x00\x42\n\n\x08location\"5\n\x0e\x43hunkedPayload\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"O\n\x06\x43hunks\x12\"\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x12.gradwire.v1.Chunk\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x12.gradwire.v1.Hello\"*\n\x05\x43hunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x10\n\x0eTransferClosed\"\xd3\x01\n\x06Tensor\x12!\n\x05\x64type\x18\x01 \x01(\x0e\x32\x12.gradwire.v1.DType\x12\x11\n\x05sizes\x18\x02 \x03(\x03\x42\x02\x10\x01\x12\x15\n\rrequires_grad\x18\x03 \x01(\x08\x12\"\n\x04\x64\x61ta\x18\x04 \x01(\x0b\x32\x14.gradwire.v1.Payload\x12\x13\n\x07strides\x18\x07 \x03(\x03\x42\x02\x10\x01\x12 \n\x03\x63oo\x18\x05 \x03(\x0b\x32\x13.gradwire.v1.Tensor\x12\x11\n\tcoalesced\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\"i\n\tReference\x12(\n\treference\x18\x01 \x01(\x0b\x32\x15.gradwire.v1.GlobalId\x12#\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x15.gradwire.v1.GlobalId\x12\r\n\x05owner\x18\x03 \x01(\r\"-\n\x08GlobalId\x12\x11\n\tworker_id\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\x7f\n\x0e\x41utogradHeader\x12\x12\n\ncontext_id\x18\x01 \x01(\x06\x12\x12\n\nmessage_id\x18\x02 \x01(\x04\x12\x1a\n\x0e\x64ifferentiable\x18\x03 \x03(\rB\x02\x10\x01\x12)\n\x07\x63losure\x18\x04 \x03(\x0b\x32\x18.gradwire.v1.WorkerSends\"9\n\x0bWorkerSends\x12\x11\n\tworker_id\x18\x01 \x01(\r\x12\x17\n\x0bmessage_ids\x18\x02 \x03(\x04\x42\x02\x10\x01\";\n\rControlHeader\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x1a\n\x12\x61\x63knowledged_below\x18\x02 \x01(\x04\"T\n\rRemoteFailure\x12\x11\n\ttype_name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x0f\n\x07pickled\x18\x04 \x01(\x0c*\xd7\x01\n\x0bMessageType\x12\x1c\n\x18MESSAGE_TYPE_UNSPECIFIED\x10\x00\x12\n\n\x06RESULT\x10\x01\x12\t\n\x05\x45RROR\x10\x02\x12\x08\n\x04\x43\x41LL\x10\x10\x12\x0b\n\x07\x43ONTROL\x10\x11\x12\n\n\x06GATHER\x10\x12\x12\x11\n\rGATHER_STATUS\x10\x13\x12\x0c\n\x08GREETING\x10\x14\x12\x0f\n\x0bRREF_CREATE\x10 \x12\x0e\n\nRREF_FETCH\x10!\x12\x11\n\rRREF_BACKWARD\x10\"\x12\r\n\tGRADIENTS\x10\x30\x12\x0c\n\x08\x42\x41\x43KWARD\x10\x31*\xc7\x02\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\x0b\n\x07\x46LOAT64\x10\x02\x12\x0b\n\x07\x46LOAT16\x10\x03\x12\x0c\n\x08\x42\x46LOAT16\x10\x04\x12\t\n\x05INT64\x10\x05\x12\t\n\x05INT32\x10\x06\x12\t\n\x05INT16\x10\x07\x12\x08\n\x04INT8\x10\x08\x12\t\n\x05UINT8\x10\t\x12\x08\n\x04\x42OOL\x10\n\x12\r\n\tCOMPLEX64\x10\x0b\x12\x0e\n\nCOMPLEX128\x10\x0c\x12\r\n\tCOMPLEX32\x10\r\x12\n\n\x06UINT16\x10\x0e\x12\n\n\x06UINT32\x10\x0f\x12\n\n\x06UINT64\x10\x10\x12\x11\n\rFLOAT8_E4M3FN\x10\x11\x12\x13\n\x0f\x46LOAT8_E4M3FNUZ\x10\x12\x12\x0f\n\x0b\x46LOAT8_E5M2\x10\x13\x12\x13\n\x0f\x46LOAT8_E5M2FNUZ\x10\x14\x12\x12\n\x0e\x46LOAT8_E8M0FNU\x10\x15\x32\x7f\n\x05\x41gent\x12\x36\n\x08\x45xchange\x12\x12.gradwire.v1.Frame\x1a\x12.gradwire.v1.Frame(\x01\x30\x01\x12>\n\x08Transfer\x12\x13.gradwire.v1.Chunks\x1a\x1b.gradwire.v1.TransferClosed(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,10 +39,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AUTOGRADHEADER'].fields_by_name['differentiable']._serialized_options = b'\020\001'
   _globals['_WORKERSENDS'].fields_by_name['message_ids']._loaded_options = None
   _globals['_WORKERSENDS'].fields_by_name['message_ids']._serialized_options = b'\020\001'
-  _globals['_MESSAGETYPE']._serialized_start=1649
-  _globals['_MESSAGETYPE']._serialized_end=1864
-  _globals['_DTYPE']._serialized_start=1867
-  _globals['_DTYPE']._serialized_end=2194
+  _globals['_MESSAGETYPE']._serialized_start=1759
+  _globals['_MESSAGETYPE']._serialized_end=1974
+  _globals['_DTYPE']._serialized_start=1977
+  _globals['_DTYPE']._serialized_end=2304
   _globals['_HELLO']._serialized_start=40
   _globals['_HELLO']._serialized_end=166
   _globals['_WELCOME']._serialized_start=168
@@ -50,31 +50,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FRAME']._serialized_start=199
   _globals['_FRAME']._serialized_end=339
   _globals['_ENVELOPE']._serialized_start=342
-  _globals['_ENVELOPE']._serialized_end=655
-  _globals['_PAYLOAD']._serialized_start=657
-  _globals['_PAYLOAD']._serialized_end=761
-  _globals['_CHUNKEDPAYLOAD']._serialized_start=763
-  _globals['_CHUNKEDPAYLOAD']._serialized_end=816
-  _globals['_CHUNKS']._serialized_start=818
-  _globals['_CHUNKS']._serialized_end=897
-  _globals['_CHUNK']._serialized_start=899
-  _globals['_CHUNK']._serialized_end=941
-  _globals['_TRANSFERCLOSED']._serialized_start=943
-  _globals['_TRANSFERCLOSED']._serialized_end=959
-  _globals['_TENSOR']._serialized_start=962
-  _globals['_TENSOR']._serialized_end=1157
-  _globals['_REFERENCE']._serialized_start=1159
-  _globals['_REFERENCE']._serialized_end=1264
-  _globals['_GLOBALID']._serialized_start=1266
-  _globals['_GLOBALID']._serialized_end=1311
-  _globals['_AUTOGRADHEADER']._serialized_start=1313
-  _globals['_AUTOGRADHEADER']._serialized_end=1440
-  _globals['_WORKERSENDS']._serialized_start=1442
-  _globals['_WORKERSENDS']._serialized_end=1499
-  _globals['_CONTROLHEADER']._serialized_start=1501
-  _globals['_CONTROLHEADER']._serialized_end=1560
-  _globals['_REMOTEFAILURE']._serialized_start=1562
-  _globals['_REMOTEFAILURE']._serialized_end=1646
-  _globals['_AGENT']._serialized_start=2196
-  _globals['_AGENT']._serialized_end=2323
+  _globals['_ENVELOPE']._serialized_end=703
+  _globals['_DEVICEMAPPING']._serialized_start=705
+  _globals['_DEVICEMAPPING']._serialized_end=749
+  _globals['_PAYLOAD']._serialized_start=751
+  _globals['_PAYLOAD']._serialized_end=855
+  _globals['_CHUNKEDPAYLOAD']._serialized_start=857
+  _globals['_CHUNKEDPAYLOAD']._serialized_end=910
+  _globals['_CHUNKS']._serialized_start=912
+  _globals['_CHUNKS']._serialized_end=991
+  _globals['_CHUNK']._serialized_start=993
+  _globals['_CHUNK']._serialized_end=1035
+  _globals['_TRANSFERCLOSED']._serialized_start=1037
+  _globals['_TRANSFERCLOSED']._serialized_end=1053
+  _globals['_TENSOR']._serialized_start=1056
+  _globals['_TENSOR']._serialized_end=1267
+  _globals['_REFERENCE']._serialized_start=1269
+  _globals['_REFERENCE']._serialized_end=1374
+  _globals['_GLOBALID']._serialized_start=1376
+  _globals['_GLOBALID']._serialized_end=1421
+  _globals['_AUTOGRADHEADER']._serialized_start=1423
+  _globals['_AUTOGRADHEADER']._serialized_end=1550
+  _globals['_WORKERSENDS']._serialized_start=1552
+  _globals['_WORKERSENDS']._serialized_end=1609
+  _globals['_CONTROLHEADER']._serialized_start=1611
+  _globals['_CONTROLHEADER']._serialized_end=1670
+  _globals['_REMOTEFAILURE']._serialized_start=1672
+  _globals['_REMOTEFAILURE']._serialized_end=1756
+  _globals['_AGENT']._serialized_start=2306
+  _globals['_AGENT']._serialized_end=2433
 # @@protoc_insertion_point(module_scope)

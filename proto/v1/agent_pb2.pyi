@@ -235,6 +235,7 @@ class Envelope(google.protobuf.message.Message):
     AUTOGRAD_FIELD_NUMBER: builtins.int
     CONTROL_FIELD_NUMBER: builtins.int
     CREATED_FIELD_NUMBER: builtins.int
+    DEVICE_MAP_FIELD_NUMBER: builtins.int
     id: builtins.int
     """of the request; 0 where no answer is wanted"""
     type: Global___MessageType.ValueType
@@ -254,6 +255,10 @@ class Envelope(google.protobuf.message.Message):
     def created(self) -> Global___Reference:
         """RREF_CREATE: the reference under which the result is kept"""
 
+    @property
+    def device_map(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DeviceMapping]:
+        """of a request: where its tensors went; those of the answer go back so"""
+
     def __init__(
         self,
         *,
@@ -265,13 +270,35 @@ class Envelope(google.protobuf.message.Message):
         autograd: Global___AutogradHeader | None = ...,
         control: Global___ControlHeader | None = ...,
         created: Global___Reference | None = ...,
+        device_map: collections.abc.Iterable[Global___DeviceMapping] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "id", b"id", "references", b"references", "tensors", b"tensors", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "device_map", b"device_map", "id", b"id", "references", b"references", "tensors", b"tensors", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope
+
+@typing.final
+class DeviceMapping(google.protobuf.message.Message):
+    """Tensors that are on the one device here become tensors on the other one there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HERE_FIELD_NUMBER: builtins.int
+    THERE_FIELD_NUMBER: builtins.int
+    here: builtins.str
+    there: builtins.str
+    def __init__(
+        self,
+        *,
+        here: builtins.str = ...,
+        there: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["here", b"here", "there", b"there"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___DeviceMapping: typing_extensions.TypeAlias = DeviceMapping
 
 @typing.final
 class Payload(google.protobuf.message.Message):
@@ -388,9 +415,12 @@ class Tensor(google.protobuf.message.Message):
     STRIDES_FIELD_NUMBER: builtins.int
     COO_FIELD_NUMBER: builtins.int
     COALESCED_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     dtype: Global___DType.ValueType
     requires_grad: builtins.bool
     coalesced: builtins.bool
+    device: builtins.str
+    """where the receiver is to have it, as torch names devices; by default the CPU"""
     @property
     def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -415,10 +445,11 @@ class Tensor(google.protobuf.message.Message):
         strides: collections.abc.Iterable[builtins.int] | None = ...,
         coo: collections.abc.Iterable[Global___Tensor] | None = ...,
         coalesced: builtins.bool = ...,
+        device: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["coalesced", b"coalesced", "coo", b"coo", "data", b"data", "dtype", b"dtype", "requires_grad", b"requires_grad", "sizes", b"sizes", "strides", b"strides"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["coalesced", b"coalesced", "coo", b"coo", "data", b"data", "device", b"device", "dtype", b"dtype", "requires_grad", b"requires_grad", "sizes", b"sizes", "strides", b"strides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Tensor: typing_extensions.TypeAlias = Tensor

@@ -1,0 +1,130 @@
+"""Options, backends and device maps."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from gradwire import rpc
+from gradwire.errors import RendezvousError, RpcError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc import backend_registry
+from gradwire.rpc.device_maps import check_device_maps, device_map_of_answer, device_map_to_proto
+from gradwire.rpc.membership import Member
+from gradwire.rpc.tensors import check_sendable, decode_tensor
+
+from tests.remote_functions import add
+
+CUDA0, CUDA1 = torch.device("cuda:0"), torch.device("cuda:1")
+
+
+def test_options_are_checked_when_they_are_set():
+    options = rpc.RpcBackendOptions(rpc_timeout=5)
+    options.rpc_timeout = 7
+    assert options.rpc_timeout == 7
+    for name, value in {"rpc_timeout": -1, "init_timeout": 0, "num_worker_threads": 0}.items():
+        with pytest.raises(ValueError, match=name):
+            setattr(options, name, value)
+    with pytest.raises(TypeError, match="channels"):
+        options.channels = {}
+    with pytest.raises(AttributeError):
+        options.no_such_option = 1
+
+
+def test_device_maps():
+    options = rpc.RpcBackendOptions(device_maps={"worker1": {0: "cuda:1"}})
+    options.set_device_map("worker1", {"cuda:1": 0})
+    options.set_device_map("worker2", {"cpu": torch.device("cuda")})
+    assert options.device_maps == {
+        "worker1": {CUDA0: CUDA1, CUDA1: CUDA0},
+        "worker2": {torch.device("cpu"): CUDA0},
+    }
+    with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping, trying to map cuda:0"):
+        options.set_device_map("worker1", {0: 0})
+    with pytest.raises(
+        ValueError, match="`device_map` only supports 1-to-1 mapping, trying to map cuda:1 and cuda:0"
+    ):
+        rpc.RpcBackendOptions(device_maps={"worker1": {0: 1, 1: 1}})
+
+
+def test_devices():
+    options = rpc.RpcBackendOptions(devices=[0])
+    options.set_devices(["cuda:1", 0])
+    assert options.devices == [CUDA1, CUDA0]
+    with pytest.raises(ValueError, match="expect a list of CUDA devices, but got device type cpu"):
+        options.set_devices(["cpu"])
+
+
+def test_device_maps_are_checked_against_the_group():
+    me, other = rpc.WorkerInfo("a", 0), rpc.WorkerInfo("b", 1)
+    group = [Member(me, "", 2), Member(other, "", 1)]
+    check_device_maps(me, rpc.RpcBackendOptions(device_maps={"b": {1: 0}}), group)
+    for device_maps, problem in (
+        ({"c": {0: 0}}, "invalid target node names in its device maps: 'c' is not one of a, b"),
+        ({"b": {2: 0}}, "unexpected source devices in its device map for b: a has no cuda:2"),
+        ({"b": {0: 1}}, "unexpected target devices in its device map for b: b has no cuda:1, it has 1 "),
+    ):
+        with pytest.raises(RendezvousError, match=problem):
+            check_device_maps(me, rpc.RpcBackendOptions(device_maps=device_maps), group)
+
+
+def test_where_tensors_go():
+    there = rpc.RpcBackendOptions(device_maps={"b": {0: 1, "cpu": 0}}).device_maps["b"]
+    back = device_map_of_answer(device_map_to_proto(there))
+    assert back == {CUDA1: CUDA0, CUDA0: torch.device("cpu")}
+    on_cuda = Mock(device=CUDA0, layout=torch.strided, is_nested=False, dtype=torch.float32)
+    check_sendable(on_cuda, there)
+    with pytest.raises(ValueError, match=r"no device map says where it goes: .* set_device_map"):
+        check_sendable(on_cuda, {})
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "nonsense", "cuda:-7"])
+def test_devices_that_a_worker_does_not_have(device):
+    message = agent_pb2.Tensor(dtype=agent_pb2.FLOAT32, sizes=[0], device=device)
+    with pytest.raises(ValueError, match=r"no device is called|a tensor is to go to"):
+        decode_tensor(message, lambda _payload: b"")
+
+
+def test_a_backend_of_ones_own(workers, tmp_path):
+    def run():
+        seen = {}
+
+        class Options(rpc.RpcBackendOptions):
+            pass
+
+        def make_options(rpc_timeout, init_method, **others):
+            return Options(rpc_timeout=rpc_timeout, init_method=init_method, **others)
+
+        def start(store, name, rank, world_size, rpc_backend_options):
+            seen.update(rank=rank, world_size=world_size, options=type(rpc_backend_options))
+            return rpc.grpc_backend.start_agent(store, name, rank, world_size, rpc_backend_options)
+
+        mine = backend_registry.register_backend("MINE", make_options, start)
+        assert mine is rpc.BackendType.MINE is rpc.BackendType["MINE"]
+        assert mine in rpc.BackendType
+        assert repr(mine) == "BackendType.MINE"
+        with pytest.raises(RpcError, match="RPC backend MINE: already registered"):
+            backend_registry.register_backend("MINE", make_options, start)
+        url = f"file://{tmp_path / 'meet'}"
+        options = backend_registry.construct_rpc_backend_options(mine, init_method=url, num_worker_threads=3)
+        rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)  # the options tell the backend
+        assert seen == {"rank": 0, "world_size": 1, "options": Options}
+        assert rpc.rpc_sync("only", add, (1, 2)) == 3
+        assert rpc.debug_info()["agent.thread_pool_size"] == 3
+        rpc.shutdown()
+
+    workers(1)[0].run(run)
+
+
+def test_backends_that_are_none():
+    with pytest.raises(ValueError, match="backend is 'TCP': the registered ones are 'GRADWIRE'"):
+        rpc.init_rpc("a", "TCP", rank=0, world_size=1)
+    with pytest.raises(TypeError, match="Argument backend must be a member of BackendType"):
+        rpc.init_rpc("a", 3, rank=0, world_size=1)
+    with pytest.raises(AttributeError, match=r"no RPC backend 'TCP' is registered"):
+        _ = rpc.BackendType.TCP
+
+    class Unregistered(rpc.RpcBackendOptions):
+        pass
+
+    with pytest.raises(TypeError, match="Could not infer backend for options"):
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=Unregistered())
