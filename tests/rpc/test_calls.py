@@ -99,7 +99,8 @@ def test_tensors_of_all_kinds(workers, to):
                 assert torch.equal(got, tensor)
         matrix = torch.randn(4, 6)
         conjugate = torch.randn(3, dtype=torch.complex64).conj()
-        for tensor in (matrix.t(), matrix[:, ::2], matrix.expand(2, 4, 6), conjugate, conjugate.imag):
+        one = torch.ones(()).expand(1)  # as the gradient of a sum; its stride is 0
+        for tensor in (matrix.t(), matrix[:, ::2], matrix.expand(2, 4, 6), conjugate, conjugate.imag, one):
             assert torch.equal(rpc.rpc_sync(to, identity, (tensor,)), tensor)
         sparse = torch.eye(5).to_sparse()
         got = rpc.rpc_sync(to, identity, (sparse,))
