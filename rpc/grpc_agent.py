@@ -128,6 +128,7 @@ class GrpcAgent(RpcAgent):
             self._handlers.update(extension.handlers())
             if extension.reference_type is not None:
                 self._packer.take_out(extension.reference_type)
+            self._packer.reduce_with(extension.reducers())
         self._network.admit()
 
     def worker(self, destination: Destination) -> WorkerInfo:

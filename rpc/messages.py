@@ -100,6 +100,10 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
         """The message types it handles."""
         return {}
 
+    def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
+        """How instances of exactly these classes are pickled into messages, by class; as in `copyreg`."""
+        return {}
+
     def leaving(self, message: Outgoing) -> None:
         """A message leaves: add headers. Raising keeps it from being sent."""
 

@@ -8,7 +8,7 @@ import copyreg
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -41,10 +41,18 @@ class Packer:
 
     def __init__(self) -> None:
         self._reference_types: list[type] = []
+        self._reducers: dict[type, Callable[[Any], Any]] = {
+            torch.jit.ScriptFunction: reduce_script_function,
+            RecursiveScriptModule: reduce_script_module,
+        }
 
     def take_out(self, reference_type: type) -> None:
         """Has instances of exactly this class travel as references."""
         self._reference_types.append(reference_type)
+
+    def reduce_with(self, reducers: Mapping[type, Callable[[Any], Any]]) -> None:
+        """Has instances of exactly these classes pickled by functions, as in `copyreg`."""
+        self._reducers.update(reducers)
 
     def pack(self, value: object, what: str | Sequence[str], device_map: DeviceMap = NO_DEVICES) -> Packed:
         """Pickles a value.
@@ -91,11 +99,9 @@ class Packer:
 
         stream = io.BytesIO()
         pickler = pickle.Pickler(stream, protocol=5)
-        table: dict[type, Callable[[Any], Any]] = dict(copyreg.dispatch_table)
+        table: dict[type, Callable[[Any], Any]] = copyreg.dispatch_table | self._reducers
         table[torch.Tensor] = reduce_tensor
         table[torch.nn.Parameter] = reduce_parameter
-        table[torch.jit.ScriptFunction] = reduce_script_function
-        table[RecursiveScriptModule] = reduce_script_module
         for reference_type in self._reference_types:
             table[reference_type] = reduce_reference
         pickler.dispatch_table = table
