@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-TYPED  := c10d rpc rref autograd optim
+TYPED  := c10d rpc rref autograd optim nn
 
 .PHONY: demo test lint proto clean
 

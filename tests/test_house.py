@@ -10,7 +10,7 @@ import pytest
 from gradwire.proto.generate import generate
 
 ROOT = Path(gradwire.__file__).parent
-PACKAGES = ["proto", "c10d", "rpc", "rref", "autograd", "optim"]
+PACKAGES = ["proto", "c10d", "rpc", "rref", "autograd", "optim", "nn"]
 MAY_IMPORT = {
     "proto": set(),
     "c10d": {"proto", "errors"},
@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "rref": {"proto", "rpc", "errors"},
     "autograd": {"proto", "rpc", "errors"},
     "optim": {"rpc", "rref", "autograd", "c10d", "errors"},
+    "nn": {"rpc", "rref", "autograd", "c10d", "errors"},
 }
 MODULES = sorted(
     path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.parent != ROOT / "proto" / "v1"
