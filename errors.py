@@ -10,6 +10,7 @@ GradwireError
     ├── WorkerNameError           .name: no worker can be called so (a ValueError as well)
     ├── UnknownWorkerError        .name: no worker of the group is called so
     ├── RpcTimeoutError           .worker, .seconds
+    ├── RpcCancelledError         .worker: the caller cancelled the call
     ├── WorkerLostError           .worker, .reason: the peer died, left, or cannot be reached
     ├── SerializationError        .path: where in the arguments or the result it went wrong
     ├── RemoteError               .worker, .remote_traceback: a function raised on another worker
@@ -36,6 +37,7 @@ __all__ = [
     "RemoteError",
     "RemoteUnpicklableError",
     "RendezvousError",
+    "RpcCancelledError",
     "RpcError",
     "RpcTimeoutError",
     "SerializationError",
@@ -121,6 +123,14 @@ class RpcTimeoutError(RpcError):
         super().__init__(f"RPC ran for more than its timeout of {seconds:g} s: {doing} {worker!r}")
         self.worker = worker
         self.seconds = seconds
+
+
+class RpcCancelledError(RpcError):
+    """The caller cancelled the call. It has not been run, unless it had begun to."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(f"a call to worker {worker!r} was cancelled by its caller")
+        self.worker = worker
 
 
 class WorkerLostError(RpcError):

@@ -1,6 +1,6 @@
 """Remote calls: the names of `torch.distributed.rpc`, on gradwire's agent."""
 
-from . import backend_registry, functions, grpc_backend
+from . import aio, backend_registry, functions, grpc_backend
 from .agent import RpcAgent, is_initialized
 from .api import (
     debug_info,
@@ -16,6 +16,7 @@ from .calls import rpc_async, rpc_sync
 from .collectives import AllGatherStates, all_gather, barrier
 from .futures import Future
 from .options import ChannelOptions, RpcBackendOptions
+from .streams import RpcStream, rpc_stream
 from .wait_all import wait_all
 from .worker import WorkerInfo
 
@@ -32,7 +33,9 @@ __all__ = [
     "RRef",
     "RpcAgent",
     "RpcBackendOptions",
+    "RpcStream",
     "WorkerInfo",
+    "aio",
     "all_gather",
     "backend_registry",
     "barrier",
@@ -46,6 +49,7 @@ __all__ = [
     "remote",
     "require_initialized",
     "rpc_async",
+    "rpc_stream",
     "rpc_sync",
     "set_rpc_timeout",
     "shutdown",

@@ -14,7 +14,7 @@ from ..errors import NotInitializedError
 from ..proto.v1 import agent_pb2
 from .control import ControlMessages
 from .futures import Future
-from .messages import Extension, MessageType
+from .messages import Extension, Incoming, MessageType
 from .options import RpcBackendOptions
 from .worker import WorkerInfo
 
@@ -81,8 +81,41 @@ class RpcAgent(ABC):
         """
 
     @abstractmethod
-    def post(self, worker: WorkerInfo, kind: MessageType.ValueType, value: object) -> None:
-        """Sends a message that gets no answer. Raises WorkerLostError if the worker is known to be lost."""
+    def post(
+        self,
+        worker: WorkerInfo,
+        kind: MessageType.ValueType,
+        value: object,
+        *,
+        what: str = "the value",
+        header: Callable[[agent_pb2.Envelope], None] | None = None,
+        reply_to: Incoming | None = None,
+    ) -> int:
+        """Sends a message that gets no answer.
+
+        Args:
+            worker: one of `workers()`.
+            kind: a message type that the other side has a handler for.
+            value: the body, anything that pickles.
+            what: what to call the value in a SerializationError.
+            header: fills in headers of the envelope.
+            reply_to: a request that this message belongs to, so that it travels in that one's context.
+
+        Returns:
+            Bytes of the body and the tensors.
+
+        Raises:
+            WorkerLostError: the worker is known to be lost.
+            SerializationError: the value does not pickle; nothing was sent.
+        """
+
+    @abstractmethod
+    def serving(self, message: Incoming) -> AbstractContextManager[None]:
+        """The scopes in which a request is handled, for a handler that goes on with it later."""
+
+    @abstractmethod
+    def submit(self, task: Callable[..., None], *args: Any) -> None:
+        """Runs a task on one of the threads that run incoming calls."""
 
     @abstractmethod
     def blocking(self) -> AbstractContextManager[None]:

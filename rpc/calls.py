@@ -41,7 +41,7 @@ class Calls(Extension):
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """The one type."""
-        return {MessageType.CALL: Handler(self._run, user_values=True)}
+        return {MessageType.CALL: Handler(self._run, user_values=True, cancellable=True)}
 
     def _run(self, message: Incoming) -> Any:
         with logged(message):

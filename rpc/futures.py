@@ -5,7 +5,10 @@ and has a traceback with a frame that knows the future would never be freed, nor
 frame. So exceptions are kept here without a traceback, and `wait` raises a copy.
 """
 
+import asyncio
 import concurrent.futures
+import contextlib
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,22 +18,38 @@ from .failures import copy_error
 if TYPE_CHECKING:
     from .executor import Executor
 
-__all__ = ["Future", "error_of", "when_done"]
+__all__ = ["Future", "error_of", "wait_in_loop", "when_done"]
 
 
 class Future(torch.futures.Future[Any]):
     """A torch future that tells the agent's executor when one of its threads waits.
 
-    Waiting inside a remote function then never starves the calls that the wait depends on.
+    Waiting inside a remote function then never starves the calls that the wait depends on. In an asyncio
+    program the future can be awaited; a task that is cancelled meanwhile cancels the call.
     """
 
-    def __new__(cls, executor: "Executor") -> "Future":  # noqa: ARG004
+    def __new__(cls, executor: "Executor", cancel: Callable[[], bool] | None = None) -> "Future":  # noqa: ARG004
         """The C++ side takes no arguments."""
         return super().__new__(cls)
 
-    def __init__(self, executor: "Executor") -> None:
+    def __init__(self, executor: "Executor", cancel: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self._executor = executor
+        self._cancel = cancel
+
+    def cancel(self) -> bool:
+        """Cancels the call: the future fails at once with RpcCancelledError.
+
+        What of the call has not been sent is not sent. Where it has been sent but has not begun to run, it is
+        not run (if the cancellation gets there first). A call that runs goes on, and its result is dropped.
+
+        Returns:
+            Was the call cancelled? False if it was over already.
+        """
+        return self._cancel is not None and self._cancel()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return wait_in_loop(self).__await__()
 
     def wait(self) -> Any:
         """The call's result, or its exception raised here. Blocks until there is one."""
@@ -46,6 +65,26 @@ class Future(torch.futures.Future[Any]):
     def set_exception(self, result: Exception) -> None:
         """Fails the future."""
         super().set_exception(result.with_traceback(None))
+
+
+async def wait_in_loop(future: torch.futures.Future[Any]) -> Any:
+    """The result of a future, awaited on the running event loop. Cancelling the wait cancels a call."""
+    if not future.done():
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def wake(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(woken.set)
+
+        future.add_done_callback(wake)
+        try:
+            await woken.wait()
+        except asyncio.CancelledError:
+            if isinstance(future, Future):
+                future.cancel()
+            raise
+    return future.wait()
 
 
 def error_of(future: torch.futures.Future[Any]) -> Exception | None:

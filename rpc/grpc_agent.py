@@ -14,16 +14,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, final
 
-from ..errors import NotInitializedError, RpcTimeoutError, SerializationError, WorkerLostError
+from ..errors import (
+    NotInitializedError,
+    RpcCancelledError,
+    RpcTimeoutError,
+    SerializationError,
+    WorkerLostError,
+)
 from ..proto.v1 import agent_pb2
 from .accounting import Activity, Traffic
 from .agent import Destination, RpcAgent, holder
+from .arrivals import Arrivals
 from .channels.router import Arrived
 from .control import ControlMessages
 from .deadlines import Deadlines
-from .device_maps import NO_DEVICES, device_map_of_answer, device_map_to_proto
+from .device_maps import NO_DEVICES, DeviceMap, device_map_of_answer, device_map_to_proto
 from .executor import Executor
 from .failures import decode_failure, encode_failure
 from .futures import Future
@@ -64,6 +72,16 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class _Sent:
+    """What it takes to take a message back: its headers, without its bytes, and where it went."""
+
+    message: Outgoing
+    ticket: int
+    payloads: list[agent_pb2.Payload]
+    nbytes: int
+
+
+@dataclass(slots=True)
 class _Pending:
     """A request that is not answered yet."""
 
@@ -71,6 +89,7 @@ class _Pending:
     worker: WorkerInfo
     kind: MessageType.ValueType
     timeout: float
+    sent: _Sent | None = None
 
 
 @final
@@ -94,6 +113,7 @@ class GrpcAgent(RpcAgent):
         self._shutdown = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
+        self._arrivals = Arrivals()
         self._traffic = Traffic()
         self._activity = Activity()
         self._serving = Activity()
@@ -163,17 +183,18 @@ class GrpcAgent(RpcAgent):
         if self._closed:
             raise NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent")
         seconds = self.rpc_timeout if timeout is None else timeout
-        device_map = self.options.device_maps.get(worker.name, NO_DEVICES)
+        device_map = self._device_map(worker, None)
         packed = self._packer.pack(value, what, device_map)
         envelope = agent_pb2.Envelope(id=next(self._ids), type=kind, device_map=device_map_to_proto(device_map))
         if header is not None:
             header(envelope)
-        future = Future(self._executor)
-        if self._handlers[kind].user_values:
+        handler = self._handlers[kind]
+        future = Future(self._executor, partial(self._cancel, envelope.id) if handler.cancellable else None)
+        if handler.user_values:
             self._activity.begin()
-        self._pending[envelope.id] = _Pending(future, worker, kind, seconds)
+        pending = self._pending[envelope.id] = _Pending(future, worker, kind, seconds)
         try:
-            self._dispatch(worker, kind, envelope, packed, None)
+            pending.sent = self._dispatch(worker, kind, envelope, packed, None)
         except WorkerLostError as error:
             self._fail(self._take(envelope.id), error)
         except BaseException:
@@ -185,9 +206,22 @@ class GrpcAgent(RpcAgent):
                 self._deadlines.add(envelope.id, seconds)
         return future
 
-    def post(self, worker: WorkerInfo, kind: MessageType.ValueType, value: object) -> None:
-        """Sends a message that gets no answer."""
-        self._dispatch(worker, kind, agent_pb2.Envelope(type=kind), self._packer.pack(value, "the value"), None)
+    def post(
+        self,
+        worker: WorkerInfo,
+        kind: MessageType.ValueType,
+        value: object,
+        *,
+        what: str = "the value",
+        header: Callable[[agent_pb2.Envelope], None] | None = None,
+        reply_to: Incoming | None = None,
+    ) -> int:
+        """Sends a message that gets no answer; bytes of its body and tensors."""
+        packed = self._packer.pack(value, what, self._device_map(worker, reply_to))
+        envelope = agent_pb2.Envelope(type=kind)
+        if header is not None:
+            header(envelope)
+        return self._dispatch(worker, kind, envelope, packed, reply_to).nbytes
 
     def blocking(self) -> contextlib.AbstractContextManager[None]:
         """Around a wait for other workers."""
@@ -200,13 +234,10 @@ class GrpcAgent(RpcAgent):
         envelope: agent_pb2.Envelope,
         packed: Packed,
         reply_to: Incoming | None,
-    ) -> None:
+    ) -> _Sent:
         """Sends an envelope. `kind` is that of the request, also where the envelope answers it."""
         self._network.check_present(worker)
-        if reply_to is None:
-            device_map = self.options.device_maps.get(worker.name, NO_DEVICES)
-        else:
-            device_map = device_map_of_answer(reply_to.envelope.device_map)
+        device_map = self._device_map(worker, reply_to)
         message = Outgoing(worker, envelope, packed.tensors, packed.references, reply_to, device_map)
         hooked = self._extensions if self._handlers[kind].user_values else []
         left: list[Extension] = []
@@ -214,27 +245,74 @@ class GrpcAgent(RpcAgent):
             for extension in hooked:
                 left.append(extension)
                 extension.leaving(message)
-            self._send(message, packed.body)
+            return self._send(message, packed.body)
         except BaseException:
             for extension in left:
                 extension.withdrawn(message)
             raise
 
-    def _send(self, message: Outgoing, body: bytes) -> None:
+    def _device_map(self, worker: WorkerInfo, reply_to: Incoming | None) -> DeviceMap:
+        if reply_to is None:
+            return self.options.device_maps.get(worker.name, NO_DEVICES)
+        return device_map_of_answer(reply_to.envelope.device_map)
+
+    def _send(self, message: Outgoing, body: bytes) -> _Sent:
         envelope = message.envelope
         writer = self._network.writer(message.destination)
         envelope.body.CopyFrom(writer.put(memoryview(body)))
         envelope.tensors.extend(
             encode_tensor(tensor, writer.put, message.device_map) for tensor in message.tensors
         )
-        self._network.send(message.destination, envelope.SerializeToString())
+        ticket = self._network.send(message.destination, envelope.SerializeToString())
         writer.start()
         self._traffic.sent(writer.nbytes)
+        envelope.ClearField("body")
+        envelope.ClearField("tensors")
+        return _Sent(Outgoing(message.destination, envelope, [], [], None), ticket, writer.apart, writer.nbytes)
+
+    def _cancel(self, identifier: int) -> bool:
+        """Ends a request at its caller's wish; False if it is over."""
+        pending = self._take(identifier)
+        if pending is None:
+            return False
+        if pending.sent is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whatever was queued
+                self._network.call_soon(self._withdraw, identifier, pending.sent)
+        self._fail(pending, RpcCancelledError(pending.worker.name))
+        return True
+
+    def _withdraw(self, identifier: int, sent: _Sent) -> None:
+        """Takes a request back; if it is on its way, has the other side not begin it. Called on the loop."""
+        worker = sent.message.destination
+        if self._network.withdraw(worker, sent.ticket, sent.payloads):
+            self._executor.submit(self._withdrawn, sent.message)
+            return
+        cancel = agent_pb2.Envelope(id=identifier, type=MessageType.CANCEL)
+        with contextlib.suppress(WorkerLostError):
+            self._network.send(worker, cancel.SerializeToString())
+
+    def _withdrawn(self, message: Outgoing) -> None:
+        for extension in self._extensions if self._handlers[message.envelope.type].user_values else []:
+            extension.withdrawn(message)
 
     # Receiving, on the event loop and the deadlines' thread: nothing here may block.
 
+    def coming(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """A message is here, but for its payloads."""
+        handler = self._handlers.get(envelope.type)
+        if handler is not None and handler.cancellable:
+            self._arrivals.add(source, envelope)
+
+    def vanished(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """The payloads of a message will not come."""
+        self._arrivals.forget(source, envelope)
+
     def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: Arrived) -> None:
         """A message is here."""
+        if envelope.type == MessageType.CANCEL:
+            # Now: on a thread it would come after the calls that wait for one.
+            self._arrivals.cancel(source, envelope)
+            return
         answers = envelope.type in (MessageType.RESULT, MessageType.ERROR)
         self._executor.submit(self._complete if answers else self._serve, source, envelope, payloads)
 
@@ -275,6 +353,9 @@ class GrpcAgent(RpcAgent):
         if handler is None:
             self._refuse(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
             return
+        if handler.cancellable and not self._arrivals.begin(source, envelope):
+            self._tell_unreadable(source, envelope, RpcCancelledError(self.info.name))
+            return
         if handler.user_values:
             self._activity.begin()
             self._serving.begin()
@@ -283,7 +364,7 @@ class GrpcAgent(RpcAgent):
         try:
             message = self._read(source, envelope, arrived, hooked=handler.user_values)
             self._await_ready(message, handler)
-            with self._scopes(message, handler):
+            with self.serving(message):
                 try:
                     message.value = self._unpack(message)
                     result = handler.run(message)
@@ -329,7 +410,7 @@ class GrpcAgent(RpcAgent):
             self._tell_unreadable(source, envelope, error)
             raise
         self._traffic.received(nbytes)
-        message = Incoming(source, envelope, body, tensors)
+        message = Incoming(source, envelope, body, tensors, nbytes)
         for extension in self._extensions if hooked else []:
             extension.arriving(message)
         return message
@@ -353,7 +434,9 @@ class GrpcAgent(RpcAgent):
             ) from error
 
     @contextlib.contextmanager
-    def _scopes(self, message: Incoming, handler: Handler) -> Iterator[None]:
+    def serving(self, message: Incoming) -> Iterator[None]:
+        """The scopes in which a request is handled."""
+        handler = self._handlers[message.envelope.type]
         with contextlib.ExitStack() as stack:
             for extension in self._extensions if handler.user_values else []:
                 stack.enter_context(extension.scope(message))
@@ -369,8 +452,7 @@ class GrpcAgent(RpcAgent):
         if not request.envelope.id:
             return
         envelope = agent_pb2.Envelope(id=request.envelope.id, type=MessageType.RESULT)
-        device_map = device_map_of_answer(request.envelope.device_map)
-        packed = self._packer.pack(value, "the result", device_map)
+        packed = self._packer.pack(value, "the result", self._device_map(request.source, request))
         # A caller that is gone needs no answer.
         with contextlib.suppress(WorkerLostError):
             self._dispatch(request.source, request.envelope.type, envelope, packed, request)
@@ -405,6 +487,7 @@ class GrpcAgent(RpcAgent):
 
     def _refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """A message that cannot be read: its sender, or who waits for it here, gets the error."""
+        self._arrivals.forget(source, envelope)
         self._tell_unreadable(source, envelope, error)
         if envelope.type in (MessageType.RESULT, MessageType.ERROR):
             self._fail(self._take(envelope.id), error)
@@ -434,6 +517,10 @@ class GrpcAgent(RpcAgent):
             self._activity.end()
 
     # The rest.
+
+    def submit(self, task: Callable[..., None], *args: Any) -> None:
+        """Runs a task on a thread of the executor."""
+        self._executor.submit(task, *args)
 
     def extension(self, kind: type[E]) -> E:
         """The agent's extension of this class."""

@@ -43,6 +43,8 @@ class Incoming:
     body: Buffer
     tensors: list[torch.Tensor]
     """Its tensors; a hook may put others in their place."""
+    nbytes: int = 0
+    """Bytes of the body and the tensors, as the sender's `post` counts them."""
     references: list[Any] = field(default_factory=list)
     """What the references in the pickle become; a hook fills it."""
     value: Any = None
@@ -81,10 +83,12 @@ class Handler:
     run: gets the message, and returns the answer: a value, or a Deferred.
     user_values: its messages and answers carry users' values, so the extensions' hooks run on them; shutdown
         waits for such messages.
+    cancellable: its callers may give such a request up, and nobody else relies on its outcome.
     """
 
     run: Callable[[Incoming], Any]
     user_values: bool = False
+    cancellable: bool = False
 
 
 class Extension(ABC):  # noqa: B024 - every hook has a sensible default
@@ -108,7 +112,7 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
         """A message leaves: add headers. Raising keeps it from being sent."""
 
     def withdrawn(self, message: Outgoing) -> None:
-        """A message that went through `leaving` could not be sent."""
+        """A message that went through `leaving` was not sent. Its tensors and references may be let go already."""
 
     def arriving(self, message: Incoming) -> None:
         """A message has arrived and is not unpickled yet: read headers, replace tensors, fill references."""

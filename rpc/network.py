@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Protocol, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, final
 
 import grpc
 
@@ -37,11 +37,17 @@ GRACE_SECONDS = 1.0
 class Receiver(Protocol):
     """Whom the network reports to, on the event loop. Must not block."""
 
+    def coming(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """A message is here, but not yet its payloads. `arrived`, `refused` or `vanished` follows."""
+
     def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: Arrived) -> None:
         """A message is here with all of its payloads."""
 
     def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """A message came whose payloads are not accepted."""
+
+    def vanished(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """The payloads of a message will not come, because its sender is gone."""
 
     def lost(self, worker: WorkerInfo, reason: str) -> None:
         """A worker is gone for good. Said once for each."""
@@ -184,8 +190,11 @@ class Network:
         if worker.id in self._lost:
             raise WorkerLostError(worker.name, self._lost[worker.id])
 
-    def send(self, worker: WorkerInfo, envelope: bytes) -> None:
+    def send(self, worker: WorkerInfo, envelope: bytes) -> int:
         """Queues an envelope.
+
+        Returns:
+            A ticket that `withdraw` takes.
 
         Raises:
             WorkerLostError: the worker is gone.
@@ -198,12 +207,29 @@ class Network:
                 "or references; stack small tensors into large ones",
             )
         try:
-            self._transports[worker.id].send(envelope)
+            return self._transports[worker.id].send(envelope)
         except TransportClosedError as error:
             raise WorkerLostError(worker.name, str(error)) from None
 
+    def call_soon(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls a function on the event loop, after everything that is queued already has been handed to it."""
+        self._events.loop.call_soon_threadsafe(function, *args)
+
+    def withdraw(self, worker: WorkerInfo, ticket: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
+        """Takes a message back if nothing of it, envelope and payloads, is on its way. Called on the loop.
+
+        A payload without its envelope would hold up those after it, so it is all or nothing.
+        """
+        if not self._router.can_withdraw(worker.id, payloads):
+            return False
+        if not self._transports[worker.id].withdraw(ticket):
+            return False
+        self._router.withdraw(worker.id, payloads)
+        return True
+
     def deliver(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """An envelope has arrived: waits for its payloads. Called by transports on the loop."""
+        self._receiver.coming(source, envelope)
         try:
             arrived = self._router.collect(source.id, envelope)
         except Exception as error:  # a refusal, or no memory
@@ -214,14 +240,14 @@ class Network:
             return
 
         def collected(done: "asyncio.Future[Arrived]") -> None:
-            if done.cancelled():
-                return
-            error = done.exception()
-            if error is None:
-                self._receiver.arrived(source, envelope, done.result())
-            elif isinstance(error, ValueError):
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, ValueError):
                 self._receiver.refused(source, envelope, error)
-            # else the worker is lost, which fails what waits for this message
+            elif done.cancelled() or error is not None:
+                # The worker is lost, which fails what waits for this message.
+                self._receiver.vanished(source, envelope)
+            else:
+                self._receiver.arrived(source, envelope, done.result())
 
         arrived.add_done_callback(collected)
 

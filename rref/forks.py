@@ -87,7 +87,7 @@ class References(Extension):
         """Creating and fetching."""
         return {
             MessageType.RREF_CREATE: Handler(self._create, user_values=True),
-            MessageType.RREF_FETCH: Handler(self._fetch, user_values=True),
+            MessageType.RREF_FETCH: Handler(self._fetch, user_values=True, cancellable=True),
         }
 
     # Making references.

@@ -1,5 +1,6 @@
 """The reference that users hold."""
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
 
@@ -121,15 +122,25 @@ class RRef(Generic[T]):
         seconds = check_timeout(timeout)
         if isinstance(handle, OwnerHandle):
             return self._wait(handle, handle.agent.rpc_timeout if seconds is None else seconds)
-        handle.check_usable(self, "to_here()")
-        identifier = tuple(handle.fork.reference)
-        try:
-            fetched = handle.agent.request(handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds)
-        except NotInitializedError as error:
-            raise NotInitializedError(
-                f"{error}. {self} is gone: Cannot call to_here() on it after deletion."
-            ) from None
-        value: T = fetched.wait()
+        value: T = self._fetch(handle, seconds).wait()
+        return value
+
+    async def to_here_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """What `to_here` does, for asyncio programs. Cancelling it gives the request up, not the value."""
+        handle = self._handle
+        seconds = check_timeout(timeout)
+        value: T
+        if isinstance(handle, OwnerHandle):
+            seconds = handle.agent.rpc_timeout if seconds is None else seconds
+            there = asyncio.shield(asyncio.wrap_future(handle.entry.future))
+            try:
+                value = await asyncio.wait_for(there, seconds or None)
+            except Exception as error:
+                if isinstance(error, TimeoutError) and not handle.entry.future.done():
+                    raise _too_late(handle, seconds) from None
+                raise copy_error(error).with_traceback(error.__traceback__) from error.__cause__
+        else:
+            value = await self._fetch(handle, seconds)
         return value
 
     def local_value(self) -> T:
@@ -223,12 +234,22 @@ class RRef(Generic[T]):
 
         return RRefProxy(self, how, timeout)
 
+    def _fetch(self, handle: UserHandle, seconds: float | None) -> Future:
+        handle.check_usable(self, "to_here()")
+        identifier = tuple(handle.fork.reference)
+        try:
+            return handle.agent.request(handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds)
+        except NotInitializedError as error:
+            raise NotInitializedError(
+                f"{error}. {self} is gone: Cannot call to_here() on it after deletion."
+            ) from None
+
     def _wait(self, handle: OwnerHandle, seconds: float) -> T:
         try:
             with handle.agent.blocking():
                 value: T = handle.entry.wait(seconds)
         except ValueNotThereError:
-            raise RpcTimeoutError(handle.agent.info.name, seconds, "waiting for a value on worker") from None
+            raise _too_late(handle, seconds) from None
         return value
 
     def __repr__(self) -> str:
@@ -252,3 +273,7 @@ class RRef(Generic[T]):
             f"Can not pickle rref in python pickler: {self} can only be pickled when it is sent in a call or "
             "its result"
         )
+
+
+def _too_late(handle: OwnerHandle, seconds: float) -> RpcTimeoutError:
+    return RpcTimeoutError(handle.agent.info.name, seconds, "waiting for a value on worker")

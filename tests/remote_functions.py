@@ -71,6 +71,8 @@ def counts() -> dict[str, int]:
         "num_user_rrefs",
         "num_pending_children",
         "num_autograd_contexts",
+        "num_consumed_streams",
+        "num_produced_streams",
     )
     return {name: info[name] for name in names}
 

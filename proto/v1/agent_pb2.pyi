@@ -29,6 +29,8 @@ class _MessageTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     RESULT: _MessageType.ValueType  # 1
     """Answers, to the request with the same id."""
     ERROR: _MessageType.ValueType  # 2
+    CANCEL: _MessageType.ValueType  # 3
+    """the request with this id is not wanted any more: do not begin it"""
     CALL: _MessageType.ValueType  # 16
     """rpc"""
     CONTROL: _MessageType.ValueType  # 17
@@ -52,6 +54,18 @@ class _MessageTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     BACKWARD: _MessageType.ValueType  # 49
     """run your part of a backward pass"""
+    STREAM_OPEN: _MessageType.ValueType  # 64
+    """streams: a request that is answered when the stream is over, and what passes meanwhile
+    run a generator function
+    """
+    STREAM_OPENED: _MessageType.ValueType  # 65
+    """to the consumer: the generator is there, and can be closed"""
+    STREAM_ITEM: _MessageType.ValueType  # 66
+    """to the consumer"""
+    STREAM_CREDIT: _MessageType.ValueType  # 67
+    """to the producer: so much has been consumed"""
+    STREAM_CLOSE: _MessageType.ValueType  # 68
+    """to the producer: close the generator"""
 
 class MessageType(_MessageType, metaclass=_MessageTypeEnumTypeWrapper): ...
 
@@ -59,6 +73,8 @@ MESSAGE_TYPE_UNSPECIFIED: MessageType.ValueType  # 0
 RESULT: MessageType.ValueType  # 1
 """Answers, to the request with the same id."""
 ERROR: MessageType.ValueType  # 2
+CANCEL: MessageType.ValueType  # 3
+"""the request with this id is not wanted any more: do not begin it"""
 CALL: MessageType.ValueType  # 16
 """rpc"""
 CONTROL: MessageType.ValueType  # 17
@@ -82,6 +98,18 @@ the gradients of one message's tensors
 """
 BACKWARD: MessageType.ValueType  # 49
 """run your part of a backward pass"""
+STREAM_OPEN: MessageType.ValueType  # 64
+"""streams: a request that is answered when the stream is over, and what passes meanwhile
+run a generator function
+"""
+STREAM_OPENED: MessageType.ValueType  # 65
+"""to the consumer: the generator is there, and can be closed"""
+STREAM_ITEM: MessageType.ValueType  # 66
+"""to the consumer"""
+STREAM_CREDIT: MessageType.ValueType  # 67
+"""to the producer: so much has been consumed"""
+STREAM_CLOSE: MessageType.ValueType  # 68
+"""to the producer: close the generator"""
 Global___MessageType: typing_extensions.TypeAlias = MessageType
 
 class _DType:
@@ -236,6 +264,7 @@ class Envelope(google.protobuf.message.Message):
     CONTROL_FIELD_NUMBER: builtins.int
     CREATED_FIELD_NUMBER: builtins.int
     DEVICE_MAP_FIELD_NUMBER: builtins.int
+    STREAM_FIELD_NUMBER: builtins.int
     id: builtins.int
     """of the request; 0 where no answer is wanted"""
     type: Global___MessageType.ValueType
@@ -259,6 +288,8 @@ class Envelope(google.protobuf.message.Message):
     def device_map(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DeviceMapping]:
         """of a request: where its tensors went; those of the answer go back so"""
 
+    @property
+    def stream(self) -> Global___StreamHeader: ...
     def __init__(
         self,
         *,
@@ -271,10 +302,11 @@ class Envelope(google.protobuf.message.Message):
         control: Global___ControlHeader | None = ...,
         created: Global___Reference | None = ...,
         device_map: collections.abc.Iterable[Global___DeviceMapping] | None = ...,
+        stream: Global___StreamHeader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "device_map", b"device_map", "id", b"id", "references", b"references", "tensors", b"tensors", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "device_map", b"device_map", "id", b"id", "references", b"references", "stream", b"stream", "tensors", b"tensors", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope
@@ -554,6 +586,31 @@ class WorkerSends(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerSends: typing_extensions.TypeAlias = WorkerSends
+
+@typing.final
+class StreamHeader(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STREAM_ID_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    stream_id: builtins.int
+    """the id of the STREAM_OPEN request"""
+    items: builtins.int
+    """OPEN: the window; ITEM: its index; CREDIT: how many have been consumed so far"""
+    nbytes: builtins.int
+    """OPEN: the window; CREDIT: how many bytes have been consumed so far"""
+    def __init__(
+        self,
+        *,
+        stream_id: builtins.int = ...,
+        items: builtins.int = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["items", b"items", "nbytes", b"nbytes", "stream_id", b"stream_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___StreamHeader: typing_extensions.TypeAlias = StreamHeader
 
 @typing.final
 class ControlHeader(google.protobuf.message.Message):

@@ -38,6 +38,12 @@ class Channel(Protocol):
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
         """The bytes of this payload are not wanted: takes no more memory for them, and does not wait for them."""
 
+    def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:
+        """Has nothing yet been sent of these bytes, which this worker was to send to `peer`?"""
+
+    def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
+        """Does not send these bytes, of which nothing has been sent."""
+
     def drop(self, peer: int, reason: str) -> None:
         """`peer` is gone: release what is kept for it."""
 

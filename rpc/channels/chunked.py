@@ -7,7 +7,7 @@ envelope, which has come the other way, says how large it is, and lets the strea
 
 import asyncio
 import itertools
-from collections import deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar, final
 
@@ -72,6 +72,15 @@ class ChunkedChannel:
         """Lets the chunks pass: a stream that waited for them to be wanted would hold up all that follow."""
         self._inbox(peer).discard(payload.chunked.transfer_id, payload.chunked.nbytes)
 
+    def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:
+        """Has no chunk of it been taken out of the outbox?"""
+        outbox = self._outboxes.get(peer)
+        return outbox is not None and outbox.holds_whole(payload.chunked.transfer_id)
+
+    def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
+        """Takes it out of the outbox."""
+        self._outboxes[peer].remove(payload.chunked.transfer_id)
+
     def drop(self, peer: int, reason: str) -> None:
         """Fails what is still expected from a peer and stops sending to it."""
         if inbox := self._inboxes.pop(peer, None):
@@ -123,7 +132,8 @@ class _Outbox:
     """What waits to be sent to one peer, and the task that sends it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: str, hello: bytes, chunk_bytes: int) -> None:
-        self._queue: deque[tuple[int, memoryview]] = deque()
+        self._queue: OrderedDict[int, memoryview] = OrderedDict()
+        self._begun: int | None = None
         self._filled = asyncio.Event()
         self._address = address
         self._hello = hello
@@ -131,8 +141,14 @@ class _Outbox:
         self._task = loop.create_task(self._run())
 
     def put(self, number: int, data: memoryview) -> None:
-        self._queue.append((number, data))
+        self._queue[number] = data
         self._filled.set()
+
+    def holds_whole(self, number: int) -> bool:
+        return number in self._queue and number != self._begun
+
+    def remove(self, number: int) -> None:
+        del self._queue[number]
 
     def on_broken(self, tell: Callable[[str], None]) -> None:
         """Has `tell` be called with the reason when the stream ends although nobody stopped it."""
@@ -165,11 +181,16 @@ class _Outbox:
         """The next chunk of what is first in the queue, and as many whole payloads after it as fit."""
         parts: list[Buffer] = []
         room = self._chunk_bytes
-        while self._queue and (not parts or self._queue[0][1].nbytes <= room):
-            number, data = self._queue.popleft()
+        while self._queue:
+            number, data = next(iter(self._queue.items()))
+            if parts and data.nbytes > room:
+                break
             now, rest = data[:room], data[room:]
             if rest:
-                self._queue.appendleft((number, rest))
+                self._queue[number] = rest
+                self._begun = number
+            else:
+                del self._queue[number]
             header = agent_pb2.Chunk(transfer_id=number).SerializeToString()
             header += bytes_field(agent_pb2.Chunk.DATA_FIELD_NUMBER, len(now))
             parts += [bytes_field(agent_pb2.Chunks.CHUNKS_FIELD_NUMBER, len(header) + len(now)), header, now]

@@ -25,6 +25,13 @@ class InlineChannel:
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
         """They came with the envelope."""
 
+    def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:  # noqa: ARG002
+        """They go with the envelope."""
+        return True
+
+    def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
+        """They go with the envelope."""
+
     def drop(self, peer: int, reason: str) -> None:
         """Nothing is kept."""
 

@@ -35,6 +35,14 @@ class LocalChannel:
         """Forgets the copy."""
         self._kept.pop(payload.local, None)
 
+    def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:  # noqa: ARG002
+        """Is the copy still here?"""
+        return payload.local in self._kept
+
+    def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
+        """Forgets the copy."""
+        self.discard(peer, payload)
+
     def drop(self, peer: int, reason: str) -> None:
         """A worker does not lose itself."""
 

@@ -26,6 +26,8 @@ class PayloadWriter:
         self._small = small
         self._large = large
         self._starts: list[Start] = []
+        self.apart: list[agent_pb2.Payload] = []
+        """The payloads that are not in the envelope."""
         self.nbytes = 0
         """Bytes of all payloads so far."""
 
@@ -39,12 +41,15 @@ class PayloadWriter:
         payload, start = channel.send(self._peer, data)
         if start is not None:
             self._starts.append(start)
+        if channel is self._large:
+            self.apart.append(payload)
         return payload
 
     def start(self) -> None:
         """The envelope is on its way: sends the payloads that are not in it."""
         for start in self._starts:
             start()
+        self._starts.clear()  # they know the bytes, which are not kept here any longer
 
 
 @final
@@ -74,6 +79,15 @@ class ChannelRouter:
     def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
         channel = self._by_name[payload.WhichOneof("location") or self._small.name]
         return self._large if channel is self._local and peer != self._self_id else channel
+
+    def can_withdraw(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
+        """Has nothing been sent of any of these payloads to a peer? Called on the loop."""
+        return all(self._channel(peer, payload).can_withdraw(peer, payload) for payload in payloads)
+
+    def withdraw(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> None:
+        """Does not send them."""
+        for payload in payloads:
+            self._channel(peer, payload).withdraw(peer, payload)
 
     def collect(self, peer: int, envelope: agent_pb2.Envelope) -> "Arrived | asyncio.Future[Arrived]":
         """The payloads of an envelope: at once if all are here, else when they are. Called on the loop.

@@ -20,12 +20,18 @@ class Transport(Protocol):
 
     name: ClassVar[str]
 
-    def send(self, envelope: bytes) -> None:
+    def send(self, envelope: bytes) -> int:
         """Queues one serialized envelope. Called from any thread; never blocks on the peer.
+
+        Returns:
+            A ticket that `withdraw` takes.
 
         Raises:
             TransportClosedError: the peer is gone.
         """
+
+    def withdraw(self, ticket: int) -> bool:
+        """Takes an envelope back; False if it is on its way already. Called on the event loop."""
 
     def connect(self) -> None:
         """Connects now rather than at the first send, so that the loss of the peer is noticed."""

@@ -9,9 +9,10 @@ write is under way goes into the next frame together: that coalescing makes the 
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from enum import Enum, auto
 from typing import Any, ClassVar, final
@@ -106,7 +107,8 @@ class GrpcStream:
         self._peer = peer
         self._address = address
         self._lock = threading.Lock()
-        self._queue: deque[bytes] = deque()
+        self._tickets = itertools.count()
+        self._queue: OrderedDict[int, bytes] = OrderedDict()
         self._closed_because: str | None = None
         # What follows is touched on the loop only.
         self._state = _State.IDLE
@@ -121,15 +123,22 @@ class GrpcStream:
         """Why the stream is over, or about to be."""
         return "it has shut down" if self._closing else self._closed_because
 
-    def send(self, envelope: bytes) -> None:
+    def send(self, envelope: bytes) -> int:
         """Queues one envelope."""
         with self._lock:
             if self._closed_because is not None:
                 raise TransportClosedError(self._closed_because)
-            self._queue.append(bytes_field(agent_pb2.Frame.ENVELOPES_FIELD_NUMBER, len(envelope)) + envelope)
+            ticket = next(self._tickets)
+            self._queue[ticket] = bytes_field(agent_pb2.Frame.ENVELOPES_FIELD_NUMBER, len(envelope)) + envelope
             first = len(self._queue) == 1
         if first:
             self._loop.call_soon_threadsafe(self._start_or_wake)
+        return ticket
+
+    def withdraw(self, ticket: int) -> bool:
+        """Takes an envelope out of the queue."""
+        with self._lock:
+            return self._queue.pop(ticket, None) is not None
 
     def connect(self) -> None:
         """Opens the stream if it is not open."""
@@ -269,8 +278,11 @@ class GrpcStream:
         with self._lock:
             taken: list[bytes] = []
             size = 0
-            while self._queue and (not taken or size + len(self._queue[0]) <= FRAME_BYTES):
-                taken.append(self._queue.popleft())
+            while self._queue:
+                first = next(iter(self._queue))
+                if taken and size + len(self._queue[first]) > FRAME_BYTES:
+                    break
+                taken.append(self._queue.pop(first))
                 size += len(taken[-1])
         return b"".join(taken)
 

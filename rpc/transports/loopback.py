@@ -22,12 +22,17 @@ class LoopbackTransport:
         self._listener = listener
         self._closed = False
 
-    def send(self, envelope: bytes) -> None:
+    def send(self, envelope: bytes) -> int:
         """Delivers a copy."""
         if self._closed:
             raise TransportClosedError("it has shut down")
         message = agent_pb2.Envelope.FromString(envelope)
         self._loop.call_soon_threadsafe(self._listener.deliver, self._me, message)
+        return 0
+
+    def withdraw(self, ticket: int) -> bool:  # noqa: ARG002
+        """It has been delivered."""
+        return False
 
     def connect(self) -> None:
         """Is always connected."""
