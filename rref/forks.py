@@ -15,6 +15,7 @@ docs/rref.md draws the states.
 """
 
 import concurrent.futures
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, final
 
 import torch
 
-from ..errors import RemoteError, RRefError, WorkerLostError
+from ..errors import RemoteError, RpcTimeoutError, RRefError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from ..rpc.agent import RpcAgent
 from ..rpc.calls import logged, run_function
@@ -77,6 +78,8 @@ class References(Extension):
         self._ids = IdSource(agent.info.id)
         self._users: set[Fork] = set()
         self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
+        self._fewer = threading.Condition()
+        """Notified when the owner of a dropped fork knows."""
         self._unconfirmed: list[Callable[[], None]] = []
         """Who waits for confirmations. On the control thread."""
         agent.control.on("rref.fork", self._on_fork)
@@ -232,13 +235,23 @@ class References(Extension):
         """The last handle of a fork is gone. Called by finalizers: takes no lock."""
         self.agent.control.run(partial(self._drop, fork))
 
-    def give_up_all(self) -> None:
-        """Gives up all references of this worker to values of others.
+    def give_up_all(self, timeout: float) -> None:
+        """Gives up all references of this worker to values of others, and waits until their owners know.
 
-        Those that the program still has cannot be used any more. `live_objects` tells when the owners know.
+        Those that the program still has cannot be used any more.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            RpcTimeoutError: an owner has not confirmed it in time.
         """
         for fork in list(self._users):
             self._give_up(fork)
+        with self._fewer:
+            if not self._fewer.wait_for(lambda: not self._users, timeout):
+                owners = sorted({fork.owner.name for fork in self._users})
+                raise RpcTimeoutError(", ".join(owners), timeout, "giving up references to values of")
 
     def _drop(self, fork: Fork) -> None:
         if fork.dropped:
@@ -273,9 +286,14 @@ class References(Extension):
         # counted needs no deleting.
         if fork.confirmed or (fork.creating and not isinstance(fork.error, WorkerLostError)):
             payload = (tuple(fork.reference), tuple(fork.id))
-            self.agent.control.send(fork.owner, "rref.delete", payload, lambda _error: self._users.discard(fork))
+            self.agent.control.send(fork.owner, "rref.delete", payload, lambda _error: self._forget(fork))
         else:
+            self._forget(fork)
+
+    def _forget(self, fork: Fork) -> None:
+        with self._fewer:
             self._users.discard(fork)
+            self._fewer.notify_all()
 
     # What other workers tell.
 
