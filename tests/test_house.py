@@ -10,7 +10,7 @@ import pytest
 from gradwire.proto.generate import generate
 
 ROOT = Path(gradwire.__file__).parent
-PACKAGES = ["proto", "c10d", "rpc", "rref", "autograd", "optim", "nn"]
+PACKAGES = ["proto", "c10d", "rpc", "rref", "autograd", "optim", "nn", "compat"]
 MAY_IMPORT = {
     "proto": set(),
     "c10d": {"proto", "errors"},
@@ -19,9 +19,12 @@ MAY_IMPORT = {
     "autograd": {"proto", "rpc", "errors"},
     "optim": {"rpc", "rref", "autograd", "c10d", "errors"},
     "nn": {"rpc", "rref", "autograd", "c10d", "errors"},
+    "compat": {"rpc", "rref", "autograd", "optim", "nn", "c10d", "errors"},
 }
+NO_MODULES = [ROOT / "proto" / "v1", ROOT / "compat" / "site"]
+"""What is generated, and what runs at the start of other processes."""
 MODULES = sorted(
-    path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.parent != ROOT / "proto" / "v1"
+    path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.parent not in NO_MODULES
 )
 
 

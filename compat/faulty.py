@@ -1,0 +1,115 @@
+"""The fault-injecting backend FAULTY_TENSORPIPE, as torch's tests use it, on gradwire's own.
+
+gradwire does not tell calls of torch's operators from those of other functions, so torch's SCRIPT_… and PYTHON_…
+mean the same here.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from .. import rpc
+from ..c10d.torch_store import TorchStore
+from ..rpc.backend_registry import BackendType, backend_registered, init_backend, register_backend
+from .tensorpipe import TensorPipeRpcBackendOptions
+
+__all__ = ["FaultyTensorPipeRpcBackendOptions", "register", "start_agent"]
+
+NAME = "FAULTY_TENSORPIPE"
+
+MESSAGES = {
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ": "autograd.release",
+    "PYTHON_CALL": "CALL",
+    "PYTHON_REMOTE_CALL": "RREF_CREATE",
+    "PYTHON_RREF_FETCH_CALL": "RREF_FETCH",
+    "RREF_CHILD_ACCEPT": "rref.accept",
+    "RREF_FORK_REQUEST": "rref.fork",
+    "RREF_USER_DELETE": "rref.delete",
+    "SCRIPT_CALL": "CALL",
+    "SCRIPT_REMOTE_CALL": "RREF_CREATE",
+    "SCRIPT_RREF_FETCH_CALL": "RREF_FETCH",
+}
+"""gradwire's names of messages, by torch's."""
+
+
+class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
+    """The options of the backend FAULTY_TENSORPIPE.
+
+    Args:
+        num_worker_threads: threads that run incoming calls side by side.
+        rpc_timeout: seconds after which a call without a timeout of its own fails; 0 is never.
+        init_method: the URL workers meet at.
+        messages_to_fail: torch's names of messages, the first sends of which fail on this worker.
+        messages_to_delay: torch's names of messages, and the seconds by which each of their sends is late.
+        num_fail_sends: how many sends of each of `messages_to_fail` fail.
+    """
+
+    def __init__(
+        self,
+        num_worker_threads: int,
+        rpc_timeout: float,
+        init_method: str,
+        messages_to_fail: Sequence[str],
+        messages_to_delay: Mapping[str, float],
+        num_fail_sends: int = 0,
+    ) -> None:
+        super().__init__(num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay)
+        self.num_fail_sends = num_fail_sends
+
+
+def register() -> None:
+    """Makes FAULTY_TENSORPIPE a backend, if it is none yet."""
+    if not backend_registered(NAME):
+        register_backend(NAME, _construct_options, start_agent)
+
+
+def start_agent(
+    store: TorchStore, name: str, rank: int, world_size: int | None, rpc_backend_options: rpc.RpcBackendOptions
+) -> rpc.RpcAgent:
+    """Starts a worker that has faults.
+
+    Raises:
+        TypeError: the options are not those of this backend.
+        ValueError: a message is not known.
+    """
+    options = rpc_backend_options
+    if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
+        raise TypeError(
+            f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, but it is {options!r}"
+        )
+    from ..rpc.fault_injection import FaultyRpcBackendOptions
+
+    delays: dict[str, float] = {}
+    for message, seconds in options.messages_to_delay.items():
+        delays[_translate(message)] = max(seconds, delays.get(_translate(message), 0.0))
+    faults = FaultyRpcBackendOptions(
+        rpc_timeout=options.rpc_timeout,
+        init_method=options.init_method,
+        num_worker_threads=options.num_worker_threads,
+        messages_to_fail=sorted({_translate(message) for message in options.messages_to_fail}),
+        num_fail_sends=options.num_fail_sends,
+        messages_to_delay=delays,
+    )
+    return init_backend(
+        BackendType["FAULTY"], store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=faults
+    )
+
+
+def _construct_options(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = 16,
+    messages_to_fail: Sequence[str] = (),
+    messages_to_delay: Mapping[str, float] | None = None,
+    num_fail_sends: int = 0,
+    **_others: object,
+) -> FaultyTensorPipeRpcBackendOptions:
+    return FaultyTensorPipeRpcBackendOptions(
+        num_worker_threads, rpc_timeout, init_method, messages_to_fail, messages_to_delay or {}, num_fail_sends
+    )
+
+
+def _translate(message: str) -> str:
+    if message not in MESSAGES:
+        raise ValueError(f"there is no message {message!r} to fail or delay; there are {', '.join(MESSAGES)}")
+    return MESSAGES[message]

@@ -1,0 +1,19 @@
+"""`torch.distributed.nn`."""
+
+from collections.abc import Callable, Mapping
+
+from ... import nn
+from ...nn.remote_module import TRAVELLING_ATTRIBUTES
+
+__all__ = ["TABLES"]
+
+
+def _remote_module() -> Mapping[str, object]:
+    return {
+        "RemoteModule": nn.RemoteModule,
+        "_REMOTE_MODULE_PICKLED_ATTRIBUTES": TRAVELLING_ATTRIBUTES,
+        "_RemoteModule": nn.RemoteModule,
+    }
+
+
+TABLES: dict[str, Callable[[], Mapping[str, object]]] = {"torch.distributed.nn.api.remote_module": _remote_module}

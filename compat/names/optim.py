@@ -1,0 +1,11 @@
+"""`torch.distributed.optim`."""
+
+from collections.abc import Callable, Mapping
+
+from ... import optim
+
+__all__ = ["TABLES"]
+
+TABLES: dict[str, Callable[[], Mapping[str, object]]] = {
+    "torch.distributed.optim.optimizer": lambda: {"DistributedOptimizer": optim.DistributedOptimizer}
+}

@@ -1,0 +1,97 @@
+"""TensorPipe's options and its backend, which is gradwire's here."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import rpc
+from ..c10d.torch_store import TorchStore
+from ..rpc.backend_registry import backend_registered, register_backend
+from ..rpc.grpc_backend import start_agent
+from ..rpc.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, Device
+
+__all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions", "register"]
+
+NAME = "TENSORPIPE"
+
+_ignored: set[str] = set()
+"""The options that a warning has been given for."""
+
+
+class RpcBackendOptions(rpc.RpcBackendOptions):
+    """What torch's base class of options takes."""
+
+    def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD) -> None:
+        if isinstance(rpc_timeout, bool) or not isinstance(rpc_timeout, int | float):
+            raise TypeError(
+                f"incompatible constructor arguments: rpc_timeout is {rpc_timeout!r}, give a number of seconds"
+            )
+        super().__init__(rpc_timeout=rpc_timeout, init_method=init_method)
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """The options of the backend TENSORPIPE: see `gradwire.rpc.RpcBackendOptions`.
+
+    `_transports` and `_channels` are ignored, since gradwire chooses its own; a warning says so once.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = 16,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
+        devices: Sequence[Device] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        self.num_worker_threads = num_worker_threads
+        self.device_maps = device_maps or {}
+        self.devices = devices or ()
+        _warn_once("_transports", _transports)
+        _warn_once("_channels", _channels)
+
+
+def register() -> None:
+    """Makes TENSORPIPE a backend, if it is none yet."""
+    if not backend_registered(NAME):
+        register_backend(NAME, _construct_options, _start_agent)
+
+
+def _construct_options(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = 16,
+    _transports: Sequence[str] | None = None,
+    _channels: Sequence[str] | None = None,
+    **_others: Any,
+) -> TensorPipeRpcBackendOptions:
+    """As torch's, it overlooks options that are unknown."""
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        _transports=_transports,
+        _channels=_channels,
+    )
+
+
+def _start_agent(
+    store: TorchStore, name: str, rank: int, world_size: int | None, rpc_backend_options: rpc.RpcBackendOptions
+) -> rpc.RpcAgent:
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+        raise TypeError(
+            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, but it is {rpc_backend_options!r}"
+        )
+    return start_agent(store, name, rank, world_size, rpc_backend_options)
+
+
+def _warn_once(name: str, value: object) -> None:
+    if value is not None and name not in _ignored:
+        _ignored.add(name)
+        warnings.warn(
+            f"{name} of TensorPipeRpcBackendOptions is ignored: gradwire chooses transports and channels itself",
+            stacklevel=3,
+        )

@@ -1,0 +1,78 @@
+"""`python -m gradwire.compat`: programs that were written for torch run on gradwire, with all that they start."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gradwire.compat import launch
+
+PROGRAMS = Path(__file__).parent / "programs"
+ON_GRADWIRE = "gradwire.rpc.calls gradwire.rref.rref True"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradwire.compat", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, check=False, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
+def test_a_program_and_its_workers_run_on_gradwire_unedited(start_method):
+    printed = sorted(run(str(PROGRAMS / "spawned.py"), start_method, "more").stdout.splitlines())
+    assert printed == [
+        f"done ['{start_method}', 'more']",
+        f"worker0: {ON_GRADWIRE}; stepped to 0.0",
+        f"worker1: {ON_GRADWIRE}; stepped to 0.0",
+    ]
+
+
+def test_workers_of_torchrun():
+    printed = run("-m", "torch.distributed.run", "--nproc-per-node", "2", str(PROGRAMS / "launched.py")).stdout
+    assert sorted(printed.splitlines()) == [f"worker{rank}: True gradwire.rpc.calls" for rank in range(2)]
+
+
+def test_a_module_runs_as_with_python(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import sys, torch.distributed.rpc\n"
+        "print(__name__, sys.argv[1:], __spec__.name, torch.distributed.rpc.remote.__module__)\n"
+    )
+    done = run("-m", "mine", "-x", "y", PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert done.stdout == "__main__ ['-x', 'y'] mine gradwire.rref.api\n"
+
+
+def test_a_process_without_torch_only_watches(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('mine too', __name__)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    launch.prepare_children(environment)
+    launch.prepare_children(environment)  # of a child that starts children
+    assert environment["PYTHONPATH"].split(os.pathsep) == [str(launch.SITE), str(tmp_path)]
+    program = "import sys; print([name for name in ('torch', 'gradwire', 'grpc') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.splitlines() == ["mine too sitecustomize", "[]"]
+
+
+@pytest.mark.parametrize("first", ["import torch.distributed.optim", "from gradwire.rpc import rpc_sync"])
+def test_children_may_import_in_any_order(first):
+    environment = dict(os.environ)
+    launch.prepare_children(environment)
+    program = f"{first}; import torch.distributed.rpc as r; print(r.rpc_sync.__module__, r.PyRRef.__module__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout == "gradwire.rpc.calls gradwire.rref.rref\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--nonsense"]])
+def test_wrong_arguments_get_the_usage(arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire.compat", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: python -m gradwire.compat")

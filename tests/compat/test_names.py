@@ -1,0 +1,219 @@
+"""What torch's names do on gradwire. Workers run this in processes of their own, where the names are moved."""
+
+import sys
+import warnings
+
+import pytest
+import torch
+from gradwire import compat, rpc
+
+
+def on_torch_names(function, *args):
+    """Runs `function(torch.distributed.rpc, *args)` with torch's names moved to gradwire."""
+    compat.install()
+    return function(torch.distributed.rpc, *args)
+
+
+@pytest.fixture
+def torch_workers(workers, tmp_path):
+    """Starts workers that join through torch's names."""
+
+    def start(count, make_options="TensorPipeRpcBackendOptions", **options):
+        def join(torch_rpc, name, rank):
+            made = getattr(torch_rpc, make_options)(init_method=f"file://{tmp_path / 'meeting'}", **options)
+            torch_rpc.init_rpc(name, rank=rank, world_size=count, rpc_backend_options=made)
+
+        started = workers(count)
+        pending = [worker.start(on_torch_names, join, worker.name, rank) for rank, worker in enumerate(started)]
+        for p in pending:
+            p.result()
+        return started
+
+    return start
+
+
+def append(rref, value):
+    rref.local_value().append(value)
+
+
+def fail(text):
+    raise ValueError(text)
+
+
+def test_the_agent_answers_as_torchs(torch_workers):
+    a, _ = torch_workers(2, num_worker_threads=3, rpc_timeout=7)
+
+    def look(torch_rpc):
+        agent = torch_rpc.api._get_current_rpc_agent()
+        assert isinstance(agent, torch_rpc.TensorPipeAgent)
+        assert agent is torch_rpc._get_current_rpc_agent()
+        assert torch._C._distributed_rpc._is_current_rpc_agent_set()
+        assert [info.name for info in agent.get_worker_infos()] == ["worker0", "worker1"]
+        assert agent.get_worker_info() == agent.get_worker_info("worker0") == torch_rpc.WorkerInfo("worker0", 0)
+        assert agent.is_static_group
+        assert torch_rpc.get_rpc_timeout() == 7
+        debug = torch_rpc._get_debug_info()
+        assert debug["agent.thread_pool_size"] == "3"
+        assert all(isinstance(value, str) for value in debug.values())
+        assert debug.keys() >= torch_rpc._rref_context_get_debug_info().keys()
+        torch_rpc.enable_gil_profiling(enable=True)
+        return float(agent.get_debug_info()["agent.gil_average_wait_time_us"])
+
+    assert a.run(on_torch_names, look) > 0
+
+
+def test_shutdown_finds_references_that_are_left(torch_workers):
+    a, b = torch_workers(2)
+
+    def hold(torch_rpc):
+        sys.held = torch_rpc.remote("worker1", list)  # somewhere that outlives this function
+        torch_rpc.rpc_sync("worker1", append, (sys.held, 1))
+
+    def leave_without_giving_up(torch_rpc):
+        torch_rpc.api._ignore_rref_leak = False
+        torch_rpc.api._delete_all_user_and_unforked_owner_rrefs = lambda: None
+        torch_rpc.shutdown()
+
+    a.run(on_torch_names, hold)
+    leaving = [worker.start(on_torch_names, leave_without_giving_up) for worker in (a, b)]
+    leaving[0].result()
+    with pytest.raises(RuntimeError, match="Leaking RRef: other workers still hold references to 1 value"):
+        leaving[1].result()
+
+
+def test_references_are_gone_after_shutdown(torch_workers):
+    a, b = torch_workers(2)
+
+    def hold(torch_rpc):
+        sys.held = torch_rpc.remote("worker1", list)
+        assert sys.held.to_here() == []
+
+    def leave(torch_rpc):
+        torch_rpc.api._ignore_rref_leak = False
+        torch_rpc.shutdown()
+
+    def use(torch_rpc):
+        with pytest.raises(RuntimeError, match="Cannot call to_here.. on it after deletion"):
+            sys.held.to_here()
+        with pytest.raises(RuntimeError, match="Cannot call fork an UserRRef after deletion"):
+            torch_rpc.internal.serialize(sys.held)
+
+    a.run(on_torch_names, hold)
+    for leaving in [a.start(on_torch_names, leave), b.start(on_torch_names, leave)]:
+        leaving.result()
+    a.run(on_torch_names, use)
+
+
+def test_what_a_function_raises_is_printed_where_it_ran(torch_workers):
+    a, b = torch_workers(2)
+
+    def call(torch_rpc):
+        with pytest.raises(ValueError, match="odd"):
+            torch_rpc.rpc_sync("worker1", fail, ("odd",))
+        with pytest.raises(ValueError, match="even"):
+            torch_rpc.remote("worker1", fail, ("even",)).to_here()
+
+    a.run(on_torch_names, call)
+    a.run(on_torch_names, lambda torch_rpc: torch_rpc.rpc_sync("worker1", int))
+    printed = b.log.read_text()
+    assert printed.count("On WorkerInfo(id=1, name=worker1):") == 2
+    assert "ValueError('odd')" in printed
+    assert "ValueError('even')" in printed
+
+
+def test_wait_all_does_not_wait_for_others_when_one_has_failed(torch_workers):
+    a, _ = torch_workers(2)
+
+    def wait(torch_rpc):
+        never = torch.futures.Future()
+        with pytest.raises(ValueError, match="odd"):
+            torch.futures.wait_all([never, torch_rpc.rpc_async("worker1", fail, ("odd",))])
+        never.set_result(None)
+        return torch.futures.wait_all([torch_rpc.rpc_async("worker1", int, (i,)) for i in range(5)])
+
+    assert a.run(on_torch_names, wait) == [0, 1, 2, 3, 4]
+    assert a.run(on_torch_names, lambda _: torch.futures.wait_all([])) == []
+
+
+def test_rpc_and_a_process_group_share_a_port(workers, tmp_path):
+    """torch serves both from one store, so programs set MASTER_PORT once."""
+    started = workers(2)
+
+    def main(torch_rpc, rank, port):
+        url = f"tcp://127.0.0.1:{port}"
+        torch.distributed.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
+        options = torch_rpc.TensorPipeRpcBackendOptions(init_method=url)
+        torch_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        summed = torch.ones(1)
+        torch.distributed.all_reduce(summed)
+        torch.distributed.barrier()
+        answer = torch_rpc.rpc_sync(f"worker{1 - rank}", min, (5, 6))
+        torch_rpc.shutdown()
+        torch.distributed.destroy_process_group()
+        return summed.item(), answer
+
+    port = started[0].run(free_port)
+    pending = [worker.start(on_torch_names, main, rank, port) for rank, worker in enumerate(started)]
+    assert [p.result() for p in pending] == [(2.0, 5)] * 2
+
+
+def free_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_options_are_torchs(workers):
+    (worker,) = workers(1)
+
+    def look(torch_rpc):
+        with pytest.warns(UserWarning, match="_transports of TensorPipeRpcBackendOptions is ignored"):
+            options = torch_rpc.TensorPipeRpcBackendOptions(_transports=["uv"], num_worker_threads=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch_rpc.TensorPipeRpcBackendOptions(_transports=["uv"])  # warned once
+        options.rpc_timeout = 3
+        options.set_device_map("worker1", {"cuda:0": "cuda:1"})
+        assert options.device_maps == {"worker1": {torch.device("cuda:0"): torch.device("cuda:1")}}
+        with pytest.raises(TypeError, match="incompatible constructor arguments"):
+            torch_rpc.TensorPipeRpcBackendOptions(rpc_timeout="soon")
+        with pytest.raises(TypeError, match="must be a member of BackendType"):
+            torch_rpc.init_rpc("me", backend="TENSORPIPE", rank=0, world_size=1)
+        with pytest.raises(TypeError, match="must be an instance of RpcBackendOptions"):
+            torch_rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options={})
+        made = torch_rpc.backend_registry.construct_rpc_backend_options(
+            torch_rpc.BackendType.TENSORPIPE, init_method="env://", num_worker_threads=5
+        )
+        assert type(made) is torch_rpc.TensorPipeRpcBackendOptions
+        assert made.num_worker_threads == 5
+        assert isinstance(made, rpc.RpcBackendOptions)
+
+    worker.run(on_torch_names, look)
+
+
+def test_names_that_are_missing_say_so(workers):
+    (worker,) = workers(1)
+
+    def call(torch_rpc):
+        with pytest.raises(RuntimeError, match="_invoke_rpc_builtin is a part of torch's own agent"):
+            torch_rpc.api._invoke_rpc_builtin("worker1", "aten::add")
+
+    worker.run(on_torch_names, call)
+
+
+def test_contexts_are_torchs(torch_workers):
+    a, _ = torch_workers(2)
+
+    def look(_):
+        context = torch.distributed.autograd._new_context()
+        identifier = context._context_id()
+        assert torch.distributed.autograd._current_context()._context_id() == identifier
+        assert torch.distributed.autograd._retrieve_context(identifier)._context_id() == identifier
+        torch.distributed.autograd._is_valid_context(identifier)
+        assert torch.distributed.autograd._get_debug_info()["num_autograd_contexts"] == "1"
+        torch.distributed.autograd._release_context(identifier)
+        with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {identifier}"):
+            torch.distributed.autograd._is_valid_context(identifier)
+
+    a.run(on_torch_names, look)
