@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-TYPED  := c10d rpc rref autograd optim nn
+TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test lint proto clean
+.PHONY: demo test conformance lint proto clean
 
 $(READY): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +18,9 @@ demo: $(READY)   ## train handwritten digits through a parameter server
 
 test: $(READY)   ## what every change must pass
 	$(BIN)/python -m pytest
+
+conformance: $(READY)  ## torch's own RPC test suites, on gradwire
+	$(BIN)/python -m tests.conformance
 
 lint: $(READY)   ## style and types
 	$(BIN)/ruff check .

@@ -1,0 +1,153 @@
+"""Runs the tests of one module: each in a process that is forked from this one, where torch is loaded already.
+
+torch's `MultiProcessTestCase` spawns the four workers of a test, and each imports torch anew. Here they are forked
+from the test's process, which is itself forked from this one: a clean process, without threads, in which nothing
+has run yet.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import unittest
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from .suites import Module, load
+
+__all__ = ["Outcome", "TestRun", "run_module"]
+
+GRACE = 30.0
+"""Seconds between torch's own time limit, which prints the workers' stacks, and the end by force."""
+
+_forking = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a test.
+
+    test: "Suite.test".
+    kind: "passed", "failed" or "skipped".
+    text: why it was skipped, or the tracebacks of the test and its workers.
+    output: what they have printed.
+    seconds: how long it took.
+    """
+
+    test: str
+    kind: str
+    text: str
+    output: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """What to run and how.
+
+    stock: on torch's own agent instead of gradwire.
+    jobs: how many tests run at once.
+    timeout: seconds for one test.
+    words: run the tests that have one of them in their "Suite.test"; without any, all.
+    logs: a folder for the output of each test.
+    """
+
+    stock: bool
+    jobs: int
+    timeout: int
+    words: tuple[str, ...]
+    logs: Path
+
+
+def run_module(module: Module, run: TestRun, report: Connection) -> None:
+    """Runs the wanted tests of a module, sends an Outcome for each, and None at the end."""
+    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(run.timeout)
+    if not run.stock:
+        import gradwire.compat
+
+        gradwire.compat.install()
+    tests = load(module)
+    importlib.import_module("torch._dynamo")  # which torch.optim imports on the first step
+    _fork_instead_of_spawn()
+    gc.collect()
+    gc.freeze()
+    waiting = [name for name in tests if not run.words or any(word in name for word in run.words)]
+    running: list[_RunningTest] = []
+    while waiting or running:
+        while waiting and len(running) < run.jobs:
+            name = waiting.pop(0)
+            running.append(_RunningTest(name, tests[name], run))
+        wait([test.sentinel for test in running], timeout=1)
+        for test in [test for test in running if test.over()]:
+            running.remove(test)
+            report.send(test.outcome())
+    report.send(None)
+
+
+class _RunningTest:
+    def __init__(self, name: str, case: unittest.TestCase, run: TestRun) -> None:
+        self._name = name
+        self._log = run.logs / f"{name}.log"
+        self._started = time.monotonic()
+        self._limit = run.timeout + GRACE
+        self._answer, theirs = _forking.Pipe(duplex=False)
+        self._process = _forking.Process(target=_run_test, args=(case, self._log, theirs), name=name)
+        self._process.start()
+        theirs.close()
+        self.sentinel = self._process.sentinel
+
+    def over(self) -> bool:
+        """Has the test ended? One that is too slow is ended here."""
+        if self._process.is_alive() and time.monotonic() - self._started > self._limit:
+            _kill_group(self._process.pid)
+            self._process.join()
+        return not self._process.is_alive()
+
+    def outcome(self) -> Outcome:
+        """What became of it, once it is over."""
+        _kill_group(self._process.pid)  # whatever it left behind
+        kind, text = "failed", ""  # where it ended without a word
+        with contextlib.suppress(EOFError):
+            kind, text = self._answer.recv()
+        self._answer.close()
+        output = self._log.read_text(errors="replace") + f"(exit code {self._process.exitcode})"
+        return Outcome(self._name, kind, text, output, time.monotonic() - self._started)
+
+
+def _run_test(case: unittest.TestCase, log: Path, answer: Connection) -> None:
+    os.setpgrp()  # so that the test can be ended together with all of its workers
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    faulthandler.enable()
+    result = unittest.TestResult()
+    case.run(result)
+    if failures := [*result.failures, *result.errors]:
+        answer.send(("failed", "\n".join(text for _, text in failures)))
+    elif result.skipped:
+        answer.send(("skipped", result.skipped[0][1]))
+    else:
+        answer.send(("passed", ""))
+
+
+def _kill_group(pid: int | None) -> None:
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _fork_instead_of_spawn() -> None:
+    """Has torch's test cases fork their workers."""
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    def fork(self: MultiProcessTestCase) -> None:
+        self._start_processes(_forking.Process)
+
+    MultiProcessTestCase._spawn_processes = fork
