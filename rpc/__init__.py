@@ -15,6 +15,7 @@ from .backend_registry import BackendType
 from .calls import rpc_async, rpc_sync
 from .collectives import AllGatherStates, all_gather, barrier
 from .futures import Future
+from .global_profile import server_process_global_profile
 from .options import ChannelOptions, RpcBackendOptions
 from .streams import RpcStream, rpc_stream
 from .wait_all import wait_all
@@ -51,6 +52,7 @@ __all__ = [
     "rpc_async",
     "rpc_stream",
     "rpc_sync",
+    "server_process_global_profile",
     "set_rpc_timeout",
     "shutdown",
     "wait_all",

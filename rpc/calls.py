@@ -13,6 +13,7 @@ from .agent import Destination, current_agent
 from .functions import is_async_execution
 from .futures import Future, when_done
 from .messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
+from .profiling import RPCExecMode, profiled_call, run_profiled
 from .wait_all import note_future
 
 __all__ = [
@@ -45,7 +46,7 @@ class Calls(Extension):
 
     def _run(self, message: Incoming) -> Any:
         with logged(message):
-            return run_function(*message.value)
+            return run_profiled(message, run_function, *message.value)
 
 
 register_extension(Calls)
@@ -148,12 +149,16 @@ def send_call(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    mode: RPCExecMode = RPCExecMode.ASYNC,
 ) -> Future:
     """Does what `rpc_async` does, but `wait_all` does not see it."""
     agent = current_agent()
     worker = agent.worker(to)
     call = check_call(func, args, kwargs)
-    return agent.request(worker, MessageType.CALL, call, timeout=check_timeout(timeout), what=CALL_PARTS)
+    seconds = check_timeout(timeout)
+    with profiled_call(agent, mode, func, worker):
+        return agent.request(worker, MessageType.CALL, call, timeout=seconds, what=CALL_PARTS)
 
 
 def rpc_sync(
@@ -164,4 +169,4 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Runs a function on a worker and returns its result. Takes and raises what `rpc_async` does."""
-    return send_call(to, func, args, kwargs, timeout).wait()
+    return send_call(to, func, args, kwargs, timeout, mode=RPCExecMode.SYNC).wait()

@@ -85,6 +85,7 @@ class _Sent:
 class _Pending:
     """A request that is not answered yet."""
 
+    identifier: int
     future: Future
     worker: WorkerInfo
     kind: MessageType.ValueType
@@ -192,7 +193,7 @@ class GrpcAgent(RpcAgent):
         future = Future(self._executor, partial(self._cancel, envelope.id) if handler.cancellable else None)
         if handler.user_values:
             self._activity.begin()
-        pending = self._pending[envelope.id] = _Pending(future, worker, kind, seconds)
+        pending = self._pending[envelope.id] = _Pending(envelope.id, future, worker, kind, seconds)
         try:
             pending.sent = self._dispatch(worker, kind, envelope, packed, None)
         except WorkerLostError as error:
@@ -345,6 +346,7 @@ class GrpcAgent(RpcAgent):
             self._fail(pending, error)
             return
         if pending is not None:
+            self._tell_answered(pending)
             pending.future.set_result(message.value)
             self._ended(pending.kind)
 
@@ -509,8 +511,14 @@ class GrpcAgent(RpcAgent):
 
     def _fail(self, pending: _Pending | None, error: Exception) -> None:
         if pending is not None:
+            self._tell_answered(pending)
             pending.future.set_exception(error)
             self._ended(pending.kind)
+
+    def _tell_answered(self, pending: _Pending) -> None:
+        if self._handlers[pending.kind].user_values:
+            for extension in self._extensions:
+                extension.answered(pending.identifier)
 
     def _ended(self, kind: MessageType.ValueType) -> None:
         if self._handlers[kind].user_values:

@@ -125,6 +125,9 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
         """A request to a worker has been answered with an error: what its caller gets."""
         return error
 
+    def answered(self, identifier: int) -> None:
+        """A request of this worker is over, with an answer or an error; next its future is done."""
+
     def unreadable(self, message: Incoming, error: Exception) -> None:
         """A message has arrived whose payloads were refused or are malformed: its headers are all there is."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..rpc.agent import Destination, current_agent
 from ..rpc.calls import UNSET_RPC_TIMEOUT, check_call, check_timeout
+from ..rpc.profiling import RPCExecMode, profiled_call
 from .forks import References
 from .rref import RRef
 
@@ -37,4 +38,6 @@ def remote(
     agent = current_agent()
     owner = agent.worker(to)
     call = check_call(func, args, kwargs)
-    return agent.extension(References).remote(owner, call, check_timeout(timeout))
+    seconds = check_timeout(timeout)
+    with profiled_call(agent, RPCExecMode.REMOTE, func, owner):
+        return agent.extension(References).remote(owner, call, seconds)

@@ -38,6 +38,7 @@ from ..rpc.messages import (
     Outgoing,
     register_extension,
 )
+from ..rpc.profiling import run_profiled
 from ..rpc.worker import WorkerInfo
 from .ids import GlobalId, IdSource
 from .owner_table import Entry, OwnerTable
@@ -338,7 +339,7 @@ class References(Extension):
         entry: Entry = message.state[References]
         try:
             with logged(message):
-                result = run_function(*message.value)
+                result = run_profiled(message, run_function, *message.value)
         except Exception as error:
             entry.fail(error)
             return None

@@ -8,6 +8,7 @@ import torch
 
 from ..rpc.agent import current_agent
 from ..rpc.calls import rpc_async, run_function, send_call
+from ..rpc.profiling import RPCExecMode
 from .api import remote
 from .forks import References
 from .ids import GlobalId
@@ -52,7 +53,7 @@ def _call(rref: RRef[Any], how: str, timeout: float, method: tuple[Any, ...]) ->
             _send(rref, _require_attribute, method[:1], timeout, send_call).wait()
         return remote(rref.owner(), _call_method, (rref, *method), timeout=timeout)
     if how == "rpc_sync":
-        return _send(rref, _call_method_by_id, method, timeout, send_call).wait()
+        return _send(rref, _call_method_by_id, method, timeout, partial(send_call, mode=RPCExecMode.SYNC)).wait()
     return _send(rref, _call_method_by_id, method, timeout, rpc_async)
 
 

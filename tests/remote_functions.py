@@ -1,5 +1,6 @@
 """Functions that tests call on other workers."""
 
+import contextlib
 import gc
 import os
 import threading
@@ -88,3 +89,21 @@ def assert_clean() -> None:
         wait_until(clean)
     except AssertionError:
         raise AssertionError(f"still there: {counts()}") from None
+
+
+def torch_operations(*, scope: bool = False) -> torch.Tensor:
+    """Some operations for profilers to see."""
+    with torch.autograd.profiler.record_function("a scope") if scope else contextlib.nullcontext():
+        ones = torch.ones(8)
+        return torch.mul(torch.add(ones, ones), ones).relu()
+
+
+def many_operations(count: int) -> None:
+    ones = torch.ones(1)
+    for _ in range(count):
+        torch.add(ones, ones)
+
+
+def die() -> None:
+    """Ends this worker's process on the spot."""
+    os._exit(3)

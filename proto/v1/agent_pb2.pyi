@@ -264,6 +264,7 @@ class Envelope(google.protobuf.message.Message):
     CONTROL_FIELD_NUMBER: builtins.int
     CREATED_FIELD_NUMBER: builtins.int
     DEVICE_MAP_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
     STREAM_FIELD_NUMBER: builtins.int
     id: builtins.int
     """of the request; 0 where no answer is wanted"""
@@ -289,6 +290,10 @@ class Envelope(google.protobuf.message.Message):
         """of a request: where its tensors went; those of the answer go back so"""
 
     @property
+    def profile(self) -> Global___ProfileHeader:
+        """a request: profile the call; its answer: the last tensor is ProfileEvents as bytes"""
+
+    @property
     def stream(self) -> Global___StreamHeader: ...
     def __init__(
         self,
@@ -302,11 +307,12 @@ class Envelope(google.protobuf.message.Message):
         control: Global___ControlHeader | None = ...,
         created: Global___Reference | None = ...,
         device_map: collections.abc.Iterable[Global___DeviceMapping] | None = ...,
+        profile: Global___ProfileHeader | None = ...,
         stream: Global___StreamHeader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "stream", b"stream"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "profile", b"profile", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "device_map", b"device_map", "id", b"id", "references", b"references", "stream", b"stream", "tensors", b"tensors", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "device_map", b"device_map", "id", b"id", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope
@@ -660,3 +666,160 @@ class RemoteFailure(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RemoteFailure: typing_extensions.TypeAlias = RemoteFailure
+
+@typing.final
+class ProfileHeader(google.protobuf.message.Message):
+    """How the caller of a function profiles, and so how the callee is to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CUDA_FIELD_NUMBER: builtins.int
+    SHAPES_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
+    STACK_FIELD_NUMBER: builtins.int
+    FLOPS_FIELD_NUMBER: builtins.int
+    MODULES_FIELD_NUMBER: builtins.int
+    cuda: builtins.bool
+    shapes: builtins.bool
+    memory: builtins.bool
+    stack: builtins.bool
+    flops: builtins.bool
+    modules: builtins.bool
+    def __init__(
+        self,
+        *,
+        cuda: builtins.bool = ...,
+        shapes: builtins.bool = ...,
+        memory: builtins.bool = ...,
+        stack: builtins.bool = ...,
+        flops: builtins.bool = ...,
+        modules: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cuda", b"cuda", "flops", b"flops", "memory", b"memory", "modules", b"modules", "shapes", b"shapes", "stack", b"stack"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ProfileHeader: typing_extensions.TypeAlias = ProfileHeader
+
+@typing.final
+class ProfileEvents(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ProfileEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[Global___ProfileEvent] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["events", b"events"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ProfileEvents: typing_extensions.TypeAlias = ProfileEvents
+
+@typing.final
+class ProfileEvent(google.protobuf.message.Message):
+    """One event of torch's profiler. Times are nanoseconds of the Unix epoch, by the clock of the worker it ran on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    NODE_ID_FIELD_NUMBER: builtins.int
+    START_NS_FIELD_NUMBER: builtins.int
+    END_NS_FIELD_NUMBER: builtins.int
+    THREAD_FIELD_NUMBER: builtins.int
+    FORWARD_THREAD_FIELD_NUMBER: builtins.int
+    SEQUENCE_NUMBER_FIELD_NUMBER: builtins.int
+    SCOPE_FIELD_NUMBER: builtins.int
+    ASYNCHRONOUS_FIELD_NUMBER: builtins.int
+    SHAPES_FIELD_NUMBER: builtins.int
+    STACK_FIELD_NUMBER: builtins.int
+    CPU_MEMORY_FIELD_NUMBER: builtins.int
+    DEVICE_MEMORY_FIELD_NUMBER: builtins.int
+    FLOPS_FIELD_NUMBER: builtins.int
+    KERNELS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    node_id: builtins.int
+    """the worker"""
+    start_ns: builtins.int
+    end_ns: builtins.int
+    thread: builtins.int
+    """of that worker"""
+    forward_thread: builtins.int
+    sequence_number: builtins.int
+    scope: builtins.int
+    asynchronous: builtins.bool
+    cpu_memory: builtins.int
+    """bytes"""
+    device_memory: builtins.int
+    flops: builtins.int
+    @property
+    def shapes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Sizes]:
+        """of the inputs"""
+
+    @property
+    def stack(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def kernels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Kernel]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        node_id: builtins.int = ...,
+        start_ns: builtins.int = ...,
+        end_ns: builtins.int = ...,
+        thread: builtins.int = ...,
+        forward_thread: builtins.int = ...,
+        sequence_number: builtins.int = ...,
+        scope: builtins.int = ...,
+        asynchronous: builtins.bool = ...,
+        shapes: collections.abc.Iterable[Global___Sizes] | None = ...,
+        stack: collections.abc.Iterable[builtins.str] | None = ...,
+        cpu_memory: builtins.int = ...,
+        device_memory: builtins.int = ...,
+        flops: builtins.int = ...,
+        kernels: collections.abc.Iterable[Global___Kernel] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["asynchronous", b"asynchronous", "cpu_memory", b"cpu_memory", "device_memory", b"device_memory", "end_ns", b"end_ns", "flops", b"flops", "forward_thread", b"forward_thread", "kernels", b"kernels", "name", b"name", "node_id", b"node_id", "scope", b"scope", "sequence_number", b"sequence_number", "shapes", b"shapes", "stack", b"stack", "start_ns", b"start_ns", "thread", b"thread"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ProfileEvent: typing_extensions.TypeAlias = ProfileEvent
+
+@typing.final
+class Sizes(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SIZES_FIELD_NUMBER: builtins.int
+    @property
+    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sizes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["sizes", b"sizes"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Sizes: typing_extensions.TypeAlias = Sizes
+
+@typing.final
+class Kernel(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    DURATION_US_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    device: builtins.int
+    duration_us: builtins.float
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        device: builtins.int = ...,
+        duration_us: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["device", b"device", "duration_us", b"duration_us", "name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Kernel: typing_extensions.TypeAlias = Kernel
