@@ -1,34 +1,52 @@
 """What torch's agent does with every message, and gradwire's does not by itself."""
 
+import logging
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, final
+from typing import final
 
-from ..rpc.messages import Extension, Incoming
-from ..rref.forks import References
+from ..rpc.agent import RpcAgent
+from ..rpc.messages import Extension
+from ..rpc.profiling import Profiling
+from ..rpc.worker import WorkerInfo
+from .errors import as_torch_raises
 
 __all__ = ["TorchHabits"]
+
+FAILED_CALLS = logging.getLogger("gradwire.rpc.calls")
 
 
 @final
 class TorchHabits(Extension):
-    """Prints what remote functions raise."""
+    """Raises and prints what remote functions raise as torch does; keeps calls out of torch.profiler's profiles."""
 
-    def scope(self, message: Incoming) -> AbstractContextManager[None]:
-        """Around the run of a remote function."""
-        return self._printing_errors(message)
+    def __init__(self, agent: RpcAgent) -> None:
+        super().__init__(agent)
+        agent.extension(Profiling).kineto = False
+        self._printer = _Printer(agent.info)
+        self._level = FAILED_CALLS.level
+        FAILED_CALLS.setLevel(logging.INFO)
+        FAILED_CALLS.addHandler(self._printer)
 
-    @contextmanager
-    def _printing_errors(self, message: Incoming) -> Iterator[None]:
-        yield
-        error = message.error or _failed_creation(message.state.get(References))
-        if error is not None:
+    def failed(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
+        """What the caller of a function gets that has raised an error."""
+        return as_torch_raises(error)
+
+    def close(self) -> None:
+        """Prints nothing any longer."""
+        FAILED_CALLS.removeHandler(self._printer)
+        FAILED_CALLS.setLevel(self._level)
+
+
+@final
+class _Printer(logging.Handler):
+    """Prints what functions raise that others call, wherever `sys.stderr` leads then."""
+
+    def __init__(self, worker: WorkerInfo) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and (error := record.exc_info[1]) is not None:
             text = "".join(traceback.format_exception(error))
-            print(f"On {self.agent.info}:\n{error!r}\n{text}", file=sys.stderr)
-
-
-def _failed_creation(entry: Any) -> BaseException | None:
-    """What the call raised whose value a reference is to."""
-    return entry.future.exception() if entry is not None and entry.future.done() else None
+            print(f"On {self._worker}:\n{error!r}\n{text}", file=sys.stderr)

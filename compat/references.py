@@ -2,6 +2,8 @@
 
 from typing import Any, NoReturn
 
+import torch
+
 from ..errors import RRefError
 from ..rpc.agent import holder
 from ..rpc.failures import copy_error
@@ -29,5 +31,18 @@ def _deserialize(fork: object) -> NoReturn:
     raise RRefError(f"{fork!r} cannot become a reference: references travel in calls and their results")
 
 
-METHODS = {"_deserialize": staticmethod(_deserialize), "_serialize": _serialize}
+def _get_profiling_future(self: RRef[Any]) -> torch.futures.Future[Any]:
+    """Done when the call that makes the value is over, and its event in the profile.
+
+    Raises:
+        RRefError: this worker did not create the reference by `remote`.
+    """
+    return self._get_future()
+
+
+METHODS = {
+    "_deserialize": staticmethod(_deserialize),
+    "_get_profiling_future": _get_profiling_future,
+    "_serialize": _serialize,
+}
 """By name."""

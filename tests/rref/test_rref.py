@@ -8,7 +8,7 @@ import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
 
-from tests.remote_functions import add, assert_clean, set_event, wait_for
+from tests.remote_functions import add, assert_clean, set_event, wait_for, wait_until
 
 
 class Counter:
@@ -83,7 +83,7 @@ def test_a_reference_to_a_remote_result(trio):
         assert not rref.is_owner()
         assert rref.owner() == rpc.get_worker_info("worker1")
         assert rref.owner_name() == "worker1"
-        assert rref.confirmed_by_owner()
+        wait_until(rref.confirmed_by_owner)
         assert repr(rref).startswith("UserRRef(worker1")
         with pytest.raises(RRefError, match="Call it on owner .*worker1.*to_here"):
             rref.local_value()
