@@ -18,7 +18,7 @@ FAILED_CALLS = logging.getLogger("gradwire.rpc.calls")
 
 @final
 class TorchHabits(Extension):
-    """Raises and prints what remote functions raise as torch does; keeps calls out of torch.profiler's profiles."""
+    """Raises and prints what remote functions raise as torch does; leaves torch.profiler's profiles alone."""
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
