@@ -75,9 +75,9 @@ log = logging.getLogger(__name__)
 class _Sent:
     """What it takes to take a message back: its headers, without its bytes, and where it went."""
 
-    message: Outgoing
+    envelope: agent_pb2.Envelope
     ticket: int
-    payloads: list[agent_pb2.Payload]
+    payloads: Sequence[agent_pb2.Payload]
     nbytes: int
 
 
@@ -195,7 +195,11 @@ class GrpcAgent(RpcAgent):
             self._activity.begin()
         pending = self._pending[envelope.id] = _Pending(envelope.id, future, worker, kind, seconds)
         try:
-            pending.sent = self._dispatch(worker, kind, envelope, packed, None)
+            sent = self._dispatch(worker, kind, envelope, packed, None)
+            if handler.cancellable:
+                envelope.ClearField("body")
+                envelope.ClearField("tensors")
+                pending.sent = sent
         except WorkerLostError as error:
             self._fail(self._take(envelope.id), error)
         except BaseException:
@@ -267,9 +271,7 @@ class GrpcAgent(RpcAgent):
         ticket = self._network.send(message.destination, envelope.SerializeToString())
         writer.start()
         self._traffic.sent(writer.nbytes)
-        envelope.ClearField("body")
-        envelope.ClearField("tensors")
-        return _Sent(Outgoing(message.destination, envelope, [], [], None), ticket, writer.apart, writer.nbytes)
+        return _Sent(envelope, ticket, writer.apart or (), writer.nbytes)
 
     def _cancel(self, identifier: int) -> bool:
         """Ends a request at its caller's wish; False if it is over."""
@@ -278,17 +280,16 @@ class GrpcAgent(RpcAgent):
             return False
         if pending.sent is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whatever was queued
-                self._network.call_soon(self._withdraw, identifier, pending.sent)
+                self._network.call_soon(self._withdraw, pending.worker, pending.sent)
         self._fail(pending, RpcCancelledError(pending.worker.name))
         return True
 
-    def _withdraw(self, identifier: int, sent: _Sent) -> None:
+    def _withdraw(self, worker: WorkerInfo, sent: _Sent) -> None:
         """Takes a request back; if it is on its way, has the other side not begin it. Called on the loop."""
-        worker = sent.message.destination
         if self._network.withdraw(worker, sent.ticket, sent.payloads):
-            self._executor.submit(self._withdrawn, sent.message)
+            self._executor.submit(self._withdrawn, Outgoing(worker, sent.envelope, [], [], None))
             return
-        cancel = agent_pb2.Envelope(id=identifier, type=MessageType.CANCEL)
+        cancel = agent_pb2.Envelope(id=sent.envelope.id, type=MessageType.CANCEL)
         with contextlib.suppress(WorkerLostError):
             self._network.send(worker, cancel.SerializeToString())
 

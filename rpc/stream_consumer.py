@@ -84,13 +84,12 @@ class Consumer:
             self._tell()
 
     def _end(self, answer: Future) -> None:
-        error = error_of(answer)
+        error, count = error_of(answer), None
+        if error is None:
+            count, failure = answer.value()
+            error = decode_failure(failure, self.producer.name) if failure else None
         with self._changed:
-            if error is None:
-                self._count, failure = answer.value()
-                self._error = decode_failure(failure, self.producer.name) if failure else None
-            else:
-                self._error, self._broken = error, True
+            self._count, self._error, self._broken = count, error, count is None
             self._tell()
 
     def broken(self, error: Exception) -> None:
@@ -130,6 +129,8 @@ class Consumer:
         self._finish()
         if error is None:
             raise StopIteration
+        if isinstance(error, StopIteration | StopAsyncIteration):  # which would pass for the end
+            raise RuntimeError(f"the function to stream raised {type(error).__name__}") from error
         raise copy_error(error) from error.__cause__
 
     def wait(self, seconds: float | None) -> bool:

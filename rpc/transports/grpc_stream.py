@@ -278,12 +278,16 @@ class GrpcStream:
         with self._lock:
             taken: list[bytes] = []
             size = 0
-            while self._queue:
-                first = next(iter(self._queue))
-                if taken and size + len(self._queue[first]) > FRAME_BYTES:
+            for envelope in self._queue.values():
+                size += len(envelope)
+                if taken and size > FRAME_BYTES:
                     break
-                taken.append(self._queue.pop(first))
-                size += len(taken[-1])
+                taken.append(envelope)
+            if len(taken) == len(self._queue):
+                self._queue.clear()
+            else:
+                for _ in taken:
+                    self._queue.popitem(last=False)
         return b"".join(taken)
 
     def _finish(self, reason: str, *, report: bool = True) -> None:

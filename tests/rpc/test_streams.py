@@ -216,6 +216,8 @@ def test_what_is_no_generator(workers):
             next(rpc.rpc_stream("worker1", add, (1, 2)))
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
             next(rpc.rpc_stream("worker1", count_to))
+        with pytest.raises(RuntimeError, match="the function to stream raised StopIteration"):
+            next(rpc.rpc_stream("worker1", next, (iter(()),)))
         with pytest.raises(ValueError, match="window is 0"):
             rpc.rpc_stream("worker1", count_to, (1,), window=0)
         with pytest.raises(ValueError, match="window_items is 1.5"):
