@@ -6,8 +6,7 @@ import torch
 
 from ..errors import RRefError
 from ..rpc.agent import holder
-from ..rpc.failures import copy_error
-from ..rref.rref import RRef, UserHandle
+from ..rref.rref import RRef
 
 __all__ = ["METHODS"]
 
@@ -21,8 +20,7 @@ def _serialize(self: RRef[Any]) -> NoReturn:
     handle = self._handle
     if handle.agent is not holder.get():
         raise RRefError(f"{self} has gone with its agent. Cannot call fork an UserRRef after deletion.")
-    if isinstance(handle, UserHandle) and handle.fork.error is not None:
-        raise copy_error(handle.fork.error)
+    handle.check_usable(self, "fork an UserRRef")
     raise RRefError(f"{self} cannot be serialized by itself: pass it to a call, or return it from one")
 
 

@@ -162,8 +162,7 @@ class References(Extension):
                 raise RRefError(
                     f"{rref} belongs to an agent that has shut down. Cannot call fork an UserRRef after deletion."
                 )
-            if isinstance(handle, UserHandle):
-                handle.check_usable(rref, "fork an UserRRef")
+            handle.check_usable(rref, "fork an UserRRef")
             if isinstance(handle, OwnerHandle):
                 identifier, owner = handle.entry.id, self.agent.info.id
                 self.table.add_fork(identifier, fork, message.destination.id)

@@ -10,7 +10,7 @@ from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefEr
 from ..rpc.agent import RpcAgent, current_agent
 from ..rpc.calls import UNSET_RPC_TIMEOUT, check_timeout
 from ..rpc.failures import copy_error
-from ..rpc.futures import Future
+from ..rpc.futures import Future, error_of
 from ..rpc.messages import MessageType
 from ..rpc.worker import WorkerInfo
 from .owner_table import Entry, ValueNotThereError
@@ -34,6 +34,11 @@ class OwnerHandle:
         self.agent = agent
         self.entry = entry
         self.created = created
+
+    def check_usable(self, rref: "RRef[Any]", use: str) -> None:  # noqa: ARG002 - as UserHandle's
+        """Raises what has kept the value from being made; not what its function raised."""
+        if self.created is not None and self.created.done() and (error := error_of(self.created)) is not None:
+            raise copy_error(error) from error.__cause__
 
 
 @final
