@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from gradwire.compat import launch
+from gradwire.compat.__main__ import main
 
 PROGRAMS = Path(__file__).parent / "programs"
 ON_GRADWIRE = "gradwire.rpc.calls gradwire.rref.rref True"
@@ -71,8 +72,5 @@ def test_children_may_import_in_any_order(first):
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--nonsense"]])
 def test_wrong_arguments_get_the_usage(arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "gradwire.compat", *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("usage: python -m gradwire.compat")
+    with pytest.raises(SystemExit, match=r"^usage: python -m gradwire.compat"):
+        main(arguments)
