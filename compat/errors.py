@@ -3,11 +3,16 @@
 torch sends the class of an exception and a text, and makes the exception anew from the text alone.
 """
 
+import re
+
 import torch
 
 from ..errors import GradwireError
 
 __all__ = ["as_torch_raises"]
+
+_WRONG_OPERANDS = re.compile(r'received an invalid combination of arguments|required positional arguments?: "')
+"""How torch's operators complain of their arguments. Python's functions put names in other quotes."""
 
 _SEEN = "Original exception on remote side was"
 
@@ -19,7 +24,9 @@ def as_torch_raises(error: Exception) -> Exception:
         return error
     # What torch.jit raises is no RuntimeError, and never reaches torch's callers.
     made: Exception = RuntimeError(str(error))
-    if kind is not torch.jit.Error:
+    if kind is TypeError and _WRONG_OPERANDS.search(str(error)):
+        made = RuntimeError(f"Overloaded torch operator invoked from Python failed to match any schema: {error}")
+    elif kind is not torch.jit.Error:
         try:
             kind(str(error))
         except Exception as problem:

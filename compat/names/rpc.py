@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from ... import rpc
 from ...rpc.wait_all import thread_futures
 from ...rref.proxy import RRefProxy
-from .. import agents, calls, debug_info, faulty, futures, shutdown, tensorpipe
+from .. import agents, debug_info, faulty, futures, shutdown, tensorpipe
 from ..init import init_rpc, init_rpc_backend
 from .missing import missing
 
@@ -34,9 +34,9 @@ def _api() -> Mapping[str, object]:
         "_wait_all": rpc.wait_all,
         "_wait_all_workers": shutdown.wait_all_workers,
         "get_worker_info": rpc.get_worker_info,
-        "remote": calls.remote,
-        "rpc_async": calls.rpc_async,
-        "rpc_sync": calls.rpc_sync,
+        "remote": rpc.remote,
+        "rpc_async": rpc.rpc_async,
+        "rpc_sync": rpc.rpc_sync,
         "shutdown": shutdown.shutdown,
     }
 
