@@ -35,7 +35,8 @@ def program(request) -> Iterator[types.ModuleType]:
 
 def test_names_that_were_imported_before(program, installed):
     assert program.RRef is rpc.RRef
-    assert program.call is rpc.rpc_sync
+    assert program.call is torch_rpc.rpc_sync
+    assert program.call.__module__ == "gradwire.rpc.calls"
     assert program.limit == 60.0
 
 

@@ -217,3 +217,17 @@ def test_contexts_are_torchs(torch_workers):
             torch.distributed.autograd._is_valid_context(identifier)
 
     a.run(on_torch_names, look)
+
+
+def test_calls_show_in_the_legacy_profiler_only(torch_workers):
+    a, _ = torch_workers(2)
+
+    def profile(torch_rpc):
+        with torch.autograd.profiler_legacy.profile() as legacy:
+            rref = torch_rpc.remote("worker1", torch.add, (torch.ones(2), 1))
+            rref._get_profiling_future().wait()
+        with torch.profiler.profile() as kineto:
+            torch_rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
+        return [any("rpc_" in e.name for e in events) for events in (legacy.function_events, kineto.events())]
+
+    assert a.run(on_torch_names, profile) == [True, False]
