@@ -11,6 +11,8 @@ GradwireError
     ├── UnknownWorkerError        .name: no worker of the group is called so
     ├── RpcTimeoutError           .worker, .seconds
     ├── RpcCancelledError         .worker: the caller cancelled the call
+    ├── SendFailedError           .worker, .reason: a message has not left, so it may be sent again
+    ├── AnswerFailedError         .worker, .reason: a call has run, but its answer could not be sent
     ├── WorkerLostError           .worker, .reason: the peer died, left, or cannot be reached
     ├── SerializationError        .path: where in the arguments or the result it went wrong
     ├── RemoteError               .worker, .remote_traceback: a function raised on another worker
@@ -29,6 +31,7 @@ from torch.distributed import DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
 
 __all__ = [
+    "AnswerFailedError",
     "AutogradError",
     "GradwireError",
     "NotInitializedError",
@@ -40,6 +43,7 @@ __all__ = [
     "RpcCancelledError",
     "RpcError",
     "RpcTimeoutError",
+    "SendFailedError",
     "SerializationError",
     "StoreError",
     "StoreTimeoutError",
@@ -131,6 +135,24 @@ class RpcCancelledError(RpcError):
     def __init__(self, worker: str) -> None:
         super().__init__(f"a call to worker {worker!r} was cancelled by its caller")
         self.worker = worker
+
+
+class SendFailedError(RpcError):
+    """A message could not be sent, and its receiver knows nothing of it. Sending it again may succeed."""
+
+    def __init__(self, worker: str, reason: str, doing: str = "a message to worker") -> None:
+        super().__init__(f"{doing} {worker!r} could not be sent: {reason}")
+        self.worker = worker
+        self.reason = reason
+
+
+class AnswerFailedError(RpcError):
+    """A worker has run a call, but could not send the answer. Calling again runs it again."""
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"worker {worker!r} has run the call, but could not send the answer: {reason}")
+        self.worker = worker
+        self.reason = reason
 
 
 class WorkerLostError(RpcError):

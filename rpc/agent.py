@@ -61,6 +61,7 @@ class RpcAgent(ABC):
         timeout: float | None = None,
         what: str | Sequence[str] = "the value",
         header: Callable[[agent_pb2.Envelope], None] | None = None,
+        keep: object = None,
     ) -> Future:
         """Sends a request.
 
@@ -71,9 +72,12 @@ class RpcAgent(ABC):
             timeout: seconds, 0 for none, None for `rpc_timeout`.
             what: what to call the value, or each of a tuple's items, in a SerializationError.
             header: fills in headers of the envelope.
+            keep: is kept until the request is over: until it is answered, even if that is after its timeout,
+                or never can be.
 
         Returns:
-            A future of the answer. It fails with what the handler raised, WorkerLostError or RpcTimeoutError.
+            A future of the answer. It fails with what the handler raised, WorkerLostError, SendFailedError or
+            RpcTimeoutError.
 
         Raises:
             SerializationError: the value does not pickle; nothing was sent.

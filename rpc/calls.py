@@ -151,14 +151,15 @@ def send_call(
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     mode: RPCExecMode = RPCExecMode.ASYNC,
+    keep: object = None,
 ) -> Future:
-    """Does what `rpc_async` does, but `wait_all` does not see it."""
+    """Does what `rpc_async` does, but `wait_all` does not see it. `keep` is kept until the call is over."""
     agent = current_agent()
     worker = agent.worker(to)
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
     with profiled_call(agent, mode, func, worker):
-        return agent.request(worker, MessageType.CALL, call, timeout=seconds, what=CALL_PARTS)
+        return agent.request(worker, MessageType.CALL, call, timeout=seconds, what=CALL_PARTS, keep=keep)
 
 
 def rpc_sync(

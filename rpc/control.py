@@ -7,18 +7,24 @@ repetition can still come, and a later straggler is recognised by its number alo
 """
 
 import logging
-import queue
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
-from ..errors import NotInitializedError, RpcTimeoutError, SerializationError, WorkerLostError
+from ..errors import (
+    AnswerFailedError,
+    NotInitializedError,
+    RpcTimeoutError,
+    SendFailedError,
+    SerializationError,
+    WorkerLostError,
+)
 from ..proto.v1 import agent_pb2
 from .futures import error_of
 from .messages import Handler, Incoming, MessageType
+from .scheduler import Scheduler, SerialThread, Task
 from .worker import WorkerInfo
 
 if TYPE_CHECKING:
@@ -31,7 +37,8 @@ ATTEMPT_SECONDS = 5.0
 
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
-"""Seconds between attempts: doubled from the first to the longest."""
+"""Seconds between attempts: doubled from the first to the longest. An attempt that could not be sent is over
+at once; any other only when its time is."""
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +51,10 @@ class _Sent:
 
     worker: WorkerInfo
     number: int
-    value: tuple[str, Any]
+    kind: str
+    payload: Any
     done: Done
     attempts: int = 0
-    due: float = 0.0
 
 
 @dataclass(slots=True)
@@ -61,26 +68,29 @@ class _Received:
 
 @final
 class ControlMessages:
-    """Sends and handles the control messages of one agent, on a thread of its own.
+    """Sends and handles the control messages of one agent, by tasks that run one after another.
 
     `send` and `run` take no lock, so finalizers may call them.
     """
 
-    def __init__(self, agent: "RpcAgent") -> None:
+    def __init__(self, agent: "RpcAgent", scheduler: Callable[[str, Task], Scheduler] = SerialThread) -> None:
+        from .agent import holder  # here, because agents hold a ControlMessages
+
         self._agent = agent
         self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._numbers: dict[int, int] = defaultdict(int)
         self._unacknowledged: dict[int, dict[int, _Sent]] = defaultdict(dict)
-        self._resend: list[_Sent] = []
         self._received: dict[int, _Received] = defaultdict(_Received)
         self._received_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._loop, name=f"gradwire-control-{agent.info.name}", daemon=True)
-        self._thread.start()
+        self._scheduler = scheduler(f"gradwire-control-{agent.info.name}", lambda: holder.bind_thread(agent))
 
     def on(self, kind: str, handle: Callable[[WorkerInfo, Any], None]) -> None:
         """Registers what a kind of message does: `handle(sender, payload)`, which must not wait for others."""
         self._handlers[kind] = handle
+
+    def kinds(self) -> Collection[str]:
+        """The kinds of messages that are known here."""
+        return self._handlers.keys()
 
     def send(self, worker: WorkerInfo, kind: str, payload: Any, done: Done = lambda _error: None) -> None:
         """Sends a message until it is acknowledged.
@@ -89,14 +99,14 @@ class ControlMessages:
             worker: to whom.
             kind: what `on` was called with over there.
             payload: anything that pickles.
-            done: called on the control thread with None, or with what the handler raised, or a
+            done: called by a task with None, or with what the handler raised, or a
                 WorkerLostError when the receiver is gone.
         """
-        self._todo.put(lambda: self._begin(worker, kind, payload, done))
+        self._scheduler.submit(lambda: self._begin(worker, kind, payload, done))
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Runs a task on the control thread, after everything that was asked of it before."""
-        self._todo.put(task)
+    def run(self, task: Task) -> None:
+        """Runs a task after everything that was asked for before, and never beside another."""
+        self._scheduler.submit(task)
 
     def pending(self) -> int:
         """How many messages are not acknowledged yet."""
@@ -107,75 +117,44 @@ class ControlMessages:
         return Handler(self._handle)
 
     def close(self) -> None:
-        """Ends the thread. What is unacknowledged is given up."""
-        self._todo.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(ATTEMPT_SECONDS)
+        """Ends the tasks. What is unacknowledged is given up."""
+        self._scheduler.close(ATTEMPT_SECONDS)
 
-    # Sending: all on the control thread.
-
-    def _loop(self) -> None:
-        from .agent import holder  # here, because agents hold a ControlMessages
-
-        holder.bind_thread(self._agent)
-        while True:
-            try:
-                task = self._todo.get(timeout=self._next_due())
-            except queue.Empty:
-                self._send_due()
-                continue
-            if task is None:
-                return
-            try:
-                task()
-            except Exception:
-                log.exception("a task of the control thread failed")
-            del task
-
-    def _next_due(self) -> float | None:
-        if not self._resend:
-            return None
-        return max(0.0, min(sent.due for sent in self._resend) - time.monotonic())
-
-    def _send_due(self) -> None:
-        now = time.monotonic()
-        due = [sent for sent in self._resend if sent.due <= now]
-        self._resend = [sent for sent in self._resend if sent.due > now]
-        for sent in due:
-            self._attempt(sent)
+    # Sending: all by tasks of the scheduler.
 
     def _begin(self, worker: WorkerInfo, kind: str, payload: Any, done: Done) -> None:
         number = self._numbers[worker.id]
         self._numbers[worker.id] += 1
-        sent = _Sent(worker, number, (kind, payload), done)
+        sent = _Sent(worker, number, kind, payload, done)
         self._unacknowledged[worker.id][number] = sent
         self._attempt(sent)
 
     def _attempt(self, sent: _Sent) -> None:
         sent.attempts += 1
         below = min(self._unacknowledged[sent.worker.id])
-        control = agent_pb2.ControlHeader(number=sent.number, acknowledged_below=below)
+        control = agent_pb2.ControlHeader(number=sent.number, acknowledged_below=below, kind=sent.kind)
         try:
             future = self._agent.request(
                 sent.worker,
                 MessageType.CONTROL,
-                sent.value,
+                sent.payload,
                 timeout=ATTEMPT_SECONDS,
                 header=lambda envelope: envelope.control.CopyFrom(control),
             )
         except (NotInitializedError, SerializationError) as error:
             self._settle(sent, error)
             return
-        future.add_done_callback(lambda done: self._todo.put(lambda: self._attempted(sent, error_of(done))))
+        future.add_done_callback(
+            lambda done: self._scheduler.submit(lambda: self._attempted(sent, error_of(done)))
+        )
 
     def _attempted(self, sent: _Sent, error: Exception | None) -> None:
-        if isinstance(error, RpcTimeoutError):
+        if isinstance(error, RpcTimeoutError | SendFailedError | AnswerFailedError):
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(sent.attempts - 1, 16))
-            sent.due = time.monotonic() + pause
-            self._resend.append(sent)
+            self._scheduler.call_later(pause, lambda: self._attempt(sent))
             return
         if error is not None and not isinstance(error, WorkerLostError | NotInitializedError):
-            log.warning("control message %s to %s failed: %s", sent.value[0], sent.worker.name, error)
+            log.warning("control message %s to %s failed: %s", sent.kind, sent.worker.name, error)
         self._settle(sent, error)
 
     def _settle(self, sent: _Sent, error: Exception | None) -> None:
@@ -201,9 +180,8 @@ class ControlMessages:
             raise error
 
     def _process(self, message: Incoming) -> Exception | None:
-        kind, payload = message.value
         try:
-            self._handlers[kind](message.source, payload)
+            self._handlers[message.envelope.control.kind](message.source, message.value)
         except Exception as error:
-            return error
+            return error.with_traceback(None)  # it is kept, and its frames would be too
         return None

@@ -7,12 +7,13 @@ queue stands still although all threads are taken, it adds one thread, and is sl
 Threads beyond `size` end when they run out of work.
 """
 
+import concurrent.futures
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 __all__ = ["Executor"]
 
@@ -25,6 +26,8 @@ IDLE_SECONDS = 10.0
 """How long a thread beyond the first waits for work before it ends."""
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Task = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -102,6 +105,11 @@ class Executor:
             self._mine.blocked = False
             with self._lock:
                 self._blocked -= 1
+
+    def wait(self, future: "concurrent.futures.Future[T]") -> T:
+        """Waits for other calls to bring a future its result."""
+        with self.blocking():
+            return future.result()
 
     def close(self, seconds: float) -> bool:
         """Drops what is queued and lets the threads end; waits for them for at most `seconds`.

@@ -18,9 +18,11 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 from ..errors import (
+    AnswerFailedError,
     NotInitializedError,
     RpcCancelledError,
     RpcTimeoutError,
+    SendFailedError,
     SerializationError,
     WorkerLostError,
 )
@@ -30,9 +32,7 @@ from .agent import Destination, RpcAgent, holder
 from .arrivals import Arrivals
 from .channels.router import Arrived
 from .control import ControlMessages
-from .deadlines import Deadlines
 from .device_maps import NO_DEVICES, DeviceMap, device_map_of_answer, device_map_to_proto
-from .executor import Executor
 from .failures import decode_failure, encode_failure
 from .futures import Future
 from .gather import Gatherings
@@ -46,8 +46,8 @@ from .messages import (
     Outgoing,
     extension_factories,
 )
-from .network import Network
 from .options import RpcBackendOptions
+from .parts import Parts
 from .quiescence import Quiescence
 from .roster import RosterLog
 from .serialization import Packed, Packer
@@ -103,8 +103,9 @@ class GrpcAgent(RpcAgent):
         options: RpcBackendOptions,
         group: str,
         roster: RosterLog | None = None,
+        parts: Parts = Parts(),  # noqa: B008 - a frozen value
     ) -> None:
-        """Args: who this is; how to behave; which group it joins, and the roster if that is a dynamic one."""
+        """Args: who this is; how to behave; which group it joins, and the roster if it is dynamic; its parts."""
         self._process = os.getpid()
         self.info = info
         self.options = options
@@ -113,6 +114,8 @@ class GrpcAgent(RpcAgent):
         self._closed = False
         self._shutdown = threading.Lock()
         self._pending: dict[int, _Pending] = {}
+        self._kept: dict[int, tuple[int, object]] = {}
+        """What requests that are not over keep, and the workers they went to."""
         self._ids = itertools.count(1)
         self._arrivals = Arrivals()
         self._traffic = Traffic()
@@ -121,20 +124,20 @@ class GrpcAgent(RpcAgent):
         self._deferred = Activity()
         self._packer = Packer()
         self._extensions: list[Extension] = []
-        self.control = ControlMessages(self)
+        self.control = ControlMessages(self, parts.scheduler)
         self._gatherings = Gatherings(self)
         self._handlers: dict[MessageType.ValueType, Handler] = {
             MessageType.CONTROL: self.control.handler(),
             **self._gatherings.handlers(),
             MessageType.GREETING: Handler(lambda _message: None),
         }
-        self._executor = Executor(
+        self._executor = parts.executor(
             options.num_worker_threads, f"gradwire-{info.name}", lambda: holder.bind_thread(self)
         )
-        self._deadlines = Deadlines(
+        self._deadlines = parts.deadlines(
             self._expire, self._pending.__contains__, self._pending.__len__, f"gradwire-deadlines-{info.name}"
         )
-        self._network = Network(info, options, group, self, roster)
+        self._network = parts.network(info, options, group, self, roster)
 
     def listen(self) -> str:
         """Starts serving on an ephemeral port; returns the address, host:port."""
@@ -179,6 +182,7 @@ class GrpcAgent(RpcAgent):
         timeout: float | None = None,
         what: str | Sequence[str] = "the value",
         header: Callable[[agent_pb2.Envelope], None] | None = None,
+        keep: object = None,
     ) -> Future:
         """Sends a request; a future of its answer."""
         if self._closed:
@@ -194,15 +198,21 @@ class GrpcAgent(RpcAgent):
         if handler.user_values:
             self._activity.begin()
         pending = self._pending[envelope.id] = _Pending(envelope.id, future, worker, kind, seconds)
+        if keep is not None:
+            self._kept[envelope.id] = worker.id, keep
         try:
             sent = self._dispatch(worker, kind, envelope, packed, None)
             if handler.cancellable:
                 envelope.ClearField("body")
                 envelope.ClearField("tensors")
                 pending.sent = sent
-        except WorkerLostError as error:
+        except (WorkerLostError, SendFailedError) as error:
+            self._kept.pop(envelope.id, None)
+            if isinstance(error, SendFailedError):
+                error = SendFailedError(worker.name, error.reason, _doing(kind))
             self._fail(self._take(envelope.id), error)
         except BaseException:
+            self._kept.pop(envelope.id, None)
             self._take(envelope.id)
             self._ended(kind)
             raise
@@ -287,10 +297,11 @@ class GrpcAgent(RpcAgent):
     def _withdraw(self, worker: WorkerInfo, sent: _Sent) -> None:
         """Takes a request back; if it is on its way, has the other side not begin it. Called on the loop."""
         if self._network.withdraw(worker, sent.ticket, sent.payloads):
+            self._kept.pop(sent.envelope.id, None)
             self._executor.submit(self._withdrawn, Outgoing(worker, sent.envelope, [], [], None))
             return
         cancel = agent_pb2.Envelope(id=sent.envelope.id, type=MessageType.CANCEL)
-        with contextlib.suppress(WorkerLostError):
+        with contextlib.suppress(WorkerLostError, SendFailedError):
             self._network.send(worker, cancel.SerializeToString())
 
     def _withdrawn(self, message: Outgoing) -> None:
@@ -334,6 +345,7 @@ class GrpcAgent(RpcAgent):
 
     def _complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived) -> None:
         pending = self._take(envelope.id)
+        self._kept.pop(envelope.id, None)
         try:
             if envelope.type == MessageType.ERROR:
                 error = decode_failure(arrived(envelope.body), source.name)
@@ -357,7 +369,9 @@ class GrpcAgent(RpcAgent):
             self._refuse(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
             return
         if handler.cancellable and not self._arrivals.begin(source, envelope):
-            self._tell_unreadable(source, envelope, RpcCancelledError(self.info.name))
+            cancelled = RpcCancelledError(self.info.name)
+            self._tell_unreadable(source, envelope, cancelled)
+            self._answer_error(source, envelope, cancelled)  # so that its caller knows that it is over
             return
         if handler.user_values:
             self._activity.begin()
@@ -392,8 +406,7 @@ class GrpcAgent(RpcAgent):
 
     def _time_out(self, identifier: int) -> None:
         if (pending := self._take(identifier)) is not None:
-            doing = DOING.get(pending.kind) or f"a {MessageType.Name(pending.kind)} request to worker"
-            self._fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, doing))
+            self._fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, _doing(pending.kind)))
 
     def _read(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived, *, hooked: bool
@@ -448,17 +461,19 @@ class GrpcAgent(RpcAgent):
     def _await_ready(self, message: Incoming, handler: Handler) -> None:
         for extension in self._extensions if handler.user_values else []:
             if (ready := extension.not_ready(message)) is not None:
-                with self._executor.blocking():
-                    ready.result()
+                self._executor.wait(ready)
 
     def _answer(self, request: Incoming, value: object) -> None:
         if not request.envelope.id:
             return
         envelope = agent_pb2.Envelope(id=request.envelope.id, type=MessageType.RESULT)
         packed = self._packer.pack(value, "the result", self._device_map(request.source, request))
-        # A caller that is gone needs no answer.
-        with contextlib.suppress(WorkerLostError):
+        try:
             self._dispatch(request.source, request.envelope.type, envelope, packed, request)
+        except WorkerLostError:
+            pass  # a caller that is gone needs no answer
+        except SendFailedError as error:
+            raise AnswerFailedError(self.info.name, error.reason) from None
 
     def _answer_later(self, request: Incoming) -> Any:
         def done(future: "concurrent.futures.Future[Any]") -> None:
@@ -485,7 +500,7 @@ class GrpcAgent(RpcAgent):
             log.error("a message from worker %s failed", source.name, exc_info=error)
             return
         envelope = agent_pb2.Envelope(id=request.id, type=MessageType.ERROR)
-        with contextlib.suppress(WorkerLostError):
+        with contextlib.suppress(WorkerLostError, SendFailedError):
             self._send(Outgoing(source, envelope, [], [], None), encode_failure(error))
 
     def _refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
@@ -493,6 +508,7 @@ class GrpcAgent(RpcAgent):
         self._arrivals.forget(source, envelope)
         self._tell_unreadable(source, envelope, error)
         if envelope.type in (MessageType.RESULT, MessageType.ERROR):
+            self._kept.pop(envelope.id, None)
             self._fail(self._take(envelope.id), error)
         else:
             self._answer_error(source, envelope, error)
@@ -502,6 +518,9 @@ class GrpcAgent(RpcAgent):
         for identifier, pending in list(self._pending.items()):
             if pending.worker.id == worker.id:
                 self._fail(self._take(identifier), WorkerLostError(worker.name, reason))
+        for identifier, (destination, _) in list(self._kept.items()):
+            if destination == worker.id:
+                self._kept.pop(identifier, None)
         self._gatherings.worker_lost(worker)
         for extension in self._extensions:
             extension.worker_lost(worker)
@@ -602,5 +621,10 @@ class GrpcAgent(RpcAgent):
         for identifier in list(self._pending):
             error = NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent")
             self._fail(self._take(identifier), error)
+        self._kept.clear()
         self._executor.close(CLOSE_SECONDS)
         self._network.release()
+
+
+def _doing(kind: MessageType.ValueType) -> str:
+    return DOING.get(kind) or f"a {MessageType.Name(kind)} request to worker"

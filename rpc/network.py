@@ -34,6 +34,10 @@ GRACE_SECONDS = 1.0
 """How long peers that are leaving too may take to end their streams; then they are cut."""
 
 
+Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
+"""Puts a transport to a worker, which lives on an event loop, into another that changes what it does."""
+
+
 class Receiver(Protocol):
     """Whom the network reports to, on the event loop. Must not block."""
 
@@ -64,12 +68,14 @@ class Network:
         group: str,
         receiver: Receiver,
         roster: RosterLog | None = None,
+        wrap: Wrap = lambda transport, _peer, _loop: transport,
     ) -> None:
-        """The group is a dynamic one if it has a roster."""
+        """The group is a dynamic one if it has a roster; `wrap` is for every transport."""
         self.me = me
         self._roster = roster
         self._options = options
         self._receiver = receiver
+        self._wrap = wrap
         self._members: dict[int, Member] = {}
         self._by_name: dict[str, WorkerInfo] = {}
         self._transports: dict[int, Transport] = {}
@@ -121,10 +127,12 @@ class Network:
     def _add(self, member: Member) -> None:
         identifier = member.info.id
         self._by_name[member.info.name] = member.info
+        transport: Transport
         if identifier == self.me.id:
-            self._transports[identifier] = LoopbackTransport(self._events.loop, self.me, self)
+            transport = LoopbackTransport(self._events.loop, self.me, self)
         else:
-            self._transports[identifier] = self._streams.add(member.info, member.address)
+            transport = self._streams.add(member.info, member.address)
+        self._transports[identifier] = self._wrap(transport, member.info, self._events.loop)
         self._members = {**self._members, identifier: member}  # other threads may be walking through the old one
 
     def _let_in(self) -> None:
@@ -198,6 +206,7 @@ class Network:
 
         Raises:
             WorkerLostError: the worker is gone.
+            SendFailedError: it was not sent, although the worker is there.
             SerializationError: the envelope is larger than a frame can be.
         """
         if len(envelope) > MAX_ENVELOPE_BYTES:

@@ -8,7 +8,10 @@ acknowledged messages throughout (`gradwire.rpc.control`), so that none is lost 
 * A worker that passes its reference on makes a fork for the receiver. The receiver tells the owner of it,
   and when the owner has confirmed it, tells the sender. Until then the sender keeps its own reference, so
   the value cannot vanish in between. A fork that the owner itself sends is counted before it leaves.
-* A reference that is dropped is reported to the owner, but not before the owner has confirmed it.
+* A reference that is dropped is reported to the owner, but not before the owner has confirmed it, nor while a
+  request that names the value is on its way: a request never comes to its owner after its reference is gone.
+* An owner that hears of a value whose creating message has not come asks its creator whether it will: after the
+  loss of a worker a message may name a value that has come and gone.
 * A lost worker's references are dropped by the owner, and nobody keeps anything for it any longer.
 
 docs/rref.md draws the states.
@@ -16,6 +19,7 @@ docs/rref.md draws the states.
 
 import concurrent.futures
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +28,7 @@ from typing import Any, final
 
 import torch
 
-from ..errors import RemoteError, RpcTimeoutError, RRefError, WorkerLostError
+from ..errors import RemoteError, RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from ..rpc.agent import RpcAgent
 from ..rpc.calls import logged, run_function
@@ -42,7 +46,7 @@ from ..rpc.profiling import run_profiled
 from ..rpc.worker import WorkerInfo
 from .ids import GlobalId, IdSource
 from .owner_table import Entry, OwnerTable
-from .rref import OwnerHandle, RRef, UserHandle
+from .rref import Hold, OwnerHandle, RRef, UserHandle
 
 __all__ = ["Fork", "References"]
 
@@ -62,6 +66,8 @@ class Fork:
     confirmed: bool = False
     error: Exception | None = None
     """Why it never will be confirmed."""
+    hold: Hold | None = None
+    """What keeps it from being given up."""
     dropped: bool = False
     created: Future | None = None
     """Of the creating worker: done when the call that makes the value is over."""
@@ -83,7 +89,10 @@ class References(Extension):
         """Notified when the owner of a dropped fork knows."""
         self._unconfirmed: list[Callable[[], None]] = []
         """Who waits for confirmations. On the control thread."""
+        self._creating: weakref.WeakValueDictionary[GlobalId, Hold] = weakref.WeakValueDictionary()
+        """What `remote` has made here and is held yet, be it by the creating message on its way."""
         agent.control.on("rref.fork", self._on_fork)
+        agent.control.on("rref.await", self._on_await)
         agent.control.on("rref.accept", self._on_accept)
         agent.control.on("rref.delete", self._on_delete)
 
@@ -109,8 +118,16 @@ class References(Extension):
         if owner == self.agent.info:
             return RRef._of(self._create_here(identifier, fork_id, call, timeout))
         fork = Fork(identifier, fork_id, owner, creating=True)
-        fork.created = self._request_creation(owner, identifier, fork_id, call, timeout)
-        handle = self._hold(fork)
+        handle = self._take_hold(fork)
+        if fork.hold is not None:
+            self._creating[identifier] = fork.hold
+        try:
+            fork.created = self._request_creation(owner, identifier, fork_id, call, timeout, keep=fork.hold)
+        except BaseException:
+            self._users.discard(fork)
+            raise
+        if fork.created.done():  # what has not been sent is known at once, so that it is not passed on
+            fork.error = error_of(fork.created)
         fork.created.add_done_callback(
             lambda done: self.agent.control.run(partial(self._confirm, fork, error_of(done)))
         )
@@ -136,7 +153,13 @@ class References(Extension):
         return OwnerHandle(self.agent, entry, created)
 
     def _request_creation(
-        self, owner: WorkerInfo, identifier: GlobalId, fork: GlobalId, call: Call, timeout: float | None
+        self,
+        owner: WorkerInfo,
+        identifier: GlobalId,
+        fork: GlobalId,
+        call: Call,
+        timeout: float | None,
+        keep: object = None,
     ) -> Future:
         created = _reference(identifier, fork, owner.id)
         return self.agent.request(
@@ -146,11 +169,13 @@ class References(Extension):
             timeout=timeout,
             what=("the function", "args", "kwargs"),
             header=lambda envelope: envelope.created.CopyFrom(created),
+            keep=keep,
         )
 
-    def _hold(self, fork: Fork) -> UserHandle:
+    def _take_hold(self, fork: Fork) -> UserHandle:
         self._users.add(fork)
-        return UserHandle(self.agent, fork, self._give_up)
+        fork.hold = Hold(partial(self._give_up, fork))
+        return UserHandle(self.agent, fork)
 
     # References that leave and arrive in messages.
 
@@ -162,7 +187,12 @@ class References(Extension):
                 raise RRefError(
                     f"{rref} belongs to an agent that has shut down. Cannot call fork an UserRRef after deletion."
                 )
-            handle.check_usable(rref, "fork an UserRRef")
+            try:
+                handle.check_usable(rref, "fork an UserRRef")
+            except RRefError:
+                raise
+            except Exception as error:  # not to be taken for the fate of this message
+                raise RRefError(f"{rref} cannot be passed on: {error}") from error
             if isinstance(handle, OwnerHandle):
                 identifier, owner = handle.entry.id, self.agent.info.id
                 self.table.add_fork(identifier, fork, message.destination.id)
@@ -180,11 +210,11 @@ class References(Extension):
 
     def arriving(self, message: Incoming) -> None:
         """Takes the forks over, whether or not the message can be unpickled afterwards."""
-        if message.envelope.HasField("created"):
-            message.state[References] = self._begin_creation(message)
         message.references.extend(
             RRef._of(self._take_over(message.source, reference)) for reference in message.envelope.references
         )
+        if message.envelope.HasField("created"):
+            message.state[References] = self._begin_creation(message)
 
     def not_ready(self, message: Incoming) -> "concurrent.futures.Future[None] | None":
         """A function may count on it that the references in its arguments are confirmed."""
@@ -213,7 +243,12 @@ class References(Extension):
         identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
         owner = self.agent.worker(reference.owner)
         if owner == self.agent.info:
-            handle = OwnerHandle(self.agent, self.table.get(identifier))
+            try:
+                entry = self.entry(identifier)
+            except RRefError as error:  # lost with the worker that had it first; whoever uses it is told
+                entry = Entry(identifier)
+                entry.fail(error)
+            handle = OwnerHandle(self.agent, entry)
             if sender == owner:
                 self.table.remove_fork(identifier, fork_id)
             else:
@@ -227,12 +262,12 @@ class References(Extension):
                 self.agent.control.send(sender, "rref.accept", tuple(fork_id))
 
             self.agent.control.send(owner, "rref.fork", (tuple(identifier), tuple(fork_id)), registered)
-        return self._hold(fork)
+        return self._take_hold(fork)
 
     # The life of a fork, on the control thread.
 
     def _give_up(self, fork: Fork) -> None:
-        """The last handle of a fork is gone. Called by finalizers: takes no lock."""
+        """Nothing holds a fork any longer. Called by finalizers: takes no lock."""
         self.agent.control.run(partial(self._drop, fork))
 
     def give_up_all(self, timeout: float) -> None:
@@ -247,15 +282,13 @@ class References(Extension):
             RpcTimeoutError: an owner has not confirmed it in time.
         """
         for fork in list(self._users):
-            self._give_up(fork)
+            fork.hold = None
         with self._fewer:
             if not self._fewer.wait_for(lambda: not self._users, timeout):
                 owners = sorted({fork.owner.name for fork in self._users})
                 raise RpcTimeoutError(", ".join(owners), timeout, "giving up references to values of")
 
     def _drop(self, fork: Fork) -> None:
-        if fork.dropped:
-            return
         fork.dropped = True
         self._delete_if_due(fork)
 
@@ -282,9 +315,9 @@ class References(Extension):
     def _delete_if_due(self, fork: Fork) -> None:
         if not fork.dropped or not (fork.confirmed or fork.error):
             return
-        # A creation that failed may have come through all the same; any other fork that the owner has not
-        # counted needs no deleting.
-        if fork.confirmed or (fork.creating and not isinstance(fork.error, WorkerLostError)):
+        # The owner has counted a creation that was sent, also where it failed: its request is over by now. Any
+        # other fork that is not confirmed needs no deleting.
+        if fork.confirmed or (fork.creating and not isinstance(fork.error, WorkerLostError | SendFailedError)):
             payload = (tuple(fork.reference), tuple(fork.id))
             self.agent.control.send(fork.owner, "rref.delete", payload, lambda _error: self._forget(fork))
         else:
@@ -299,7 +332,11 @@ class References(Extension):
 
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
         identifier, fork = payload
-        self.table.add_fork(GlobalId(*identifier), GlobalId(*fork), sender.id)
+        self._ask_creator(self.table.add_fork(GlobalId(*identifier), GlobalId(*fork), sender.id))
+
+    def _on_await(self, sender: WorkerInfo, payload: Any) -> None:
+        if GlobalId(*payload) not in self._creating:
+            raise RRefError(f"reference {GlobalId(*payload)} is gone: {sender.name!r} has deleted the value")
 
     def _on_delete(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
         identifier, fork = payload
@@ -361,7 +398,25 @@ class References(Extension):
         return Deferred(over)
 
     def _fetch(self, message: Incoming) -> Deferred:
-        return Deferred(self.table.get(GlobalId(*message.value)).future)
+        return Deferred(self.entry(GlobalId(*message.value)).future)
+
+    def entry(self, identifier: GlobalId) -> Entry:
+        """The entry that a message from another worker names. Raises RRefError as OwnerTable.get does."""
+        entry = self.table.get(identifier)
+        self._ask_creator(entry)
+        return entry
+
+    def _ask_creator(self, entry: Entry) -> None:
+        """Is the message that creates an awaited value still to come? Also has the creator's loss be noticed."""
+        if entry.created or entry.id.worker == self.agent.info.id:
+            return
+        creator, identifier = self.agent.worker(entry.id.worker), entry.id
+
+        def answered(error: Exception | None) -> None:
+            if isinstance(error, RRefError):
+                self.table.give_up(identifier, error)
+
+        self.agent.control.send(creator, "rref.await", tuple(identifier), answered)
 
     # The rest.
 

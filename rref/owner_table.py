@@ -71,7 +71,6 @@ class OwnerTable:
         self._held: dict[GlobalId, Entry] = {}
         self._awaited: dict[GlobalId, Entry] = {}
         """Those that others ask for before the creating message has come."""
-        self._stillborn: set[GlobalId] = set()
         self._lost: dict[int, str] = {}
 
     def __len__(self) -> int:
@@ -114,27 +113,26 @@ class OwnerTable:
             if holder in self._lost:
                 raise RRefError(f"the worker that holds fork {fork} is lost: {self._lost[holder]}")
             entry = self._get(identifier)
-            if fork in self._stillborn:  # its holder gave it up before this message came
-                self._stillborn.discard(fork)
-            else:
-                entry.forks[fork] = holder
-                self._held[identifier] = entry
+            entry.forks[fork] = holder
+            self._held[identifier] = entry
             return entry
 
     def remove_fork(self, identifier: GlobalId, fork: GlobalId) -> None:
-        """The reference is gone."""
+        """The reference is gone. Does nothing if it was dropped with the worker that held it."""
         with self._lock:
             entry = self._held.get(identifier)  # lives to the end of this method: values may have finalizers
-            if entry is None or fork not in entry.forks:
-                # Only the creating fork can be given up before it came: its holder does not wait for the
-                # owner's word where the creating message itself failed.
-                self._stillborn.add(fork)
-                awaited = self._awaited.pop(identifier, None)
-            else:
-                awaited = None
+            if entry is not None and fork in entry.forks:
                 self._release(entry, fork)
-        if awaited is not None:
-            awaited.fail(RRefError(f"reference {identifier} was not created: its creator has given it up"))
+
+    def give_up(self, identifier: GlobalId, error: RRefError) -> None:
+        """The message that creates an awaited value will not come."""
+        with self._lock:
+            entry = self._awaited.pop(identifier, None)
+            if entry is None:
+                return
+            entry.forks.clear()
+            self._held.pop(identifier, None)
+        entry.fail(error)
 
     def drop_worker(self, worker: int, reason: str) -> None:
         """A worker is lost, and its references with it."""

@@ -1,14 +1,15 @@
 """Methods and attributes of a value, through its reference."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, final
 
 import torch
 
 from ..rpc.agent import current_agent
-from ..rpc.calls import rpc_async, run_function, send_call
+from ..rpc.calls import run_function, send_call
+from ..rpc.futures import Future
 from ..rpc.profiling import RPCExecMode
+from ..rpc.wait_all import note_future
 from .api import remote
 from .forks import References
 from .ids import GlobalId
@@ -43,34 +44,35 @@ def ask_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[type]:
         known: torch.futures.Future[type] = torch.futures.Future()
         known.set_result(type(rref.local_value()))
         return known
-    return _send(rref, _rref_typeof_on_owner, (), timeout, send_call)
+    return _send(rref, _rref_typeof_on_owner, (), timeout)
 
 
 def _call(rref: RRef[Any], how: str, timeout: float, method: tuple[Any, ...]) -> Any:
     if how == "remote":
         # What is not there is known here and now, not when the result is asked for.
         if not hasattr(rref._get_type(timeout), method[0]):
-            _send(rref, _require_attribute, method[:1], timeout, send_call).wait()
+            _send(rref, _require_attribute, method[:1], timeout).wait()
         return remote(rref.owner(), _call_method, (rref, *method), timeout=timeout)
     if how == "rpc_sync":
-        return _send(rref, _call_method_by_id, method, timeout, partial(send_call, mode=RPCExecMode.SYNC)).wait()
-    return _send(rref, _call_method_by_id, method, timeout, rpc_async)
-
-
-def _send(
-    rref: RRef[Any], function: Callable[..., Any], args: tuple[Any, ...], timeout: float, send: Callable[..., Any]
-) -> torch.futures.Future[Any]:
-    """Calls `function(id of the value, *args)` on the owner."""
-    handle = rref._handle
-    identifier = handle.entry.id if isinstance(handle, OwnerHandle) else handle.fork.reference
-    future: torch.futures.Future[Any] = send(rref.owner(), function, (tuple(identifier), *args), timeout=timeout)
-    # The call names the value by its id only, so it must be kept until the call is over.
-    future.add_done_callback(partial(_keep_until_done, rref))
+        return _send(rref, _call_method_by_id, method, timeout, RPCExecMode.SYNC).wait()
+    future = _send(rref, _call_method_by_id, method, timeout)
+    note_future(future)
     return future
 
 
-def _keep_until_done(rref: RRef[Any], future: object) -> None:
-    """Does nothing: a future holds its callbacks until it is done."""
+def _send(
+    rref: RRef[Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    mode: RPCExecMode = RPCExecMode.ASYNC,
+) -> Future:
+    """Calls `function(id of the value, *args)` on the owner."""
+    handle = rref._handle
+    # The call names the value by its id only, so it must be kept until the call is over.
+    keep = handle.entry if isinstance(handle, OwnerHandle) else handle.fork.hold
+    identifier = handle.entry.id if isinstance(handle, OwnerHandle) else handle.fork.reference
+    return send_call(rref.owner(), function, (tuple(identifier), *args), timeout=timeout, mode=mode, keep=keep)
 
 
 # On the owner.
@@ -103,6 +105,6 @@ def _require_attribute(identifier: tuple[int, int], name: str) -> None:
 
 def _value(identifier: tuple[int, int]) -> Any:
     agent = current_agent()
-    entry = agent.extension(References).table.get(GlobalId(*identifier))
+    entry = agent.extension(References).entry(GlobalId(*identifier))
     with agent.blocking():
         return entry.wait(0)

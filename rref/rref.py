@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .forks import Fork
     from .proxy import RRefProxy
 
-__all__ = ["OwnerHandle", "RRef", "UserHandle"]
+__all__ = ["Hold", "OwnerHandle", "RRef", "UserHandle"]
 
 T = TypeVar("T")
 
@@ -42,25 +42,37 @@ class OwnerHandle:
 
 
 @final
+class Hold:
+    """Whoever has it keeps a fork from being given up: the program's reference, and requests under way."""
+
+    __slots__ = ("__weakref__", "_give_up")
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        self._give_up = give_up
+
+    def __del__(self) -> None:
+        self._give_up()
+
+
+@final
 class UserHandle:
-    """A hold on another worker's value; `give_up` is told when it ends."""
+    """The program's reference to another worker's value."""
 
-    __slots__ = ("_give_up", "agent", "fork")
+    __slots__ = ("agent", "fork")
 
-    def __init__(self, agent: RpcAgent, fork: "Fork", give_up: "Callable[[Fork], None]") -> None:
+    def __init__(self, agent: RpcAgent, fork: "Fork") -> None:
         self.agent = agent
         self.fork = fork
-        self._give_up = give_up
 
     def check_usable(self, rref: "RRef[Any]", use: str) -> None:
         """Raises what keeps the reference from being used."""
-        if self.fork.dropped:
+        if self.fork.hold is None:
             raise RRefError(f"{rref} has been given up. Cannot call {use} on it after deletion.")
         if self.fork.error is not None:
             raise copy_error(self.fork.error) from self.fork.error.__cause__
 
     def __del__(self) -> None:
-        self._give_up(self.fork)
+        self.fork.hold = None
 
 
 @final
@@ -243,7 +255,9 @@ class RRef(Generic[T]):
         handle.check_usable(self, "to_here()")
         identifier = tuple(handle.fork.reference)
         try:
-            return handle.agent.request(handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds)
+            return handle.agent.request(
+                handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds, keep=handle.fork.hold
+            )
         except NotInitializedError as error:
             raise NotInitializedError(
                 f"{error}. {self} is gone: Cannot call to_here() on it after deletion."

@@ -624,17 +624,21 @@ class ControlHeader(google.protobuf.message.Message):
 
     NUMBER_FIELD_NUMBER: builtins.int
     ACKNOWLEDGED_BELOW_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     number: builtins.int
     """counts the control messages of one worker to another"""
     acknowledged_below: builtins.int
     """the sender has acknowledgements for all smaller numbers"""
+    kind: builtins.str
+    """what it is about, such as "rref.fork" """
     def __init__(
         self,
         *,
         number: builtins.int = ...,
         acknowledged_below: builtins.int = ...,
+        kind: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_below", b"acknowledged_below", "number", b"number"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_below", b"acknowledged_below", "kind", b"kind", "number", b"number"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ControlHeader: typing_extensions.TypeAlias = ControlHeader

@@ -8,8 +8,6 @@ from gradwire import rpc
 from gradwire.rpc.agent import current_agent, holder
 from gradwire.rpc.messages import MessageType
 from gradwire.rref.forks import References
-from gradwire.rref.ids import GlobalId
-from gradwire.rref.owner_table import OwnerTable
 
 from tests.bad_network import BadNetwork, hurry
 from tests.remote_functions import add, wait_until
@@ -76,13 +74,3 @@ def test_no_early_delete_and_no_leak(agents, monkeypatch, seed):
         return not any(any(agent.extension(References).live_objects().values()) for agent in made)
 
     wait_until(clean, 60)
-
-
-def test_a_delete_that_overtakes_its_creation():
-    table = OwnerTable(0)
-    value, fork = GlobalId(1, 1), GlobalId(1, 2)
-    table.remove_fork(value, fork)
-    entry = table.add_fork(value, fork, 1)
-    assert len(table) == 0
-    assert entry.forks == {}
-    assert table._stillborn == set()

@@ -1,0 +1,382 @@
+"""Random programs on a simulated network: they make, pass on, fetch and drop references, fail and die.
+
+What must hold is checked against what the simulation knows. The moment a value is freed on its owner, nobody may
+hold a reference to it or be about to get one; every fetch must give the value; and when all references have been
+dropped and everything has happened, no worker may remember anything.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from gradwire import rpc
+from gradwire.errors import AnswerFailedError, RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent import current_agent, holder
+from gradwire.rpc.futures import error_of
+from gradwire.rpc.messages import MessageType
+from gradwire.rref.forks import References
+from gradwire.rref.ids import GlobalId
+from gradwire.rref.rref import OwnerHandle
+
+from tests.rref.simulation import Chance, Machine, World
+
+ACTIONS = 60
+"""Of a program, at most."""
+
+
+class RefusedToMakeError(Exception):
+    """A remote function failed."""
+
+
+class Value:
+    """What references refer to. It may itself hold references."""
+
+    def __init__(self, number: int, references: Sequence[rpc.RRef]) -> None:
+        self.number = number
+        self.references = references
+
+    def check(self, number: int) -> int:
+        return self.number
+
+
+class Bomb:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return explode, ()
+
+
+def explode() -> None:
+    raise RefusedToMakeError("a bomb")
+
+
+_current: "Schedule"
+"""The schedule that runs; remote functions find it here."""
+
+
+def make(number: int, references: Sequence[rpc.RRef]) -> Value:
+    return _current.made(Value(number, references))
+
+
+def fail_to_make(number: int, references: Sequence[rpc.RRef]) -> Value:
+    raise RefusedToMakeError(number)
+
+
+def receive(references: list[rpc.RRef], how: int) -> Any:
+    """Keeps, drops, answers with, or passes on what came."""
+    machine = _current.here()
+    if how % 2 == 0:
+        machine.held.extend(references)
+    if how in (2, 3):
+        return references
+    if how == 4:
+        _current.call(machine, receive, (references, _current.world.chance.pick(4)))
+    return None
+
+
+def give(count: int) -> list[rpc.RRef]:
+    return _current.some_held(_current.here(), count)
+
+
+class Schedule(World):
+    """One program, one network, and what they know of each other."""
+
+    def __init__(self, size: int, chance: Chance) -> None:
+        global _current
+        _current = self
+        super().__init__(size, chance)
+        self.world = self
+        self.errors: list[str] = []
+        self.numbers: dict[GlobalId, int] = {}
+        """Of the values, by reference."""
+        self.values: dict[int, weakref.ref[Value]] = {}
+        self.doomed: set[int] = set()
+        """The values that need not come to be."""
+
+    def run(self) -> None:
+        """The program; then its end."""
+        for _ in range(ACTIONS):
+            if not self.chance:
+                break
+            for _ in range(self.chance.pick(8)):
+                self.step()
+            machine = self.alive[self.chance.pick(len(self.alive))]
+            machine.run(partial(self._act, machine))
+            self._check()
+        self.settle()
+        self._fetch_everything()
+        for machine in self.machines:
+            machine.held.clear()
+        self.settle()
+        for _ in self.machines:
+            if not self._left_over():
+                break
+            gc.collect()  # exceptions and their frames hold each other, and what frees one may lead to the next
+            self.settle()
+        self._exchange_last_words()
+        self.errors += self._left_over() + self._remembered_messages()
+        self._check()
+
+    def _check(self) -> None:
+        assert not self.errors, self.errors
+
+    # What programs do.
+
+    def here(self) -> Machine:
+        return self.machines[current_agent().info.id]
+
+    def _act(self, machine: Machine) -> None:
+        chance = self.chance
+        what = chance.pick(22)
+        if what in (0, 1, 2) or not machine.held:
+            self._make(machine, fail_to_make if chance.happens(8) else make)
+        elif what == 3:
+            rref = rpc.RRef(self.made(Value(len(self.numbers), self.some_held(machine, chance.pick(2)))))
+            self.numbers[identify(rref)] = len(self.numbers)
+            machine.held.append(rref)
+        elif what in (4, 5, 6, 7, 8):
+            references = self.some_held(machine, 1 + chance.pick(3))
+            extra = [Bomb()] if chance.happens(8) else []
+            self.call(machine, receive, (references, chance.pick(5), *extra))
+        elif what in (9, 10):
+            self.call(machine, give, (1 + chance.pick(2),))
+        elif what in (11, 12, 13):
+            self.fetch(machine, machine.held[chance.pick(len(machine.held))], (0.0, 1.0, 60.0)[chance.pick(3)])
+        elif what == 14:
+            rref = machine.held[chance.pick(len(machine.held))]
+            number = self.numbers[identify(rref)]
+            if not failed(rref) and number in self.values:  # else the call would wait, and everything with it
+                proxy = rref.rpc_async(timeout=(0.0, 1.0)[chance.pick(2)])
+                self._watch(proxy.check(number), number, 1.0)
+        elif what == 15 and len(self.alive) > 2 and chance.happens(30):
+            self.kill(self.alive[chance.pick(len(self.alive))])
+            self.counts["killed"] += 1
+        else:
+            del machine.held[chance.pick(len(machine.held))]
+
+    def _make(self, machine: Machine, function: Any) -> None:
+        number = len(self.numbers)
+        owner = self.machines[self.chance.pick(len(self.machines))].info
+        arguments: list[Any] = [number, self.some_held(machine, self.chance.pick(2))]
+        if function is fail_to_make:
+            self.doomed.add(number)
+        if self.chance.happens(5):
+            self.doomed.add(number)
+            arguments.append(Bomb())
+        timeout = (0.0, 1.0, 60.0)[self.chance.pick(3)]
+        try:
+            rref = rpc.remote(owner, function, tuple(arguments), timeout=timeout)
+        except Exception as error:
+            self._unless_one_failed(arguments[1], error)
+            return
+        self.numbers[identify(rref)] = number
+        if failed(rref):
+            self.doomed.add(number)
+        elif rref.is_owner():  # whose timeout is the value's too
+            rref._handle.created.add_done_callback(lambda done: error_of(done) and self.doomed.add(number))
+        machine.held.append(rref)
+
+    def some_held(self, machine: Machine, count: int) -> list[rpc.RRef]:
+        usable = [rref for rref in machine.held if not failed(rref)]
+        return [usable[self.chance.pick(len(usable))] for _ in range(count if usable else 0)]
+
+    def call(self, machine: Machine, function: Any, arguments: tuple[Any, ...], to: Machine | None = None) -> None:
+        """Calls somebody, and keeps the references that come back."""
+        target = (to or self.machines[self.chance.pick(len(self.machines))]).info
+        try:
+            with holder.using(machine.agent):
+                future = rpc.rpc_async(target, function, arguments, timeout=(0.0, 1.0, 60.0)[self.chance.pick(3)])
+        except Exception as error:
+            self._unless_one_failed(arguments[0], error)
+            return
+
+        def done(future: torch.futures.Future[Any]) -> None:
+            if error_of(future) is None and machine.alive:
+                machine.held.extend(future.value() or [])
+
+        future.add_done_callback(done)
+
+    def fetch(self, machine: Machine, rref: rpc.RRef, timeout: float) -> None:
+        """What `to_here` does, without waiting."""
+        number = self.numbers[identify(rref)]
+        if rref.is_owner():
+            entry = rref._handle.entry
+            if entry.future.done() and entry.future.exception() is None:
+                self._expect(rref.to_here(), number)
+        elif not failed(rref):
+            handle = rref._handle
+            future = handle.agent.request(
+                handle.fork.owner,
+                MessageType.RREF_FETCH,
+                tuple(identify(rref)),
+                timeout=timeout,
+                keep=handle.fork.hold,
+            )
+            self._watch(future, number, timeout)
+
+    def _watch(self, future: torch.futures.Future[Any], number: int, timeout: float) -> None:
+        self.counts["fetches"] += 1
+
+        def done(future: torch.futures.Future[Any]) -> None:
+            error = error_of(future)
+            if error is None:
+                self._expect(future.value(), number)
+            elif self._cannot_be_sent(number):
+                pass
+            elif isinstance(error, RpcTimeoutError):
+                self.counts["timeouts"] += 1
+                if not timeout and number not in self.doomed:
+                    self.errors.append(f"a fetch without a timeout timed out: {error}")
+            elif isinstance(error, RRefError):
+                self._unless_somebody_died(error)
+            elif isinstance(error, WorkerLostError):
+                if not self.killed:
+                    self.errors.append(f"nobody died: {error}")
+            elif (
+                not isinstance(error, SendFailedError | AnswerFailedError | ValueError)
+                and number not in self.doomed
+            ):
+                self.errors.append(f"a fetch of {number}: {error!r}")
+
+        future.add_done_callback(done)
+
+    def _cannot_be_sent(self, number: int) -> bool:
+        """Has the value a reference that cannot be passed on, because its creation has failed?"""
+        value = self.values[number]() if number in self.values else None
+        return value is not None and any(map(failed, value.references))
+
+    def _expect(self, value: Any, number: int) -> None:
+        found = value.number if isinstance(value, Value) else value
+        if found != number:
+            self.errors.append(f"a fetch of {number} gave {found}")
+        self.counts["values fetched"] += 1
+
+    def _unless_somebody_died(self, error: Exception) -> None:
+        """A worker that dies may take references with it that it has just passed on."""
+        if not self.killed:
+            self.errors.append(f"nobody died, but {error!r}")
+
+    def _unless_one_failed(self, references: Any, error: Exception) -> None:
+        """A reference whose creation has failed cannot be passed on."""
+        if not (isinstance(references, list | tuple) and any(map(failed, references))):
+            self._unless_somebody_died(error)
+
+    def refused(self, envelope: agent_pb2.Envelope) -> None:
+        if envelope.type == MessageType.RREF_CREATE:
+            self.doomed.add(self.numbers[GlobalId.from_proto(envelope.created.reference)])
+
+    # Early deletes.
+
+    def made(self, value: Value) -> Value:
+        """A value has come to be on its owner."""
+        owner = self.here()
+        self.values[value.number] = weakref.ref(value, lambda _: self._freed(owner, value_number))
+        value_number = value.number
+        return value
+
+    def _freed(self, owner: Machine, number: int) -> None:
+        """A value is gone: nobody may have a reference to it, or be about to get one."""
+        if not owner.alive or number in self.doomed:
+            return
+        self.counts["values freed"] += 1
+        for machine in self.alive:
+            for rref in machine.held:
+                if self.numbers[identify(rref)] == number and self._counts_for(rref):
+                    self.errors.append(f"{number} was freed while {machine.info.name} held {rref!r}")
+        if not self.killed:
+            for envelope in self._envelopes():
+                for reference in envelope.references:
+                    if self.numbers[GlobalId.from_proto(reference.reference)] == number:
+                        self.errors.append(f"{number} was freed while a reference to it was on its way")
+
+    def _counts_for(self, rref: rpc.RRef) -> bool:
+        handle = rref._handle
+        if isinstance(handle, OwnerHandle):
+            return not self.killed and not failed(rref)
+        return handle.fork.confirmed or (handle.fork.error is None and not self.killed)
+
+    def _envelopes(self) -> list[agent_pb2.Envelope]:
+        """Those on their way to a program, arrived ones included."""
+        waiting = [part for machine in self.alive for task in machine.tasks for part in task.args]
+        return [
+            *(flight.envelope for flight in self.flights),
+            *(part for part in waiting if isinstance(part, agent_pb2.Envelope)),
+        ]
+
+    # The end.
+
+    def _fetch_everything(self) -> None:
+        for machine in self.alive:
+            for rref in list(machine.held):
+                before = self.counts["values fetched"]
+                number = self.numbers[identify(rref)]
+                machine.run(partial(self.fetch, machine, rref, 0.0))
+                self.settle()
+                if not (failed(rref) or number in self.doomed or self.killed or self._cannot_be_sent(number)):
+                    fetched = self.counts["values fetched"] - before
+                    if not fetched and not self.counts["not sent"] + self.counts["refused"]:
+                        self.errors.append(f"{machine.info.name} could not fetch {number} in the end")
+        self._check()
+
+    def _exchange_last_words(self) -> None:
+        """One more message for each pair, so that each knows what the other has acknowledged."""
+        for machine in self.alive:
+            machine.agent.control.on("last words", lambda sender, payload: None)
+        for machine in self.alive:
+            for other in self.alive:
+                machine.agent.control.send(other.info, "last words", None)
+        self.settle()
+
+    def _left_over(self) -> list[str]:
+        found = []
+        for machine in self.alive:
+            agent = machine.agent
+            references = agent.extension(References)
+            counts: dict[str, int] = {
+                **references.live_objects(),
+                "entries": len(references.table._all),
+                "control messages": agent.control.pending(),
+                "pending requests": len(agent._pending),
+                "kept by requests": len(agent._kept),
+                "waiting threads": len(machine.waiting),
+                "running calls": agent._activity.running,
+            }
+            found += [f"{machine.info.name} still has {n} {what}" for what, n in counts.items() if n]
+        return found
+
+    def _remembered_messages(self) -> list[str]:
+        return [
+            f"{machine.info.name} remembers {len(received.outcomes)} control messages of worker{sender}"
+            for machine in self.alive
+            for sender, received in machine.agent.control._received.items()
+            if len(received.outcomes) > 1 and sender not in self.killed
+        ]
+
+
+def identify(rref: rpc.RRef) -> GlobalId:
+    handle = rref._handle
+    return handle.entry.id if isinstance(handle, OwnerHandle) else handle.fork.reference
+
+
+def failed(rref: rpc.RRef) -> bool:
+    """Does its worker know that it is of no use?"""
+    handle = rref._handle
+    if isinstance(handle, OwnerHandle):
+        future = handle.entry.future
+        created = handle.created
+        return (future.done() and future.exception() is not None) or (
+            created is not None and created.done() and error_of(created) is not None
+        )
+    return handle.fork.error is not None
+
+
+def run_schedule(size: int, data: bytes) -> Counter[str]:
+    """Runs one schedule; raises AssertionError where something is wrong."""
+    schedule = Schedule(size, Chance(data))
+    schedule.run()
+    return schedule.counts

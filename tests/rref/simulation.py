@@ -1,0 +1,440 @@
+"""Workers, their network and time, simulated in one thread, so that every schedule can be tried and repeated.
+
+The agents are real: GrpcAgent, its Packer, ControlMessages, References and the RRefs that users hold. What makes a
+program unpredictable is simulated: the network, the threads, and the clock. All that can happen next (an envelope
+arrives, a thread takes a task, a timer runs out, a worker learns that another has died) is known, and a `Chance`
+picks which of it does. A task runs until it ends, or waits for a future; only then another begins or goes on.
+"""
+
+import concurrent.futures
+import contextlib
+import heapq
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from gradwire.errors import SendFailedError, UnknownWorkerError, WorkerLostError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent import holder
+from gradwire.rpc.channels.inline import InlineChannel
+from gradwire.rpc.channels.router import PayloadWriter
+from gradwire.rpc.grpc_agent import GrpcAgent
+from gradwire.rpc.membership import Member
+from gradwire.rpc.messages import MessageType
+from gradwire.rpc.options import ChannelOptions, RpcBackendOptions
+from gradwire.rpc.parts import Parts
+from gradwire.rpc.worker import WorkerInfo
+
+ANSWERS = (MessageType.RESULT, MessageType.ERROR)
+REASON = "it was killed"
+MANY = 20_000
+"""Steps, a hundred times what it takes."""
+
+Task = Callable[[], None]
+
+
+class Chance:
+    """Decisions, read from bytes. When those run out, every decision is the harmless one."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._next = 0
+
+    def __bool__(self) -> bool:
+        return self._next < len(self._data)
+
+    def pick(self, count: int) -> int:
+        """A number from 0, the most harmless, to count - 1."""
+        if not self:
+            return 0
+        self._next += 1
+        return self._data[self._next - 1] % count
+
+    def happens(self, in_hundred: int) -> bool:
+        """Does something harmful happen?"""
+        return self.pick(100) >= 100 - in_hundred
+
+
+@dataclass(eq=False)
+class Flight:
+    """An envelope on its way."""
+
+    source: "Machine"
+    target: "Machine"
+    envelope: agent_pb2.Envelope
+    unreliable: bool
+    """Is it a control message, or the answer to one? Those may get lost or come twice."""
+
+
+@dataclass(eq=False)
+class Machine:
+    """One worker: its agent and the tasks that its threads have yet to run."""
+
+    world: "World"
+    info: WorkerInfo
+    alive: bool = True
+    tasks: deque[Task] = field(default_factory=deque)
+    """Of the executor: any may be next."""
+    control: deque[Task] = field(default_factory=deque)
+    """Of the scheduler: one after another."""
+    waiting: "list[Waiter]" = field(default_factory=list)
+    """Tasks in the middle, by the futures that they wait for."""
+    held: list[Any] = field(default_factory=list)
+    """The references that the program on it holds."""
+
+    def start(self, members: Sequence[Member]) -> None:
+        self.agent = GrpcAgent(
+            self.info,
+            RpcBackendOptions(rpc_timeout=60),
+            "simulated",
+            parts=Parts(
+                network=lambda *_: self.network,
+                executor=lambda *_: SimulatedExecutor(self),
+                deadlines=lambda expire, is_live, *_: SimulatedDeadlines(self, expire, is_live),
+                scheduler=lambda *_: SimulatedScheduler(self),
+            ),
+        )
+        self.network.receiver = self.agent
+        self.agent.open(members)
+
+    def run(self, task: Task) -> None:
+        with holder.using(self.agent):
+            task()
+
+    def run_waiting(self, task: Task) -> None:
+        """Runs a task that may wait for futures: until it does, or ends."""
+        waiter = idle.pop() if idle else Waiter()
+        self._keep_if_waiting(waiter, partial(waiter.begin, self, task))
+
+    def go_on(self, waiter: "Waiter") -> None:
+        """Runs a task on whose future is done."""
+        self.waiting.remove(waiter)
+        self._keep_if_waiting(waiter, waiter.go_on)
+
+    def _keep_if_waiting(self, waiter: "Waiter", run: Task) -> None:
+        try:
+            run()
+        finally:
+            (idle if waiter.future is None else self.waiting).append(waiter)
+
+    def __post_init__(self) -> None:
+        self.network = SimulatedNetwork(self)
+
+
+class KilledError(BaseException):
+    """Ends what a worker does when it dies."""
+
+
+class Waiter:
+    """Runs tasks that may wait for futures, one at a time, on a thread of its own.
+
+    All other threads stand still while it runs, so what happens does not depend on the system.
+    """
+
+    _mine = threading.local()
+
+    def __init__(self) -> None:
+        self.machine: Machine
+        self.future: concurrent.futures.Future[Any] | None = None
+        """What its task waits for."""
+        self._task: Task | None = None
+        self._error: BaseException | None = None
+        self._turn = threading.Semaphore(0)
+        self._others_turn = threading.Semaphore(0)
+        threading.Thread(target=self._main, daemon=True).start()
+
+    @classmethod
+    def wait(cls, future: "concurrent.futures.Future[Any]") -> Any:
+        """Called by a task: lets others run until the future is done."""
+        if not future.done():
+            waiter: Waiter = cls._mine.waiter
+            waiter.future = future
+            waiter._others_turn.release()
+            waiter._turn.acquire()
+            waiter.future = None
+            if not waiter.machine.alive:
+                raise KilledError
+        return future.result()
+
+    def begin(self, machine: Machine, task: Task) -> None:
+        """Runs a task until it waits or ends."""
+        self.machine, self._task = machine, task
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Runs on until it waits or ends; raises what it raises."""
+        self._turn.release()
+        self._others_turn.acquire()
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+
+    def _main(self) -> None:
+        self._mine.waiter = self
+        while True:
+            self._turn.acquire()
+            try:
+                assert self._task is not None
+                self.machine.run(self._task)
+            except BaseException as error:
+                self._error = error
+            self._task = None
+            self._others_turn.release()
+
+
+idle: list[Waiter] = []
+"""Of all schedules."""
+
+
+class SimulatedExecutor:
+    threads = 0
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def submit(self, task: Callable[..., None], *args: Any) -> None:
+        self._machine.tasks.append(partial(task, *args))
+
+    def wait(self, future: "concurrent.futures.Future[Any]") -> Any:
+        return Waiter.wait(future)
+
+    def blocking(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class SimulatedDeadlines:
+    def __init__(self, machine: Machine, expire: Callable[[int], None], is_live: Callable[[int], bool]) -> None:
+        self._machine = machine
+        self._expire = expire
+        self._is_live = is_live
+
+    def add(self, identifier: int, seconds: float) -> None:
+        self._machine.world.call_later(
+            self._machine, seconds, partial(self._expire, identifier), partial(self._is_live, identifier)
+        )
+
+
+class SimulatedScheduler:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def submit(self, task: Task) -> None:
+        self._machine.control.append(task)
+
+    def call_later(self, seconds: float, task: Task) -> None:
+        self._machine.world.call_later(self._machine, seconds, partial(self.submit, task))
+
+
+class SimulatedNetwork:
+    """What a GrpcAgent expects of its Network."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.me = machine.info
+        self.lost: dict[int, str] = {}
+        self.fail_next = False
+        self._machine = machine
+        self._world = machine.world
+
+    def open(self, members: Sequence[Member]) -> None:
+        self._members = {member.info.id: member.info for member in members}
+
+    def admit(self) -> None:
+        pass
+
+    def workers(self) -> list[WorkerInfo]:
+        return list(self._members.values())
+
+    def worker(self, destination: WorkerInfo | int) -> WorkerInfo:
+        identifier = destination.id if isinstance(destination, WorkerInfo) else destination
+        if identifier not in self._members:
+            raise UnknownWorkerError(destination, [])
+        return self._members[identifier]
+
+    def writer(self, worker: WorkerInfo) -> PayloadWriter:
+        return PayloadWriter(ChannelOptions(), worker.id, InlineChannel(), InlineChannel())
+
+    def check_present(self, worker: WorkerInfo) -> None:
+        if worker.id in self.lost:
+            raise WorkerLostError(worker.name, self.lost[worker.id])
+
+    def connect(self, worker: WorkerInfo) -> None:
+        self._world.link(self._machine, self._world.machines[worker.id])
+
+    def send(self, worker: WorkerInfo, data: bytes) -> int:
+        self.check_present(worker)
+        self.connect(worker)
+        self._world.send(self._machine, self._world.machines[worker.id], agent_pb2.Envelope.FromString(data))
+        return 0
+
+
+class World:
+    """Everything, and what has happened to it."""
+
+    def __init__(self, size: int, chance: Chance) -> None:
+        self.chance = chance
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        self.flights: list[Flight] = []
+        self.killed: set[int] = set()
+        self._timers: list[tuple[float, int, Machine, Task, Callable[[], bool]]] = []
+        self._order = itertools.count()
+        self._links: set[tuple[Machine, Machine]] = set()
+        """(a, b): a learns of it when b dies."""
+        self._notices: list[tuple[Machine, Machine]] = []
+        """(a, b): b has died, and a does not know it yet."""
+        self._unreliable_requests: set[tuple[int, int]] = set()
+        """The control messages' senders and ids."""
+        self.machines = [Machine(self, WorkerInfo(f"worker{number}", number)) for number in range(size)]
+        members = [Member(machine.info, "") for machine in self.machines]
+        for machine in self.machines:
+            machine.start(members)
+
+    @property
+    def alive(self) -> list[Machine]:
+        return [machine for machine in self.machines if machine.alive]
+
+    # What can happen next.
+
+    def step(self) -> bool:
+        """Has one thing happen; False if nothing is left to happen."""
+        ready: list[Task] = [partial(self._run, m, m.control.popleft) for m in self.alive if m.control]
+        for machine in self.alive:
+            ready += [
+                partial(self._run, machine, partial(_take, machine.tasks, i)) for i in range(len(machine.tasks))
+            ]
+            ready += [partial(machine.go_on, waiter) for waiter in machine.waiting if waiter.future.done()]
+        ready += [partial(self._arrive, flight) for flight in self.flights]
+        ready += [partial(self._notice, *notice) for notice in self._notices]
+        if self._timers and (not ready or self.chance.happens(3)):
+            return self._next_timer() or bool(ready)
+        if not ready:
+            return False
+        ready[self.chance.pick(min(len(ready), 256))]()
+        return True
+
+    def settle(self) -> None:
+        """Lets everything happen that will."""
+        for _ in range(MANY):
+            if not self.step():
+                return
+        raise AssertionError("it never comes to rest")
+
+    def _run(self, machine: Machine, take: Callable[[], Task]) -> None:
+        task = take()
+        # Only a message with references may have to wait.
+        if isinstance(task, partial) and any(
+            isinstance(a, agent_pb2.Envelope) and a.references for a in task.args
+        ):
+            machine.run_waiting(task)
+        else:
+            machine.run(task)
+
+    def _next_timer(self) -> bool:
+        while self._timers:
+            when, _, machine, task, is_live = heapq.heappop(self._timers)
+            if machine.alive and is_live():
+                self.now = when
+                machine.run(task)
+                return True
+        return False
+
+    def call_later(
+        self, machine: Machine, seconds: float, task: Task, is_live: Callable[[], bool] = lambda: True
+    ) -> None:
+        heapq.heappush(self._timers, (self.now + seconds, next(self._order), machine, task, is_live))
+
+    # The network.
+
+    def send(self, source: Machine, target: Machine, envelope: agent_pb2.Envelope) -> None:
+        if not source.alive:
+            return
+        if envelope.type == MessageType.CONTROL:
+            self._unreliable_requests.add((source.info.id, envelope.id))
+        unreliable = envelope.type == MessageType.CONTROL or (
+            envelope.type in ANSWERS and (target.info.id, envelope.id) in self._unreliable_requests
+        )
+        # A caller never hears of a failure that cannot be sent, so those are.
+        forced, source.network.fail_next = source.network.fail_next, False
+        if envelope.type != MessageType.ERROR and (forced or self.chance.happens(2)):
+            self.counts["not sent"] += 1
+            raise SendFailedError(target.info.name, "the simulation failed it")
+        self.counts["sent"] += 1
+        if target.alive:
+            self.flights.append(Flight(source, target, envelope, unreliable))
+
+    def _arrive(self, flight: Flight) -> None:
+        earlier = self.flights[: self.flights.index(flight)]
+        if flight.unreliable:
+            self.counts["control messages"] += 1
+            fate = self.chance.pick(100)
+            if fate >= 75:
+                self.counts["lost"] += 1
+                self.flights.remove(flight)
+                return
+            if fate >= 60:
+                self.counts["doubled"] += 1
+            else:
+                self.flights.remove(flight)
+        else:
+            self.flights.remove(flight)
+        if any(other.source is flight.source and other.target is flight.target for other in earlier):
+            self.counts["reordered control messages" if flight.unreliable else "reordered calls and answers"] += 1
+        self.link(flight.target, flight.source)
+        envelope = agent_pb2.Envelope()
+        envelope.CopyFrom(flight.envelope)
+        receiver = flight.target.network.receiver
+        receiver.coming(flight.source.info, envelope)
+        if not flight.unreliable and self.chance.happens(2):
+            self.counts["refused"] += 1
+            self.refused(envelope)
+            receiver.refused(flight.source.info, envelope, ValueError("the simulation refused it"))
+        else:
+            receiver.arrived(flight.source.info, envelope, lambda payload: payload.inline)
+
+    def refused(self, envelope: agent_pb2.Envelope) -> None:
+        """A message will not be read."""
+
+    # Death.
+
+    def kill(self, victim: Machine) -> None:
+        """Ends a worker. What it has sent may still arrive."""
+        victim.alive = False
+        self.killed.add(victim.info.id)
+        self.flights = [
+            flight
+            for flight in self.flights
+            if flight.target is not victim and (flight.source is not victim or self.chance.pick(2))
+        ]
+        for knower, known in self._links:
+            if known is victim and knower.alive:
+                self._notices.append((knower, victim))
+        self._notices = [(knower, known) for knower, known in self._notices if knower is not victim]
+        self._notices.sort(key=lambda notice: (notice[0].info.id, notice[1].info.id))
+        victim.held.clear()
+        victim.tasks.clear()
+        victim.control.clear()
+        for waiter in list(victim.waiting):
+            victim.go_on(waiter)
+
+    def link(self, knower: Machine, known: Machine) -> None:
+        """There is a connection now: the one learns when the other dies, or has."""
+        if (knower, known) not in self._links and knower is not known:
+            self._links.add((knower, known))
+            if not known.alive:
+                self._notices.append((knower, known))
+
+    def _notice(self, knower: Machine, dead: Machine) -> None:
+        self._notices.remove((knower, dead))
+        self.flights = [f for f in self.flights if not (f.source is dead and f.target is knower)]
+        knower.network.lost[dead.info.id] = REASON
+        knower.network.receiver.lost(dead.info, REASON)
+
+
+def _take(tasks: deque[Task], index: int) -> Task:
+    task = tasks[index]
+    del tasks[index]
+    return task

@@ -1,0 +1,286 @@
+"""The protocol of references under every kind of schedule; `make schedules` runs 10,000 of them."""
+
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from gradwire import rpc
+from gradwire.errors import RpcTimeoutError, RRefError, SendFailedError
+from gradwire.rpc.agent import holder
+from gradwire.rpc.futures import error_of
+from gradwire.rpc.messages import MessageType
+from gradwire.rref.forks import References
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.rref.schedules import Schedule, Value, give, identify, make, receive, run_schedule
+from tests.rref.simulation import Chance, Machine
+
+SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "400"))
+COLLECT_EVERY = 50
+"""Schedules between two runs of the garbage collector, which would else have its own say in what happens when."""
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.mark.timeout(max(120, SCHEDULES))
+def test_random_schedules_neither_leak_nor_delete_early(capsys):
+    counts: Counter[str] = Counter()
+    began = time.monotonic()
+
+    @settings(
+        max_examples=SCHEDULES,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        derandomize=SCHEDULES < 1000,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    )
+    @given(size=st.integers(2, 5), data=st.binary(min_size=300, max_size=1500))
+    def run(size: int, data: bytes) -> None:
+        counts.update(run_schedule(size, data))
+        counts["schedules"] += 1
+        if counts["schedules"] % COLLECT_EVERY == 0:
+            gc.collect()
+
+    run()
+    with capsys.disabled():
+        seconds = time.monotonic() - began
+        print(f"\n{seconds:.0f} s: " + ", ".join(f"{count} {what}" for what, count in counts.most_common()))
+    assert counts["schedules"] >= SCHEDULES
+    for what in ("lost", "doubled", "reordered control messages", "killed", "refused", "not sent", "timeouts"):
+        assert counts[what] > SCHEDULES / 20, what
+    assert counts["values fetched"] > SCHEDULES
+    assert counts["values freed"] > SCHEDULES
+
+
+# What random schedules have found, one by one. Without bytes to choose by, everything happens in order.
+
+
+def start(size: int) -> Schedule:
+    return Schedule(size, Chance(b""))
+
+
+def on(machine: Machine, function, *args):
+    """Runs a part of the program of one worker."""
+    with holder.using(machine.agent):
+        return function(*args)
+
+
+def create(schedule: Schedule, machine: Machine, owner: Machine, *args, timeout: float = 0.0) -> rpc.RRef:
+    number = len(schedule.numbers)
+    rref = on(machine, rpc.remote, owner.info, make, (number, [], *args), None, timeout)
+    schedule.numbers[identify(rref)] = number
+    return rref
+
+
+def hold_back(schedule: Schedule, kind: int) -> list:
+    """Takes the envelopes of one type out of the network, once there are any."""
+    while not any(flight.envelope.type == kind for flight in schedule.flights):
+        assert schedule.step()
+    taken = [flight for flight in schedule.flights if flight.envelope.type == kind]
+    schedule.flights = [flight for flight in schedule.flights if flight not in taken]
+    return taken
+
+
+def until_timeouts(schedule: Schedule, seconds: float) -> None:
+    schedule.settle()
+    assert schedule.now >= seconds
+
+
+def assert_nothing_left(schedule: Schedule) -> None:
+    schedule.settle()
+    gc.collect()
+    schedule.settle()
+    assert not schedule._left_over()
+
+
+def test_a_fetch_that_is_overtaken_by_the_end_of_its_reference():
+    schedule = start(2)
+    user, owner = schedule.machines
+    rref = create(schedule, user, owner)
+    schedule.settle()
+    fetch = user.agent.request(
+        owner.info, MessageType.RREF_FETCH, tuple(identify(rref)), timeout=1.0, keep=rref._handle.fork.hold
+    )
+    late = hold_back(schedule, MessageType.RREF_FETCH)
+    until_timeouts(schedule, 1.0)
+    assert isinstance(error_of(fetch), RpcTimeoutError)
+    del rref
+    schedule.settle()
+    assert len(owner.agent.extension(References).table) == 1
+    schedule.flights += late
+    assert_nothing_left(schedule)
+
+
+def test_a_call_by_proxy_that_is_overtaken_by_the_end_of_its_reference():
+    schedule = start(2)
+    user, owner = schedule.machines
+    rref = create(schedule, user, owner)
+    schedule.settle()
+    call = on(user, rref.rpc_async(timeout=1.0).check, 0)
+    late = hold_back(schedule, MessageType.CALL)
+    until_timeouts(schedule, 1.0)
+    assert isinstance(error_of(call), RpcTimeoutError)
+    del rref
+    schedule.settle()
+    schedule.flights += late
+    assert_nothing_left(schedule)
+
+
+def test_a_creation_that_comes_after_its_timeout():
+    schedule = start(2)
+    user, owner = schedule.machines
+    rref = create(schedule, user, owner, timeout=1.0)
+    late = hold_back(schedule, MessageType.RREF_CREATE)
+    until_timeouts(schedule, 1.0)
+    with pytest.raises(RpcTimeoutError):
+        on(user, rref.to_here)
+    del rref
+    schedule.settle()
+    schedule.flights += late
+    assert_nothing_left(schedule)
+
+
+def test_references_that_are_all_given_up_while_a_creation_is_on_its_way():
+    schedule = start(2)
+    user, owner = schedule.machines
+    rref = create(schedule, user, owner, timeout=1.0)
+    late = hold_back(schedule, MessageType.RREF_CREATE)
+    until_timeouts(schedule, 1.0)
+    with pytest.raises(RpcTimeoutError, match="giving up references"):
+        user.agent.extension(References).give_up_all(0.01)
+    schedule.settle()
+    schedule.flights += late
+    assert_nothing_left(schedule)
+    with pytest.raises(RRefError, match="given up"):
+        on(user, rref.to_here)
+
+
+def test_a_creation_that_is_not_sent():
+    for own in (False, True):
+        schedule = start(2)
+        user, owner = schedule.machines
+        target = user if own else owner
+        user.network.fail_next = True
+        rref = create(schedule, user, target)
+        with pytest.raises(SendFailedError, match="RRef creation via remote.. on worker .* could not be sent"):
+            on(user, rref.to_here)
+        if not own:
+            with pytest.raises(RRefError, match="cannot be passed on: RRef creation"):
+                on(user, rpc.rpc_async, owner.info, receive, ([rref], 0))
+        del rref
+        assert_nothing_left(schedule)
+
+
+def test_a_creation_here_that_is_refused():
+    schedule = start(2)
+    (user, _) = schedule.machines
+    rref = create(schedule, user, user)
+    (flight,) = hold_back(schedule, MessageType.RREF_CREATE)
+    user.agent.refused(user.info, flight.envelope, ValueError("too large"))
+    schedule.settle()
+    with pytest.raises(ValueError, match="too large"):
+        on(user, rref.to_here)
+    del rref
+    assert_nothing_left(schedule)
+
+
+def test_a_reference_to_a_value_that_died_with_its_parent():
+    """A user passes its reference to the owner before the owner has counted it, and its parent dies."""
+    schedule = start(3)
+    owner, parent, user = schedule.machines
+    parent.held.append(create(schedule, parent, owner))
+    schedule.settle()
+    schedule.call(user, give, (1,), parent)
+    while not user.held:
+        assert schedule.step()
+    hold_back(schedule, MessageType.CONTROL)
+    call = on(user, rpc.rpc_async, owner.info, receive, (user.held, 1))
+    late = hold_back(schedule, MessageType.CALL)
+    schedule.kill(parent)
+    while parent.info.id not in owner.network.lost or owner.tasks:
+        assert schedule.step()
+    schedule.flights += late
+    schedule.settle()
+    assert call.done()
+    user.held.clear()
+    assert_nothing_left(schedule)
+
+
+def test_a_fork_that_comes_after_its_value_is_gone_with_a_lost_worker():
+    """The owner asks the creator, and does not wait for a creation that came long ago."""
+    schedule = start(3)
+    owner, creator, user = schedule.machines
+    rref = create(schedule, creator, owner)
+    schedule.settle()
+    on(creator, rpc.rpc_async, user.info, receive, ([rref], 0))
+    del rref
+    schedule.settle()
+    schedule.call(creator, give, (1,), user)
+    while not creator.held:
+        assert schedule.step()
+    hold_back(schedule, MessageType.CONTROL)
+    schedule.kill(user)
+    schedule.settle()
+    assert schedule.values[0]() is None
+    fetch = on(creator, lambda: creator.held[0]._fetch(creator.held[0]._handle, 0.0))
+    schedule.settle()
+    assert "is gone" in str(error_of(fetch))
+    creator.held.clear()
+    assert_nothing_left(schedule)
+
+
+def test_the_loss_of_a_creator_is_noticed_by_an_owner_it_never_reached():
+    schedule = start(3)
+    owner, creator, user = schedule.machines
+    rref = create(schedule, creator, owner)
+    hold_back(schedule, MessageType.RREF_CREATE)
+    on(creator, rpc.rpc_async, user.info, receive, ([rref], 0))
+    while not user.held:
+        assert schedule.step()
+    fetch = user.agent.request(owner.info, MessageType.RREF_FETCH, tuple(identify(user.held[0])), timeout=0.0)
+    schedule.kill(creator)
+    schedule.settle()
+    assert isinstance(error_of(fetch), RRefError)
+    user.held.clear()
+    assert_nothing_left(schedule)
+
+
+def test_an_answer_with_a_reference_to_a_value_of_a_dead_owner():
+    """The caller is told, rather than left waiting."""
+    schedule = start(3)
+    owner, caller, called = schedule.machines
+    rref = create(schedule, caller, owner)
+    schedule.settle()
+    answer = on(caller, rpc.rpc_async, called.info, receive, ([rref], 2), None, 0)
+    while not called.waiting:
+        assert schedule.step()
+    hold_back(schedule, MessageType.CONTROL)
+    schedule.kill(owner)
+    schedule.settle()
+    assert "cannot be passed on" in str(error_of(answer))
+
+
+def test_a_value_is_there_as_long_as_a_reference_to_it():
+    schedule = start(2)
+    user, owner = schedule.machines
+    rref = create(schedule, user, owner)
+    schedule.settle()
+    assert isinstance(schedule.values[0](), Value)
+    del rref
+    schedule.settle()
+    assert schedule.values[0]() is None
+    assert_nothing_left(schedule)
