@@ -1,6 +1,6 @@
 """Remote calls: the names of `torch.distributed.rpc`, on gradwire's agent."""
 
-from . import aio, backend_registry, functions, grpc_backend
+from . import aio, backend_registry, fault_injection, functions, grpc_backend
 from .agent import RpcAgent, is_initialized
 from .api import (
     debug_info,
@@ -41,6 +41,7 @@ __all__ = [
     "backend_registry",
     "barrier",
     "debug_info",
+    "fault_injection",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",

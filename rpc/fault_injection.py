@@ -1,0 +1,205 @@
+"""An agent that fails and delays messages on purpose, for tests of programs and of gradwire itself.
+
+    options = FaultyRpcBackendOptions(
+        init_method=url,
+        messages_to_fail=["CALL", "rref.fork"],  # the first two sends of each fail
+        num_fail_sends=2,
+        messages_to_delay={"RESULT": 1.5},       # each leaves 1.5 seconds late
+    )
+    rpc.init_rpc("worker0", backend=BackendType.FAULTY, rank=0, world_size=2, rpc_backend_options=options)
+
+It is a GrpcAgent whose transports are wrapped. A call whose sending fails raises SendFailedError at its caller and
+is never sent again; a control message, which keeps count of references and contexts, is sent again until it
+arrives. What is delayed does not hold up anything else, and the delay counts against the call's timeout.
+"""
+
+import asyncio
+import contextlib
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, final
+
+from ..c10d.torch_store import TorchStore
+from ..errors import SendFailedError
+from ..proto.v1 import agent_pb2
+from .backend_registry import register_backend
+from .grpc_agent import GrpcAgent
+from .grpc_backend import start_agent
+from .messages import MessageType
+from .network import Network
+from .options import RpcBackendOptions
+from .parts import Parts
+from .transports.base import Transport, TransportClosedError
+from .worker import WorkerInfo
+
+__all__ = ["CONTROL_KINDS", "MESSAGE_NAMES", "FaultyRpcBackendOptions", "start_faulty_agent"]
+
+CONTROL_KINDS = ("autograd.abort", "autograd.release", "rref.accept", "rref.await", "rref.delete", "rref.fork")
+"""The kinds of CONTROL messages."""
+
+LATE = -1
+"""The ticket of what leaves late: it cannot be taken back."""
+
+MESSAGE_NAMES = (*sorted(set(MessageType.keys()) - {"MESSAGE_TYPE_UNSPECIFIED"}), *CONTROL_KINDS)
+"""What messages can be called in FaultyRpcBackendOptions."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FaultyRpcBackendOptions(RpcBackendOptions):
+    """The options of `init_rpc` with backend="FAULTY".
+
+    messages_to_fail: names of messages (see MESSAGE_NAMES), the first sends of which fail on this worker.
+    num_fail_sends: how many sends of each of them fail.
+    messages_to_delay: names of messages, and the seconds by which each of their sends is late.
+    """
+
+    messages_to_fail: Sequence[str] = ()
+    num_fail_sends: int = 0
+    messages_to_delay: Mapping[str, float] = field(default_factory=dict)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = _CHECKS.get(name)
+        RpcBackendOptions.__setattr__(self, name, check(value) if check is not None else value)
+
+
+def _check_to_fail(names: Sequence[str]) -> Sequence[str]:
+    if isinstance(names, str):
+        raise TypeError(f"messages_to_fail is {names!r}: give a list of names")
+    return [_check_name("messages_to_fail", name) for name in names]
+
+
+def _check_count(count: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(f"num_fail_sends is {count!r}: give a whole number, 0 or more")
+    return count
+
+
+def _check_delays(delays: Mapping[str, float]) -> Mapping[str, float]:
+    for name, seconds in delays.items():
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise ValueError(f"messages_to_delay[{name!r}] is {seconds!r}: give seconds, 0 or more")
+    return {_check_name("messages_to_delay", name): float(seconds) for name, seconds in delays.items()}
+
+
+def _check_name(option: str, name: str) -> str:
+    if name not in MESSAGE_NAMES:
+        raise ValueError(f"{option} names {name!r}; messages are called {', '.join(MESSAGE_NAMES)}")
+    return name
+
+
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "messages_to_fail": _check_to_fail,
+    "num_fail_sends": _check_count,
+    "messages_to_delay": _check_delays,
+}
+
+
+def _options(rpc_timeout: float, init_method: str, **others: Any) -> FaultyRpcBackendOptions:
+    return FaultyRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **others)
+
+
+def start_faulty_agent(
+    store: TorchStore, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
+) -> GrpcAgent:
+    """Does what `start_agent` does, with the faults of these options.
+
+    Raises:
+        TypeError: the options are not FaultyRpcBackendOptions.
+    """
+    if not isinstance(rpc_backend_options, FaultyRpcBackendOptions):
+        raise TypeError(f"rpc_backend_options is {rpc_backend_options!r}: give FaultyRpcBackendOptions")
+    parts = Parts(network=partial(Network, wrap=_Faults(rpc_backend_options).wrap))
+    return start_agent(store, name, rank, world_size, rpc_backend_options, partial(GrpcAgent, parts=parts))
+
+
+@final
+class _Faults:
+    """What goes wrong on one worker."""
+
+    def __init__(self, options: FaultyRpcBackendOptions) -> None:
+        self._lock = threading.Lock()
+        self._to_fail = Counter(dict.fromkeys(options.messages_to_fail, options.num_fail_sends))
+        self._delays = dict(options.messages_to_delay)
+
+    def wrap(self, transport: Transport, peer: WorkerInfo, loop: asyncio.AbstractEventLoop) -> Transport:
+        return _FaultyTransport(self, transport, peer, loop)
+
+    def should_fail(self, names: Sequence[str]) -> bool:
+        """Is it the turn of this send to fail?"""
+        with self._lock:
+            for name in names:
+                if self._to_fail[name]:
+                    self._to_fail[name] -= 1
+                    return True
+        return False
+
+    def delay(self, names: Sequence[str]) -> float:
+        """Seconds."""
+        return max(self._delays.get(name, 0.0) for name in names)
+
+
+@final
+class _FaultyTransport:
+    """Fails, delays or passes on what it is given to send."""
+
+    name: ClassVar[str] = "faulty"
+
+    def __init__(
+        self, faults: _Faults, transport: Transport, peer: WorkerInfo, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._faults = faults
+        self._transport = transport
+        self._peer = peer
+        self._loop = loop
+        self._late: dict[asyncio.TimerHandle, bytes] = {}
+        """Touched on the loop only."""
+
+    def send(self, envelope: bytes) -> int:
+        names = _names(envelope)
+        if self._faults.should_fail(names):
+            raise SendFailedError(self._peer.name, f"fault injection failed the {names[0]} message")
+        if delay := self._faults.delay(names):
+            self._loop.call_soon_threadsafe(self._send_at, self._loop.time() + delay, envelope)
+            return LATE
+        return self._transport.send(envelope)
+
+    def withdraw(self, ticket: int) -> bool:
+        return ticket != LATE and self._transport.withdraw(ticket)
+
+    def connect(self) -> None:
+        self._transport.connect()
+
+    async def close(self, drain: float) -> None:
+        """What is late leaves now."""
+        for timer, envelope in list(self._late.items()):
+            timer.cancel()
+            self._send_late(envelope)
+        self._late.clear()
+        await self._transport.close(drain)
+
+    def _send_at(self, when: float, envelope: bytes) -> None:
+        def leave() -> None:
+            del self._late[timer]
+            self._send_late(envelope)
+
+        timer = self._loop.call_at(when, leave)
+        self._late[timer] = envelope
+
+    def _send_late(self, envelope: bytes) -> None:
+        # If the peer is lost meanwhile, whoever waits for an answer has been told.
+        with contextlib.suppress(TransportClosedError):
+            self._transport.send(envelope)
+
+
+def _names(data: bytes) -> Sequence[str]:
+    """What a message is called, the most specific name first."""
+    envelope = agent_pb2.Envelope.FromString(data)
+    kind = [envelope.control.kind] if envelope.HasField("control") else []
+    return [*kind, MessageType.Name(envelope.type)]
+
+
+FAULTY = register_backend("FAULTY", _options, start_faulty_agent)
