@@ -505,12 +505,12 @@ class GrpcAgent(RpcAgent):
 
     def _refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """A message that cannot be read: its sender, or who waits for it here, gets the error."""
-        self._arrivals.forget(source, envelope)
         self._tell_unreadable(source, envelope, error)
         if envelope.type in (MessageType.RESULT, MessageType.ERROR):
             self._kept.pop(envelope.id, None)
             self._fail(self._take(envelope.id), error)
         else:
+            self._arrivals.forget(source, envelope)  # an answer may have the number of another request
             self._answer_error(source, envelope, error)
 
     def _worker_lost(self, worker: WorkerInfo, reason: str) -> None:
