@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from .. import rpc
 from ..c10d.torch_store import TorchStore
 from ..rpc.backend_registry import BackendType, backend_registered, init_backend, register_backend
+from ..rpc.fault_injection import FaultyRpcBackendOptions
 from .tensorpipe import TensorPipeRpcBackendOptions
 
 __all__ = ["FaultyTensorPipeRpcBackendOptions", "register", "start_agent"]
@@ -77,8 +78,6 @@ def start_agent(
         raise TypeError(
             f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, but it is {options!r}"
         )
-    from ..rpc.fault_injection import FaultyRpcBackendOptions
-
     delays: dict[str, float] = {}
     for message, seconds in options.messages_to_delay.items():
         delays[_translate(message)] = max(seconds, delays.get(_translate(message), 0.0))

@@ -20,7 +20,8 @@ def torch_workers(workers, tmp_path):
 
     def start(count, make_options="TensorPipeRpcBackendOptions", **options):
         def join(torch_rpc, name, rank):
-            made = getattr(torch_rpc, make_options)(init_method=f"file://{tmp_path / 'meeting'}", **options)
+            home = torch_rpc if hasattr(torch_rpc, make_options) else torch_rpc._testing
+            made = getattr(home, make_options)(init_method=f"file://{tmp_path / 'meeting'}", **options)
             torch_rpc.init_rpc(name, rank=rank, world_size=count, rpc_backend_options=made)
 
         started = workers(count)
@@ -231,3 +232,48 @@ def test_calls_show_in_the_legacy_profiler_only(torch_workers):
         return [any("rpc_" in e.name for e in events) for events in (legacy.function_events, kineto.events())]
 
     assert a.run(on_torch_names, profile) == [True, False]
+
+
+def test_torchs_names_of_messages_fail_and_delay_them(torch_workers):
+    a, b = torch_workers(
+        2,
+        "FaultyTensorPipeRpcBackendOptions",
+        num_worker_threads=4,
+        rpc_timeout=30,
+        messages_to_fail=["PYTHON_REMOTE_CALL", "RREF_USER_DELETE"],
+        messages_to_delay={"SCRIPT_CALL": 1.5},
+        num_fail_sends=1,
+    )
+
+    def call(torch_rpc):
+        lost = torch_rpc.remote("worker1", list)
+        with pytest.raises(RuntimeError, match="RRef creation"):
+            lost.to_here()
+        with pytest.raises(RuntimeError, match="RRef creation"):
+            lost._serialize()
+        kept = torch_rpc.remote("worker1", list)
+        assert kept.to_here() == []
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            torch_rpc.rpc_sync("worker1", torch.add, (torch.ones(1), 1), timeout=0.2)
+
+    def leave(torch_rpc):
+        torch_rpc.api._ignore_rref_leak = False
+        torch_rpc.shutdown()
+
+    a.run(on_torch_names, call)
+    for leaving in [a.start(on_torch_names, leave), b.start(on_torch_names, leave)]:
+        leaving.result()
+
+
+def test_unknown_messages_are_refused(workers, tmp_path):
+    (worker,) = workers(1)
+
+    def join(torch_rpc):
+        options = torch_rpc._testing.FaultyTensorPipeRpcBackendOptions(
+            4, 30, f"file://{tmp_path / 'meeting'}", messages_to_fail=["PYTHON_COLL"], messages_to_delay={}
+        )
+        with pytest.raises(ValueError, match="there is no message 'PYTHON_COLL' to fail or delay"):
+            torch_rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+        assert not torch_rpc._is_current_rpc_agent_set()
+
+    worker.run(on_torch_names, join)
