@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.errors import RpcTimeoutError
+from gradwire.errors import RpcTimeoutError, RRefError
 
 from tests.remote_functions import add, assert_clean, event, identity, set_event, wait_for
 
@@ -229,9 +229,10 @@ def test_a_creation_that_takes_too_long(trio):
         rref = rpc.remote("worker1", wait_for, ("end",), timeout=0.1)
         with pytest.raises(RpcTimeoutError, match="RRef creation"):
             rref._get_future().wait()
-        for use in (rref.to_here, lambda: rpc.rpc_sync("worker2", identity, (rref,))):
-            with pytest.raises(RpcTimeoutError, match="RRef creation"):
-                use()
+        with pytest.raises(RpcTimeoutError, match="RRef creation"):
+            rref.to_here()
+        with pytest.raises(RRefError, match="cannot be passed on: .*RRef creation"):
+            rpc.rpc_sync("worker2", identity, (rref,))
         rpc.rpc_sync("worker1", set_event, ("end",))
 
     trio[0].run(check)

@@ -99,7 +99,7 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
 
     future = Future(a._executor)
     envelope.id = 1 << 40
-    a._pending[envelope.id] = _Pending(future, b.info, MessageType.CONTROL, 0.0)
+    a._pending[envelope.id] = _Pending(envelope.id, future, b.info, MessageType.CONTROL, 0.0)
     a._network.send(b.info, envelope.SerializeToString())
     return future
 
