@@ -95,11 +95,11 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
     future = a.request(b.info, MessageType.CALL, (identity, ("ready",), {}))
     assert future.wait() == "ready"
     from gradwire.rpc.futures import Future
-    from gradwire.rpc.grpc_agent import _Pending
+    from gradwire.rpc.requests import Pending
 
     future = Future(a._executor)
     envelope.id = 1 << 40
-    a._pending[envelope.id] = _Pending(envelope.id, future, b.info, MessageType.CONTROL, 0.0)
+    a._requests.pending[envelope.id] = Pending(envelope.id, future, b.info, MessageType.CONTROL, 0.0)
     a._network.send(b.info, envelope.SerializeToString())
     return future
 

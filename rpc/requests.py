@@ -1,0 +1,211 @@
+"""What this worker has asked of others, until it is answered."""
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, final
+
+from ..errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
+from ..proto.v1 import agent_pb2
+from .accounting import Activity
+from .channels.router import Arrived
+from .device_maps import device_map_to_proto
+from .failures import decode_failure
+from .futures import Future
+from .messages import Handler, MessageType
+from .messaging import Messaging, Sent
+from .worker import WorkerInfo
+
+if TYPE_CHECKING:
+    from .deadlines import Deadlines
+    from .executor import Executor
+
+__all__ = ["Pending", "Requests"]
+
+DOING = {
+    MessageType.CALL: "a call to worker",
+    MessageType.RREF_CREATE: "RRef creation via remote() on worker",
+    MessageType.RREF_FETCH: "to_here() of a value on worker",
+}
+"""What a request does, in words."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that is not answered yet."""
+
+    identifier: int
+    future: Future
+    worker: WorkerInfo
+    kind: MessageType.ValueType
+    timeout: float
+    sent: Sent | None = None
+    """Set where it can be cancelled."""
+
+
+@final
+class Requests:
+    """The requests of one agent. Who takes one out of `pending` ends it: an answer, a timeout, a loss."""
+
+    def __init__(
+        self,
+        messaging: Messaging,
+        handlers: Mapping[MessageType.ValueType, Handler],
+        executor: "Executor",
+        activity: Activity,
+    ) -> None:
+        """Args: what sends them; what is known of their types; who is told of waits; what counts users' calls."""
+        self.deadlines: Deadlines
+        """To be set before the first request."""
+        self.pending: dict[int, Pending] = {}
+        self.kept: dict[int, tuple[int, object]] = {}
+        """What requests that are not over keep, and the workers they went to."""
+        self._messaging = messaging
+        self._handlers = handlers
+        self._executor = executor
+        self._activity = activity
+        self._ids = itertools.count(1)
+
+    def send(
+        self,
+        worker: WorkerInfo,
+        kind: MessageType.ValueType,
+        value: object,
+        seconds: float,
+        *,
+        what: str | Sequence[str],
+        header: Callable[[agent_pb2.Envelope], None] | None,
+        keep: object,
+    ) -> Future:
+        """Sends a request: see `RpcAgent.request`."""
+        packed = self._messaging.pack(value, what, worker, None)
+        device_map = device_map_to_proto(self._messaging.device_map(worker, None))
+        envelope = agent_pb2.Envelope(id=next(self._ids), type=kind, device_map=device_map)
+        if header is not None:
+            header(envelope)
+        handler = self._handlers[kind]
+        future = Future(self._executor, partial(self.cancel, envelope.id) if handler.cancellable else None)
+        if handler.user_values:
+            self._activity.begin()
+        pending = self.pending[envelope.id] = Pending(envelope.id, future, worker, kind, seconds)
+        if keep is not None:
+            self.kept[envelope.id] = worker.id, keep
+        try:
+            sent = self._messaging.send(worker, kind, envelope, packed, None)
+            if handler.cancellable:
+                envelope.ClearField("body")
+                envelope.ClearField("tensors")
+                pending.sent = sent
+        except (WorkerLostError, SendFailedError) as error:
+            self.kept.pop(envelope.id, None)
+            if isinstance(error, SendFailedError):
+                error = SendFailedError(worker.name, error.reason, _doing(kind))
+            self._fail(self._take(envelope.id), error)
+        except BaseException:
+            self.kept.pop(envelope.id, None)
+            self._take(envelope.id)
+            self._ended(kind)
+            raise
+        else:
+            if seconds:
+                self.deadlines.add(envelope.id, seconds)
+        return future
+
+    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived) -> None:
+        """An answer is here."""
+        pending = self._take(envelope.id)
+        self.kept.pop(envelope.id, None)
+        try:
+            if envelope.type == MessageType.ERROR:
+                error = decode_failure(arrived(envelope.body), source.name)
+                for extension in self._messaging.extensions:
+                    error = extension.failed(error, source)
+                raise error
+            # An answer that comes too late is read all the same: references in it must be counted.
+            message = self._messaging.read(source, envelope, arrived, users=True)
+            message.value = self._messaging.unpack(message)
+        except Exception as error:
+            self._fail(pending, error)
+            return
+        if pending is not None:
+            self._tell_answered(pending)
+            pending.future.set_result(message.value)
+            self._ended(pending.kind)
+
+    def refuse(self, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        """An answer cannot be read."""
+        self.kept.pop(envelope.id, None)
+        self._fail(self._take(envelope.id), error)
+
+    def time_out(self, identifier: int) -> None:
+        """A request's time is up."""
+        if (pending := self._take(identifier)) is not None:
+            self._fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, _doing(pending.kind)))
+
+    def cancel(self, identifier: int) -> bool:
+        """Ends a request at its caller's wish; False if it is over."""
+        pending = self._take(identifier)
+        if pending is None:
+            return False
+        if pending.sent is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whatever was queued
+                self._messaging.network.call_soon(self._withdraw, pending.worker, pending.sent)
+        self._fail(pending, RpcCancelledError(pending.worker.name))
+        return True
+
+    def worker_lost(self, worker: WorkerInfo, reason: str) -> None:
+        """Nobody will answer what a lost worker was asked."""
+        for identifier, pending in list(self.pending.items()):
+            if pending.worker.id == worker.id:
+                self._fail(self._take(identifier), WorkerLostError(worker.name, reason))
+        for identifier, (destination, _) in list(self.kept.items()):
+            if destination == worker.id:
+                self.kept.pop(identifier, None)
+
+    def unanswered(self) -> Mapping[str, int]:
+        """How many users' calls to whom are not answered."""
+        pending = [p for p in list(self.pending.values()) if self._handlers[p.kind].user_values]
+        return Counter(p.worker.name for p in pending)
+
+    def close(self, error: Exception) -> None:
+        """Fails all of them."""
+        for identifier in list(self.pending):
+            self._fail(self._take(identifier), error)
+        self.kept.clear()
+
+    def _withdraw(self, worker: WorkerInfo, sent: Sent) -> None:
+        """Takes a request back; if it is on its way, has the other side not begin it. Called on the loop."""
+        network = self._messaging.network
+        if network.withdraw(worker, sent.ticket, sent.payloads):
+            self.kept.pop(sent.envelope.id, None)
+            self._executor.submit(self._messaging.withdrawn, worker, sent.envelope)
+            return
+        cancel = agent_pb2.Envelope(id=sent.envelope.id, type=MessageType.CANCEL)
+        with contextlib.suppress(WorkerLostError, SendFailedError):
+            network.send(worker, cancel.SerializeToString())
+
+    def _take(self, identifier: int) -> Pending | None:
+        """Who waits for an answer; nobody else gets it."""
+        return self.pending.pop(identifier, None)
+
+    def _fail(self, pending: Pending | None, error: Exception) -> None:
+        if pending is not None:
+            self._tell_answered(pending)
+            pending.future.set_exception(error)
+            self._ended(pending.kind)
+
+    def _tell_answered(self, pending: Pending) -> None:
+        if self._handlers[pending.kind].user_values:
+            for extension in self._messaging.extensions:
+                extension.answered(pending.identifier)
+
+    def _ended(self, kind: MessageType.ValueType) -> None:
+        if self._handlers[kind].user_values:
+            self._activity.end()
+
+
+def _doing(kind: MessageType.ValueType) -> str:
+    return DOING.get(kind) or f"a {MessageType.Name(kind)} request to worker"
