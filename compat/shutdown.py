@@ -36,7 +36,11 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
             api._delete_all_user_and_unforked_owner_rrefs()
         if graceful:
             agent.join(timeout)
-            destroy_references(api._ignore_rref_leak)
+        if graceful and not api._ignore_rref_leak:
+            try:
+                destroy_references(ignore_leak=False)
+            finally:
+                agent.join(timeout)  # all look before any leaves, because who leaves drops what it holds
     finally:
         rpc.shutdown(graceful=False)
 
