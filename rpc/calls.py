@@ -14,6 +14,7 @@ from .functions import is_async_execution
 from .futures import Future, when_done
 from .messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
 from .profiling import RPCExecMode, profiled_call, run_profiled
+from .script import not_scriptable
 from .wait_all import note_future
 
 __all__ = [
@@ -114,6 +115,7 @@ def check_call(
     return function, tuple(args or ()), dict(kwargs or {})
 
 
+@not_scriptable
 def rpc_async(
     to: Destination,
     func: Callable[..., Any],
@@ -162,6 +164,7 @@ def send_call(
         return agent.request(worker, MessageType.CALL, call, timeout=seconds, what=CALL_PARTS, keep=keep)
 
 
+@not_scriptable
 def rpc_sync(
     to: Destination,
     func: Callable[..., Any],

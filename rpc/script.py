@@ -5,14 +5,32 @@ A script function goes by name where it has one that can be imported, else with 
 
 import io
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-__all__ = ["reduce_script_function", "reduce_script_module"]
+from ..errors import RpcError
+
+__all__ = ["not_scriptable", "reduce_script_function", "reduce_script_module"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _PREFIX = "__torch__."
+
+
+def not_scriptable(function: F) -> F:
+    """Has `torch.jit.script` refuse what calls this function, with an error that says why."""
+
+    def refuse() -> NoReturn:
+        raise RpcError(
+            f"{function.__name__} cannot be called from inside TorchScript (torch.jit is deprecated): make the "
+            "call in Python, and send the script function"
+        )
+
+    function.__prepare_scriptable__ = refuse  # type: ignore[attr-defined]
+    return function
 
 
 def reduce_script_function(function: Any) -> tuple[Any, ...]:

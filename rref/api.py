@@ -6,12 +6,14 @@ from typing import Any
 from ..rpc.agent import Destination, current_agent
 from ..rpc.calls import UNSET_RPC_TIMEOUT, check_call, check_timeout
 from ..rpc.profiling import RPCExecMode, profiled_call
+from ..rpc.script import not_scriptable
 from .forks import References
 from .rref import RRef
 
 __all__ = ["remote"]
 
 
+@not_scriptable
 def remote(
     to: Destination,
     func: Callable[..., Any],

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from ... import rpc
 from ...rpc.wait_all import thread_futures
 from ...rref.proxy import RRefProxy
-from .. import agents, debug_info, faulty, futures, shutdown, tensorpipe
+from .. import agents, debug_info, faulty, futures, scripting, shutdown, tensorpipe
 from ..init import init_rpc, init_rpc_backend
 from .missing import missing
 
@@ -99,4 +99,5 @@ TABLES: dict[str, Callable[[], Mapping[str, object]]] = {
         "_server_process_global_profile": rpc.server_process_global_profile
     },
     "torch.futures": lambda: {"wait_all": futures.wait_all},
+    "torch.jit": lambda: {"script": scripting.script},
 }

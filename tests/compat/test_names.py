@@ -277,3 +277,29 @@ def test_unknown_messages_are_refused(workers, tmp_path):
         assert not torch_rpc._is_current_rpc_agent_set()
 
     worker.run(on_torch_names, join)
+
+
+@torch.jit.script
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def calls_from_script(to: str, x: torch.Tensor) -> torch.Tensor:
+    return torch.distributed.rpc.rpc_sync(to, plus_one, (x,))
+
+
+class CallsFromScript(torch.nn.Module):
+    def forward(self, to: str, x: torch.Tensor) -> torch.Tensor:
+        return calls_from_script(to, x)
+
+
+def refuse_calls_from_script(_torch_rpc):
+    linear = torch.jit.script(torch.nn.Linear(2, 2))
+    assert linear(torch.zeros(1, 2)).shape == (1, 2)
+    for scripted in (calls_from_script, CallsFromScript()):
+        with pytest.raises(RuntimeError, match="calls rpc_sync from inside TorchScript"):
+            torch.jit.script(scripted)
+
+
+def test_calls_from_torchscript_are_refused(workers):
+    workers(1)[0].run(on_torch_names, refuse_calls_from_script)

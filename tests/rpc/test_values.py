@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from gradwire import rpc
+from gradwire.errors import RpcError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.tensors import decode_tensor, encode_tensor
 from hypothesis import given, settings
@@ -93,6 +94,15 @@ def call_scripts() -> None:
 def test_script_functions_and_modules(workers):
     a, _ = workers.rpc(2)
     a.run(call_scripts)
+
+
+def calls_from_script(to: str, x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync(to, doubled, (x,))
+
+
+def test_calls_from_torchscript_are_refused():
+    with pytest.raises(RpcError, match="rpc_sync cannot be called from inside TorchScript"):
+        torch.jit.script(calls_from_script)
 
 
 def test_references_in_arguments_are_confirmed_when_the_function_runs(workers):

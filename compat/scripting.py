@@ -1,0 +1,40 @@
+"""torch.jit where it meets calls.
+
+TorchScript knows torch.distributed.rpc's functions by identity and compiles them into calls of torch's own agent,
+which is not there.
+"""
+
+from typing import Any
+
+import torch
+
+__all__ = ["script"]
+
+_compile: Any = torch.jit.script
+_CALLS = ("prim::rpc_async", "prim::rpc_remote", "prim::rpc_sync")
+
+
+def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
+    """Compiles a function, a class or a module: torch.jit.script.
+
+    Raises:
+        RuntimeError: also if there is a remote call in it.
+    """
+    scripted = _compile(obj, optimize, _frames_up + 1, *args, **kwargs)
+    for graph in _graphs(scripted):
+        for kind in _CALLS:
+            if graph.findNode(kind) is not None:
+                raise RuntimeError(
+                    f"{obj} calls {kind.removeprefix('prim::')} from inside TorchScript, which gradwire does not "
+                    "carry (torch.jit is deprecated): make the call in Python, and send the script function"
+                )
+    return scripted
+
+
+def _graphs(scripted: Any) -> list[Any]:
+    if isinstance(scripted, torch.jit.ScriptFunction):
+        return [scripted.inlined_graph]
+    if isinstance(scripted, torch.jit.ScriptModule):
+        names = scripted._c._method_names()
+        return [getattr(scripted, name).inlined_graph for name in names]
+    return []
