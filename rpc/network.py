@@ -143,7 +143,9 @@ class Network:
         """Somebody who has joined a dynamic group tells what it knows. On the loop."""
         if self._roster is None:
             return
-        for member in self._roster.learn(entries):
+        self._roster.learn(entries)
+        # All that are missing here: the roster may know some from the store, where `leave` reads of them.
+        for member in self._roster.members():
             if member.info.id not in self._members:
                 self._add(member)
         self._let_in()

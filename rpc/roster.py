@@ -80,14 +80,12 @@ class RosterLog:
         while self._store.check([key := self._key(len(self._entries))]):
             self.learn([*self.entries(), self._store.get(key).decode()])
 
-    def learn(self, entries: Sequence[str]) -> list[Member]:
-        """Takes over the entries that another worker knows; those who join by entries that are new here."""
+    def learn(self, entries: Sequence[str]) -> None:
+        """Takes over the entries that another worker knows."""
         with self._lock:
-            known = set(self._roster.members)
             for text in entries[len(self._entries) :]:
                 self._roster.apply(json.loads(text))
                 self._entries.append(text)
-            return [member for identifier, member in self._roster.members.items() if identifier not in known]
 
     def choose(self, name: str, rank: int) -> WorkerInfo:
         """Who a worker can be that wants this name and rank (-1 for any).

@@ -2,7 +2,12 @@
 
 import pytest
 from gradwire import rpc
+from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError, WorkerLostError
+from gradwire.rpc.grpc_agent import GrpcAgent
+from gradwire.rpc.membership import Member
+from gradwire.rpc.messages import MessageType
+from gradwire.rpc.roster import RosterLog
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, wait_until
@@ -139,3 +144,33 @@ def test_static_and_dynamic_do_not_mix(workers, url):
 
     with pytest.raises(RendezvousError, match="mixes statically and dynamically initialized members"):
         b.run(join_static)
+
+
+@pytest.fixture
+def enter():
+    """Makes an agent that is in the log, and has told nobody."""
+    agents = []
+
+    def start(name, log):
+        agent = GrpcAgent(log.choose(name, -1), rpc.RpcBackendOptions(), "dynamic/group/0", roster=log)
+        agents.append(agent)
+        assert log.join(Member(agent.info, agent.listen()))
+        return agent
+
+    yield start
+    for agent in agents:
+        agent.shutdown(graceful=False, timeout=0)
+
+
+def test_who_was_read_of_in_the_log_before_its_hello_is_let_in(enter):
+    """A worker reads the log also when it notes there that another is dead: somebody may have joined meanwhile."""
+    store = HashStore()
+    logs = RosterLog(store), RosterLog(store)
+    a = enter("a", logs[0])
+    a.open(logs[0].members())
+    logs[1].catch_up()
+    b = enter("b", logs[1])
+    logs[0].catch_up()
+    b.open(logs[1].members())
+    assert b.request(a.info, MessageType.GREETING, None).wait() is None
+    assert a.workers() == [a.info, b.info]
