@@ -1,5 +1,6 @@
 """Starting gRPC agents: the backend GRADWIRE."""
 
+import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ __all__ = ["AgentFactory", "start_agent"]
 
 AgentFactory = Callable[..., GrpcAgent]
 """Called as GrpcAgent is."""
+
+PROBE_SECONDS = 5.0
+"""How long a member may take to accept the connection of who wants its name."""
 
 
 def start_agent(
@@ -67,6 +71,8 @@ def _join_dynamic(
     log = RosterLog(store)
     while True:
         log.catch_up()
+        if (before := log.named(name)) is not None and _is_dead(before):
+            log.leave(before.info.id)
         epoch = log.epoch
         agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
         try:
@@ -83,6 +89,18 @@ def _join_dynamic(
             agent.shutdown(graceful=False, timeout=0)
             raise
         agent.shutdown(graceful=False, timeout=0)
+
+
+def _is_dead(member: Member) -> bool:
+    """Does nobody listen any more where this member did? A worker that was started again finds its own old self."""
+    host, _, port = member.address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False  # it may live and be cut off from here
+    return False
 
 
 def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) -> None:

@@ -75,6 +75,11 @@ class RosterLog:
         with self._lock:
             return list(self._roster.members.values())
 
+    def named(self, name: str) -> Member | None:
+        """The member of this name, as far as is known."""
+        with self._lock:
+            return self._roster.named(name)
+
     def catch_up(self) -> None:
         """Reads the store to the end of the log. Raises what the store raises."""
         while self._store.check([key := self._key(len(self._entries))]):

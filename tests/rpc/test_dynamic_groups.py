@@ -108,6 +108,16 @@ def test_who_has_died_is_not_waited_for_and_can_be_replaced(join_one):
     assert a.run(call_everybody) == {name: name for name in ("a", "b", "c")}
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_who_has_died_can_come_back_by_its_name(join_one, others):
+    staying = [join_one(f"other{i}") for i in range(others)]
+    join_one("a").kill()
+    a = join_one("a")
+    everybody = {"a", *(worker.name for worker in staying)}
+    for worker in [a, *staying]:
+        assert worker.run(call_everybody) == {name: name for name in everybody}
+
+
 def test_ranks_and_names_that_are_taken(join_one, workers, url):
     join_one("a", rank=5)
     (other,) = workers(1)
