@@ -69,11 +69,12 @@ class TensorPipeAgent(RpcAgent):
     """What is behind the backend TENSORPIPE."""
 
 
-_wrapped: "weakref.WeakKeyDictionary[rpc.RpcAgent, RpcAgent]" = weakref.WeakKeyDictionary()
+_wrapped: "weakref.WeakValueDictionary[rpc.RpcAgent, RpcAgent]" = weakref.WeakValueDictionary()
+"""What `current` has made and somebody still has. An agent is kept by it, so it must not be kept here."""
 
 
 def current() -> Any:
-    """The current agent for torch's callers: the same object every time.
+    """The current agent for torch's callers: the same object as long as somebody has it.
 
     Raises:
         NotInitializedError: there is none.

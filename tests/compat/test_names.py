@@ -1,7 +1,9 @@
 """What torch's names do on gradwire. Workers run this in processes of their own, where the names are moved."""
 
+import gc
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -61,6 +63,20 @@ def test_the_agent_answers_as_torchs(torch_workers):
         return float(agent.get_debug_info()["agent.gil_average_wait_time_us"])
 
     assert a.run(on_torch_names, look) > 0
+
+
+def test_an_agent_that_was_looked_at_goes_after_shutdown(torch_workers):
+    (worker,) = torch_workers(1)
+
+    def look(torch_rpc):
+        wrapped = torch_rpc.api._get_current_rpc_agent()
+        agent = weakref.ref(wrapped._agent)
+        torch_rpc.shutdown()
+        del wrapped
+        gc.collect()
+        return agent() is None
+
+    assert worker.run(on_torch_names, look)
 
 
 def test_shutdown_finds_references_that_are_left(torch_workers):
