@@ -2,15 +2,16 @@
 
 import concurrent.futures
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from .agent import holder
 from .futures import when_done
 
-__all__ = ["note_future", "thread_futures", "wait_all"]
+__all__ = ["note_future", "thread_futures", "wait_all", "wait_for_futures"]
 
 thread_futures = threading.local()
 """Inside `wait_all`, `future_list` has the futures of this thread's calls."""
@@ -24,16 +25,22 @@ def wait_all() -> Iterator[None]:
             rpc.rpc_async("worker1", f)
             rpc.rpc_async("worker2", f)
 
+    A block inside another waits for its own calls.
+
     Raises:
         Exception: as soon as a call fails, what it raised; the other calls are not waited for any longer.
     """
+    outer = getattr(thread_futures, "future_list", None)
     thread_futures.future_list = []
     try:
         yield
     finally:
         futures = thread_futures.future_list
-        del thread_futures.future_list
-        _wait_for(futures)
+        if outer is None:
+            del thread_futures.future_list
+        else:
+            thread_futures.future_list = outer
+        wait_for_futures(futures)
 
 
 def note_future(future: torch.futures.Future[Any]) -> None:
@@ -42,10 +49,13 @@ def note_future(future: torch.futures.Future[Any]) -> None:
         futures.append(future)
 
 
-def _wait_for(futures: list[torch.futures.Future[Any]]) -> None:
+def wait_for_futures(futures: Sequence[torch.futures.Future[Any]]) -> None:
+    """Returns when all are done; raises the error of one that fails, without waiting for the others any longer."""
     # Not torch.futures.wait_all: for it an exception of Python's is a value, so it would wait for the others.
     outcomes = [when_done(future) for future in futures]
-    concurrent.futures.wait(outcomes, return_when=concurrent.futures.FIRST_EXCEPTION)
+    agent = holder.get()
+    with nullcontext() if agent is None else agent.blocking():
+        concurrent.futures.wait(outcomes, return_when=concurrent.futures.FIRST_EXCEPTION)
     for future, outcome in zip(futures, outcomes, strict=True):
         if outcome.done() and outcome.exception() is not None:
             future.wait()

@@ -146,6 +146,22 @@ def test_wait_all(trio):
     trio[0].run(check)
 
 
+def test_wait_all_inside_wait_all(trio):
+    def check():
+        with rpc.wait_all():
+            before = rpc.rpc_async("worker1", wait_for, ("outer",))
+            with rpc.wait_all():
+                inner = rpc.rpc_async("worker1", add, (1, 1))
+            assert inner.done()
+            assert not before.done()
+            after = rpc.rpc_async("worker1", add, (1, 1))
+            rpc.rpc_sync("worker1", set_event, ("outer",))
+        assert before.done()
+        assert after.done()
+
+    trio[0].run(check)
+
+
 def test_all_gather_and_barrier(trio, workers):
     def check():
         me = rpc.get_worker_info()
