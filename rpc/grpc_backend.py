@@ -92,7 +92,7 @@ def _join_dynamic(
 
 
 def _is_dead(member: Member) -> bool:
-    """Does nobody listen any more where this member did? A worker that was started again finds its own old self."""
+    """Does nobody listen any more where this member did? A worker started again finds its own old self."""
     host, _, port = member.address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
