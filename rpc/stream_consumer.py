@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, final
 
-from ..errors import WorkerLostError
+from ..errors import SendFailedError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from .agent import RpcAgent
 from .failures import copy_error, decode_failure
@@ -118,8 +118,12 @@ class Consumer:
                 self._taken_bytes += nbytes
                 self.buffered_bytes -= nbytes
                 if error is None:
-                    self._tell_credit()
-                    return value
+                    try:
+                        self._tell_credit()
+                    except SendFailedError as failure:
+                        error = failure  # without credit the producer stops: the stream is over
+                    else:
+                        return value
             elif self.ready():
                 error = self._error
             else:

@@ -114,8 +114,11 @@ class Streams(Extension):
         key = (producer.consumer.id, producer.id)
         self._producers[key] = producer
         producer.done.add_done_callback(lambda _: self._producers.pop(key, None))
-        with contextlib.suppress(WorkerLostError):
+        try:
             self._post_about(message, MessageType.STREAM_OPENED)
+        except BaseException:
+            self.agent.submit(producer.close)
+            raise
         if self.agent.why_lost(producer.consumer.id) is not None:
             producer.close()  # `worker_lost` may have been told before this stream was there
         self.agent.submit(producer.advance)

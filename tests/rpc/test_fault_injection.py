@@ -1,5 +1,7 @@
 """The agent that fails and delays messages."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from gradwire import autograd, rpc
@@ -33,6 +35,10 @@ def faulty(workers, count: int, **faults):
 
 def fetch(rref: rpc.RRef) -> object:
     return rref.to_here()
+
+
+def range_iterator(count: int) -> Iterator[int]:
+    return iter(range(count))
 
 
 def what_is_kept() -> list[object]:
@@ -156,6 +162,21 @@ def test_a_fetch_that_comes_after_its_reference_is_gone(workers):
     pending = b.start(rpc.shutdown)
     a.run(check)
     pending.result()
+
+
+@pytest.mark.parametrize("message", ["STREAM_OPENED", "STREAM_CREDIT"])
+def test_a_stream_ends_with_the_message_that_is_failed(workers, message):
+    a, b = faulty(workers, 2, messages_to_fail=[message], num_fail_sends=1)
+
+    def check() -> None:
+        stream = rpc.rpc_stream("worker1", range_iterator, (20,), window_items=4)
+        with pytest.raises(SendFailedError, match=f"fault injection failed the {message} message"):
+            list(stream)
+        assert next(stream, None) is None
+        assert list(rpc.rpc_stream("worker1", range_iterator, (20,), window_items=4)) == list(range(20))
+
+    a.run(check)
+    workers.each([a, b], assert_clean)
 
 
 def test_what_is_late_leaves_when_the_worker_does(workers):
