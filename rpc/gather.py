@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from ..errors import RpcError, RpcTimeoutError, WorkerLostError
+from ..errors import RpcError, RpcTimeoutError, SerializationError, WorkerLostError
 from .messages import Deferred, Handler, Incoming, MessageType
 from .worker import WorkerInfo
 
@@ -77,9 +77,14 @@ class Gatherings:
                     if worker.id != leader:
                         self._agent.connect(worker)
             before = self._result_of(topic, ids, number - 1) if leader != ids[0] else None
-            future = self._agent.request(
-                by_id[leader], MessageType.GATHER, (topic, number, ids, value, before), timeout=timeout
-            )
+            try:
+                future = self._agent.request(
+                    by_id[leader], MessageType.GATHER, (topic, number, ids, value, before), timeout=timeout
+                )
+            except SerializationError:
+                with self._lock:
+                    self._rounds[topic, ids] -= 1  # nobody has heard of it, so the others are still in this round
+                raise
             key = (topic, number, ids)
             try:
                 while not self._wait(future):
@@ -157,9 +162,17 @@ class Gatherings:
         with self._lock:
             if self._finished.get((topic, ids), (-1, None))[0] < number:
                 self._finished[topic, ids] = (number, values)
+                self._drop_former(topic, ids)
             late = self._open.pop(key, None)
         for answer in late.answers if late is not None else ():
             answer.set_result(values)
+
+    def _drop_former(self, topic: str, ids: tuple[int, ...]) -> None:
+        """Drops the results of gatherings that have lost members, and whose others have all come to this one."""
+        for former in [key for key in self._finished if key[0] == topic and key[1] != ids]:
+            living = {i for i in former[1] if self._agent.why_lost(i) is None}
+            if len(living) < len(former[1]) and living <= set(ids):
+                del self._finished[former]
 
     def _complete(self) -> None:
         with self._lock:

@@ -4,7 +4,9 @@ import os
 import signal
 import threading
 
+import pytest
 from gradwire import rpc
+from gradwire.errors import SerializationError
 from gradwire.rpc.agent import current_agent
 from gradwire.rpc.gather import Gatherings
 
@@ -64,6 +66,34 @@ def twice(value: str) -> tuple[dict[int, object], dict[int, object]]:
 
 def rounds_finished() -> int:
     return len(current_agent()._gatherings._finished)
+
+
+def test_who_could_not_send_its_value_is_still_in_the_same_round(workers):
+    started = workers.rpc(2)
+
+    def fail_then_gather() -> dict[int, object]:
+        with pytest.raises(SerializationError):
+            gather(lambda: 0)
+        return gather("second try")
+
+    pending = [started[0].start(gather, "first try"), started[1].start(fail_then_gather)]
+    assert [p.result() for p in pending] == [{0: "first try", 1: "second try"}] * 2
+
+
+def test_results_are_not_kept_for_members_that_are_gone(workers):
+    """Each change of the members makes another gathering; only the last result of the last one is kept."""
+    a, b, c = workers.rpc(3)
+    workers.each([a, b, c], gather, "all three")
+    c.kill()
+
+    def gather_among_two() -> int:
+        agent = current_agent()
+        agent.connect(agent.worker(2))
+        wait_until(lambda: agent.why_lost(2) is not None)
+        agent.all_gather("test", "two", agent.workers()[:2], 30.0)
+        return rounds_finished()
+
+    assert workers.each([a, b], gather_among_two) == [1, 1]
 
 
 def test_rounds_of_one_topic_do_not_mix(workers):
