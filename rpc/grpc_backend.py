@@ -15,6 +15,7 @@ from .membership import Member, join, name_group
 from .messages import MessageType
 from .options import RpcBackendOptions
 from .roster import RosterLog
+from .transports.grpc_stream import REFUSED
 from .worker import WorkerInfo
 
 __all__ = ["AgentFactory", "start_agent"]
@@ -111,13 +112,23 @@ def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) ->
     for worker, greeting in greetings:
         try:
             greeting.wait()
-        except WorkerLostError:
-            log.leave(worker.id)
+        except WorkerLostError as error:
+            if error.reason.startswith(REFUSED):
+                _check_left(agent, log, worker, error.reason)
+            else:
+                log.leave(worker.id)
         except RuntimeError as error:
             raise RendezvousError(
                 f"member {worker.name!r} did not answer within {timeout:g} s to {agent.info.name!r}, which wants "
                 f"to join: {error}"
             ) from error
+
+
+def _check_left(agent: GrpcAgent, log: RosterLog, worker: WorkerInfo, reason: str) -> None:
+    """Raises RendezvousError if a worker that has refused this one is a member still: it lives, so it stays."""
+    log.catch_up()
+    if worker.id in {member.info.id for member in log.members()}:
+        raise RendezvousError(f"member {worker.name!r} refuses {agent.info.name!r}, which wants to join: {reason}")
 
 
 def _options(rpc_timeout: float, init_method: str, **others: Any) -> RpcBackendOptions:

@@ -27,7 +27,7 @@ from ..worker import WorkerInfo
 from .base import TransportClosedError, TransportListener
 from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
 
-__all__ = ["GrpcStream", "GrpcStreams"]
+__all__ = ["REFUSED", "GrpcStream", "GrpcStreams"]
 
 FRAME_BYTES = 1 << 20
 """Bytes of envelopes that share a frame at most; a larger envelope has one of its own."""
@@ -41,6 +41,9 @@ DIAL_PAUSE = 0.05
 
 DUPLICATE_PATIENCE = 5.0
 """Seconds to wait for the stream that a peer says it is opening, before opening one again."""
+
+REFUSED = "it refused the connection"
+"""How the reason of a loss begins if the peer is there, but does not let this worker in."""
 
 log = logging.getLogger(__name__)
 
@@ -319,4 +322,4 @@ async def _raise_status(call: Any) -> None:
 def _why(error: aio.AioRpcError, address: str) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return f"it cannot be reached at {address} ({error.details()})"
-    return f"it refused the connection: {error.details()}"
+    return f"{REFUSED}: {error.details()}"

@@ -4,6 +4,7 @@ import pytest
 from gradwire import rpc
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError, WorkerLostError
+from gradwire.rpc import handshake
 from gradwire.rpc.grpc_agent import GrpcAgent
 from gradwire.rpc.membership import Member
 from gradwire.rpc.messages import MessageType
@@ -126,6 +127,20 @@ def test_ranks_and_names_that_are_taken(join_one, workers, url):
     with pytest.raises(RendezvousError, match="rank 5 is taken"):
         other.run(join, "b", url, 5)
     assert other.run(join, "b", url, 3) == rpc.WorkerInfo("b", 3)
+
+
+def test_who_is_refused_takes_nobody_for_dead(join_one, workers, url):
+    a = join_one("a")
+    (newer,) = workers(1)
+
+    def join_with_another_protocol():
+        handshake.PROTOCOL_MAJOR += 1
+        join("newer", url)
+
+    with pytest.raises(RendezvousError, match="'a' refuses 'newer'.*install the same gradwire on both"):
+        newer.run(join_with_another_protocol)
+    b = join_one("b")
+    assert a.run(call_everybody) == b.run(call_everybody) == {"a": "a", "b": "b"}
 
 
 def test_many_join_at_once(workers, url):
