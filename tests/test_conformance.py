@@ -59,3 +59,7 @@ def test_a_report_is_bad_when_an_exception_is_none():
     assert Report(outcomes, {"A.a": "fails"}, complete=False).outdated == ["A.a"]
     assert Report(outcomes, {"A.b": "is gone"}, complete=True).outdated == ["A.b"]
     assert Report(outcomes, {"A.b": "did not run"}, complete=False).good
+
+
+def test_a_report_is_bad_when_nothing_ran():
+    assert not Report([], {}, complete=False).good

@@ -33,8 +33,8 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Is everything as expected?"""
-        return not self.unexpected and not self.outdated
+        """Is everything as expected, and is there anything?"""
+        return bool(self._outcomes) and not self.unexpected and not self.outdated
 
     def table(self) -> str:
         """The outcomes by suite, and the names behind the figures."""
