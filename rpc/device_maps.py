@@ -18,15 +18,17 @@ DeviceMap = Mapping[Device, Device]
 NO_DEVICES: DeviceMap = MappingProxyType({})
 
 
-def check_device_maps(me: WorkerInfo, options: RpcBackendOptions, members: Sequence[Member]) -> None:
-    """Checks a worker's device maps against its group.
+def check_device_maps(
+    me: WorkerInfo, options: RpcBackendOptions, members: Sequence[Member], *, dynamic: bool = False
+) -> None:
+    """Checks a worker's device maps against its group; of a dynamic one, who is not there yet may come later.
 
     Raises:
         RendezvousError: they name a worker that is not in the group, or devices that are not there.
     """
     counts = {member.info.name: member.device_count for member in members}
     for to, device_map in options.device_maps.items():
-        if to not in counts:
+        if to not in counts and not dynamic:
             raise RendezvousError(
                 f"Node {me.name} has invalid target node names in its device maps: {to!r} is not one of "
                 f"{', '.join(counts)}"
@@ -34,7 +36,7 @@ def check_device_maps(me: WorkerInfo, options: RpcBackendOptions, members: Seque
         for device, target in device_map.items():
             named = ((me.name, "source", torch.device(device)), (to, "target", torch.device(target)))
             for worker, side, each in named:
-                if each.type == "cuda" and each.index >= counts[worker]:
+                if each.type == "cuda" and worker in counts and each.index >= counts[worker]:
                     raise RendezvousError(
                         f"Node {me.name} has unexpected {side} devices in its device map for {to}: {worker} has "
                         f"no {each}, it has {counts[worker]} CUDA devices"

@@ -78,6 +78,7 @@ def _join_dynamic(
         agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
         try:
             me = Member(agent.info, agent.listen())
+            check_device_maps(agent.info, options, [*log.members(), me], dynamic=True)
             # Somebody may be faster; another try is needed only if that contradicts what was chosen.
             while not (joined := log.join(me)):
                 if log.epoch != epoch or log.choose(name, rank) != agent.info:

@@ -143,6 +143,17 @@ def test_who_is_refused_takes_nobody_for_dead(join_one, workers, url):
     assert a.run(call_everybody) == b.run(call_everybody) == {"a": "a", "b": "b"}
 
 
+def test_device_maps_are_checked(join_one, workers, url):
+    join_one("a", device_maps={"later": {"cpu": "cpu"}})
+    (other,) = workers(1)
+    for to, side, owner in (("later", "source", "b"), ("a", "target", "a")):
+        here = "cuda:99" if side == "source" else "cpu"
+        with pytest.raises(
+            RendezvousError, match=f"unexpected {side} devices in its device map for {to}: {owner} has"
+        ):
+            other.run(join, "b", url, device_maps={to: {here: "cuda:99"}})
+
+
 def test_many_join_at_once(workers, url):
     started = workers(6)
     infos = [p.result() for p in [worker.start(join, worker.name, url) for worker in started]]
