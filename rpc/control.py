@@ -22,6 +22,7 @@ from ..errors import (
     WorkerLostError,
 )
 from ..proto.v1 import agent_pb2
+from .failures import copy_error
 from .futures import error_of
 from .messages import Handler, Incoming, MessageType
 from .scheduler import Scheduler, SerialThread, Task
@@ -177,7 +178,7 @@ class ControlMessages:
                 received.outcomes[header.number] = self._process(message)
             error = received.outcomes[header.number]
         if error is not None:
-            raise error
+            raise copy_error(error)  # the kept one must not collect the frames of every thread that raises it
 
     def _process(self, message: Incoming) -> Exception | None:
         try:

@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 
@@ -284,3 +285,23 @@ def test_a_value_is_there_as_long_as_a_reference_to_it():
     schedule.settle()
     assert schedule.values[0]() is None
     assert_nothing_left(schedule)
+
+
+def test_a_refused_control_message_keeps_nothing_of_what_refused_it():
+    """Its outcome is kept for repetitions, also where no message follows that acknowledges it."""
+    schedule = start(2)
+    sender, receiver = schedule.machines
+    payloads = []
+
+    def refuse(_sender, payload):
+        payloads.append(weakref.ref(payload))
+        raise RRefError("refused")
+
+    receiver.agent.control.on("refused", refuse)
+    outcomes = []
+    sender.agent.control.send(receiver.info, "refused", Value(0, []), outcomes.append)
+    (message,) = hold_back(schedule, MessageType.CONTROL)
+    schedule.flights += [message, message]
+    schedule.settle()
+    assert [str(error) for error in outcomes] == ["refused"]
+    assert [payload() for payload in payloads] == [None]
