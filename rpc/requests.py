@@ -106,8 +106,8 @@ class Requests:
             self._fail(self._take(envelope.id), error)
         except BaseException:
             self.kept.pop(envelope.id, None)
-            self._take(envelope.id)
-            self._ended(kind)
+            if self._take(envelope.id) is not None:  # else it has ended with the loss of its worker
+                self._ended(kind)
             raise
         else:
             if seconds:

@@ -91,6 +91,7 @@ class References(Extension):
         """Who waits for confirmations. On the control thread."""
         self._creating: weakref.WeakValueDictionary[GlobalId, Hold] = weakref.WeakValueDictionary()
         """What `remote` has made here and is held yet, be it by the creating message on its way."""
+        self._closed = False
         agent.control.on("rref.fork", self._on_fork)
         agent.control.on("rref.await", self._on_await)
         agent.control.on("rref.accept", self._on_accept)
@@ -124,7 +125,7 @@ class References(Extension):
         try:
             fork.created = self._request_creation(owner, identifier, fork_id, call, timeout, keep=fork.hold)
         except BaseException:
-            self._users.discard(fork)
+            self._forget(fork)
             raise
         if fork.created.done():  # what has not been sent is known at once, so that it is not passed on
             fork.error = error_of(fork.created)
@@ -224,13 +225,13 @@ class References(Extension):
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def look(_error: object = None) -> None:
-            if all(fork.confirmed or fork.error for fork in forks):
+            if self._closed or all(fork.confirmed or fork.error for fork in forks):
                 ready.set_result(None)
             else:
                 self._unconfirmed.append(look)
 
         self.agent.control.run(look)
-        return ready
+        return None if self._closed else ready  # if closed by now, it may have come too late to be run
 
     def unreadable(self, message: Incoming, error: Exception) -> None:
         """Takes the references over, only to drop them; nobody is to wait for a value that cannot come."""
@@ -285,7 +286,7 @@ class References(Extension):
             fork.hold = None
         with self._fewer:
             if not self._fewer.wait_for(lambda: not self._users, timeout):
-                owners = sorted({fork.owner.name for fork in self._users})
+                owners = sorted({fork.owner.name for fork in list(self._users)})
                 raise RpcTimeoutError(", ".join(owners), timeout, "giving up references to values of")
 
     def _drop(self, fork: Fork) -> None:
@@ -302,7 +303,7 @@ class References(Extension):
 
     def _confirm_none(self) -> None:
         """The agent has shut down: nobody is to wait for confirmations any longer."""
-        for fork in self._users:
+        for fork in list(self._users):  # messages that have come before may still bring some
             if not fork.confirmed and fork.error is None:
                 fork.error = RRefError(f"worker {self.agent.info.name!r} has shut down its RPC agent")
         self._tell_waiting()
@@ -441,6 +442,7 @@ class References(Extension):
 
     def close(self) -> None:
         """Forgets all values."""
+        self._closed = True
         self.agent.control.run(self._confirm_none)
         self.table.clear()
         self._children.clear()

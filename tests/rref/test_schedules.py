@@ -305,3 +305,18 @@ def test_a_refused_control_message_keeps_nothing_of_what_refused_it():
     schedule.settle()
     assert [str(error) for error in outcomes] == ["refused"]
     assert [payload() for payload in payloads] == [None]
+
+
+def test_a_call_that_comes_while_its_worker_closes():
+    """Nobody confirms its reference any longer, so it does not wait for that."""
+    schedule = start(3)
+    owner, parent, user = schedule.machines
+    rref = create(schedule, parent, owner)
+    schedule.settle()
+    on(parent, rpc.rpc_async, user.info, receive, ([rref], 1))
+    late = hold_back(schedule, MessageType.CALL)
+    user.agent.extension(References).close()
+    schedule.settle()
+    schedule.flights += late
+    hold_back(schedule, MessageType.CONTROL)
+    assert not user.waiting
