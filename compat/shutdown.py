@@ -3,6 +3,7 @@
 torch's `shutdown` goes through other functions of its module, which programs and tests replace. So does this one.
 """
 
+import logging
 import sys
 from typing import Any
 
@@ -15,7 +16,9 @@ from ..rref.forks import References
 __all__ = ["all_gather", "delete_references", "destroy_references", "shutdown", "wait_all_workers"]
 
 GIVE_UP_SECONDS = 100.0
-"""How long the owners of references may take to confirm that they are gone."""
+"""How long to wait for the owners of references to confirm that they are gone."""
+
+log = logging.getLogger(__name__)
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -61,8 +64,15 @@ def all_gather(
 
 
 def delete_references() -> None:
-    """Gives up the references that this worker holds to values of others; using them afterwards is an error."""
-    current_agent().extension(References).give_up_all(GIVE_UP_SECONDS)
+    """Gives up the references that this worker holds to values of others; using them afterwards is an error.
+
+    A call that runs keeps those that it uses, for as long as it takes. That is no reason to fail, as shutdown
+    waits for calls later on.
+    """
+    try:
+        current_agent().extension(References).give_up_all(GIVE_UP_SECONDS)
+    except RpcTimeoutError as error:
+        log.warning("%s", error)
 
 
 def destroy_references(ignore_leak: bool) -> None:

@@ -8,6 +8,9 @@ import weakref
 import pytest
 import torch
 from gradwire import compat, rpc
+from gradwire.compat import shutdown
+
+from tests.remote_functions import event, set_event
 
 
 def on_torch_names(function, *args):
@@ -119,6 +122,29 @@ def test_references_are_gone_after_shutdown(torch_workers):
     for leaving in [a.start(on_torch_names, leave), b.start(on_torch_names, leave)]:
         leaving.result()
     a.run(on_torch_names, use)
+
+
+def test_shutdown_waits_for_calls_that_take_longer_than_giving_up_references(torch_workers):
+    a, b = torch_workers(2)
+
+    def leave_with_a_call_under_way(torch_rpc):
+        shutdown.GIVE_UP_SECONDS = 0.01
+        give_up = torch_rpc.api._delete_all_user_and_unforked_owner_rrefs
+
+        def give_up_and_end_the_call():
+            give_up()
+            assert not call.done()
+            torch_rpc.rpc_sync("worker1", set_event, ("leave",))
+
+        torch_rpc.api._delete_all_user_and_unforked_owner_rrefs = give_up_and_end_the_call
+        call = torch_rpc.remote("worker1", event, ("leave",)).rpc_async(timeout=0).wait()
+        torch_rpc.shutdown()
+        return call.wait()
+
+    leaving = a.start(on_torch_names, leave_with_a_call_under_way)
+    b.start(on_torch_names, lambda torch_rpc: torch_rpc.shutdown()).result()
+    assert leaving.result()
+    assert "giving up references to values of 'worker1'" in a.log.read_text()
 
 
 def test_what_a_function_raises_is_printed_where_it_ran(torch_workers):
