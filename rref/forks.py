@@ -441,10 +441,10 @@ class References(Extension):
         }
 
     def close(self) -> None:
-        """Forgets all values."""
+        """Forgets all values, and has nobody wait for one any longer."""
         self._closed = True
         self.agent.control.run(self._confirm_none)
-        self.table.clear()
+        self.table.clear(WorkerLostError(self.agent.info.name, "it has shut down its RPC agent"))
         self._children.clear()
 
 

@@ -3,9 +3,10 @@
 An entry is kept while a fork of it lives on any worker; beyond that, only by the owner's own handles to it.
 """
 
+import contextlib
 import threading
 import weakref
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, final
 
 from ..errors import RRefError
@@ -34,8 +35,8 @@ class Entry:
         """The fork's id, and the worker that holds it."""
 
     def resolve(self, value: Any) -> None:
-        """Gives the value."""
-        if not self.future.done():
+        """Gives the value, unless it has failed."""
+        with contextlib.suppress(InvalidStateError):
             self.future.set_result(value)
 
     def wait(self, seconds: float) -> Any:
@@ -54,9 +55,9 @@ class Entry:
 
     def fail(self, error: Exception) -> None:
         """Gives the error that everybody who asks for the value gets."""
-        if not self.future.done():
-            if error.__traceback__ is not None:
-                error.__traceback__ = error.__traceback__.tb_next  # without the frame that knows this entry
+        if error.__traceback__ is not None:
+            error.__traceback__ = error.__traceback__.tb_next  # without the frame that knows this entry
+        with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
 
 
@@ -148,13 +149,16 @@ class OwnerTable:
             if entry.id.worker == worker and not entry.created:
                 entry.fail(RRefError(f"reference {entry.id} was never created: its creator is lost ({reason})"))
 
-    def clear(self) -> None:
-        """Forgets everything."""
+    def clear(self, error: Exception) -> None:
+        """Forgets everything. Who waits for a value gets the error."""
         with self._lock:
+            waiting = [entry for entry in self._all.values() if not entry.future.done()]
             held, self._held = self._held, {}
             awaited, self._awaited = self._awaited, {}
         held.clear()  # outside the lock: values may have finalizers
         awaited.clear()
+        for entry in waiting:
+            entry.fail(error)
 
     def _get(self, identifier: GlobalId) -> Entry:
         entry = self._all.get(identifier)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from gradwire import rpc
-from gradwire.errors import RpcTimeoutError, RRefError, SendFailedError
+from gradwire.errors import RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
 from gradwire.rpc.agent import holder
 from gradwire.rpc.futures import error_of
 from gradwire.rpc.messages import MessageType
@@ -320,3 +320,17 @@ def test_a_call_that_comes_while_its_worker_closes():
     schedule.flights += late
     hold_back(schedule, MessageType.CONTROL)
     assert not user.waiting
+
+
+def test_nobody_waits_for_a_value_of_a_closed_worker():
+    schedule = start(2)
+    user, owner = schedule.machines
+    rref = create(schedule, user, owner)
+    hold_back(schedule, MessageType.RREF_CREATE)
+    schedule.call(user, receive, ([rref], 0), owner)
+    schedule.settle()
+    (held,) = owner.held
+    owner.agent.extension(References).close()
+    assert held._handle.entry.future.done()
+    with pytest.raises(WorkerLostError, match="has shut down"):
+        on(owner, held.local_value)
