@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import RemoteError, RemoteUnpicklableError, rebuild
 from ..proto.v1 import agent_pb2
 
-__all__ = ["copy_error", "decode_failure", "encode_failure"]
+__all__ = ["copy_error", "decode_failure", "encode_failure", "without_frames"]
 
 MAX_TEXT = 256 * 1024
 """Characters of a message or traceback that travel; what is in the middle of a longer one is left out."""
@@ -56,6 +56,17 @@ def copy_error(error: Exception) -> Exception:
     except Exception:
         return error
     return copied if type(copied) is type(error) else error
+
+
+def without_frames(error: Exception, worker: str) -> Exception:
+    """A copy of an error, to be kept. Its traceback is text, in a RemoteError as its cause.
+
+    A traceback would keep the frames of the call, and of all its callers, with what they have at hand.
+    """
+    kept = copy_error(error)
+    trace = "".join(traceback.format_exception(error))
+    kept.__cause__ = RemoteError(worker, f"{type(error).__qualname__}: {_shorten(_text(error))}", _shorten(trace))
+    return kept.with_traceback(None)
 
 
 class _Portable:

@@ -32,6 +32,7 @@ from ..errors import RemoteError, RpcTimeoutError, RRefError, SendFailedError, W
 from ..proto.v1 import agent_pb2
 from ..rpc.agent import RpcAgent
 from ..rpc.calls import logged, run_function
+from ..rpc.failures import without_frames
 from ..rpc.futures import Future, error_of
 from ..rpc.messages import (
     Deferred,
@@ -369,7 +370,7 @@ class References(Extension):
             yield
         finally:
             if isinstance(message.error, Exception):
-                entry.fail(message.error)  # its call could not be read
+                self._fail(entry, message.error)  # its call could not be read
 
     def _create(self, message: Incoming) -> Deferred | None:
         """Runs a call and keeps its result. Answers when it is over, whether or not it has failed."""
@@ -378,7 +379,7 @@ class References(Extension):
             with logged(message):
                 result = run_profiled(message, run_function, *message.value)
         except Exception as error:
-            entry.fail(error)
+            self._fail(entry, error)
             return None
         except BaseException as error:  # such as SystemExit: it ended the call, not this worker
             entry.fail(RemoteError(self.agent.info.name, f"{type(error).__name__}: {error}", ""))
@@ -390,13 +391,17 @@ class References(Extension):
 
         def settle(done: "concurrent.futures.Future[Any]") -> None:
             if isinstance(error := done.exception(), Exception):
-                entry.fail(error)
+                self._fail(entry, error)
             else:
                 entry.resolve(done.result())
             over.set_result(None)
 
         result.future.add_done_callback(settle)
         return Deferred(over)
+
+    def _fail(self, entry: Entry, error: Exception) -> None:
+        """The call that makes a value has failed."""
+        entry.fail(without_frames(error, self.agent.info.name))
 
     def _fetch(self, message: Incoming) -> Deferred:
         return Deferred(self.entry(GlobalId(*message.value)).future)

@@ -50,15 +50,13 @@ class Entry:
             raise ValueNotThereError
         error = self.future.exception()
         if isinstance(error, Exception):
-            raise copy_error(error).with_traceback(error.__traceback__)
+            raise copy_error(error) from error.__cause__
         return self.future.result()
 
     def fail(self, error: Exception) -> None:
         """Gives the error that everybody who asks for the value gets."""
-        if error.__traceback__ is not None:
-            error.__traceback__ = error.__traceback__.tb_next  # without the frame that knows this entry
         with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(error)
+            self.future.set_exception(error.with_traceback(None))  # whose frames know this entry
 
 
 @final

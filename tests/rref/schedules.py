@@ -5,7 +5,6 @@ hold a reference to it or be about to get one; every fetch must give the value; 
 dropped and everything has happened, no worker may remember anything.
 """
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -113,11 +112,6 @@ class Schedule(World):
         for machine in self.machines:
             machine.held.clear()
         self.settle()
-        for _ in self.machines:
-            if not self._left_over():
-                break
-            gc.collect()  # exceptions and their frames hold each other, and what frees one may lead to the next
-            self.settle()
         self._exchange_last_words()
         self.errors += self._left_over() + self._remembered_messages()
         self._check()

@@ -17,7 +17,17 @@ from gradwire.rref.forks import References
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.rref.schedules import Schedule, Value, give, identify, make, receive, run_schedule
+from tests.rref.schedules import (
+    RefusedToMakeError,
+    Schedule,
+    Value,
+    fail_to_make,
+    give,
+    identify,
+    make,
+    receive,
+    run_schedule,
+)
 from tests.rref.simulation import Chance, Machine
 
 SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "400"))
@@ -61,7 +71,15 @@ def test_random_schedules_neither_leak_nor_delete_early(capsys):
         seconds = time.monotonic() - began
         print(f"\n{seconds:.0f} s: " + ", ".join(f"{count} {what}" for what, count in counts.most_common()))
     assert counts["schedules"] >= SCHEDULES
-    for what in ("lost", "doubled", "reordered control messages", "killed", "refused", "not sent", "timeouts"):
+    for what in (
+        "lost",
+        "doubled",
+        "reordered control messages",
+        "killed",
+        "refused",
+        "not sent",
+        "timeouts",
+    ):
         assert counts[what] > SCHEDULES / 20, what
     assert counts["values fetched"] > SCHEDULES
     assert counts["values freed"] > SCHEDULES
@@ -102,8 +120,6 @@ def until_timeouts(schedule: Schedule, seconds: float) -> None:
 
 
 def assert_nothing_left(schedule: Schedule) -> None:
-    schedule.settle()
-    gc.collect()
     schedule.settle()
     assert not schedule._left_over()
 
@@ -334,3 +350,20 @@ def test_nobody_waits_for_a_value_of_a_closed_worker():
     assert held._handle.entry.future.done()
     with pytest.raises(WorkerLostError, match="has shut down"):
         on(owner, held.local_value)
+
+
+def test_a_value_that_could_not_be_made_keeps_no_arguments():
+    """Its error tells where it was raised, but keeps no frames of the call."""
+    schedule = start(2)
+    user, owner = schedule.machines
+    argument = create(schedule, user, owner)
+    schedule.settle()
+    rref = on(user, rpc.remote, owner.info, fail_to_make, (1, [argument]))
+    del argument
+    schedule.settle()
+    assert schedule.values[0]() is None
+    fetch = on(user, lambda: rref._fetch(rref._handle, 0.0))
+    schedule.settle()
+    error = error_of(fetch)
+    assert isinstance(error, RefusedToMakeError)
+    assert "in fail_to_make" in error.__cause__.remote_traceback
