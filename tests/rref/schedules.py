@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 from gradwire import rpc
-from gradwire.errors import AnswerFailedError, RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
+from gradwire.errors import (
+    AnswerFailedError,
+    RpcCancelledError,
+    RpcTimeoutError,
+    RRefError,
+    SendFailedError,
+    WorkerLostError,
+)
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent import current_agent, holder
-from gradwire.rpc.futures import error_of
+from gradwire.rpc.futures import Future, error_of
 from gradwire.rpc.messages import MessageType
 from gradwire.rref.forks import References
 from gradwire.rref.ids import GlobalId
@@ -96,6 +103,8 @@ class Schedule(World):
         self.values: dict[int, weakref.ref[Value]] = {}
         self.doomed: set[int] = set()
         """The values that need not come to be."""
+        self.requests: weakref.WeakKeyDictionary[Future, Machine] = weakref.WeakKeyDictionary()
+        """Calls and fetches, and who made them. Kept by their agents while they are under way."""
 
     def run(self) -> None:
         """The program; then its end."""
@@ -126,7 +135,7 @@ class Schedule(World):
 
     def _act(self, machine: Machine) -> None:
         chance = self.chance
-        what = chance.pick(22)
+        what = chance.pick(24)
         if what in (0, 1, 2) or not machine.held:
             self._make(machine, fail_to_make if chance.happens(8) else make)
         elif what == 3:
@@ -146,12 +155,19 @@ class Schedule(World):
             number = self.numbers[identify(rref)]
             if not failed(rref) and number in self.values:  # else the call would wait, and everything with it
                 proxy = rref.rpc_async(timeout=(0.0, 1.0)[chance.pick(2)])
-                self._watch(proxy.check(number), number, 1.0)
+                self._watch(machine, proxy.check(number), number, 1.0)
         elif what == 15 and len(self.alive) > 2 and chance.happens(30):
             self.kill(self.alive[chance.pick(len(self.alive))])
             self.counts["killed"] += 1
+        elif what in (16, 17):
+            self._cancel(machine)
         else:
             del machine.held[chance.pick(len(machine.held))]
+
+    def _cancel(self, machine: Machine) -> None:
+        mine = [request for request, sender in self.requests.items() if sender is machine and not request.done()]
+        if mine:
+            self.counts["cancelled"] += mine[self.chance.pick(len(mine))].cancel()
 
     def _make(self, machine: Machine, function: Any) -> None:
         number = len(self.numbers)
@@ -188,6 +204,7 @@ class Schedule(World):
         except Exception as error:
             self._unless_one_failed(arguments[0], error)
             return
+        self.requests[future] = machine
 
         def done(future: torch.futures.Future[Any]) -> None:
             if error_of(future) is None and machine.alive:
@@ -211,10 +228,11 @@ class Schedule(World):
                 timeout=timeout,
                 keep=handle.fork.hold,
             )
-            self._watch(future, number, timeout)
+            self._watch(machine, future, number, timeout)
 
-    def _watch(self, future: torch.futures.Future[Any], number: int, timeout: float) -> None:
+    def _watch(self, machine: Machine, future: Future, number: int, timeout: float) -> None:
         self.counts["fetches"] += 1
+        self.requests[future] = machine
 
         def done(future: torch.futures.Future[Any]) -> None:
             error = error_of(future)
@@ -232,7 +250,7 @@ class Schedule(World):
                 if not self.killed:
                     self.errors.append(f"nobody died: {error}")
             elif (
-                not isinstance(error, SendFailedError | AnswerFailedError | ValueError)
+                not isinstance(error, SendFailedError | AnswerFailedError | RpcCancelledError | ValueError)
                 and number not in self.doomed
             ):
                 self.errors.append(f"a fetch of {number}: {error!r}")

@@ -68,6 +68,7 @@ class Flight:
     envelope: agent_pb2.Envelope
     unreliable: bool
     """Is it a control message, or the answer to one? Those may get lost or come twice."""
+    ticket: int
 
 
 @dataclass(eq=False)
@@ -267,8 +268,14 @@ class SimulatedNetwork:
     def send(self, worker: WorkerInfo, data: bytes) -> int:
         self.check_present(worker)
         self.connect(worker)
-        self._world.send(self._machine, self._world.machines[worker.id], agent_pb2.Envelope.FromString(data))
-        return 0
+        envelope = agent_pb2.Envelope.FromString(data)
+        return self._world.send(self._machine, self._world.machines[worker.id], envelope)
+
+    def call_soon(self, function: Task, *args: Any) -> None:
+        self._machine.tasks.append(partial(function, *args))
+
+    def withdraw(self, worker: WorkerInfo, ticket: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
+        return self._world.withdraw(self._world.machines[worker.id], ticket)
 
 
 class World:
@@ -349,9 +356,10 @@ class World:
 
     # The network.
 
-    def send(self, source: Machine, target: Machine, envelope: agent_pb2.Envelope) -> None:
+    def send(self, source: Machine, target: Machine, envelope: agent_pb2.Envelope) -> int:
+        ticket = next(self._order)
         if not source.alive:
-            return
+            return ticket
         if envelope.type == MessageType.CONTROL:
             self._unreliable_requests.add((source.info.id, envelope.id))
         unreliable = envelope.type == MessageType.CONTROL or (
@@ -364,7 +372,17 @@ class World:
             raise SendFailedError(target.info.name, "the simulation failed it")
         self.counts["sent"] += 1
         if target.alive:
-            self.flights.append(Flight(source, target, envelope, unreliable))
+            self.flights.append(Flight(source, target, envelope, unreliable, ticket))
+        return ticket
+
+    def withdraw(self, target: Machine, ticket: int) -> bool:
+        """Takes a message back that has not left yet, as some of those on their way have not."""
+        here = [flight for flight in self.flights if flight.target is target and flight.ticket == ticket]
+        if not here or self.chance.pick(2):
+            return False
+        self.counts["withdrawn"] += 1
+        self.flights.remove(here[0])
+        return True
 
     def _arrive(self, flight: Flight) -> None:
         earlier = self.flights[: self.flights.index(flight)]
@@ -388,7 +406,8 @@ class World:
         envelope.CopyFrom(flight.envelope)
         receiver = flight.target.network.receiver
         receiver.coming(flight.source.info, envelope)
-        if not flight.unreliable and self.chance.happens(2):
+        refusable = not flight.unreliable and envelope.type != MessageType.CANCEL  # which has nothing to refuse
+        if refusable and self.chance.happens(2):
             self.counts["refused"] += 1
             self.refused(envelope)
             receiver.refused(flight.source.info, envelope, ValueError("the simulation refused it"))
