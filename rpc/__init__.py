@@ -7,11 +7,19 @@ from .api import (
     get_rpc_timeout,
     get_worker_info,
     init_rpc,
+    is_available,
     require_initialized,
     set_rpc_timeout,
     shutdown,
 )
-from .backend_registry import BackendType
+from .backend_registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
 from .calls import rpc_async, rpc_sync
 from .collectives import AllGatherStates, all_gather, barrier
 from .futures import Future
@@ -29,6 +37,7 @@ from ..rref.rref import RRef  # isort: skip
 __all__ = [
     "AllGatherStates",
     "BackendType",
+    "BackendValue",
     "ChannelOptions",
     "Future",
     "RRef",
@@ -38,16 +47,21 @@ __all__ = [
     "WorkerInfo",
     "aio",
     "all_gather",
+    "backend_registered",
     "backend_registry",
     "barrier",
+    "construct_rpc_backend_options",
     "debug_info",
     "fault_injection",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "grpc_backend",
+    "init_backend",
     "init_rpc",
+    "is_available",
     "is_initialized",
+    "register_backend",
     "remote",
     "require_initialized",
     "rpc_async",

@@ -21,6 +21,7 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "is_available",
     "require_initialized",
     "set_rpc_timeout",
     "shutdown",
@@ -30,6 +31,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _joining = threading.Lock()
+
+
+def is_available() -> bool:
+    """Can this process use RPC? gradwire needs nothing that could be missing."""
+    return True
 
 
 def init_rpc(
@@ -175,16 +181,24 @@ def _choose(
         kind = backend
     else:
         raise TypeError(f"Argument backend must be a member of BackendType, but it is {backend!r}")
-    return kind, options if options is not None else construct_rpc_backend_options(kind)
+    if options is None:
+        return kind, construct_rpc_backend_options(kind)
+    if type(options) is not RpcBackendOptions and (theirs := _find_backend_of(options)) not in (None, kind):
+        raise TypeError(f"backend is {kind!r}, but the options, {options!r}, are those of {theirs!r}")
+    return kind, options
 
 
 def _backend_of(options: RpcBackendOptions | None) -> BackendType:
     if options is None or type(options) is RpcBackendOptions:
         return BackendType.GRADWIRE
-    for candidate in BackendType:
-        if type(construct_rpc_backend_options(candidate)) is type(options):
-            return candidate
-    raise TypeError(f"Could not infer backend for options {options}: pass backend=")
+    if (found := _find_backend_of(options)) is None:
+        raise TypeError(f"Could not infer backend for options {options}: pass backend=")
+    return found
+
+
+def _find_backend_of(options: RpcBackendOptions) -> BackendType | None:
+    candidates = (each for each in BackendType if type(construct_rpc_backend_options(each)) is type(options))
+    return next(candidates, None)
 
 
 def _check_host(options: RpcBackendOptions) -> None:

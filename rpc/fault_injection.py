@@ -38,7 +38,15 @@ from .worker import WorkerInfo
 
 __all__ = ["CONTROL_KINDS", "MESSAGE_NAMES", "FaultyRpcBackendOptions", "start_faulty_agent"]
 
-CONTROL_KINDS = ("autograd.abort", "autograd.release", "rref.accept", "rref.await", "rref.delete", "rref.fork")
+CONTROL_KINDS = (
+    "autograd.abort",
+    "autograd.release",
+    "rref.accept",
+    "rref.await",
+    "rref.delete",
+    "rref.fork",
+    "stream.close",
+)
 """The kinds of CONTROL messages."""
 
 LATE = -1

@@ -24,7 +24,10 @@ def async_execution(fn: F) -> F:
 
     Called directly, the function is what it was.
     """
-    setattr(fn, _MARK, fn)
+    try:
+        setattr(fn, _MARK, fn)
+    except AttributeError:
+        raise TypeError(f"{fn!r} cannot be marked: give a function that is written in Python") from None
     return fn
 
 

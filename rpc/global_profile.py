@@ -41,6 +41,7 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
         self.process_global_function_events: list[list[FunctionEvent]] = []
         self._lock = threading.Lock()
         self._calls: list[list[agent_pb2.ProfileEvent]] = []
+        self._over = False
         self._profiling: Profiling | None = None
         self._started_ns = 0
 
@@ -79,6 +80,9 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
             return False
         if self._profiling is None:
             raise RuntimeError("the profile has not begun: call __enter__ first")
+        if self._over:
+            return False
+        self._over = True
         self._profiling.stop_collecting(self)
         here = self._profiling.agent.info.id
         with self._lock:

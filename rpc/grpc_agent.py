@@ -212,7 +212,7 @@ class GrpcAgent(RpcAgent):
     def _refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         self._messaging.tell_unreadable(source, envelope, error)
         if _is_answer(envelope):
-            self._requests.refuse(envelope, error)
+            self._requests.refuse(source, envelope, error)
         else:
             self._service.refuse(source, envelope, error)
 

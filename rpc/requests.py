@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .executor import Executor
 
 __all__ = ["Pending", "Requests"]
+
+log = logging.getLogger(__name__)
 
 DOING = {
     MessageType.CALL: "a call to worker",
@@ -116,6 +119,8 @@ class Requests:
 
     def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived) -> None:
         """An answer is here."""
+        if self._is_of_another(source, envelope):
+            return
         pending = self._take(envelope.id)
         self.kept.pop(envelope.id, None)
         try:
@@ -135,8 +140,10 @@ class Requests:
             pending.future.set_result(message.value)
             self._ended(pending.kind)
 
-    def refuse(self, envelope: agent_pb2.Envelope, error: Exception) -> None:
+    def refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """An answer cannot be read."""
+        if self._is_of_another(source, envelope):
+            return
         self.kept.pop(envelope.id, None)
         self._fail(self._take(envelope.id), error)
 
@@ -186,6 +193,14 @@ class Requests:
         cancel = agent_pb2.Envelope(id=sent.envelope.id, type=MessageType.CANCEL)
         with contextlib.suppress(WorkerLostError, SendFailedError):
             network.send(worker, cancel.SerializeToString())
+
+    def _is_of_another(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
+        """Was another worker asked what this one answers? Such an answer is dropped."""
+        pending = self.pending.get(envelope.id)
+        if pending is None or pending.worker.id == source.id:
+            return False
+        log.warning("worker %s answers a request to %s; dropped", source.name, pending.worker.name)
+        return True
 
     def _take(self, identifier: int) -> Pending | None:
         """Who waits for an answer; nobody else gets it."""

@@ -13,7 +13,10 @@ from .futures import Future, error_of
 from .messages import MessageType
 from .worker import WorkerInfo
 
-__all__ = ["Consumer", "NothingYetError"]
+__all__ = ["CLOSE", "Consumer", "NothingYetError"]
+
+CLOSE = "stream.close"
+"""The kind of control message that has a producer close its generator."""
 
 CREDITS_PER_WINDOW = 4
 """Credit is told when this part of a window has been consumed, so that small items share one message. What
@@ -177,13 +180,9 @@ class Consumer:
 
     def _finish(self) -> None:
         self._closed(self)
-        # What the producer does not know yet it is told to close when it says that it does.
+        # What the producer does not know yet it is told to close when it says that it does. This must not be lost.
         if self._answer is not None and self._answer.cancel() and self._opened:
-            with contextlib.suppress(WorkerLostError):
-                self._agent.post(self.producer, MessageType.STREAM_CLOSE, None, header=self._name)
-
-    def _name(self, envelope: agent_pb2.Envelope) -> None:
-        envelope.stream.stream_id = self.id
+            self._agent.control.send(self.producer, CLOSE, self.id)
 
     def _tell_credit(self) -> None:
         items, nbytes = self._taken - self._told.items, self._taken_bytes - self._told.nbytes

@@ -19,7 +19,7 @@ from .agent import Destination, RpcAgent, current_agent
 from .calls import CALL_PARTS, UNSET_RPC_TIMEOUT, check_call, check_timeout
 from .messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
 from .options import MIB
-from .stream_consumer import Consumer, NothingYetError
+from .stream_consumer import CLOSE, Consumer, NothingYetError
 from .stream_producer import Producer, items_of
 from .worker import WorkerInfo
 
@@ -37,6 +37,7 @@ class Streams(Extension):
         super().__init__(agent)
         self._consumers: dict[int, Consumer] = {}
         self._producers: dict[tuple[int, int], Producer] = {}
+        agent.control.on(CLOSE, self._on_close)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Opening, items, and what is said about them."""
@@ -45,7 +46,6 @@ class Streams(Extension):
             MessageType.STREAM_OPENED: Handler(self._on_opened),
             MessageType.STREAM_ITEM: Handler(self._on_item, user_values=True),
             MessageType.STREAM_CREDIT: Handler(self._on_credit),
-            MessageType.STREAM_CLOSE: Handler(self._on_close),
         }
 
     # The consuming end.
@@ -74,7 +74,7 @@ class Streams(Extension):
     def _on_opened(self, message: Incoming) -> None:
         consumer = self._consumers.get(message.envelope.stream.stream_id)
         if consumer is None or not consumer.opened():
-            self._post_about(message, MessageType.STREAM_CLOSE)
+            self.agent.control.send(message.source, CLOSE, message.envelope.stream.stream_id)
 
     def _on_item(self, message: Incoming) -> None:
         if (consumer := self._consumer_of(message)) is not None:
@@ -128,9 +128,9 @@ class Streams(Extension):
         if (producer := self._producer_of(message)) is not None:
             producer.credit(message.envelope.stream.items, message.envelope.stream.nbytes)
 
-    def _on_close(self, message: Incoming) -> None:
-        if (producer := self._producer_of(message)) is not None:
-            producer.close()
+    def _on_close(self, sender: WorkerInfo, stream_id: Any) -> None:
+        if (producer := self._producers.get((sender.id, stream_id))) is not None:
+            self.agent.submit(producer.close)  # which may wait for others
 
     def _producer_of(self, message: Incoming) -> Producer | None:
         return self._producers.get((message.source.id, message.envelope.stream.stream_id))

@@ -37,7 +37,7 @@ class OwnerHandle:
 
     def check_usable(self, rref: "RRef[Any]", use: str) -> None:  # noqa: ARG002 - as UserHandle's
         """Raises what has kept the value from being made; not what its function raised."""
-        if self.created is not None and self.created.done() and (error := error_of(self.created)) is not None:
+        if (error := _failure_of(self.created)) is not None:
             raise copy_error(error) from error.__cause__
 
 
@@ -68,8 +68,10 @@ class UserHandle:
         """Raises what keeps the reference from being used."""
         if self.fork.hold is None:
             raise RRefError(f"{rref} has been given up. Cannot call {use} on it after deletion.")
-        if self.fork.error is not None:
-            raise copy_error(self.fork.error) from self.fork.error.__cause__
+        # The control thread may not have heard yet of a creation that has just failed.
+        error = self.fork.error or _failure_of(self.fork.created)
+        if error is not None:
+            raise copy_error(error) from error.__cause__
 
     def __del__(self) -> None:
         self.fork.hold = None
@@ -292,6 +294,11 @@ class RRef(Generic[T]):
             f"Can not pickle rref in python pickler: {self} can only be pickled when it is sent in a call or "
             "its result"
         )
+
+
+def _failure_of(created: Future | None) -> Exception | None:
+    """Why a value could not be made, if that is known."""
+    return error_of(created) if created is not None and created.done() else None
 
 
 def _too_late(handle: OwnerHandle, seconds: float) -> RpcTimeoutError:

@@ -64,8 +64,6 @@ class _MessageTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """to the consumer"""
     STREAM_CREDIT: _MessageType.ValueType  # 67
     """to the producer: so much has been consumed"""
-    STREAM_CLOSE: _MessageType.ValueType  # 68
-    """to the producer: close the generator"""
 
 class MessageType(_MessageType, metaclass=_MessageTypeEnumTypeWrapper): ...
 
@@ -108,8 +106,6 @@ STREAM_ITEM: MessageType.ValueType  # 66
 """to the consumer"""
 STREAM_CREDIT: MessageType.ValueType  # 67
 """to the producer: so much has been consumed"""
-STREAM_CLOSE: MessageType.ValueType  # 68
-"""to the producer: close the generator"""
 Global___MessageType: typing_extensions.TypeAlias = MessageType
 
 class _DType:

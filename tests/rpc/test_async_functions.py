@@ -279,3 +279,8 @@ def test_rref_backward(trio):
     trio[0].run(check)
     for worker in trio:
         worker.run(assert_clean)
+
+
+def test_what_cannot_be_marked():
+    with pytest.raises(TypeError, match="built-in function len> cannot be marked"):
+        rpc.functions.async_execution(len)

@@ -115,6 +115,14 @@ def test_a_backend_of_ones_own(workers, tmp_path):
     workers(1)[0].run(run)
 
 
+def test_options_of_another_backend():
+    options = rpc.fault_injection.FaultyRpcBackendOptions()
+    with pytest.raises(
+        TypeError, match=r"backend is BackendType.GRADWIRE, but the options, .* of BackendType.FAULTY"
+    ):
+        rpc.init_rpc("a", "GRADWIRE", rank=0, world_size=1, rpc_backend_options=options)
+
+
 def test_backends_that_are_none():
     with pytest.raises(ValueError, match="backend is 'TCP': the registered ones are 'GRADWIRE'"):
         rpc.init_rpc("a", "TCP", rank=0, world_size=1)

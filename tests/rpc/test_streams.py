@@ -393,7 +393,8 @@ def random_items(seed: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
 
 def test_messages_about_streams_that_are_not_there(agents):
     a, b = agents(2)
-    for kind in ("OPENED", "ITEM", "CREDIT", "CLOSE"):
+    a.control.send(b.info, "stream.close", 1 << 50)
+    for kind in ("OPENED", "ITEM", "CREDIT"):
         a.post(b.info, MessageType.Value(f"STREAM_{kind}"), None, header=lambda e: _name_stream(e, 1 << 50))
     a._network.send(b.info, agent_pb2.Envelope(id=1 << 50, type=MessageType.CANCEL).SerializeToString())
     assert a.request(b.info, MessageType.CALL, (add, (1, 2), {})).wait() == 3
