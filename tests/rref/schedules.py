@@ -379,12 +379,11 @@ def failed(rref: rpc.RRef) -> bool:
     """Does its worker know that it is of no use?"""
     handle = rref._handle
     if isinstance(handle, OwnerHandle):
-        future = handle.entry.future
-        created = handle.created
-        return (future.done() and future.exception() is not None) or (
-            created is not None and created.done() and error_of(created) is not None
-        )
-    return handle.fork.error is not None
+        future, created = handle.entry.future, handle.created
+        known = future.exception() if future.done() else None
+    else:
+        known, created = handle.fork.error, handle.fork.created
+    return known is not None or (created is not None and created.done() and error_of(created) is not None)
 
 
 def run_schedule(size: int, data: bytes) -> Counter[str]:
