@@ -1,5 +1,6 @@
 """Optimizers whose parameters live on other workers."""
 
 from .distributed_optimizer import DistributedOptimizer
+from .lr_scheduler import DistributedLRScheduler
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedLRScheduler", "DistributedOptimizer"]

@@ -31,10 +31,10 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
     """Adds the output and the stacks of a failed test's workers to its report."""
     report = yield
-    group = getattr(item, "funcargs", {}).get("workers")
-    if report.failed and isinstance(group, Workers):
-        for worker in group.all:
-            report.sections.append((worker.name, worker.describe()))
+    for group in getattr(item, "funcargs", {}).values():
+        if report.failed and isinstance(group, Workers):
+            for worker in group.all:
+                report.sections.append((worker.name, worker.describe()))
     return report
 
 

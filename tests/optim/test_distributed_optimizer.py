@@ -3,165 +3,224 @@
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.errors import UnknownContextError
+from gradwire.errors import RemoteError, UnknownContextError
 from gradwire.optim import DistributedOptimizer
 from torch import nn
 
-from tests.remote_functions import assert_clean
+from tests.optim.models import (
+    Layer,
+    Matrix,
+    Model,
+    Table,
+    assert_same_weights,
+    local_step,
+    parameters_of,
+    spread,
+    train_step,
+)
+
+OPTIMIZERS = [
+    (torch.optim.ASGD, {"lr": 0.01, "t0": 2}, Layer),
+    (torch.optim.Adadelta, {}, Layer),
+    (torch.optim.Adafactor, {"lr": 0.01}, Layer),
+    (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, Layer),
+    (torch.optim.Adagrad, {"lr": 0.1}, Table),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}, Layer),
+    (torch.optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}, Layer),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, Layer),
+    (torch.optim.Adamax, {"lr": 0.01}, Layer),
+    (torch.optim.Muon, {"lr": 0.01}, Matrix),
+    (torch.optim.NAdam, {"lr": 0.01}, Layer),
+    (torch.optim.RAdam, {"lr": 0.01}, Layer),
+    (torch.optim.RMSprop, {"lr": 0.01, "centered": True}, Layer),
+    (torch.optim.Rprop, {"lr": 0.01}, Layer),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, Layer),
+    (torch.optim.SGD, {"lr": 0.1, "maximize": True}, Table),
+    (torch.optim.SparseAdam, {"lr": 0.01}, Table),
+]
 
 
-class Model(nn.Module):
-    def __init__(self, seed: int, *, move: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = nn.Linear(4, 4)
-        self.move = move
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-    def parameter_rrefs(self) -> list[rpc.RRef]:
-        return [rpc.RRef(parameter) for parameter in self.parameters()]
-
-    def weights(self) -> list[torch.Tensor]:
-        assert all(parameter.grad is None for parameter in self.parameters())
-        return [parameter.detach() for parameter in self.parameters()]
-
-    def relocate(self) -> None:
-        """What `module.to(...)` does to parameters."""
-        for parameter in self.parameters():
-            parameter.data = parameter.data.clone()
-
-
-def train(names: list[str], steps: int) -> float:
-    """A trainer of its own; the last loss."""
-    models = [rpc.remote(name, Model, (seed,)) for seed, name in enumerate(names)]
-    return run_steps(models, steps)
-
-
-def run_steps(models: list[rpc.RRef], steps: int) -> float:
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD, [p for m in models for p in m.rpc_sync().parameter_rrefs()], lr=0.05, momentum=0.5
-    )
-    x = torch.ones(2, 4)
-    for _ in range(steps):
-        with autograd.context() as context_id:
-            out = x
-            for model in models:
-                out = model.rpc_sync().forward(out)
-            loss = (out - 0.5).square().sum()
-            autograd.backward(context_id, [loss])
-            optimizer.step(context_id)
-    return loss.item()
-
-
-@pytest.fixture
-def trio(workers):
-    """Three workers; the test runs on the first. Afterwards nothing is left."""
-    started = workers.rpc(3)
-    yield started[0]
-    workers.each(started, assert_clean)
+def test_no_optimizer_of_torch_is_left_out():
+    classes = {
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    assert classes - {torch.optim.Optimizer, torch.optim.LBFGS} == {kind for kind, _, _ in OPTIMIZERS}
 
 
 @pytest.mark.parametrize(
-    ("optimizer_class", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-        (torch.optim.Adam, {"lr": 0.01}),
-        (torch.optim.AdamW, {"lr": 0.01}),
-        (torch.optim.Adagrad, {"lr": 0.1}),
-        (torch.optim.RMSprop, {"lr": 0.01}),
-        (torch.optim.Adadelta, {}),
-        (torch.optim.Rprop, {"lr": 0.01}),
-        (torch.optim.NAdam, {"lr": 0.01}),
-    ],
+    ("optimizer_class", "options", "kind"),
+    OPTIMIZERS,
+    ids=[f"{c.__name__}-{k.__name__}" for c, _, k in OPTIMIZERS],
 )
-def test_steps_equal_those_of_one_process(trio, optimizer_class, options):
+def test_steps_equal_those_of_one_process(trio, optimizer_class, options, kind):
     def check() -> None:
-        local = [Model(0), Model(1)]
-        models = [rpc.remote("worker1", Model, (0,)), rpc.remote("worker2", Model, (1,))]
-        parameters = [p for model in local for p in model.parameters()]
-        reference = optimizer_class(parameters, **options)
-        optimizer = DistributedOptimizer(
-            optimizer_class, [p for m in models for p in m.rpc_sync().parameter_rrefs()], **options
-        )
+        local = [kind(0), kind(1), kind(2)]
+        models = spread(kind, "worker1", "worker2", "worker0")
+        reference = optimizer_class([p for model in local for p in model.parameters()], **options)
+        optimizer = DistributedOptimizer(optimizer_class, parameters_of(models), **options)
         for step in range(4):
-            x = torch.full((2, 4), 0.3 + step)
-            reference.zero_grad()
-            local[1](local[0](x)).square().sum().backward()
-            reference.step()
-            with autograd.context() as context_id:
-                loss = models[1].rpc_sync().forward(models[0].rpc_sync().forward(x)).square().sum()
-                autograd.backward(context_id, [loss])
-                optimizer.step(context_id)
+            assert train_step(models, optimizer, step) == pytest.approx(local_step(local, reference, step))
             if step == 1:
                 models[0].rpc_sync().relocate()
-        weights = [w for model in models for w in model.rpc_sync().weights()]
-        for found, expected in zip(weights, parameters, strict=True):
-            assert torch.allclose(found, expected, atol=1e-6)
+        assert_same_weights(models, local)
 
     trio.run(check)
+
+
+def test_groups_spread_over_owners(trio):
+    def check() -> None:
+        local = [Layer(0), Layer(1)]
+        models = spread(Layer, "worker1", "worker2")
+        weights, biases = zip(*(model.rpc_sync().parameter_rrefs() for model in models), strict=True)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD,
+            [
+                {"params": weights, "lr": 0.2, "name": "weights"},
+                {"params": []},
+                {"params": biases[1], "momentum": 0.5},
+                {"params": iter(biases[:1]), "weight_decay": 0.1, "lr": 0.0},
+            ],
+            0.05,
+            momentum=0.9,
+        )
+        reference = torch.optim.SGD(
+            [
+                {"params": [layer.linear.weight for layer in local], "lr": 0.2, "name": "weights"},
+                {"params": []},
+                {"params": local[1].linear.bias, "momentum": 0.5},
+                {"params": local[0].linear.bias, "weight_decay": 0.1, "lr": 0.0},
+            ],
+            0.05,
+            momentum=0.9,
+        )
+        for step in range(4):
+            train_step(models, optimizer, step)
+            local_step(local, reference, step)
+            if step == 1:
+                optimizer.param_groups[3]["lr"] = reference.param_groups[3]["lr"] = 0.3
+            if step == 2:
+                optimizer.param_groups[3]["lr"] = reference.param_groups[3]["lr"] = 0.0
+        assert_same_weights(models, local)
+        assert [group["params"] for group in optimizer.param_groups] == [
+            list(weights),
+            [],
+            [biases[1]],
+            [biases[0]],
+        ]
+        for ours, torchs in zip(optimizer.param_groups, reference.param_groups, strict=True):
+            assert {**ours, "params": None} == {**torchs, "params": None}
+
+    trio.run(check)
+
+
+def run_steps(models: list[rpc.RRef], steps: int) -> float:
+    """A trainer of its own; the last loss."""
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters_of(models), lr=0.02, momentum=0.5)
+    return [train_step(models, optimizer, 0) for _ in range(steps)][-1]
 
 
 def test_several_trainers_share_parameters(trio):
     def check() -> None:
-        models = [rpc.remote("worker1", Model, (0,)), rpc.remote("worker2", Model, (1,))]
+        models = spread(Layer, "worker1", "worker2")
+        first = run_steps(models, 1)
         trainers = [rpc.rpc_async(f"worker{i % 3}", run_steps, (models, 25)) for i in range(4)]
         losses = [trainer.wait() for trainer in trainers]
-        print(losses)
-        assert all(loss < 0.1 for loss in losses)
+        print(first, losses)
+        assert all(loss < first / 4 for loss in losses)
 
     trio.run(check)
+
+
+def forward_on_both(used: rpc.RRef, unused: rpc.RRef) -> torch.Tensor:
+    return used.rpc_sync().forward(torch.ones(1, 4)).sum()
 
 
 def test_parameters_without_a_gradient_stay(trio):
     def check() -> None:
-        used, unused = rpc.remote("worker1", Model, (0,)), rpc.remote("worker2", Model, (1,))
+        used, unused = spread(Layer, "worker1", "worker2")
+        frozen = rpc.remote("worker2", torch.ones, (3,))
         optimizer = DistributedOptimizer(
-            torch.optim.SGD,
-            used.rpc_sync().parameter_rrefs() + unused.rpc_sync().parameter_rrefs(),
-            lr=1.0,
-            weight_decay=1.0,
+            torch.optim.SGD, [*parameters_of([used, unused]), frozen], lr=1.0, weight_decay=1.0
         )
-        before = unused.rpc_sync().weights()
+        before = used.rpc_sync().weights(), unused.rpc_sync().weights()
         with autograd.context() as context_id:
-            loss = rpc.rpc_sync("worker2", forward, (used, unused, torch.ones(1, 4)))
-            autograd.backward(context_id, [loss])
+            autograd.backward(context_id, [rpc.rpc_sync("worker2", forward_on_both, (used, unused))])
             optimizer.step(context_id)
-        for a, b in zip(before, unused.rpc_sync().weights(), strict=True):
-            assert torch.equal(a, b)
+        torch.testing.assert_close(unused.rpc_sync().weights(), before[1], rtol=0, atol=0)
+        assert torch.equal(frozen.to_here(), torch.ones(3))
+        assert not torch.equal(used.rpc_sync().weights()[0], before[0][0])
 
     trio.run(check)
 
 
-def forward(used: rpc.RRef, unused: rpc.RRef, x: torch.Tensor) -> torch.Tensor:
-    return used.rpc_sync().forward(x).sum()
+class Owned(Model):
+    """Hands out what an optimizer cannot take."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf = nn.Parameter(torch.ones(3))
 
-def not_a_parameter() -> rpc.RRef:
-    return rpc.RRef(torch.ones(3))
+    def bad_rrefs(self) -> list[rpc.RRef]:
+        return [rpc.RRef(self.leaf), rpc.RRef(self.leaf * 2), rpc.RRef("a string"), rpc.RRef(self.leaf)]
 
 
 def test_bad_arguments(trio):
     def check() -> None:
-        parameter = rpc.RRef(torch.ones(3, requires_grad=True))
-        with pytest.raises(TypeError, match="optimizer_class"):
-            DistributedOptimizer(nn.Linear, [parameter], lr=1)
-        with pytest.raises(TypeError, match=r"params_rref\[1\] is of type Tensor"):
-            DistributedOptimizer(torch.optim.SGD, [parameter, torch.ones(3)], lr=1)
-        with pytest.raises(ValueError, match="params_rref is empty"):
-            DistributedOptimizer(torch.optim.SGD, [], lr=1)
-        with pytest.raises(ValueError, match="leaf tensor that requires grad"):
-            DistributedOptimizer(torch.optim.SGD, [rpc.rpc_sync("worker1", not_a_parameter)], lr=1)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'rate'"):
-            DistributedOptimizer(torch.optim.SGD, [parameter], rate=1)
-        with pytest.raises(ValueError, match="learning rate"):
-            DistributedOptimizer(torch.optim.SGD, [rpc.remote("worker1", leaf)], lr=-1)
-        with pytest.raises(UnknownContextError):
-            DistributedOptimizer(torch.optim.SGD, [parameter], lr=1).step(99)
+        leaf, result, text, again = rpc.remote("worker1", Owned).rpc_sync().bad_rrefs()
+        sgd = torch.optim.SGD
+        bad = [
+            (TypeError, "optimizer_class is <class '.*Linear'>", nn.Linear, [leaf], {}),
+            (ValueError, "optimizer_class is LBFGS, .* closure", torch.optim.LBFGS, [leaf], {}),
+            (TypeError, r"params_rref\[1\] is of type Tensor", sgd, [leaf, torch.ones(3)], {}),
+            (TypeError, r"params_rref\[1\] is of type dict", sgd, [leaf, {"params": [again]}], {}),
+            (TypeError, r"params_rref\[1\] is of type RRef, but .* group", sgd, [{"params": [leaf]}, again], {}),
+            (TypeError, r"params_rref is of type RRef", sgd, leaf, {}),
+            (TypeError, r"params_rref is of type set", sgd, {leaf}, {}),
+            (ValueError, r'params_rref\[0\] has no "params"', sgd, [{"lr": 1.0}], {}),
+            (TypeError, r'params_rref\[0\]\["params"\]\[0\] is of type int', sgd, [{"params": [1]}], {}),
+            (TypeError, r'params_rref\[0\]\["params"\] is of type Tensor', sgd, [{"params": torch.ones(3)}], {}),
+            (ValueError, "params_rref is empty", sgd, [], {}),
+            (ValueError, "params_rref is empty", sgd, [{"params": []}], {}),
+            (ValueError, r"params_rref\[1\] on worker 'worker1' is the result of", sgd, [leaf, result], {}),
+            (ValueError, r"params_rref\[0\] on worker 'worker1' is of type str", sgd, [text], {}),
+            (ValueError, r"\[1\] on worker 'worker1' is the same .* params_rref\[0\]", sgd, [leaf, again], {}),
+            (
+                ValueError,
+                r'\[1\]\["params"\]\[0\] on worker .* same .* params_rref\[0\]\["params"\]:',
+                sgd,
+                [{"params": leaf}, {"params": [again]}],
+                {},
+            ),
+            (TypeError, "unexpected keyword argument 'rate'", sgd, [leaf], {"rate": 1}),
+            (ValueError, "Invalid learning rate: -1", sgd, [leaf], {"lr": -1}),
+            (ValueError, "Invalid learning rate: -2", sgd, [{"params": leaf, "lr": -2}], {"lr": 1}),
+            (ValueError, "Muon", torch.optim.Muon, [leaf], {}),
+        ]
+        for error, message, optimizer_class, params, options in bad:
+            with pytest.raises(error, match=message):
+                DistributedOptimizer(optimizer_class, params, **options)
+        with pytest.raises(ValueError, match="learning rate") as caught:
+            DistributedOptimizer(sgd, [{"params": leaf, "lr": -2}])
+        notes = "\n".join(caught.value.__notes__)
+        assert "params_rref[0]" in notes
+        assert "'worker1'" in notes
 
     trio.run(check)
 
 
-def leaf() -> torch.Tensor:
-    return torch.ones(3, requires_grad=True)
+def test_bad_steps(trio):
+    def check() -> None:
+        dense, sparse = rpc.remote("worker1", Layer, (0,)), rpc.remote("worker2", Table, (1,))
+        optimizer = DistributedOptimizer(torch.optim.SparseAdam, parameters_of([sparse, dense]))
+        before = sparse.rpc_sync().weights()
+        with pytest.raises(RuntimeError, match="does not support dense gradients") as caught:
+            train_step([sparse, dense], optimizer, 0)
+        assert "the step failed on worker 'worker1'" in "\n".join(caught.value.__notes__)
+        assert isinstance(caught.value.__cause__, RemoteError)
+        assert not torch.equal(sparse.rpc_sync().weights()[0], before[0])  # the others have made their step
+        with pytest.raises(UnknownContextError):
+            optimizer.step(99)
+
+    trio.run(check)

@@ -1,0 +1,24 @@
+"""One group of workers for all tests of a module: these tests are many and small."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.remote_functions import assert_clean
+from tests.workers import Worker, Workers
+
+
+@pytest.fixture(scope="module")
+def shared_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Three workers; they end with the module."""
+    group = Workers(tmp_path_factory.mktemp("workers"))
+    group.rpc(3)
+    yield group
+    group.stop()
+
+
+@pytest.fixture
+def trio(shared_workers: Workers) -> Iterator[Worker]:
+    """The first of three workers. After the test nothing is left on any."""
+    yield shared_workers.all[0]
+    shared_workers.each(shared_workers.all, assert_clean)
