@@ -1,6 +1,7 @@
 """Optimizers whose parameters live on other workers."""
 
 from .distributed_optimizer import DistributedOptimizer
+from .grad_clip import clip_grad_norm_
 from .lr_scheduler import DistributedLRScheduler
 
-__all__ = ["DistributedLRScheduler", "DistributedOptimizer"]
+__all__ = ["DistributedLRScheduler", "DistributedOptimizer", "clip_grad_norm_"]

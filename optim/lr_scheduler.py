@@ -63,6 +63,11 @@ class DistributedLRScheduler:
                 f"scheduler_class made a {type(made).__name__}: give a class of torch.optim.lr_scheduler, or a "
                 "function that returns an instance of one"
             )
+        if made.optimizer is not optimizer._options:
+            raise TypeError(
+                "scheduler_class made a scheduler that works on another optimizer: give a function that makes one "
+                "for its argument"
+            )
         self._scheduler = made
 
     def step(self, metrics: SupportsFloat | None = None, *, epoch: float | None = None) -> None:
