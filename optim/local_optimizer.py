@@ -86,7 +86,10 @@ class LocalOptimizer:
                 self._optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self, changes: Sequence[Options]) -> tuple[State, list[Options]]:
-        """Copies, on the CPU, of the state by this owner's numbers and of its groups' options."""
+        """The state by this owner's numbers, and its groups' options.
+
+        All are copies on the CPU: the next step may come while they are being sent.
+        """
         with _stepping:
             self._change(changes)
             saved = self._optimizer.state_dict()
@@ -100,8 +103,7 @@ class LocalOptimizer:
                 {**given, "params": [next(numbers) for _ in group["params"]]}
                 for given, group in zip(groups, self._optimizer.param_groups, strict=True)
             ]
-            # Copied because what comes from a program on this worker is the program's own.
-            self._optimizer.load_state_dict({"state": _copied(state), "param_groups": _copied(numbered)})
+            self._optimizer.load_state_dict({"state": state, "param_groups": numbered})
 
     def _change(self, changes: Sequence[Options]) -> None:
         for group, changed in zip(self._optimizer.param_groups, changes, strict=True):

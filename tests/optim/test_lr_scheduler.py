@@ -80,11 +80,10 @@ def test_no_scheduler_of_torch_is_left_out():
 
 
 @pytest.mark.parametrize(("kind", "options"), SCHEDULERS, ids=[kind.__name__ for kind, _ in SCHEDULERS])
-def test_learning_rates_equal_those_of_one_process(trio, kind, options):
+def test_learning_rates_equal_those_of_one_process(trio, tmp_path, kind, options):
     def check() -> None:
         models, optimizer, local, reference = make_both()
         scheduler, expected = DistributedLRScheduler(kind, optimizer, **options), kind(reference, **options)
-        saved = {}
         rates = []
         for number in range(STEPS):
             train_step(models, optimizer, number)
@@ -95,9 +94,11 @@ def test_learning_rates_equal_those_of_one_process(trio, kind, options):
             assert rates[-1] == expected.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
             if number == 3:
                 saved = {"scheduler": scheduler.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(saved, tmp_path / "saved")
         assert_same_weights(models, local)  # so the owners have had these rates, and momentum where it is cycled
 
         # A new one goes on from the saved state.
+        saved = torch.load(tmp_path / "saved", weights_only=True)
         _, optimizer, _, _ = make_both()
         resumed = DistributedLRScheduler(kind, optimizer, **options)
         optimizer.load_state_dict(saved["optimizer"])
@@ -164,6 +165,28 @@ def test_schedulers_made_of_others(trio, make, compose):
         for number in range(4, STEPS):
             resumed.step()
             assert resumed.get_last_lr() == rates[number]
+
+    trio.run(check)
+
+
+def test_learning_rates_that_are_tensors(trio):
+    """Schedulers change these in place."""
+
+    def check() -> None:
+        models, local = spread(Layer, "worker1", "worker2"), [Layer(0), Layer(1)]
+        options = {"lr": torch.tensor(0.1), "foreach": False}
+        optimizer = DistributedOptimizer(torch.optim.Adam, parameters_of(models), **options)
+        reference = torch.optim.Adam([p for layer in local for p in layer.parameters()], lr=0.1)
+        scheduler = DistributedLRScheduler(lr_scheduler.ExponentialLR, optimizer, 0.5)
+        expected = lr_scheduler.ExponentialLR(reference, 0.5)
+        for number in range(4):
+            train_step(models, optimizer, number)
+            local_step(local, reference, number)
+            scheduler.step()
+            expected.step()
+        assert scheduler.get_last_lr() == [torch.tensor(0.1 / 2**4)]
+        assert optimizer.state_dict()["param_groups"][0]["lr"] == torch.tensor(0.1 / 2**4)
+        assert_same_weights(models, local)
 
     trio.run(check)
 
