@@ -3,10 +3,11 @@
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.errors import RemoteError, UnknownContextError
+from gradwire.errors import RemoteError, UnknownContextError, WorkerLostError
 from gradwire.optim import DistributedOptimizer
 from torch import nn
 
+from tests import remote_functions
 from tests.optim.models import (
     Layer,
     Matrix,
@@ -28,6 +29,7 @@ OPTIMIZERS = [
     (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}, Layer),
     (torch.optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}, Layer),
     (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, Layer),
+    (torch.optim.AdamW, {"lr": 0.01, "fused": True}, Layer),
     (torch.optim.Adamax, {"lr": 0.01}, Layer),
     (torch.optim.Muon, {"lr": 0.01}, Matrix),
     (torch.optim.NAdam, {"lr": 0.01}, Layer),
@@ -224,3 +226,35 @@ def test_bad_steps(trio):
             optimizer.step(99)
 
     trio.run(check)
+
+
+def test_a_lost_owner_does_not_keep_the_others_from_their_step(workers):
+    trainer, _, lost = workers.rpc(3)
+
+    def prepare() -> None:
+        models = spread(Layer, "worker1", "worker2")
+        remote_functions.kept.append(
+            (models, DistributedOptimizer(torch.optim.SGD, parameters_of(models), lr=1.0))
+        )
+
+    def check() -> None:
+        models, optimizer = remote_functions.kept.pop()
+        before = models[0].rpc_sync().weights()
+        for _ in range(2):  # when the loss is news, and when it is known
+            with pytest.raises(WorkerLostError) as caught:
+                train_step(models[:1], optimizer, 0)
+            assert caught.value.worker == "worker2"
+            assert "the step failed on worker 'worker2'" in caught.value.__notes__
+            after = models[0].rpc_sync().weights()
+            assert not torch.equal(before[0], after[0])
+            before = after
+        with pytest.raises(WorkerLostError, match="worker2"):
+            optimizer.state_dict()
+        with pytest.raises(WorkerLostError, match="worker2"):
+            DistributedOptimizer(
+                torch.optim.SGD, parameters_of(models[:1]) + optimizer.param_groups[0]["params"][2:]
+            )
+
+    trainer.run(prepare)
+    lost.kill()
+    trainer.run(check)
