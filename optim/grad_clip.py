@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..autograd import get_gradients
-from ..rpc.calls import rpc_async
 from ..rref import RRef
-from .local_optimizer import local_leaves
+from ..rref.proxy import call_with_values
+from .local_optimizer import check_leaves
 from .owners import wait_for_owners
-from .parameter_groups import Parameter, by_owner, read_parameters
+from .parameter_groups import by_owner, read_parameters
 
 __all__ = ["clip_grad_norm_"]
 
@@ -56,9 +56,17 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm:g}: give a number that is not negative")
     owned = by_owner(parameters)
-    local = {owner: [parameters[number] for number in numbers] for owner, numbers in owned.items()}
     answers = wait_for_owners(
-        {owner: rpc_async(owner, _norms, (context_id, theirs, norm_type)) for owner, theirs in local.items()},
+        {
+            owner: call_with_values(
+                [parameters[number].rref for number in numbers],
+                _norms,
+                [parameters[number].label for number in numbers],
+                context_id,
+                norm_type,
+            )
+            for owner, numbers in owned.items()
+        },
         "taking the norms of gradients",
     )
     # In the order of the parameters, whoever has them, so that the sum is always rounded alike.
@@ -79,11 +87,12 @@ def clip_grad_norm_(
         )
     scale = max_norm / (total + EPSILON)
     if not scale >= 1:  # nan too
+        scaled = {owner: [owned[owner][place] for place in places] for owner, (places, _) in answers.items()}
         wait_for_owners(
             {
-                owner: rpc_async(owner, _scale, (context_id, theirs, scale))
-                for owner, theirs in local.items()
-                if answers[owner][0]
+                owner: call_with_values([parameters[number].rref for number in numbers], _scale, context_id, scale)
+                for owner, numbers in scaled.items()
+                if numbers
             },
             "scaling gradients",
         )
@@ -93,22 +102,24 @@ def clip_grad_norm_(
 # On the owners.
 
 
-def _norms(context_id: int, parameters: Sequence[Parameter], norm_type: float) -> tuple[list[int], torch.Tensor]:
-    """The norms of the gradients that there are, and which of the parameters they are of."""
+def _norms(
+    leaves: Sequence[torch.Tensor], labels: Sequence[str], context_id: int, norm_type: float
+) -> tuple[list[int], torch.Tensor]:
+    """The norms of the gradients that there are, and which of the leaves they are of."""
+    check_leaves(leaves, labels)
     gradients = get_gradients(context_id)
     norms = {
         place: torch.linalg.vector_norm(_values(gradients[leaf]), norm_type).cpu()
-        for place, leaf in enumerate(local_leaves(parameters))
+        for place, leaf in enumerate(leaves)
         if leaf in gradients
     }
     return list(norms), torch.stack(list(norms.values())) if norms else torch.empty(0)
 
 
-def _scale(context_id: int, parameters: Sequence[Parameter], scale: torch.Tensor) -> None:
+def _scale(leaves: Sequence[torch.Tensor], context_id: int, scale: torch.Tensor) -> None:
     gradients = get_gradients(context_id)
-    for leaf in local_leaves(parameters):
-        if leaf in gradients:
-            gradients[leaf].mul_(scale.to(gradients[leaf].device))
+    for leaf in leaves:
+        gradients[leaf].mul_(scale.to(gradients[leaf].device))
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

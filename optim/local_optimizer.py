@@ -10,9 +10,9 @@ import torch
 
 from ..autograd import get_gradients
 from ..rpc.agent import current_agent
-from .parameter_groups import Options, Parameter, ParameterGroup, options
+from .parameter_groups import Options, ParameterGroup, options
 
-__all__ = ["Description", "LocalOptimizer", "State", "local_leaves"]
+__all__ = ["Description", "LocalOptimizer", "State", "check_leaves"]
 
 State = dict[int, Any]
 """What an optimizer keeps of parameters (momentum and so on), by their number."""
@@ -52,7 +52,9 @@ class LocalOptimizer:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        self._parameters = local_leaves([parameter for group in groups for parameter in group.parameters])
+        parameters = [parameter for group in groups for parameter in group.parameters]
+        self._parameters = [parameter.rref.local_value() for parameter in parameters]
+        check_leaves(self._parameters, [parameter.label for parameter in parameters])
         self._aliases = [
             torch.nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             for parameter in self._parameters
@@ -110,27 +112,23 @@ class LocalOptimizer:
             group.update(changed)
 
 
-def local_leaves(parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-    """The parameters of this worker that references name.
+def check_leaves(leaves: Sequence[Any], labels: Sequence[str]) -> None:
+    """Looks at what references to parameters of this worker refer to.
 
     Raises:
         ValueError: one is no leaf tensor, or two are the same.
     """
     here = current_agent().info.name
-    leaves: list[torch.Tensor] = []
-    labels: dict[torch.Tensor, str] = {}
-    for parameter in parameters:
-        leaf = parameter.rref.local_value()
-        name = f"{parameter.label} on worker {here!r}"
+    known: dict[torch.Tensor, str] = {}
+    for leaf, label in zip(leaves, labels, strict=True):
+        name = f"{label} on worker {here!r}"
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(f"{name} is of type {type(leaf).__name__}: give an RRef to a leaf tensor")
         if not leaf.is_leaf:
             raise ValueError(f"{name} is the result of an operation: give an RRef to a leaf tensor")
-        if leaf in labels:
-            raise ValueError(f"{name} is the same parameter as {labels[leaf]}: give each once")
-        labels[leaf] = parameter.label
-        leaves.append(leaf)
-    return leaves
+        if leaf in known:
+            raise ValueError(f"{name} is the same parameter as {known[leaf]}: give each once")
+        known[leaf] = label
 
 
 def _check_options(

@@ -15,7 +15,7 @@ from .forks import References
 from .ids import GlobalId
 from .rref import OwnerHandle, RRef
 
-__all__ = ["RRefProxy", "ask_type"]
+__all__ = ["RRefProxy", "ask_type", "call_with_values"]
 
 
 @final
@@ -47,6 +47,16 @@ def ask_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[type]:
     return _send(rref, _rref_typeof_on_owner, (), timeout)
 
 
+def call_with_values(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], *args: Any) -> Future:
+    """Calls `function(values, *args)` on the worker that owns all of some references, which costs no forks.
+
+    Returns:
+        A future of its result.
+    """
+    names, kept = zip(*map(_name_and_hold, rrefs), strict=True)
+    return send_call(rrefs[0].owner(), _call_with_values, (names, function, args), keep=kept)
+
+
 def _call(rref: RRef[Any], how: str, timeout: float, method: tuple[Any, ...]) -> Any:
     if how == "remote":
         # What is not there is known here and now, not when the result is asked for.
@@ -68,11 +78,16 @@ def _send(
     mode: RPCExecMode = RPCExecMode.ASYNC,
 ) -> Future:
     """Calls `function(id of the value, *args)` on the owner."""
+    name, keep = _name_and_hold(rref)
+    return send_call(rref.owner(), function, (name, *args), timeout=timeout, mode=mode, keep=keep)
+
+
+def _name_and_hold(rref: RRef[Any]) -> tuple[tuple[int, ...], object]:
+    """The id that a call names a value by, and what must be kept until the call is over."""
     handle = rref._handle
-    # The call names the value by its id only, so it must be kept until the call is over.
-    keep = handle.entry if isinstance(handle, OwnerHandle) else handle.fork.hold
-    identifier = handle.entry.id if isinstance(handle, OwnerHandle) else handle.fork.reference
-    return send_call(rref.owner(), function, (tuple(identifier), *args), timeout=timeout, mode=mode, keep=keep)
+    if isinstance(handle, OwnerHandle):
+        return tuple(handle.entry.id), handle.entry
+    return tuple(handle.fork.reference), handle.fork.hold
 
 
 # On the owner.
@@ -86,6 +101,12 @@ def _call_method_by_id(
     identifier: tuple[int, int], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     return _run_method(_value(identifier), name, args, kwargs)
+
+
+def _call_with_values(
+    identifiers: Sequence[tuple[int, int]], function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
+    return function([_value(identifier) for identifier in identifiers], *args)
 
 
 def _run_method(value: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

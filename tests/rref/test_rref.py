@@ -7,6 +7,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
+from gradwire.rref.proxy import call_with_values
 
 from tests.remote_functions import add, assert_clean, set_event, wait_for, wait_until
 
@@ -194,6 +195,26 @@ def test_methods_may_have_any_name(trio):
         value = rpc.remote("worker1", Underscored)
         assert value.rpc_sync()._call(3) == 3
         assert value.rpc_async()._rref().wait() == "mine"
+
+    trio.run(check)
+
+
+def total(counters: list[Counter], amount: int) -> tuple[int, int]:
+    """Of counters that are here; and how many forks their owner knows of."""
+    return sum(counter.add(amount) for counter in counters), rpc.debug_info()["num_forks"]
+
+
+@pytest.mark.parametrize("owner", ["worker0", "worker1"])
+def test_a_call_with_values_makes_no_forks(trio, owner):
+    def check() -> None:
+        rrefs = [rpc.remote(owner, Counter, (start,)) for start in (1, 2, 3)]
+        for rref in rrefs:
+            rref.rpc_sync().add(0)
+        assert call_with_values(rrefs, total, 10).wait() == (36, 3 if owner == "worker1" else 0)
+        pending = call_with_values([rpc.remote(owner, Counter, (5,))], total, 1)  # the last reference is dropped
+        assert pending.wait()[0] == 6
+        with pytest.raises(KeyError, match="lost"):
+            call_with_values([*rrefs, rpc.remote(owner, fail)], total, 1).wait()
 
     trio.run(check)
 
