@@ -183,7 +183,8 @@ def _choose(
         raise TypeError(f"Argument backend must be a member of BackendType, but it is {backend!r}")
     if options is None:
         return kind, construct_rpc_backend_options(kind)
-    if type(options) is not RpcBackendOptions and (theirs := _find_backend_of(options)) not in (None, kind):
+    # Other backends see to it themselves: they may take options of their relatives.
+    if kind is BackendType.GRADWIRE and (theirs := _backend_of(options)) is not kind:
         raise TypeError(f"backend is {kind!r}, but the options, {options!r}, are those of {theirs!r}")
     return kind, options
 

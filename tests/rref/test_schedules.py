@@ -1,6 +1,7 @@
 """The protocol of references under every kind of schedule; `make schedules` runs 10,000 of them."""
 
 import gc
+import logging
 import os
 import time
 import weakref
@@ -40,7 +41,9 @@ def no_garbage_collection() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.disable()
+    logging.disable()  # pytest keeps log records, and with them the frames of exceptions and all they refer to
     yield
+    logging.disable(logging.NOTSET)
     gc.enable()
     gc.unfreeze()
 
