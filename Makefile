@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test conformance schedules lint proto clean
+.PHONY: demo test conformance graphs schedules lint proto clean
 
 $(READY): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,6 +21,9 @@ test: $(READY)   ## what every change must pass
 
 conformance: $(READY)  ## torch's own RPC test suites, on gradwire
 	$(BIN)/python -m tests.conformance
+
+graphs: $(READY)      ## backward passes over workers: 2,000 random programs
+	GRADWIRE_GRAPHS=2000 $(BIN)/python -m pytest tests/autograd/test_random_graphs.py -k random
 
 schedules: $(READY)   ## the protocol of references: 10,000 random schedules
 	GRADWIRE_SCHEDULES=10000 $(BIN)/python -m pytest tests/rref/test_schedules.py -k random

@@ -78,6 +78,7 @@ def decode_tensor(message: agent_pb2.Tensor, get: Callable[[agent_pb2.Payload], 
         tensor = _arrange(torch.frombuffer(writable, dtype=dtype), sizes, tuple(message.strides))
     if message.device:
         tensor = tensor.to(_device_here(message.device))
+    tensor = tensor.detach()  # no view, for autograd: of its changes in place that of a view would come out wrong
     if message.requires_grad and (dtype.is_floating_point or dtype.is_complex):
         tensor.requires_grad_()
     return tensor

@@ -75,6 +75,12 @@ def in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def in_place_without_grad(x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
+    constant[:2].copy_(x[1:])
+    constant.mul_(3)
+    return constant
+
+
 def embed(table: rpc.RRef, indices: torch.Tensor) -> torch.Tensor:
     return table.local_value()(indices)
 
@@ -195,6 +201,10 @@ def test_shapes_of_graphs(trio):
             "in place": (
                 lambda x, y: call(b, in_place, (x * 2, y * 1)).mul_(2).sum(),
                 lambda x, y: in_place(x * 2, y * 1).mul(2).sum(),
+            ),
+            "in place, into what took no gradient": (
+                lambda x, y: call(b, in_place_without_grad, (x, y.detach())).sum(),
+                lambda x, y: 3 * x[1:].sum(),
             ),
             "local only": (lambda x, y: (x * y).sum(), lambda x, y: (x * y).sum()),
             "a leaf as root": (

@@ -1,0 +1,189 @@
+"""Random programs: gradients across workers equal those of one process; `make graphs` runs 2,000 of them."""
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from gradwire import autograd, rpc
+from gradwire.autograd.closure import start_node, walk
+from gradwire.autograd.context import Context
+from gradwire.autograd.extension import Autograd
+from gradwire.rpc.agent import current_agent
+
+from tests.autograd.programs import Distributed, Program, generate, gradients_in_one_process, roots, run_body
+from tests.remote_functions import assert_clean
+
+PROGRAMS = int(os.environ.get("GRADWIRE_GRAPHS", "150"))
+AT_ONCE = 3
+TOLERANCE = 1e-9
+
+Message = tuple[int, int]
+"""The worker that sent it, and its number there."""
+
+
+class Watch:
+    """Sees one context's backward passes on one worker. There is one Watch for each context in a process."""
+
+    of_context: dict[int, "Watch"] = {}  # noqa: RUF012 - of the process
+
+    def __init__(self, context_id: int, starts: Iterable[torch.Tensor] = ()) -> None:
+        """Counts how often each node of the worker's graph runs, from the context's gates and other starts."""
+        self.posted: list[Message] = []
+        self.arrived: list[int] = []
+        self.runs: Counter[Any] = Counter()
+        self.starts = [start_node(tensor) for tensor in starts]
+        context = current_agent().extension(Autograd).contexts.find(context_id)
+        self.gates = {number: gate.grad_fn for number, gate in context._gates.items()} if context else {}
+        for node in walk([*self.starts, *self.gates.values()]).nodes:
+            node.register_hook(self._count(node))
+        Watch.of_context[context_id] = self
+
+    def _count(self, node: Any) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self.runs[node] += 1
+
+        return hook
+
+    def receives_above(self) -> tuple[dict[int, list[Message]], list[Message]]:
+        """The messages received here that lead to each message sent from here, and to the other starts."""
+        above = {number: _received(walk([gate])) for number, gate in self.gates.items()}
+        return above, _received(walk(self.starts))
+
+    def wrong_runs(self, taking_part: Iterable[int], passes: int) -> list[str]:
+        """The nodes that have not run once in each pass, or run without taking part."""
+        graph = walk([*self.starts, *(self.gates[number] for number in taking_part)])
+        expected = {node: passes for node in graph.nodes - set(graph.leaves)}
+        return [
+            f"{node} ran {self.runs[node]} times, not {expected.get(node, 0)}"
+            for node in self.runs.keys() | expected.keys()
+            if self.runs[node] != expected.get(node, 0) and node not in graph.leaves
+        ]
+
+
+def _received(graph: Any) -> list[Message]:
+    return [(node.sender, node.message_id) for node in graph.receives]
+
+
+def trace_messages() -> None:
+    """Has the watches of this process see which gradients come and go."""
+    post, arrive = Context.post_gradients, Context.gradients_arrived
+
+    def traced_post(context: Context, sender: int, message_id: int, gradients: Any) -> None:
+        Watch.of_context[context.id].posted.append((sender, message_id))
+        post(context, sender, message_id, gradients)
+
+    def traced_arrive(context: Context, identifier: Any, message_id: int, gradients: Any) -> None:
+        Watch.of_context[context.id].arrived.append(message_id)
+        arrive(context, identifier, message_id, gradients)
+
+    Context.post_gradients, Context.gradients_arrived = traced_post, traced_arrive
+
+
+def watch(context_id: int) -> tuple[dict[int, list[Message]], list[Message]]:
+    return Watch(context_id).receives_above()
+
+
+def outcome(seed: int, context_id: int, taking_part: list[int], passes: int) -> tuple[Any, ...]:
+    """What this worker saw, and its gradients. Forgets the program."""
+    seen = Watch.of_context.pop(context_id)
+    context = current_agent().extension(Autograd).contexts.find(context_id)
+    found = context.gradients() if context else {}
+    leaves = Distributed(seed, current_agent().info.id).leaves().all()
+    del Distributed.of_program[seed]
+    assert all(leaf.grad is None for leaf in leaves)
+    return [found.get(leaf) for leaf in leaves], seen.posted, seen.arrived, seen.wrong_runs(taking_part, passes)
+
+
+def ancestors(starts: Iterable[Message], above: dict[Message, list[Message]]) -> set[Message]:
+    found: set[Message] = set()
+    stack = list(starts)
+    while stack:
+        message = stack.pop()
+        if message not in found:
+            found.add(message)
+            stack.extend(above[message])
+    return found
+
+
+def check(program: Program) -> int:
+    """Runs a program on worker 0 and compares; the number of messages that took part."""
+    choice = random.Random(program.seed)
+    passes = choice.choice([1, 1, 2])
+    expected = gradients_in_one_process(program)
+    with autograd.context() as context_id:
+        result = run_body(Distributed(program.seed, 0), program.main, [])
+        losses = roots(result, program.main.container)
+        above: dict[Message, list[Message]] = {}
+        of_roots: list[Message] = []
+        for worker in range(program.workers):
+            if worker:
+                of_sends, _ = rpc.rpc_sync(f"worker{worker}", watch, (context_id,))
+            else:
+                of_sends, of_roots = Watch(context_id, losses).receives_above()
+            above |= {(worker, number): received for number, received in of_sends.items()}
+        taking_part = ancestors(of_roots, above)
+        for number in range(passes if losses else 0):
+            autograd.backward(context_id, losses, retain_graph=number < passes - 1)
+        posted: Counter[Message] = Counter()
+        arrived: Counter[Message] = Counter()
+        for worker in range(program.workers):
+            mine = [number for sender, number in taking_part if sender == worker]
+            value = (program.seed, context_id, mine, passes if losses else 0)
+            gradients, sent, come, wrong = rpc.rpc_sync(f"worker{worker}", outcome, value)
+            assert not wrong, wrong
+            posted.update(sent)
+            arrived.update((worker, number) for number in come)
+            for index, (found, wanted) in enumerate(zip(gradients, expected[worker], strict=True)):
+                compare(found, wanted, passes, f"leaf {index} of worker {worker}")
+    assert posted == arrived == Counter(dict.fromkeys(taking_part, passes))
+    return len(taking_part)
+
+
+def compare(found: torch.Tensor | None, wanted: torch.Tensor | None, passes: int, what: str) -> None:
+    """A message's unused tensors take part in the pass, without a gradient; what is above may come out as zeros."""
+    if wanted is None:
+        assert found is None or not found.to_dense().any(), f"{what}: {found}, not None"
+        return
+    assert found is not None or not wanted.to_dense().any(), f"{what}: None, not {wanted}"
+    if found is not None:
+        assert found.is_sparse == wanted.is_sparse, what
+        difference = (found.to_dense() - passes * wanted.to_dense()).abs()
+        assert (difference <= TOLERANCE * (1 + wanted.to_dense().abs())).all(), f"{what}: {found}, not {wanted}"
+
+
+def check_many(seeds: range) -> Counter[str]:
+    counts: Counter[str] = Counter()
+
+    def one(seed: int) -> None:
+        program = generate(seed)
+        try:
+            messages = check(program)
+        except Exception as error:
+            error.add_note(f"program {seed}: {program}")
+            raise
+        counts.update(programs=1, messages=messages, without=not messages)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(one, seeds))
+    return counts
+
+
+@pytest.mark.timeout(max(120, PROGRAMS))
+def test_random_programs(workers, capsys):
+    """Each node runs once in each pass, each message's gradients are sent once, and the gradients are right."""
+    started = workers.rpc(5, num_worker_threads=4)
+    workers.each(started, trace_messages)
+    began = time.monotonic()
+    counts = started[0].start(check_many, range(PROGRAMS)).result(max(100, PROGRAMS))
+    with capsys.disabled():
+        seconds = time.monotonic() - began
+        print(f"\n{dict(counts)}, {PROGRAMS / seconds:.0f} programs/s")
+    assert counts["programs"] == PROGRAMS
+    assert counts["messages"] > 5 * PROGRAMS
+    workers.each(started, assert_clean)
