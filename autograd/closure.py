@@ -1,25 +1,75 @@
-"""Which sends take part in a backward pass, known without asking anybody.
+"""Which sends take part in a backward pass, known without asking anybody, or hardly anybody.
 
 A message's closure is the set of all sends, on whatever workers, that get a gradient if the message does.
 The graph above a send never changes afterwards, so the sender computes the closure once, from the closures
 of the messages it has received, and sends it along. That of a loss is then the union over its graph.
+
+A closure of more than LARGEST sends is not sent. In its place stands a reference: "all that is above that send",
+which who runs a backward pass asks the send's worker for. So headers stay small, and a pass asks once for every
+LARGEST messages of the longest chain.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..proto.v1 import agent_pb2
 
-__all__ = ["AccumulateGrad", "Closure", "Graph", "closure_from_proto", "closure_to_proto", "start_node", "walk"]
+__all__ = [
+    "LARGEST",
+    "NOTHING",
+    "AccumulateGrad",
+    "Closure",
+    "Graph",
+    "Message",
+    "closure_above",
+    "closure_from_proto",
+    "closure_to_proto",
+    "start_node",
+    "union",
+    "walk",
+]
 
 AccumulateGrad = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 """The class of the nodes under leaves."""
 
-Closure = frozenset[tuple[int, int]]
-"""(worker id, message id) pairs."""
+LARGEST = 256
+"""How many sends a closure in a header names at most: about 1 KiB."""
+
+Message = tuple[int, int]
+"""The id of the worker that sent it, and the message's id there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closure:
+    """A set of sends.
+
+    sends: these,
+    above: and all in the closures of these, which may or may not be in the set themselves.
+    """
+
+    sends: frozenset[Message] = frozenset()
+    above: frozenset[Message] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.sends) + len(self.above)
+
+
+NOTHING = Closure()
+
+
+def union(closures: Iterable[Closure]) -> Closure:
+    """All of them in one."""
+    found = [closure for closure in closures if closure is not NOTHING]
+    if len(found) <= 1:
+        return found[0] if found else NOTHING
+    return Closure(
+        frozenset[Message]().union(*(closure.sends for closure in found)),
+        frozenset[Message]().union(*(closure.above for closure in found)),
+    )
 
 
 class Graph:
@@ -32,10 +82,6 @@ class Graph:
         self.receives: list[Any] = []
         self.nodes: set[Any] = set()
 
-    def closure(self) -> Closure:
-        """All sends that get a gradient if the start of the walk does."""
-        return frozenset[tuple[int, int]]().union(*(node.closure for node in self.receives))
-
 
 def start_node(tensor: torch.Tensor) -> Any:
     """The node at which a tensor's gradient enters its graph."""
@@ -44,9 +90,26 @@ def start_node(tensor: torch.Tensor) -> Any:
 
 def walk(starts: Iterable[Any]) -> Graph:
     """Finds everything that gets a gradient on this worker if these nodes do."""
+    return _walk(starts, {})[0]
+
+
+def closure_above(starts: Iterable[Any], known: Mapping[Any, Closure]) -> Closure:
+    """All sends that get a gradient if these nodes do.
+
+    Args:
+        starts: nodes.
+        known: the closures of some nodes; what is above them is not looked at.
+    """
+    graph, met = _walk(starts, known)
+    return union([*met, *(node.closure for node in graph.receives)])
+
+
+def _walk(starts: Iterable[Any], known: Mapping[Any, Closure]) -> tuple[Graph, list[Closure]]:
+    """The graph up to the known nodes, and their closures."""
     from .functions import is_recv  # here, because the functions carry closures
 
     graph = Graph()
+    met: list[Closure] = []
     stack = list(starts)
     while stack:
         node = stack.pop()
@@ -57,19 +120,31 @@ def walk(starts: Iterable[Any]) -> Graph:
             graph.receives.append(node)
         elif isinstance(node, AccumulateGrad):
             graph.leaves.append(node)
+        elif node in known:
+            met.append(known[node])
         else:
             stack.extend(above for above, _ in node.next_functions if above is not None)
-    return graph
+    return graph, met
 
 
 def closure_to_proto(closure: Closure) -> list[agent_pb2.WorkerSends]:
     """As messages, by worker."""
-    by_worker: dict[int, list[int]] = defaultdict(list)
-    for worker, message_id in sorted(closure):
-        by_worker[worker].append(message_id)
-    return [agent_pb2.WorkerSends(worker_id=worker, message_ids=ids) for worker, ids in by_worker.items()]
+    by_worker: dict[int, agent_pb2.WorkerSends] = defaultdict(agent_pb2.WorkerSends)
+    for worker, message_id in sorted(closure.sends):
+        by_worker[worker].message_ids.append(message_id)
+    for worker, message_id in sorted(closure.above):
+        by_worker[worker].above.append(message_id)
+    for worker, sends in by_worker.items():
+        sends.worker_id = worker
+    return list(by_worker.values())
 
 
 def closure_from_proto(messages: Iterable[agent_pb2.WorkerSends]) -> Closure:
     """From messages."""
-    return frozenset((sends.worker_id, number) for sends in messages for number in sends.message_ids)
+    messages = list(messages)
+    if not messages:
+        return NOTHING
+    return Closure(
+        frozenset((sends.worker_id, number) for sends in messages for number in sends.message_ids),
+        frozenset((sends.worker_id, number) for sends in messages for number in sends.above),
+    )

@@ -7,24 +7,26 @@ its own, until the one that opened it closes it.
 
 import queue
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
 
 import torch
 
-from ..errors import AutogradError, UnknownContextError, WorkerLostError
+from ..errors import AutogradError, RpcTimeoutError, UnknownContextError, WorkerLostError
 from ..rpc.agent import RpcAgent
 from ..rpc.messages import MessageType
-from .closure import Closure, start_node, walk
+from .closure import LARGEST, NOTHING, Closure, closure_above, start_node
+from .compact import Gradients, shrink
 from .functions import receive, send
+from .gradients import LeafGradients
 
-__all__ = ["Context", "Contexts", "PassId", "current_context", "set_current_context"]
+__all__ = ["Context", "Contexts", "PassId", "current_context", "inside", "set_current_context"]
 
 PassId = tuple[int, int]
 """A backward pass: the worker that runs it, and that worker's count."""
-
-Gradients = Sequence[torch.Tensor | None]
 
 REMEMBERED = 4096
 """How many ended contexts a worker remembers, to recognise messages of theirs that come late."""
@@ -42,6 +44,17 @@ def set_current_context(context: "Context | None") -> None:
     _current.context = context
 
 
+@contextmanager
+def inside(context: "Context") -> Iterator[None]:
+    """What this thread calls belongs to a context."""
+    before = current_context()
+    set_current_context(context)
+    try:
+        yield
+    finally:
+        set_current_context(before)
+
+
 class _Slot:
     """Where a gate waits for the gradients of its message."""
 
@@ -54,8 +67,9 @@ class _Slot:
         self.filled = self.filled or not isinstance(outcome, Exception)
         self._queue.put(outcome)
 
-    def wait(self) -> Gradients:
-        outcome = self._queue.get()
+    def wait(self, seconds: float | None) -> Gradients:
+        """Raises queue.Empty after so many seconds."""
+        outcome = self._queue.get(timeout=seconds)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -65,7 +79,8 @@ class _Slot:
 class Context:
     """This worker's part of one context. Safe to use from any thread."""
 
-    def __init__(self, agent: RpcAgent, identifier: int) -> None:
+    def __init__(self, agent: RpcAgent, identifier: int, hooks_lock: threading.Lock) -> None:
+        """Args: its agent; its id; what post-accumulate hooks run under, see `LeafGradients`."""
         self.agent = agent
         self.id = identifier
         self.creator = identifier >> 48
@@ -78,12 +93,18 @@ class Context:
         """Of each message with a gate, the worker that will send its gradients."""
         self._message_count = 0
         self._received = False
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._closures: dict[Any, Closure] = {}
+        """By the nodes at which sent tensors begin, so that nothing above them is walked again."""
+        self.gradients = LeafGradients(hooks_lock)
+        """What passes have found for leaves of this worker."""
         self._slots: dict[tuple[PassId, int], _Slot] = {}
         self._aborted: dict[PassId, Exception] = {}
         self._running: PassId | None = None
         self._awaited: Sequence[int] = ()
         """The messages whose gates take part in the running pass."""
+        self._timeout = 0.0
+        self._deadline = 0.0
+        """Of the running pass, if it has a timeout."""
 
     # Forward.
 
@@ -94,11 +115,11 @@ class Context:
                 self._reached.add(worker)
             return not self._released
 
-    def add_send(self, tensors: list[torch.Tensor], destination: int) -> tuple[int, Closure] | None:
+    def add_send(self, tensors: list[torch.Tensor], destination: int) -> tuple[int, Closure | None] | None:
         """Puts a gate over tensors that are about to leave for a worker.
 
         Returns:
-            The message's id and closure; None if the context has ended.
+            The message's id and its closure, or None for a large one; None at all if the context has ended.
         """
         closure = self.closure(tensors)
         with self._lock:
@@ -108,7 +129,11 @@ class Context:
             self._message_count += 1
             self._gates[message_id] = send(self, message_id, tensors)
             self._destinations[message_id] = destination
-            return message_id, closure
+            is_small = len(closure) <= LARGEST
+            if self._received and len(tensors) == 1:
+                above = Closure(above=frozenset({(self.agent.info.id, message_id)}))
+                self._closures[start_node(tensors[0])] = closure if is_small else above
+            return message_id, closure if is_small else None
 
     def drop_send(self, message_id: int) -> None:
         """The message could not be sent."""
@@ -124,8 +149,17 @@ class Context:
     def closure(self, tensors: Sequence[torch.Tensor]) -> Closure:
         """All sends that get a gradient if these tensors do."""
         if not self._received:
-            return frozenset()
-        return walk([start_node(tensor) for tensor in tensors]).closure()
+            return NOTHING
+        return closure_above([start_node(tensor) for tensor in tensors], self._closures)
+
+    def closure_of_sends(self, message_ids: Sequence[int]) -> Closure:
+        """All sends that get a gradient if these of this worker do. Refers to none of this worker's closures."""
+        return closure_above([self.gate(message_id).grad_fn for message_id in message_ids], {})
+
+    def sends(self) -> tuple[list[int], list[int]]:
+        """All messages with gates, and the workers that messages went to from here."""
+        with self._lock:
+            return list(self._gates), list(self._reached)
 
     # Backward.
 
@@ -153,8 +187,13 @@ class Context:
                 f"worker {self.agent.info.name!r} sent no message {message_id} in context {self.id}"
             ) from None
 
-    def begin_pass(self, identifier: PassId, message_ids: Sequence[int]) -> None:
+    def begin_pass(self, identifier: PassId, message_ids: Sequence[int], timeout: float) -> None:
         """Makes a pass the running one, in which the gates of these messages take part.
+
+        Args:
+            identifier: the pass.
+            message_ids: the messages.
+            timeout: seconds from now for which gates wait, 0 for ever.
 
         Raises:
             AutogradError: another pass is running, this one was aborted before it came, or the context has
@@ -172,6 +211,7 @@ class Context:
             if identifier in self._aborted:
                 raise self._aborted[identifier]
             self._running, self._awaited = identifier, message_ids
+            self._timeout, self._deadline = timeout, time.monotonic() + timeout
             lost = next((worker for worker in self._needed() if self.agent.why_lost(worker) is not None), None)
             if lost is not None:
                 self._running = None
@@ -181,8 +221,7 @@ class Context:
         """The running pass is over."""
         with self._lock:
             self._running = None
-            for key in [key for key in self._slots if key[0] == identifier]:
-                del self._slots[key]
+            self._forget_slots(identifier)
             if self._released:
                 self._clear()
 
@@ -219,30 +258,34 @@ class Context:
         slot = self._slot(identifier, message_id)
         with self._lock:
             slot.put(gradients)
+            if identifier in self._aborted and identifier != self._running:
+                self._forget_slots(identifier)
 
     def wait_for_gradients(self, message_id: int) -> Gradients:
-        """Called by the gate of a message in the running pass."""
+        """Called by the gate of a message in the running pass.
+
+        Raises:
+            RpcTimeoutError: they do not come within the pass's timeout.
+            Exception: the pass has failed.
+        """
         slot = self._slot(self._running_pass(), message_id)
-        with self.agent.blocking():
-            return slot.wait()
+        left = max(0.0, self._deadline - time.monotonic()) if self._timeout else None
+        try:
+            with self.agent.blocking():
+                return slot.wait(left)
+        except queue.Empty:
+            peer = self.agent.worker(self._destinations[message_id]).name
+            raise RpcTimeoutError(
+                peer,
+                self._timeout,
+                f"a backward pass of autograd context {self.id}, in which worker {self.agent.info.name!r} waits "
+                f"for the gradients of its message {message_id} to worker",
+            ) from None
 
     def post_gradients(self, sender: int, message_id: int, gradients: Gradients) -> None:
         """Called by the receiving node of a message in the running pass."""
-        value = (self.id, self._running_pass(), message_id, list(gradients))
+        value = (self.id, self._running_pass(), message_id, shrink(gradients))
         self.agent.post(self.agent.worker(sender), MessageType.GRADIENTS, value)
-
-    def accumulate(self, leaves: Sequence[torch.Tensor], gradients: Gradients) -> None:
-        """Adds gradients of leaves to what the context has of them. Takes copies: gradients may alias."""
-        with self._lock:
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is not None:
-                    before = self._gradients.get(leaf)
-                    self._gradients[leaf] = gradient.clone() if before is None else before + gradient
-
-    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients so far, by leaf."""
-        with self._lock:
-            return dict(self._gradients)
 
     def _needed(self) -> set[int]:
         """The workers without which the running pass cannot go on. Called with the lock."""
@@ -265,12 +308,19 @@ class Context:
         for (of, _), slot in self._slots.items():
             if of == identifier:
                 slot.put(error)
+        if identifier != self._running:  # it has ended here, or never begins
+            self._forget_slots(identifier)
+
+    def _forget_slots(self, identifier: PassId) -> None:
+        for key in [key for key in self._slots if key[0] == identifier]:
+            del self._slots[key]
 
     def _clear(self) -> None:
         self._gates.clear()
         self._destinations.clear()
-        self._gradients.clear()
+        self._closures.clear()
         self._slots.clear()
+        self.gradients.clear()
 
     def _running_pass(self) -> PassId:
         running = self._running
@@ -300,6 +350,7 @@ class Contexts:
         self._tell_released = tell_released
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
+        self._hooks_lock = threading.Lock()
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._count = 0
 
@@ -315,7 +366,7 @@ class Contexts:
         with self._lock:
             self._count += 1
             identifier = self._agent.info.id << 48 | self._count
-            context = self._contexts[identifier] = Context(self._agent, identifier)
+            context = self._contexts[identifier] = Context(self._agent, identifier, self._hooks_lock)
             return context
 
     def get(self, identifier: int) -> Context:
@@ -335,7 +386,7 @@ class Contexts:
             context = self._contexts.get(identifier)
             if context is not None or identifier in self._ended:
                 return context
-            context = self._contexts[identifier] = Context(self._agent, identifier)
+            context = self._contexts[identifier] = Context(self._agent, identifier, self._hooks_lock)
         if context.creator != self._agent.info.id:
             # So that this worker learns when the creator is lost, and with it the word that the context ends.
             self._agent.connect(self._agent.worker(context.creator))

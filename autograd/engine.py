@@ -13,8 +13,9 @@ one.
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
 
 import torch
 
@@ -22,13 +23,32 @@ from ..errors import AutogradError
 from ..rpc.agent import RpcAgent
 from ..rpc.futures import error_of
 from ..rpc.messages import Incoming, MessageType
-from .closure import start_node, walk
-from .context import Context, Contexts, PassId
+from .anomaly import Anomaly, AnomalyScopes
+from .closure import Closure, Message, start_node, walk
+from .compact import expand
+from .context import Context, Contexts, PassId, inside
 
-__all__ = ["Engine", "check_roots"]
+__all__ = ["Engine", "Mode", "Part", "check_roots"]
+
+Mode = Literal["smart", "fast"]
 
 ABOVE_GATES = 1 << 40
 """Added to the sequence number of an ordinary node that is as small as a gate's; order among nodes stays."""
+
+ANSWER_SECONDS = 10.0
+"""How much longer than a pass's timeout its caller waits for a worker to say what it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A worker's part of a pass: the body of BACKWARD."""
+
+    context_id: int
+    pass_id: PassId
+    message_ids: list[int]
+    retain_graph: bool
+    timeout: float
+    anomaly: Anomaly
 
 
 def check_roots(roots: Sequence[torch.Tensor]) -> None:
@@ -51,50 +71,104 @@ def check_roots(roots: Sequence[torch.Tensor]) -> None:
 class Engine:
     """Runs this worker's backward passes, and its part of others'."""
 
-    def __init__(self, agent: RpcAgent, contexts: Contexts) -> None:
+    def __init__(self, agent: RpcAgent, contexts: Contexts, anomaly: AnomalyScopes) -> None:
         self._agent = agent
         self._contexts = contexts
+        self._anomaly = anomaly
         self._numbers = itertools.count(1)
 
-    def backward(self, context: Context, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+    def backward(
+        self,
+        context: Context,
+        roots: Sequence[torch.Tensor],
+        *,
+        retain_graph: bool,
+        mode: Mode = "smart",
+        timeout: float = 0.0,
+    ) -> None:
         """Runs a pass from roots on this worker; returns when it is over on all workers.
 
         Raises:
             Exception: the first error on any worker. All workers have ended the pass then.
         """
-        parts: dict[int, list[int]] = defaultdict(list)
-        for worker, message_id in context.closure(roots):
-            parts[worker].append(message_id)
-        mine = parts.pop(self._agent.info.id, [])
-        running = _Pass(self._agent, context, (self._agent.info.id, next(self._numbers)), list(parts))
-        for worker, message_ids in parts.items():
-            running.start(worker, message_ids, retain_graph)
+        taking_part = (
+            self._all_sends(context) if mode == "fast" else self._resolve(context, context.closure(roots))
+        )
+        by_worker = _by_worker(taking_part)
+        mine = by_worker.pop(self._agent.info.id, [])
+        running = _Pass(self._agent, context, (self._agent.info.id, next(self._numbers)), list(by_worker))
+
+        def part(message_ids: list[int]) -> Part:
+            return Part(context.id, running.id, message_ids, retain_graph, timeout, Anomaly.current())
+
+        for worker, message_ids in by_worker.items():
+            running.start(worker, part(message_ids))
         try:
-            self._run(context, running.id, roots, mine, retain_graph)
+            self._run(context, roots, part(mine))
         except Exception as error:
             running.fail(error)
         running.finish()
 
     def serve(self, message: Incoming) -> None:
         """This worker's part of another's pass: the handler of BACKWARD."""
-        context_id, pass_id, message_ids, retain_graph = message.value
-        self._run(self._contexts.get(context_id), pass_id, [], message_ids, retain_graph)
+        part: Part = message.value
+        with self._anomaly.scope(part.anomaly):
+            self._run(self._contexts.get(part.context_id), [], part)
 
     def gradients_arrived(self, message: Incoming) -> None:
         """The handler of GRADIENTS."""
         context_id, pass_id, message_id, gradients = message.value
         if (context := self._contexts.find(context_id)) is not None:
-            context.gradients_arrived(pass_id, message_id, gradients)
+            context.gradients_arrived(pass_id, message_id, expand(gradients))
 
-    def _run(
-        self,
-        context: Context,
-        pass_id: PassId,
-        roots: Sequence[torch.Tensor],
-        message_ids: Sequence[int],
-        retain_graph: bool,
-    ) -> None:
-        gates = [context.gate(message_id) for message_id in message_ids]
+    def tell_closure(self, message: Incoming) -> Closure:
+        """The closure of sends of this worker: the handler of CLOSURE."""
+        context_id, message_ids = message.value
+        return self._contexts.get(context_id).closure_of_sends(message_ids)
+
+    def tell_sends(self, message: Incoming) -> tuple[list[int], list[int]]:
+        """The sends of this worker, and where they went: the handler of SENDS."""
+        context = self._contexts.find(message.value)
+        return context.sends() if context is not None else ([], [])
+
+    def _resolve(self, context: Context, closure: Closure) -> set[Message]:
+        """All sends of a closure. Asks for what it refers to."""
+        sends, wanted, asked = set(closure.sends), set(closure.above), set[Message]()
+        while wanted:
+            asked |= wanted
+            by_worker = _by_worker(wanted)
+            answers = [context.closure_of_sends(by_worker.pop(self._agent.info.id, []))]
+            requests = {worker: (context.id, message_ids) for worker, message_ids in by_worker.items()}
+            answers += self._ask(MessageType.CLOSURE, requests).values()
+            sends.update(*(answer.sends for answer in answers))
+            wanted = set[Message]().union(*(answer.above for answer in answers)) - asked
+        return sends
+
+    def _all_sends(self, context: Context) -> set[Message]:
+        """All sends of a context, on all workers that it has reached."""
+        me = self._agent.info.id
+        mine, reached = context.sends()
+        sends = {(me, number) for number in mine}
+        wanted, asked = set(reached), {me}
+        while wanted := wanted - asked:
+            asked |= wanted
+            answers = self._ask(MessageType.SENDS, dict.fromkeys(wanted, context.id))
+            for worker, (numbers, reached) in answers.items():
+                sends.update((worker, number) for number in numbers)
+                wanted.update(reached)
+        return sends
+
+    def _ask(self, kind: MessageType.ValueType, requests: Mapping[int, object]) -> dict[int, Any]:
+        """Asks several workers at once; their answers."""
+        futures = {
+            worker: self._agent.request(self._agent.worker(worker), kind, value)
+            for worker, value in requests.items()
+        }
+        with self._agent.blocking():
+            return {worker: future.wait() for worker, future in futures.items()}
+
+    def _run(self, context: Context, roots: Sequence[torch.Tensor], part: Part) -> None:
+        gates = [context.gate(message_id) for message_id in part.message_ids]
         outputs = [*roots, *gates]
         graph = walk([start_node(output) for output in outputs])
         _check_devices(graph.nodes)
@@ -102,21 +176,29 @@ class Engine:
         for node in graph.nodes:
             if (number := node._sequence_nr()) < count:
                 node._set_sequence_nr(number + ABOVE_GATES)
-        for gate, message_id in zip(gates, message_ids, strict=True):
+        for gate, message_id in zip(gates, part.message_ids, strict=True):
             gate.grad_fn._set_sequence_nr(message_id)  # type: ignore[union-attr]
-        context.begin_pass(pass_id, message_ids)
-        try:
-            leaves: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in graph.leaves]
-            gradients = torch.autograd.grad(
-                outputs,
-                [*leaves, context.dummy],  # the dummy, so that receiving nodes are run
-                # All outputs are scalars, and a gate does not look at its gradient.
-                retain_graph=retain_graph,
-                allow_unused=True,
-            )
-        finally:
-            context.end_pass(pass_id)
-        context.accumulate([node.variable for node in graph.leaves], gradients[:-1])
+        context.begin_pass(part.pass_id, part.message_ids, part.timeout)
+        with inside(context):
+            try:
+                leaves: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in graph.leaves]
+                gradients = torch.autograd.grad(
+                    outputs,
+                    [*leaves, context.dummy],  # the dummy, so that receiving nodes are run
+                    # All outputs are scalars, and a gate does not look at its gradient.
+                    retain_graph=part.retain_graph,
+                    allow_unused=True,
+                )
+            finally:
+                context.end_pass(part.pass_id)
+            context.gradients.accumulate(graph.leaves, gradients)
+
+
+def _by_worker(messages: Iterable[Message]) -> dict[int, list[int]]:
+    by_worker: dict[int, list[int]] = defaultdict(list)
+    for worker, message_id in messages:
+        by_worker[worker].append(message_id)
+    return by_worker
 
 
 @final
@@ -132,12 +214,12 @@ class _Pass:
         self._error: Exception | None = None
         self._parts: list[torch.futures.Future[Any]] = []
 
-    def start(self, worker: int, message_ids: list[int], retain_graph: bool) -> None:
+    def start(self, worker: int, part: Part) -> None:
         """Has a worker run its part."""
-        value = (self._context.id, self.id, message_ids, retain_graph)
-        part = self._agent.request(self._agent.worker(worker), MessageType.BACKWARD, value, timeout=0)
-        self._parts.append(part)
-        part.add_done_callback(self._part_done)
+        timeout = part.timeout and part.timeout + ANSWER_SECONDS
+        done = self._agent.request(self._agent.worker(worker), MessageType.BACKWARD, part, timeout=timeout)
+        self._parts.append(done)
+        done.add_done_callback(self._part_done)
 
     def fail(self, error: Exception) -> None:
         """Ends the pass on all workers, unless it has failed before."""

@@ -10,8 +10,9 @@ from ..errors import AutogradError, WorkerLostError
 from ..rpc.agent import RpcAgent
 from ..rpc.messages import Extension, Handler, Incoming, MessageType, Outgoing, register_extension
 from ..rpc.worker import WorkerInfo
-from .closure import closure_from_proto, closure_to_proto
-from .context import Context, Contexts, current_context, set_current_context
+from .anomaly import Anomaly, AnomalyScopes
+from .closure import Closure, closure_from_proto, closure_to_proto, union
+from .context import Context, Contexts, current_context, inside
 from .engine import Engine, check_roots
 
 __all__ = ["Autograd"]
@@ -24,7 +25,8 @@ class Autograd(Extension):
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self.contexts = Contexts(agent, self._tell_released)
-        self.engine = Engine(agent, self.contexts)
+        self._anomaly = AnomalyScopes()
+        self.engine = Engine(agent, self.contexts, self._anomaly)
         agent.control.on("autograd.release", self._on_release)
         agent.control.on("autograd.abort", self._on_abort)
 
@@ -33,6 +35,8 @@ class Autograd(Extension):
         return {
             MessageType.BACKWARD: Handler(self.engine.serve),
             MessageType.GRADIENTS: Handler(self.engine.gradients_arrived),
+            MessageType.CLOSURE: Handler(self.engine.tell_closure),
+            MessageType.SENDS: Handler(self.engine.tell_sends),
             MessageType.RREF_BACKWARD: Handler(self._backward_from_rref, user_values=True),
         }
 
@@ -55,8 +59,14 @@ class Autograd(Extension):
                 return
             message.envelope.autograd.message_id = sent[0]
             message.envelope.autograd.differentiable.extend(differentiable)
-            message.envelope.autograd.closure.extend(closure_to_proto(sent[1]))
+            if sent[1] is None:
+                message.envelope.autograd.closure_omitted = True
+            else:
+                message.envelope.autograd.closure.extend(closure_to_proto(sent[1]))
         message.envelope.autograd.context_id = context.id
+        if message.reply_to is None and (anomaly := Anomaly.current()).enabled:
+            message.envelope.autograd.anomaly = True
+            message.envelope.autograd.anomaly_check_nan = anomaly.check_nan
 
     def withdrawn(self, message: Outgoing) -> None:
         """The gate is not needed."""
@@ -78,10 +88,13 @@ class Autograd(Extension):
         indices = list(header.differentiable)
         if not all(index < len(message.tensors) and message.tensors[index].requires_grad for index in indices):
             raise ValueError("malformed autograd header: it names tensors that take no gradient")
+        closure = closure_from_proto(header.closure)
+        if header.closure_omitted:
+            closure = union([closure, Closure(above=frozenset({(message.source.id, header.message_id)}))])
         received = context.add_receive(
             message.source.id,
             header.message_id,
-            closure_from_proto(header.closure),
+            closure,
             [message.tensors[index].detach() for index in indices],
         )
         for index, tensor in zip(indices, received, strict=True):
@@ -96,7 +109,10 @@ class Autograd(Extension):
     def scope(self, message: Incoming) -> AbstractContextManager[None]:
         """What a remote function calls belongs to its caller's context."""
         context = message.state.get(Autograd)
-        return nullcontext() if context is None else _inside(context)
+        if context is None:
+            return nullcontext()
+        header = message.envelope.autograd
+        return self._inside(context, Anomaly(header.anomaly, header.anomaly_check_nan))
 
     def worker_lost(self, worker: WorkerInfo) -> None:
         """Ends its passes and contexts."""
@@ -114,6 +130,11 @@ class Autograd(Extension):
         """Forgets all contexts."""
         self.contexts.clear()
 
+    @contextmanager
+    def _inside(self, context: Context, anomaly: Anomaly) -> Iterator[None]:
+        with inside(context), self._anomaly.scope(anomaly):
+            yield
+
     def _backward_from_rref(self, message: Incoming) -> None:
         rref, context_id, retain_graph = message.value
         root = rref.local_value()
@@ -124,7 +145,7 @@ class Autograd(Extension):
         context = self.contexts.get(context_id)
         check_roots([root])
         with self.agent.blocking():
-            self.engine.backward(context, [root], retain_graph)
+            self.engine.backward(context, [root], retain_graph=retain_graph)
 
     def _context_of(self, message: Outgoing) -> Context | None:
         if message.reply_to is not None:
@@ -145,13 +166,3 @@ class Autograd(Extension):
 
 
 register_extension(Autograd)
-
-
-@contextmanager
-def _inside(context: Context) -> Iterator[None]:
-    before = current_context()
-    set_current_context(context)
-    try:
-        yield
-    finally:
-        set_current_context(before)

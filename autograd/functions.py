@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from .closure import Closure
+from .closure import Closure, union
 
 if TYPE_CHECKING:
     from .context import Context
@@ -49,7 +49,7 @@ class Recv(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Hands the tensors on, which come in a plain list so that they do not count as inputs."""
         ctx.context, ctx.sender, ctx.message_id = context, sender, message_id
-        ctx.closure = closure | {(sender, message_id)}
+        ctx.closure = union([closure, Closure(frozenset({(sender, message_id)}))])
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 

@@ -54,6 +54,10 @@ class _MessageTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     BACKWARD: _MessageType.ValueType  # 49
     """run your part of a backward pass"""
+    CLOSURE: _MessageType.ValueType  # 50
+    """which sends get a gradient if these of yours do?"""
+    SENDS: _MessageType.ValueType  # 51
+    """which sends has a context on your worker, and what workers did they go to?"""
     STREAM_OPEN: _MessageType.ValueType  # 64
     """streams: a request that is answered when the stream is over, and what passes meanwhile
     run a generator function
@@ -96,6 +100,10 @@ the gradients of one message's tensors
 """
 BACKWARD: MessageType.ValueType  # 49
 """run your part of a backward pass"""
+CLOSURE: MessageType.ValueType  # 50
+"""which sends get a gradient if these of yours do?"""
+SENDS: MessageType.ValueType  # 51
+"""which sends has a context on your worker, and what workers did they go to?"""
 STREAM_OPEN: MessageType.ValueType  # 64
 """streams: a request that is answered when the stream is over, and what passes meanwhile
 run a generator function
@@ -545,9 +553,17 @@ class AutogradHeader(google.protobuf.message.Message):
     MESSAGE_ID_FIELD_NUMBER: builtins.int
     DIFFERENTIABLE_FIELD_NUMBER: builtins.int
     CLOSURE_FIELD_NUMBER: builtins.int
+    CLOSURE_OMITTED_FIELD_NUMBER: builtins.int
+    ANOMALY_FIELD_NUMBER: builtins.int
+    ANOMALY_CHECK_NAN_FIELD_NUMBER: builtins.int
     context_id: builtins.int
     message_id: builtins.int
     """The index in the context of this message among its sender's; meaningful if `differentiable` is not empty."""
+    closure_omitted: builtins.bool
+    """it is too large: who needs it asks the sender"""
+    anomaly: builtins.bool
+    """a call: run it in torch's anomaly mode"""
+    anomaly_check_nan: builtins.bool
     @property
     def differentiable(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Which of the envelope's tensors take part, by index."""
@@ -563,8 +579,11 @@ class AutogradHeader(google.protobuf.message.Message):
         message_id: builtins.int = ...,
         differentiable: collections.abc.Iterable[builtins.int] | None = ...,
         closure: collections.abc.Iterable[Global___WorkerSends] | None = ...,
+        closure_omitted: builtins.bool = ...,
+        anomaly: builtins.bool = ...,
+        anomaly_check_nan: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["closure", b"closure", "context_id", b"context_id", "differentiable", b"differentiable", "message_id", b"message_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["anomaly", b"anomaly", "anomaly_check_nan", b"anomaly_check_nan", "closure", b"closure", "closure_omitted", b"closure_omitted", "context_id", b"context_id", "differentiable", b"differentiable", "message_id", b"message_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___AutogradHeader: typing_extensions.TypeAlias = AutogradHeader
@@ -575,16 +594,22 @@ class WorkerSends(google.protobuf.message.Message):
 
     WORKER_ID_FIELD_NUMBER: builtins.int
     MESSAGE_IDS_FIELD_NUMBER: builtins.int
+    ABOVE_FIELD_NUMBER: builtins.int
     worker_id: builtins.int
     @property
     def message_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def above(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sends of the worker whose closures belong in here too; who needs them asks the worker."""
+
     def __init__(
         self,
         *,
         worker_id: builtins.int = ...,
         message_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        above: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["message_ids", b"message_ids", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["above", b"above", "message_ids", b"message_ids", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerSends: typing_extensions.TypeAlias = WorkerSends

@@ -1,0 +1,132 @@
+"""The gradients that a context has accumulated on a worker, and the hooks that see them.
+
+torch's engine hands leaves' gradients over instead of running the nodes that add them to `.grad`. So what those
+nodes do besides is done here, after the engine is through: their own hooks, and those of
+`register_post_accumulate_grad_hook`. Hooks on tensors the engine runs itself.
+"""
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+__all__ = ["LeafGradients"]
+
+
+@final
+class LeafGradients:
+    """Gradients by leaf. Safe to use from any thread."""
+
+    def __init__(self, hooks_lock: threading.Lock) -> None:
+        """Args: hooks_lock: held while hooks see a leaf's gradient as its `.grad`; one for all contexts."""
+        self._lock = threading.Lock()
+        self._hooks_lock = hooks_lock
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+
+    def accumulate(self, nodes: Sequence[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Adds what a pass has found.
+
+        Args:
+            nodes: the accumulation nodes of leaves, and perhaps one more, whose gradient is left out.
+            gradients: for each node. A tensor that nobody else holds is taken as it is, any other is copied.
+
+        Raises:
+            Exception: what a hook raised.
+        """
+        seen: set[int] = set()
+        for index, node in enumerate(nodes):
+            leaf, gradient = node.variable, gradients[index]
+            owned = gradient is not None and id(gradient) not in seen
+            # The tuple, `gradient` and the argument: anybody else is a hook or a function that keeps it.
+            owned = owned and sys.getrefcount(gradient) == 3 and _is_alone(gradient, leaf)  # type: ignore[arg-type]
+            seen.add(id(gradient))
+            for hook in _hooks(node.register_prehook):
+                changed = hook((gradient,))
+                if changed is not None:
+                    gradient, owned = changed[0] if isinstance(changed, tuple) else changed, False
+            if gradient is not None:
+                self._add(leaf, gradient, owned=owned)
+                self._run_post_accumulate_hooks(leaf)
+            for hook in _hooks(node.register_hook):
+                hook((), (gradient,))
+
+    def get(self) -> dict[torch.Tensor, torch.Tensor]:
+        """All so far."""
+        with self._lock:
+            return dict(self._gradients)
+
+    def clear(self) -> None:
+        """Forgets them."""
+        with self._lock:
+            self._gradients.clear()
+
+    def _add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, owned: bool) -> None:
+        gradient = gradient.detach()
+        with self._lock:
+            before = self._gradients.get(leaf)
+            if before is None:
+                self._gradients[leaf] = gradient if owned else _copy(gradient, leaf)
+            elif before.is_sparse and not gradient.is_sparse:
+                self._gradients[leaf] = gradient + before  # torch adds sparse to dense, not the other way round
+            else:
+                self._gradients[leaf] = before + gradient
+
+    def _run_post_accumulate_hooks(self, leaf: torch.Tensor) -> None:
+        """Such a hook finds the gradient in `.grad`, and what it leaves there is the context's from then on."""
+        hooks: Mapping[int, Any] | None = leaf._post_accumulate_grad_hooks
+        if not hooks:
+            return
+        with self._hooks_lock:
+            before, leaf.grad = leaf.grad, self._gradients.get(leaf)
+            try:
+                for hook in list(hooks.values()):
+                    hook(leaf)
+            finally:
+                left, leaf.grad = leaf.grad, before
+                with self._lock:
+                    if left is None:
+                        self._gradients.pop(leaf, None)
+                    else:
+                        self._gradients[leaf] = left
+
+
+def _hooks(register: Any) -> list[Any]:
+    """The hooks of a node. Only a handle leads to where it keeps them."""
+    handle = register(_nothing)
+    hooks = [hook for hook in handle.hooks_dict_ref().values() if hook is not _nothing]
+    handle.remove()
+    return hooks
+
+
+def _nothing(*_: Any) -> None:
+    """Stands in for a hook."""
+
+
+def _is_alone(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Does no other tensor share its memory, and is it laid out like a gradient of the leaf?"""
+    if gradient._use_count() != 1:  # type: ignore[attr-defined]
+        return False
+    if gradient.is_sparse:
+        return gradient._indices().is_contiguous() and gradient._values().is_contiguous()
+    if (
+        gradient.layout is not torch.strided
+        or gradient.is_conj()
+        or gradient.is_neg()
+        or gradient._is_zerotensor()
+    ):
+        return False
+    if gradient.stride() != torch.empty_like(leaf, device="meta").stride():
+        return False
+    storage = gradient.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # `storage` is one
+
+
+def _copy(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """Laid out like the leaf."""
+    if gradient.layout is not torch.strided:
+        return gradient.clone()
+    return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device, requires_grad=False).copy_(
+        gradient
+    )

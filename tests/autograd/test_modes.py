@@ -1,0 +1,172 @@
+"""Which messages take part in a pass: SMART and FAST mode, long chains, timeouts."""
+
+import sys
+
+import pytest
+import torch
+from gradwire import autograd, rpc
+from gradwire.autograd.closure import LARGEST
+from gradwire.autograd.context import Context
+from gradwire.autograd.extension import Autograd
+from gradwire.errors import RpcTimeoutError
+from gradwire.rpc.agent import current_agent
+from gradwire.rpc.messages import Outgoing
+
+from tests.remote_functions import assert_clean, multiply
+
+HEADER_BYTES = 4096
+
+
+@pytest.fixture
+def trio(workers):
+    """Three workers; the test runs on the first. Afterwards a pass runs well, and no context is left on any."""
+    started = workers.rpc(3)
+    yield started[0]
+
+    def one_more() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", relay, (x,)).sum()
+            autograd.backward(context_id, [loss])
+            assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 6.0))
+
+    started[0].run(one_more)
+    workers.each(started, assert_clean)
+
+
+def relay(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("worker2", torch.mul, (x, 2)) * 3
+
+
+def relay_and_forget(x: torch.Tensor) -> torch.Tensor:
+    rpc.rpc_sync("worker2", torch.mul, (x, 2))
+    return x * 3
+
+
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_modes_agree_where_all_messages_take_part(trio, mode):
+    def check() -> None:
+        x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = (rpc.rpc_sync("worker1", relay, (x,)) * rpc.rpc_sync("worker2", multiply, (x, y))).sum()
+            autograd.backward(context_id, [loss], retain_graph=True, mode=mode)
+            autograd.backward(context_id, [loss], mode=mode, timeout=30)
+            found = autograd.get_gradients(context_id)
+            assert torch.allclose(found[x], 2 * 12 * x * y)
+            assert torch.allclose(found[y], 2 * 6 * x * x)
+
+    trio.run(check)
+
+
+def test_fast_waits_for_a_message_without_part_and_smart_does_not(trio):
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", multiply, (x, x)).sum()
+            rpc.rpc_sync("worker2", multiply, (x, x))
+            with pytest.raises(RpcTimeoutError, match=r"timeout of 0.2 s.*'worker\d' waits for .* message \d+ to"):
+                autograd.backward(context_id, [loss], retain_graph=True, mode="fast", timeout=0.2)
+            autograd.backward(context_id, [loss], mode="smart")
+            assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
+
+    trio.run(check)
+
+
+def test_fast_waits_for_messages_among_other_workers(trio):
+    """The caller has sent nothing that takes no part, and has to ask who has."""
+
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", relay_and_forget, (x,)).sum()
+            with pytest.raises(RpcTimeoutError) as caught:
+                autograd.backward(context_id, [loss], retain_graph=True, mode="fast", timeout=0.2)
+            assert caught.value.worker in ("worker1", "worker2")
+            autograd.backward(context_id, [loss])
+            assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 3.0))
+
+    trio.run(check)
+
+
+def test_wrong_modes_and_timeouts(trio):
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", multiply, (x, x)).sum()
+            with pytest.raises(ValueError, match="mode is 'clever': give one of 'smart', 'fast'"):
+                autograd.backward(context_id, [loss], mode="clever")
+            for timeout in (-1, float("inf"), float("nan")):
+                with pytest.raises(ValueError, match="timeout is"):
+                    autograd.backward(context_id, [loss], timeout=timeout)
+            autograd.backward(context_id, [loss])
+
+    trio.run(check)
+
+
+def hop(x: torch.Tensor) -> torch.Tensor:
+    return x * 1.01
+
+
+def measure_headers() -> None:
+    """Keeps the size of the largest autograd header that leaves this worker in the class."""
+    leaving = Autograd.leaving
+    Autograd.largest = 0
+
+    def measured(self: Autograd, message: Outgoing) -> None:
+        leaving(self, message)
+        Autograd.largest = max(Autograd.largest, message.envelope.autograd.ByteSize())
+
+    Autograd.leaving = measured
+
+
+def largest_header() -> int:
+    return Autograd.largest
+
+
+def send_at_most(limit: int) -> None:
+    sys.modules[Context.__module__].LARGEST = limit
+
+
+@pytest.mark.parametrize(("limit", "hops"), [(LARGEST, 200), (7, 30)])
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_headers_of_a_long_chain_are_small(workers, limit, hops, mode):
+    """Closures that are left out are asked for."""
+
+    def check() -> None:
+        x, y = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+        x.requires_grad_()
+        y.requires_grad_()
+        with autograd.context() as context_id:
+            h = x
+            total = y
+            for number in range(hops):
+                h = rpc.rpc_sync(f"worker{1 + number % 2}", hop, (h,))
+                total = total + h  # a graph that grows on this worker
+                h = h + 0.001 * total
+            reference = references(context_id)
+            autograd.backward(context_id, [(h * y).sum()], mode=mode)
+            found = autograd.get_gradients(context_id)
+        h, total = x, y
+        for _ in range(hops):
+            h = hop(h)
+            total = total + h
+            h = h + 0.001 * total
+        expected = torch.autograd.grad((h * y).sum(), [x, y])
+        for leaf, gradient in zip((x, y), expected, strict=True):
+            assert torch.allclose(found[leaf], gradient)
+        assert reference  # some closure was too large
+
+    a, *others = workers.rpc(3)
+    everybody = [a, *others]
+    workers.each(everybody, measure_headers)
+    workers.each(everybody, send_at_most, limit)
+    a.run(check)
+    sizes = workers.each(everybody, largest_header)
+    assert 0 < max(sizes) < HEADER_BYTES
+    workers.each(everybody, assert_clean)
+
+
+def references(context_id: int) -> int:
+    """How many closures a worker has left out."""
+    context = current_agent().extension(Autograd).contexts.get(context_id)
+    return sum(not found.sends for found in context._closures.values())
