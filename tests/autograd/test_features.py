@@ -1,0 +1,418 @@
+"""What people use in backward passes besides plain graphs."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from gradwire import autograd, rpc
+from gradwire.errors import RemoteError
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import remote_functions
+from tests.remote_functions import add, assert_clean, identity, multiply
+
+
+@pytest.fixture
+def trio(workers):
+    """Three workers; the test runs on the first. Afterwards no context is left on any."""
+    started = workers.rpc(3)
+    yield started[0]
+    workers.each(started, assert_clean)
+
+
+def leaf(*values: float) -> torch.Tensor:
+    return torch.tensor(values or (1.0, 2.0, 3.0), dtype=torch.float64, requires_grad=True)
+
+
+def test_hooks_on_tensors_and_nodes(trio):
+    def check() -> None:
+        x = leaf()
+        x.register_hook(lambda gradient: 10 * gradient)
+        seen = []
+        with autograd.context() as context_id:
+            h = x * 2
+            h.register_hook(lambda gradient: gradient + 1)
+            h.grad_fn.register_hook(lambda inputs, outputs: seen.append("node"))
+            received = rpc.rpc_sync("worker1", add, (h, h))
+            received.register_hook(lambda gradient: 3 * gradient)
+            received.grad_fn.register_hook(lambda inputs, outputs: seen.append("received"))
+            autograd.backward(context_id, [received.sum()])
+            # 1, times 3 where it was received, twice, plus 1 where it was sent, times 2 and 10.
+            assert torch.equal(autograd.get_gradients(context_id)[x], torch.full_like(x, (3 * 2 + 1) * 2 * 10))
+        assert seen == ["received", "node"]
+        assert x.grad is None
+
+    trio.run(check)
+
+
+def test_hooks_of_accumulation_nodes(trio):
+    def check() -> None:
+        x = leaf()
+        node = torch.autograd.graph.get_gradient_edge(x).node
+        seen = []
+        node.register_prehook(lambda gradients: (gradients[0] * 5,))
+        node.register_hook(lambda inputs, outputs: seen.append((inputs, outputs[0].clone())))
+        removed = node.register_hook(lambda inputs, outputs: seen.append("removed"))
+        removed.remove()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", multiply, (x, x)).sum()])
+            assert torch.equal(autograd.get_gradients(context_id)[x], 10 * x)
+        ((inputs, output),) = seen
+        assert inputs == ()
+        assert torch.equal(output, 10 * x)
+
+    trio.run(check)
+
+
+def test_post_accumulate_hooks_see_the_contexts_gradient(trio):
+    def check() -> None:
+        x, y = leaf(), leaf()
+        x.grad = torch.full_like(x, 7)
+        seen = []
+        x.register_post_accumulate_grad_hook(lambda tensor: seen.append(tensor.grad.clone()))
+
+        def consume(tensor: torch.Tensor) -> None:
+            with torch.no_grad():
+                tensor -= tensor.grad
+            tensor.grad = None
+
+        y.register_post_accumulate_grad_hook(consume)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", multiply, (x, y)).sum()
+            autograd.backward(context_id, [loss], retain_graph=True)
+            found = autograd.get_gradients(context_id)
+            assert torch.equal(found[x], torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+            assert y not in found
+            autograd.backward(context_id, [loss])
+            assert torch.equal(seen[1], 2 * seen[0])
+        assert torch.equal(x.grad, torch.full_like(x, 7))
+        assert y.grad is None
+        assert torch.equal(y, torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64))
+
+    trio.run(check)
+
+
+def test_an_error_in_a_hook_ends_the_pass(trio):
+    def check() -> None:
+        x = leaf()
+
+        def fail(_: torch.Tensor) -> None:
+            raise LookupError("no hook today")
+
+        handle = x.register_post_accumulate_grad_hook(fail)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", multiply, (x, x)).sum()
+            with pytest.raises(LookupError, match="no hook today"):
+                autograd.backward(context_id, [loss], retain_graph=True)
+        assert x.grad is None
+        handle.remove()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", multiply, (x, x)).sum()])
+            assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
+
+    trio.run(check)
+
+
+class Stash(torch.autograd.Function):
+    """Keeps where its gradient is, or the gradient itself."""
+
+    pointer = 0
+    kept = None
+
+    @staticmethod
+    def forward(ctx, x, keep):
+        ctx.keep = keep
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        Stash.pointer = gradient.data_ptr()
+        if ctx.keep:
+            Stash.kept = gradient
+        return gradient, None
+
+
+def test_gradients_are_copied_only_if_somebody_else_has_them(trio):
+    def check() -> None:
+        for keep in (False, True):
+            x = leaf()
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [multiply(Stash.apply(x, keep), x.detach()).sum()])
+                found = autograd.get_gradients(context_id)[x]
+                assert (found.data_ptr() == Stash.pointer) is not keep
+        x, y = leaf(), leaf()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [(x + y).square().sum() + (x + y.view(3)).square().sum()])
+            found = autograd.get_gradients(context_id)
+            found[x].zero_()
+            assert torch.equal(found[y], 4 * (x + y))
+            assert found[y].is_contiguous()
+
+    trio.run(check)
+
+
+def weighted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (x.to(dtype) * 2).real.sum()
+
+
+def test_dtypes(trio):
+    """Gradients have the dtype of what they are of, whatever it was computed with."""
+
+    def check() -> None:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+            for other in (torch.bfloat16, torch.float64, torch.complex128):
+                x = torch.ones(3, dtype=dtype, requires_grad=True)
+                if dtype.is_complex and not other.is_complex:
+                    continue
+                with autograd.context() as context_id:
+                    autograd.backward(context_id, [rpc.rpc_sync("worker1", weighted, (x, other))])
+                    found = autograd.get_gradients(context_id)[x]
+                assert torch.equal(found, torch.full_like(x, 2))
+                assert found.dtype == dtype
+
+    trio.run(check)
+
+
+@dataclass
+class Batch:
+    inputs: torch.Tensor
+    extra: dict[str, list[torch.Tensor]]
+
+
+def combine(batch: Batch) -> Batch:
+    return Batch(batch.inputs * 2, {"sums": [batch.inputs + batch.extra["more"][0], torch.ones(3)]})
+
+
+def test_dataclasses(trio):
+    def check() -> None:
+        x, y = leaf(), leaf()
+        with autograd.context() as context_id:
+            back = rpc.rpc_sync("worker1", combine, (Batch(x, {"more": [y]}),))
+            autograd.backward(context_id, [(back.inputs * back.extra["sums"][0]).sum()])
+            found = autograd.get_gradients(context_id)
+            assert torch.equal(found[x], 2 * (x + y) + 2 * x)
+            assert torch.equal(found[y], 2 * x)
+
+    trio.run(check)
+
+
+def look_up(table: rpc.RRef, indices: torch.Tensor, sparse: bool) -> torch.Tensor:
+    return nn.functional.embedding(indices, table.local_value(), sparse=sparse).sum()
+
+
+def make_table() -> torch.Tensor:
+    return torch.ones(5, 2, requires_grad=True)
+
+
+def gradient_of(table: rpc.RRef, context_id: int) -> torch.Tensor:
+    return autograd.get_gradients(context_id)[table.local_value()]
+
+
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True), (False, False)])
+def test_sparse_and_dense_gradients_add_up(trio, kinds):
+    """As in torch: what has once been dense stays so."""
+
+    def check() -> None:
+        table = rpc.remote("worker1", make_table)
+        with autograd.context() as context_id:
+            for sparse in kinds:
+                loss = rpc.rpc_sync("worker1", look_up, (table, torch.tensor([1, 3, 3]), sparse))
+                autograd.backward(context_id, [loss])
+            found = rpc.rpc_sync("worker1", gradient_of, (table, context_id))
+        assert found.is_sparse is all(kinds)
+        expected = torch.zeros(5, 2).index_add(0, torch.tensor([1, 3, 3]), torch.full((3, 2), 2.0))
+        assert torch.equal(found.to_dense(), expected)
+
+    trio.run(check)
+
+
+def rref_loss(x: torch.Tensor) -> torch.Tensor:
+    return (rpc.rpc_sync("worker2", multiply, (x, x)) * 2).sum()
+
+
+def test_a_pass_from_a_reference(trio):
+    def check() -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            rref = rpc.remote("worker1", rref_loss, (x,))
+            rref.backward(context_id, retain_graph=True)
+            rref.backward(context_id)
+            assert torch.equal(autograd.get_gradients(context_id)[x], 8 * x)
+
+    trio.run(check)
+
+
+def anomaly_here() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def undefined_gradient(x: torch.Tensor) -> torch.Tensor:
+    return torch.sqrt(x * 0) * 0
+
+
+class Anomaly(torch.autograd.Function):
+    """Notes in which mode its backward runs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        remote_functions.kept.append(anomaly_here())
+        return gradient
+
+
+def note_anomaly(x: torch.Tensor) -> torch.Tensor:
+    return Anomaly.apply(x)
+
+
+def kept() -> list[object]:
+    return remote_functions.kept
+
+
+def test_anomaly_mode_goes_along(trio):
+    def check() -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            for check_nan in (True, False):
+                with torch.autograd.set_detect_anomaly(True, check_nan=check_nan):
+                    assert rpc.rpc_sync("worker1", anomaly_here) == (True, check_nan)
+                    loss = rpc.rpc_sync("worker1", note_anomaly, (x,)).sum()
+                    autograd.backward(context_id, [loss])
+                assert rpc.rpc_sync("worker1", anomaly_here)[0] is False
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", note_anomaly, (x,)).sum()])
+        modes = rpc.rpc_sync("worker1", kept)
+        assert modes[:2] == [(True, True), (True, False)]
+        assert modes[2][0] is False
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", undefined_gradient, (x,)).sum()
+            autograd.backward(context_id, [loss], retain_graph=True)
+            assert autograd.get_gradients(context_id)[x].isnan().all()
+            with (
+                torch.autograd.set_detect_anomaly(True),
+                pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values") as caught,
+            ):
+                autograd.backward(context_id, [loss])
+            cause = caught.value.__cause__
+            assert isinstance(cause, RemoteError)
+            assert cause.worker == "worker1"
+
+    trio.run(check)
+
+
+def checkpointed(x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+    return checkpoint(through_worker2, x, use_reentrant=use_reentrant)
+
+
+def through_worker2(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("worker2", torch.sin, (x,)).exp()
+
+
+def test_activation_checkpointing(trio):
+    """Also of a function that calls another worker; its recomputation calls it again."""
+
+    def check() -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", checkpointed, (x, False)).sum()
+            autograd.backward(context_id, [loss])
+            expected = torch.autograd.grad(x.sin().exp().sum(), x)[0]
+            assert torch.allclose(autograd.get_gradients(context_id)[x], expected)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", checkpointed, (x, True)).sum()
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):
+                autograd.backward(context_id, [loss])
+
+    trio.run(check)
+
+
+def with_autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    outside = torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = nn.functional.linear(x, weight)
+    return y, outside
+
+
+def test_autocast_is_the_called_functions_own_business(trio):
+    def check() -> None:
+        x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+        with autograd.context() as context_id:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y, outside = rpc.rpc_sync("worker1", with_autocast, (x, weight))
+            assert y.dtype == torch.bfloat16
+            assert not outside
+            autograd.backward(context_id, [y.sum()])
+            found = autograd.get_gradients(context_id)
+            assert found[x].dtype == torch.float32
+            assert torch.equal(found[weight], torch.full((3, 4), 2.0))
+
+    trio.run(check)
+
+
+def parts(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * scale, x.sum()
+
+
+def only_zeros(x: torch.Tensor) -> torch.Tensor:
+    return Zeros.apply(x)
+
+
+class Zeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch._efficientzerotensor((1000, 100), dtype=torch.float64)
+
+
+def test_what_is_known_to_be_zero_costs_nothing(trio):
+    """Neither does what repeats one number; 800,000 bytes otherwise."""
+
+    def sent_by_worker1() -> int:
+        return rpc.rpc_sync("worker1", rpc.debug_info)["bytes_sent"]
+
+    def check() -> None:
+        x = torch.randn(1000, 100, dtype=torch.float64, requires_grad=True)
+        nbytes = x.numel() * 8
+        cases = {
+            "unused": (lambda y: y[1], lambda: torch.ones_like(x)),
+            "zeros": (None, lambda: torch.zeros_like(x)),
+            "expanded": (lambda y: y[1] * 3, lambda: torch.full_like(x, 3)),
+        }
+        for name, (loss_of, expected) in cases.items():
+            with autograd.context() as context_id:
+                if loss_of is None:
+                    loss = rpc.rpc_sync("worker1", only_zeros, (x,))
+                else:
+                    loss = loss_of(rpc.rpc_sync("worker1", parts, (x, 2.0)))
+                before = sent_by_worker1()
+                mine = rpc.debug_info()["bytes_sent"]
+                autograd.backward(context_id, [loss])
+                assert sent_by_worker1() - before < nbytes / 10, name
+                assert rpc.debug_info()["bytes_sent"] - mine < nbytes / 10, name
+                assert torch.equal(autograd.get_gradients(context_id)[x], expected()), name
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", parts, (x, 2.0))[0].square().sum()
+            before = sent_by_worker1()
+            autograd.backward(context_id, [loss])
+            assert sent_by_worker1() - before > nbytes
+
+    trio.run(check)
+
+
+def test_a_reply_without_gradients_does_not_make_zeros(trio):
+    """A leaf that only a message's unused tensor leads to has no gradient."""
+
+    def check() -> None:
+        x, y = leaf(), leaf()
+        with autograd.context() as context_id:
+            used, _ = rpc.rpc_sync("worker1", identity, ((x, y),))
+            autograd.backward(context_id, [used.sum()])
+            assert set(autograd.get_gradients(context_id)) == {x}
+
+    trio.run(check)
