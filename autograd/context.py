@@ -17,6 +17,7 @@ import torch
 
 from ..errors import AutogradError, RpcTimeoutError, UnknownContextError, WorkerLostError
 from ..rpc.agent import RpcAgent
+from ..rpc.failures import copy_error
 from ..rpc.messages import MessageType
 from .closure import LARGEST, NOTHING, Closure, closure_above, start_node
 from .compact import Gradients, shrink
@@ -71,7 +72,7 @@ class _Slot:
         """Raises queue.Empty after so many seconds."""
         outcome = self._queue.get(timeout=seconds)
         if isinstance(outcome, Exception):
-            raise outcome
+            raise copy_error(outcome)  # several gates may raise it
         return outcome
 
 
@@ -209,7 +210,7 @@ class Context:
                     "run them one after the other, or in contexts of their own"
                 )
             if identifier in self._aborted:
-                raise self._aborted[identifier]
+                raise copy_error(self._aborted[identifier])
             self._running, self._awaited = identifier, message_ids
             self._timeout, self._deadline = timeout, time.monotonic() + timeout
             lost = next((worker for worker in self._needed() if self.agent.why_lost(worker) is not None), None)

@@ -1,0 +1,194 @@
+"""A pass that goes wrong ends on all workers, and they can run the next one."""
+
+import os
+
+import pytest
+import torch
+from gradwire import autograd, rpc
+from gradwire.autograd.context import current_context
+from gradwire.errors import AutogradError, RemoteError, RpcTimeoutError, SendFailedError, WorkerLostError
+
+from tests.remote_functions import add, assert_clean, multiply, set_event, wait_for, wait_until
+from tests.rpc.test_fault_injection import faulty
+
+
+class Acts(torch.autograd.Function):
+    """Does something in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, act):
+        ctx.act = act
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ACTS[ctx.act]()
+        return gradient, None
+
+
+def raise_an_error() -> None:
+    raise LookupError("no gradient today")
+
+
+def die() -> None:
+    os._exit(3)
+
+
+def wait_for_the_end() -> None:
+    """Returns when this worker knows that the pass has failed."""
+    context = current_context()
+    wait_until(lambda: context._aborted)
+    set_event("ended")
+
+
+def wait_until_released() -> None:
+    wait_for("go on")
+
+
+ACTS = {
+    "raise": raise_an_error,
+    "die": die,
+    "wait for the end": wait_for_the_end,
+    "wait": wait_until_released,
+}
+
+
+def acting(x: torch.Tensor, act: str) -> torch.Tensor:
+    return Acts.apply(x * 2, act)
+
+
+def relay(x: torch.Tensor, to: str, act: str) -> torch.Tensor:
+    return rpc.rpc_sync(to, acting, (x * 2, act)) * 3
+
+
+def running_passes() -> int:
+    return rpc.debug_info()["num_current_backward_passes"]
+
+
+def one_more(*workers: str) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = sum(rpc.rpc_sync(to, multiply, (x, x)).sum() for to in workers)
+        autograd.backward(context_id, [loss])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 2.0 * len(workers)))
+    assert_clean()
+
+
+def test_an_error_arrives_with_its_worker_and_traceback_and_ends_all_others(workers):
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", relay, (x, "worker2", "raise")).sum()
+            other = rpc.rpc_sync("worker3", acting, (x, "wait for the end")).sum()
+            with pytest.raises(LookupError, match="no gradient today") as caught:
+                autograd.backward(context_id, [loss + other])
+            cause = caught.value.__cause__
+            assert isinstance(cause, RemoteError)
+            assert cause.worker == "worker2"
+            assert "in raise_an_error" in cause.remote_traceback
+            # All have ended it when the caller hears of it.
+            for worker in range(4):
+                assert rpc.rpc_sync(f"worker{worker}", running_passes) == 0
+        one_more("worker1", "worker2", "worker3")
+
+    started = workers.rpc(4)
+    started[0].run(check)
+    started[3].run(wait_for, "ended")
+    workers.each(started, assert_clean)
+
+
+def test_a_worker_that_dies_in_its_backward(workers):
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", relay, (x, "worker2", "die")).sum()
+            with pytest.raises(WorkerLostError, match="'worker2'"):
+                autograd.backward(context_id, [loss])
+        one_more("worker1", "worker3")
+
+    started = workers.rpc(4, rpc_timeout=0)
+    started[0].run(check)
+    workers.each([started[1], started[3]], assert_clean)
+
+
+def test_the_caller_dies_in_its_backward(workers):
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            h = rpc.rpc_sync("worker1", multiply, (Acts.apply(x, "die"), x))
+            autograd.backward(
+                context_id, [rpc.rpc_sync("worker1", relay, (h, "worker2", "wait for the end")).sum()]
+            )
+
+    a, b, c = workers.rpc(3, rpc_timeout=0)
+    a.start(check)
+    a.process.join(30)
+    assert a.process.exitcode is not None
+    workers.each([b, c], assert_clean)
+    b.run(one_more, "worker2")
+
+
+def test_a_timeout_ends_the_pass_everywhere(workers):
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", relay, (x, "worker2", "wait for the end")).sum()
+            with pytest.raises(RpcTimeoutError, match="waits for the gradients of its message") as caught:
+                autograd.backward(context_id, [loss], timeout=0.2)
+            assert caught.value.seconds == 0.2
+        one_more("worker1", "worker2")
+
+    started = workers.rpc(3)
+    started[0].run(check)
+    started[2].run(wait_for, "ended")
+    workers.each(started, assert_clean)
+
+
+def test_two_passes_of_one_context_at_once(workers):
+    def check() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            slow = rpc.rpc_sync("worker1", acting, (x, "wait")).sum()
+            other = rpc.rpc_sync("worker1", multiply, (x, x)).sum()
+            first = rpc.rpc_async("worker0", run_pass, (context_id, rpc.RRef(slow)))
+            wait_until(lambda: rpc.rpc_sync("worker1", running_passes))
+            with pytest.raises(AutogradError, match="two backward passes of context"):
+                autograd.backward(context_id, [other])
+            rpc.rpc_sync("worker1", set_event, ("go on",))
+            first.wait()
+            assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 2.0))
+
+    started = workers.rpc(2)
+    started[0].run(check)
+    workers.each(started, assert_clean)
+
+
+def run_pass(context_id: int, root: rpc.RRef) -> None:
+    autograd.backward(context_id, [root.local_value()])
+
+
+@pytest.mark.parametrize("name", ["GRADIENTS", "BACKWARD", "CALL", "autograd.abort", "autograd.release"])
+def test_messages_that_fail_to_be_sent(workers, name):
+    """Calls and parts of a pass that cannot be sent fail it; what cleans up is sent again."""
+
+    def attempt() -> bool:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", relay, (x, "worker2", "raise")) * rpc.rpc_sync("worker2", add, (x, x))
+            with pytest.raises((LookupError, SendFailedError)) as caught:
+                autograd.backward(context_id, [loss.sum()])
+        return isinstance(caught.value, LookupError)
+
+    def check() -> None:
+        outcomes = []
+        while not all(outcomes[-2:]) or len(outcomes) < 2:  # each worker fails once; then all is well
+            try:
+                outcomes.append(attempt())
+            except SendFailedError:
+                outcomes.append(False)
+            assert len(outcomes) < 10
+        assert all(outcomes) is name.startswith("autograd.")
+
+    started = faulty(workers, 3, messages_to_fail=[name], num_fail_sends=1)
+    started[0].run(check)
+    workers.each(started, assert_clean)
