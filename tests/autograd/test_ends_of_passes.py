@@ -115,10 +115,8 @@ def test_the_caller_dies_in_its_backward(workers):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
-            h = rpc.rpc_sync("worker1", multiply, (Acts.apply(x, "die"), x))
-            autograd.backward(
-                context_id, [rpc.rpc_sync("worker1", relay, (h, "worker2", "wait for the end")).sum()]
-            )
+            h = rpc.rpc_sync("worker1", relay, (x, "worker2", "raise"))
+            autograd.backward(context_id, [Acts.apply(h.sum(), "die")])
 
     a, b, c = workers.rpc(3, rpc_timeout=0)
     a.start(check)
