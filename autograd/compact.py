@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Compact", "Gradients", "expand", "shrink"]
+__all__ = ["Compact", "Expanded", "Gradients", "expand", "shrink"]
 
 Gradients = Sequence[torch.Tensor | None]
 """Those of a message's tensors; None for a tensor that the loss does not depend on."""
