@@ -8,8 +8,7 @@ its own, until the one that opened it closes it.
 import queue
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -24,13 +23,10 @@ from .compact import Gradients, shrink
 from .functions import receive, send
 from .gradients import LeafGradients
 
-__all__ = ["Context", "Contexts", "PassId", "current_context", "inside", "set_current_context"]
+__all__ = ["Context", "PassId", "current_context", "inside", "set_current_context"]
 
 PassId = tuple[int, int]
 """A backward pass: the worker that runs it, and that worker's count."""
-
-REMEMBERED = 4096
-"""How many ended contexts a worker remembers, to recognise messages of theirs that come late."""
 
 _current = threading.local()
 
@@ -340,84 +336,3 @@ class Context:
                 if identifier in self._aborted:
                     slot.put(self._aborted[identifier])
             return slot
-
-
-@final
-class Contexts:
-    """The contexts that this worker has a part in."""
-
-    def __init__(self, agent: RpcAgent, tell_released: Callable[[int, int], None]) -> None:
-        self._agent = agent
-        self._tell_released = tell_released
-        self._lock = threading.Lock()
-        self._contexts: dict[int, Context] = {}
-        self._hooks_lock = threading.Lock()
-        self._ended: OrderedDict[int, None] = OrderedDict()
-        self._count = 0
-
-    def __len__(self) -> int:
-        return len(self._contexts)
-
-    def running_count(self) -> int:
-        """In how many of them a backward pass runs here."""
-        return sum(context.is_running for context in self.all())
-
-    def open(self) -> Context:
-        """A new context of this worker."""
-        with self._lock:
-            self._count += 1
-            identifier = self._agent.info.id << 48 | self._count
-            context = self._contexts[identifier] = Context(self._agent, identifier, self._hooks_lock)
-            return context
-
-    def get(self, identifier: int) -> Context:
-        """This worker's part of a context. Raises UnknownContextError."""
-        context = self._contexts.get(identifier)
-        if context is None:
-            raise UnknownContextError(identifier, self._agent.info.name)
-        return context
-
-    def find(self, identifier: int) -> Context | None:
-        """This worker's part of a context, if it has one."""
-        return self._contexts.get(identifier)
-
-    def join(self, identifier: int) -> Context | None:
-        """This worker's part of a context, made if need be; None if the context has ended already."""
-        with self._lock:
-            context = self._contexts.get(identifier)
-            if context is not None or identifier in self._ended:
-                return context
-            context = self._contexts[identifier] = Context(self._agent, identifier, self._hooks_lock)
-        if context.creator != self._agent.info.id:
-            # So that this worker learns when the creator is lost, and with it the word that the context ends.
-            self._agent.connect(self._agent.worker(context.creator))
-        return context
-
-    def release(self, identifier: int) -> None:
-        """The context has ended: forgets it here, and has all workers do so that it reached from here."""
-        with self._lock:
-            self._ended[identifier] = None
-            while len(self._ended) > REMEMBERED:
-                self._ended.popitem(last=False)
-            context = self._contexts.pop(identifier, None)
-        if context is not None:
-            for worker in context.close():
-                self._tell_released(worker, identifier)
-
-    def worker_lost(self, worker: int, error: Exception) -> None:
-        """Ends what a lost worker had begun."""
-        for context in self.all():
-            context.worker_lost(worker, error)
-            if context.creator == worker:
-                self.release(context.id)
-
-    def all(self) -> list[Context]:
-        """All parts."""
-        return list(self._contexts.values())
-
-    def clear(self) -> None:
-        """Ends all."""
-        with self._lock:
-            contexts, self._contexts = self._contexts, {}
-        for context in contexts.values():
-            context.close()

@@ -26,7 +26,8 @@ from ..rpc.messages import Incoming, MessageType
 from .anomaly import Anomaly, AnomalyScopes
 from .closure import Closure, Message, start_node, walk
 from .compact import expand
-from .context import Context, Contexts, PassId, inside
+from .context import Context, PassId, inside
+from .contexts import Contexts
 
 __all__ = ["Engine", "Mode", "Part", "check_roots"]
 

@@ -12,7 +12,8 @@ from ..rpc.messages import Extension, Handler, Incoming, MessageType, Outgoing, 
 from ..rpc.worker import WorkerInfo
 from .anomaly import Anomaly, AnomalyScopes
 from .closure import Closure, closure_from_proto, closure_to_proto, union
-from .context import Context, Contexts, current_context, inside
+from .context import Context, current_context, inside
+from .contexts import Contexts
 from .engine import Engine, check_roots
 
 __all__ = ["Autograd"]
