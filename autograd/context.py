@@ -22,6 +22,7 @@ from .closure import LARGEST, NOTHING, Closure, closure_above, start_node
 from .compact import Gradients, shrink
 from .functions import receive, send
 from .gradients import LeafGradients
+from .partial import PartialGradients
 
 __all__ = ["Context", "PassId", "current_context", "inside", "set_current_context"]
 
@@ -102,6 +103,7 @@ class Context:
         self._timeout = 0.0
         self._deadline = 0.0
         """Of the running pass, if it has a timeout."""
+        self._partial: PartialGradients | None = None
 
     # Forward.
 
@@ -184,13 +186,20 @@ class Context:
                 f"worker {self.agent.info.name!r} sent no message {message_id} in context {self.id}"
             ) from None
 
-    def begin_pass(self, identifier: PassId, message_ids: Sequence[int], timeout: float) -> None:
+    def begin_pass(
+        self,
+        identifier: PassId,
+        message_ids: Sequence[int],
+        timeout: float,
+        partial: PartialGradients | None = None,
+    ) -> None:
         """Makes a pass the running one, in which the gates of these messages take part.
 
         Args:
             identifier: the pass.
             message_ids: the messages.
             timeout: seconds from now for which gates wait, 0 for ever.
+            partial: holds the gradients of received messages, where they come in parts.
 
         Raises:
             AutogradError: another pass is running, this one was aborted before it came, or the context has
@@ -209,6 +218,7 @@ class Context:
                 raise copy_error(self._aborted[identifier])
             self._running, self._awaited = identifier, message_ids
             self._timeout, self._deadline = timeout, time.monotonic() + timeout
+            self._partial = partial
             lost = next((worker for worker in self._needed() if self.agent.why_lost(worker) is not None), None)
             if lost is not None:
                 self._running = None
@@ -217,7 +227,7 @@ class Context:
     def end_pass(self, identifier: PassId) -> None:
         """The running pass is over."""
         with self._lock:
-            self._running = None
+            self._running = self._partial = None
             self._forget_slots(identifier)
             if self._released:
                 self._clear()
@@ -281,7 +291,13 @@ class Context:
 
     def post_gradients(self, sender: int, message_id: int, gradients: Gradients) -> None:
         """Called by the receiving node of a message in the running pass."""
-        value = (self.id, self._running_pass(), message_id, shrink(gradients))
+        running = self._running_pass()
+        if self._partial is not None:
+            complete = self._partial.add((sender, message_id), gradients)
+            if complete is None:
+                return
+            gradients = complete
+        value = (self.id, running, message_id, shrink(gradients))
         self.agent.post(self.agent.worker(sender), MessageType.GRADIENTS, value)
 
     def _needed(self) -> set[int]:

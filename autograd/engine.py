@@ -8,11 +8,15 @@ A gate blocks the engine, so it must only be run when nothing else is ready, and
 send's gradient depends on happened after it, so this order cannot deadlock. The engine runs ready nodes by
 descending sequence number. Gates therefore get their message ids as numbers, and every other node a larger
 one.
+
+That takes one thread, which runs the CPU's nodes and waits. In a graph with nodes on other devices, whose threads
+make CPU nodes ready for the waiting one, a gate could wait while what it waits for cannot go on. There one root
+after another is run: nodes that several roots lead to run several times, and what they give is added up.
 """
 
 import itertools
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -28,6 +32,7 @@ from .closure import Closure, Message, start_node, walk
 from .compact import expand
 from .context import Context, PassId, inside
 from .contexts import Contexts
+from .partial import PartialGradients, total
 
 __all__ = ["Engine", "Mode", "Part", "check_roots"]
 
@@ -77,6 +82,8 @@ class Engine:
         self._contexts = contexts
         self._anomaly = anomaly
         self._numbers = itertools.count(1)
+        self.one_root_at_a_time = False
+        """Run all graphs as those with nodes on several devices are; for tests on the CPU."""
 
     def backward(
         self,
@@ -169,30 +176,48 @@ class Engine:
             return {worker: future.wait() for worker, future in futures.items()}
 
     def _run(self, context: Context, roots: Sequence[torch.Tensor], part: Part) -> None:
-        gates = [context.gate(message_id) for message_id in part.message_ids]
+        # The latest first, as the engine runs gates.
+        message_ids = sorted(part.message_ids, reverse=True)
+        gates = [context.gate(message_id) for message_id in message_ids]
         outputs = [*roots, *gates]
         graph = walk([start_node(output) for output in outputs])
-        _check_devices(graph.nodes)
         count = context.message_count
         for node in graph.nodes:
             if (number := node._sequence_nr()) < count:
                 node._set_sequence_nr(number + ABOVE_GATES)
-        for gate, message_id in zip(gates, part.message_ids, strict=True):
+        for gate, message_id in zip(gates, message_ids, strict=True):
             gate.grad_fn._set_sequence_nr(message_id)  # type: ignore[union-attr]
-        context.begin_pass(part.pass_id, part.message_ids, part.timeout)
+        partial = None
+        if self.one_root_at_a_time or _has_several_devices(graph.nodes):
+            graphs = [walk([start_node(output)]) for output in outputs]
+            partial = PartialGradients(
+                Counter((node.sender, node.message_id) for each in graphs for node in each.receives)
+            )
+        context.begin_pass(part.pass_id, message_ids, part.timeout, partial)
         with inside(context):
             try:
-                leaves: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in graph.leaves]
-                gradients = torch.autograd.grad(
-                    outputs,
-                    [*leaves, context.dummy],  # the dummy, so that receiving nodes are run
-                    # All outputs are scalars, and a gate does not look at its gradient.
-                    retain_graph=part.retain_graph,
-                    allow_unused=True,
-                )
+                if partial is None:
+                    gradients = _grad(outputs, graph.leaves, context.dummy, retain_graph=part.retain_graph)
+                else:
+                    sums: dict[Any, torch.Tensor | None] = {}
+                    for index, (output, each) in enumerate(zip(outputs, graphs, strict=True)):
+                        retain = part.retain_graph or index < len(outputs) - 1
+                        found = _grad([output], each.leaves, context.dummy, retain_graph=retain)
+                        for node, gradient in zip(each.leaves, found, strict=False):
+                            sums[node] = total(sums.get(node), gradient)
+                    gradients = tuple(sums.pop(node) for node in graph.leaves)
             finally:
                 context.end_pass(part.pass_id)
             context.gradients.accumulate(graph.leaves, gradients)
+
+
+def _grad(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[Any], dummy: torch.Tensor, *, retain_graph: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of accumulation nodes, and one more to leave out: of the dummy, so that receives are run."""
+    edges: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in leaves]
+    # All outputs are scalars, and a gate does not look at its gradient.
+    return torch.autograd.grad(outputs, [*edges, dummy], retain_graph=retain_graph, allow_unused=True)
 
 
 def _by_worker(messages: Iterable[Message]) -> dict[int, list[int]]:
@@ -251,13 +276,8 @@ class _Pass:
             self.fail(error)
 
 
-def _check_devices(nodes: set[Any]) -> None:
-    """A waiting gate could strand CPU nodes that another device's thread makes ready for this one."""
+def _has_several_devices(nodes: set[Any]) -> bool:
+    """Has a graph nodes on other devices than the CPU? Gates are always on the CPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return
-    devices = {meta.device.type for node in nodes for meta in node._input_metadata if meta.device is not None}
-    if not devices <= {"cpu"}:
-        raise AutogradError(
-            f"this worker's graph has nodes on {', '.join(sorted(devices))}; "
-            "distributed backward passes run on CPU graphs only so far"
-        )
+        return False
+    return any(meta.device.type != "cpu" for node in nodes for meta in node._input_metadata if meta.device)

@@ -12,6 +12,8 @@ from typing import Any, final
 
 import torch
 
+from .partial import add
+
 __all__ = ["LeafGradients"]
 
 
@@ -66,12 +68,10 @@ class LeafGradients:
         gradient = gradient.detach()
         with self._lock:
             before = self._gradients.get(leaf)
-            if before is None:
-                self._gradients[leaf] = gradient if owned else _copy(gradient, leaf)
-            elif before.is_sparse and not gradient.is_sparse:
-                self._gradients[leaf] = gradient + before  # torch adds sparse to dense, not the other way round
+            if before is not None:
+                self._gradients[leaf] = add(before, gradient)
             else:
-                self._gradients[leaf] = before + gradient
+                self._gradients[leaf] = gradient if owned else _copy(gradient, leaf)
 
     def _run_post_accumulate_hooks(self, leaf: torch.Tensor) -> None:
         """Such a hook finds the gradient in `.grad`, and what it leaves there is the context's from then on."""

@@ -15,6 +15,9 @@ from gradwire.autograd.closure import LARGEST, start_node, walk
 from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
 from gradwire.rpc.agent import current_agent
+from gradwire.rpc.grpc_agent import GrpcAgent
+from gradwire.rpc.messages import MessageType
+from gradwire.rpc.worker import WorkerInfo
 
 from tests.autograd.programs import Distributed, Program, generate, gradients_in_one_process, roots, run_body
 from tests.autograd.test_modes import send_at_most
@@ -59,6 +62,8 @@ class Watch:
 
     def wrong_runs(self, taking_part: Iterable[int], passes: int) -> list[str]:
         """The nodes that have not run once in each pass, or run without taking part."""
+        if current_agent().extension(Autograd).engine.one_root_at_a_time:
+            return []
         graph = walk([*self.starts, *(self.gates[number] for number in taking_part)])
         expected = dict.fromkeys(graph.nodes - set(graph.leaves), passes)
         return [
@@ -74,17 +79,23 @@ def _received(graph: Any) -> list[Message]:
 
 def trace_messages() -> None:
     """Has the watches of this process see which gradients come and go."""
-    post, arrive = Context.post_gradients, Context.gradients_arrived
+    post, arrive = GrpcAgent.post, Context.gradients_arrived
 
-    def traced_post(context: Context, sender: int, message_id: int, gradients: Any) -> None:
-        Watch.of_context[context.id].posted.append((sender, message_id))
-        post(context, sender, message_id, gradients)
+    def traced_post(agent: GrpcAgent, worker: WorkerInfo, kind: Any, value: Any, **others: Any) -> int:
+        if kind == MessageType.GRADIENTS:
+            context_id, _, message_id, _ = value
+            Watch.of_context[context_id].posted.append((worker.id, message_id))
+        return post(agent, worker, kind, value, **others)
 
     def traced_arrive(context: Context, identifier: Any, message_id: int, gradients: Any) -> None:
         Watch.of_context[context.id].arrived.append(message_id)
         arrive(context, identifier, message_id, gradients)
 
-    Context.post_gradients, Context.gradients_arrived = traced_post, traced_arrive
+    GrpcAgent.post, Context.gradients_arrived = traced_post, traced_arrive
+
+
+def run_one_root_at_a_time() -> None:
+    current_agent().extension(Autograd).engine.one_root_at_a_time = True
 
 
 def watch(context_id: int) -> tuple[dict[int, list[Message]], list[Message]]:
@@ -175,6 +186,17 @@ def check_many(seeds: range) -> Counter[str]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(one, seeds))
     return counts
+
+
+@pytest.mark.timeout(max(120, PROGRAMS))
+def test_random_programs_one_root_at_a_time(workers):
+    """As in graphs on several devices; messages' gradients are sent once all the same."""
+    started = workers.rpc(5, num_worker_threads=4)
+    workers.each(started, trace_messages)
+    workers.each(started, run_one_root_at_a_time)
+    counts = started[0].start(check_many, range(HALF)).result(max(100, PROGRAMS))
+    assert counts["programs"] == HALF
+    workers.each(started, assert_clean)
 
 
 @pytest.mark.parametrize(("largest", "seeds"), [(LARGEST, range(HALF)), (2, range(HALF, 2 * HALF))])
