@@ -28,6 +28,7 @@ __all__ = [
     "closure_above",
     "closure_from_proto",
     "closure_to_proto",
+    "small_closure",
     "start_node",
     "union",
     "walk",
@@ -90,26 +91,9 @@ def start_node(tensor: torch.Tensor) -> Any:
 
 def walk(starts: Iterable[Any]) -> Graph:
     """Finds everything that gets a gradient on this worker if these nodes do."""
-    return _walk(starts, {})[0]
-
-
-def closure_above(starts: Iterable[Any], known: Mapping[Any, Closure]) -> Closure:
-    """All sends that get a gradient if these nodes do.
-
-    Args:
-        starts: nodes.
-        known: the closures of some nodes; what is above them is not looked at.
-    """
-    graph, met = _walk(starts, known)
-    return union([*met, *(node.closure for node in graph.receives)])
-
-
-def _walk(starts: Iterable[Any], known: Mapping[Any, Closure]) -> tuple[Graph, list[Closure]]:
-    """The graph up to the known nodes, and their closures."""
     from .functions import is_recv  # here, because the functions carry closures
 
     graph = Graph()
-    met: list[Closure] = []
     stack = list(starts)
     while stack:
         node = stack.pop()
@@ -120,11 +104,52 @@ def _walk(starts: Iterable[Any], known: Mapping[Any, Closure]) -> tuple[Graph, l
             graph.receives.append(node)
         elif isinstance(node, AccumulateGrad):
             graph.leaves.append(node)
-        elif node in known:
-            met.append(known[node])
         else:
             stack.extend(above for above, _ in node.next_functions if above is not None)
-    return graph, met
+    return graph
+
+
+def closure_above(starts: Iterable[Any]) -> Closure:
+    """All sends that get a gradient if these nodes do."""
+    return union(node.closure for node in walk(starts).receives)
+
+
+def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], largest: int) -> Closure | None:
+    """That of nodes, if it is small.
+
+    Args:
+        starts: the nodes.
+        known: what has been found for nodes before, so that each node is looked at once; is added to.
+        largest: what is small.
+
+    Returns:
+        The closure; None if it has more than `largest` members.
+    """
+    from .functions import is_recv  # here, because the functions carry closures
+
+    starts = list(starts)
+    stack = list(starts)
+    while stack:
+        node = stack[-1]
+        if node not in known:
+            above = [] if is_recv(node) else [each for each, _ in node.next_functions if each is not None]
+            if missing := [each for each in above if each not in known]:
+                stack.extend(missing)
+                continue
+            known[node] = node.closure if is_recv(node) else _small_union(above, known, largest)
+        stack.pop()
+    return _small_union(starts, known, largest)
+
+
+def _small_union(nodes: Iterable[Any], known: Mapping[Any, Closure | None], largest: int) -> Closure | None:
+    found: list[Closure] = []
+    for node in nodes:
+        if (closure := known[node]) is None:
+            return None
+        if not any(closure is each for each in found):
+            found.append(closure)
+    closure = union(found)
+    return closure if len(closure) <= largest else None
 
 
 def closure_to_proto(closure: Closure) -> list[agent_pb2.WorkerSends]:

@@ -18,7 +18,7 @@ from ..errors import AutogradError, RpcTimeoutError, UnknownContextError, Worker
 from ..rpc.agent import RpcAgent
 from ..rpc.failures import copy_error
 from ..rpc.messages import MessageType
-from .closure import LARGEST, NOTHING, Closure, closure_above, start_node
+from .closure import LARGEST, NOTHING, Closure, closure_above, small_closure, start_node
 from .compact import Gradients, shrink
 from .functions import receive, send
 from .gradients import LeafGradients
@@ -91,8 +91,8 @@ class Context:
         """Of each message with a gate, the worker that will send its gradients."""
         self._message_count = 0
         self._received = False
-        self._closures: dict[Any, Closure] = {}
-        """By the nodes at which sent tensors begin, so that nothing above them is walked again."""
+        self._closures: dict[Any, Closure | None] = {}
+        """Those of the nodes above sends, see `small_closure`."""
         self.gradients = LeafGradients(hooks_lock)
         """What passes have found for leaves of this worker."""
         self._slots: dict[tuple[PassId, int], _Slot] = {}
@@ -120,7 +120,9 @@ class Context:
         Returns:
             The message's id and its closure, or None for a large one; None at all if the context has ended.
         """
-        closure = self.closure(tensors)
+        closure: Closure | None = NOTHING
+        if self._received:
+            closure = small_closure([start_node(tensor) for tensor in tensors], self._closures, LARGEST)
         with self._lock:
             if self._released:
                 return None
@@ -128,11 +130,7 @@ class Context:
             self._message_count += 1
             self._gates[message_id] = send(self, message_id, tensors)
             self._destinations[message_id] = destination
-            is_small = len(closure) <= LARGEST
-            if self._received and len(tensors) == 1:
-                above = Closure(above=frozenset({(self.agent.info.id, message_id)}))
-                self._closures[start_node(tensors[0])] = closure if is_small else above
-            return message_id, closure if is_small else None
+            return message_id, closure
 
     def drop_send(self, message_id: int) -> None:
         """The message could not be sent."""
@@ -149,11 +147,11 @@ class Context:
         """All sends that get a gradient if these tensors do."""
         if not self._received:
             return NOTHING
-        return closure_above([start_node(tensor) for tensor in tensors], self._closures)
+        return closure_above(start_node(tensor) for tensor in tensors)
 
     def closure_of_sends(self, message_ids: Sequence[int]) -> Closure:
-        """All sends that get a gradient if these of this worker do. Refers to none of this worker's closures."""
-        return closure_above([self.gate(message_id).grad_fn for message_id in message_ids], {})
+        """All sends that get a gradient if these of this worker do."""
+        return closure_above(self.gate(message_id).grad_fn for message_id in message_ids)
 
     def sends(self) -> tuple[list[int], list[int]]:
         """All messages with gates, and the workers that messages went to from here."""
