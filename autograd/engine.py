@@ -60,17 +60,20 @@ class Part:
 def check_roots(roots: Sequence[torch.Tensor]) -> None:
     """Raises AutogradError, saying which and why, unless all roots are scalars that require grad."""
     if isinstance(roots, torch.Tensor) or not roots:
-        raise AutogradError(f"roots is {roots!r}: give a list of scalar tensors, [loss] for one")
+        missing = "No tensors provided for gradient computation: " if not isinstance(roots, torch.Tensor) else ""
+        raise AutogradError(f"{missing}roots is {roots!r}; give a list of scalar tensors, [loss] for one")
     for index, root in enumerate(roots):
         if not isinstance(root, torch.Tensor):
             raise AutogradError(f"roots[{index}] is {root!r}, which is no tensor")
         if not root.requires_grad:
             raise AutogradError(
-                f"roots[{index}] does not require grad: nothing that it was computed from does, "
+                f"requires_grad not set on roots[{index}]: nothing that it was computed from has it, "
                 "or it was computed under torch.no_grad()"
             )
         if root.numel() != 1:
-            raise AutogradError(f"roots[{index}] has shape {tuple(root.shape)}: a root is a scalar")
+            raise AutogradError(
+                f"roots[{index}] has shape {tuple(root.shape)} and is not a scalar, all roots need to be scalar"
+            )
 
 
 @final
