@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -77,7 +77,7 @@ class _Slot:
 class Context:
     """This worker's part of one context. Safe to use from any thread."""
 
-    def __init__(self, agent: RpcAgent, identifier: int, hooks_lock: threading.Lock) -> None:
+    def __init__(self, agent: RpcAgent, identifier: int, hooks_lock: AbstractContextManager[Any]) -> None:
         """Args: its agent; its id; what post-accumulate hooks run under, see `LeafGradients`."""
         self.agent = agent
         self.id = identifier

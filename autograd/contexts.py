@@ -24,7 +24,7 @@ class Contexts:
         self._tell_released = tell_released
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._hooks_lock = threading.Lock()
+        self._hooks_lock = threading.RLock()  # a hook may run a pass in another context
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._count = 0
 

@@ -8,6 +8,7 @@ nodes do besides is done here, after the engine is through: their own hooks, and
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -21,7 +22,7 @@ __all__ = ["LeafGradients"]
 class LeafGradients:
     """Gradients by leaf. Safe to use from any thread."""
 
-    def __init__(self, hooks_lock: threading.Lock) -> None:
+    def __init__(self, hooks_lock: AbstractContextManager[Any]) -> None:
         """Args: hooks_lock: held while hooks see a leaf's gradient as its `.grad`; one for all contexts."""
         self._lock = threading.Lock()
         self._hooks_lock = hooks_lock
@@ -31,8 +32,9 @@ class LeafGradients:
         """Adds what a pass has found.
 
         Args:
-            nodes: the accumulation nodes of leaves, and perhaps one more, whose gradient is left out.
-            gradients: for each node. A tensor that nobody else holds is taken as it is, any other is copied.
+            nodes: the accumulation nodes of leaves.
+            gradients: one for each, and perhaps more. A tensor that nobody else holds is taken as it is, any other
+                is copied.
 
         Raises:
             Exception: what a hook raised.
