@@ -93,6 +93,26 @@ def test_post_accumulate_hooks_see_the_contexts_gradient(trio):
     trio.run(check)
 
 
+def test_a_hook_may_run_a_pass_in_another_context(trio):
+    def check() -> None:
+        x, y = leaf(), leaf()
+        seen = []
+
+        def hook(_: torch.Tensor) -> None:
+            with autograd.context() as inner:
+                autograd.backward(inner, [rpc.rpc_sync("worker2", multiply, (y, y)).sum()])
+                seen.append(autograd.get_gradients(inner)[y])
+
+        x.register_post_accumulate_grad_hook(hook)
+        y.register_post_accumulate_grad_hook(lambda tensor: tensor.grad.mul_(3))
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", multiply, (x, x)).sum()])
+            assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
+        assert torch.equal(seen[0], 6 * y)
+
+    trio.run(check)
+
+
 def test_an_error_in_a_hook_ends_the_pass(trio):
     def check() -> None:
         x = leaf()
