@@ -84,9 +84,24 @@ class Graph:
         self.nodes: set[Any] = set()
 
 
+class _Over(torch.autograd.Function):
+    """Puts a node over a sparse leaf: torch's own way to its node takes a view, which those do not have."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        """Computes nothing."""
+        return torch.zeros(())
+
+
 def start_node(tensor: torch.Tensor) -> Any:
     """The node at which a tensor's gradient enters its graph."""
-    return tensor.grad_fn if tensor.grad_fn is not None else torch.autograd.graph.get_gradient_edge(tensor).node
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn
+    if tensor.layout is torch.strided:
+        return torch.autograd.graph.get_gradient_edge(tensor).node
+    with torch.enable_grad():
+        over = _Over.apply(tensor)  # type: ignore[no-untyped-call]
+    return over.grad_fn.next_functions[0][0]
 
 
 def walk(starts: Iterable[Any]) -> Graph:

@@ -90,7 +90,8 @@ class Context:
         self._destinations: dict[int, int] = {}
         """Of each message with a gate, the worker that will send its gradients."""
         self._message_count = 0
-        self._received = False
+        self._receives: dict[tuple[int, int], Any] = {}
+        """Of each message that came with tensors to differentiate, its node, by sender and number."""
         self._closures: dict[Any, Closure | None] = {}
         """Those of the nodes above sends, see `small_closure`."""
         self.gradients = LeafGradients(hooks_lock)
@@ -140,12 +141,15 @@ class Context:
         self, sender: int, message_id: int, closure: Closure, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """The tensors of a message that arrived, as part of this worker's graph."""
-        self._received = True
-        return receive(self._dummy, self, sender, message_id, closure, tensors)
+        received = receive(self._dummy, self, sender, message_id, closure, tensors)
+        with self._lock:
+            if not self._released:
+                self._receives[sender, message_id] = received[0].grad_fn
+        return received
 
     def closure(self, tensors: Sequence[torch.Tensor]) -> Closure:
         """All sends that get a gradient if these tensors do."""
-        if not self._received:
+        if not self._receives:
             return NOTHING
         return closure_above(start_node(tensor) for tensor in tensors)
 
@@ -157,6 +161,24 @@ class Context:
         """All messages with gates, and the workers that messages went to from here."""
         with self._lock:
             return list(self._gates), list(self._reached)
+
+    @property
+    def reached(self) -> set[int]:
+        """The other workers that messages of the context have gone to from here."""
+        with self._lock:
+            return set(self._reached)
+
+    @property
+    def send_nodes(self) -> dict[tuple[int, int], Any]:
+        """The node over each message that left from here, by receiver and number."""
+        with self._lock:
+            return {(self._destinations[number], number): gate.grad_fn for number, gate in self._gates.items()}
+
+    @property
+    def receive_nodes(self) -> dict[tuple[int, int], Any]:
+        """The node under each message that arrived here, by sender and number."""
+        with self._lock:
+            return dict(self._receives)
 
     # Backward.
 
@@ -329,6 +351,7 @@ class Context:
     def _clear(self) -> None:
         self._gates.clear()
         self._destinations.clear()
+        self._receives.clear()
         self._closures.clear()
         self._slots.clear()
         self.gradients.clear()

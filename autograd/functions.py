@@ -1,7 +1,7 @@
 """The two functions that carry a graph across workers.
 
-`Send` stands over the tensors of a message where it left. Its only output is a scalar, the gate; in the
-backward pass it waits for the gradients that the receiver sends back. `Recv` stands under the tensors where
+`SendRpc` stands over the tensors of a message where it left. Its only output is a scalar, the gate; in the
+backward pass it waits for the gradients that the receiver sends back. `RecvRpc` stands under the tensors where
 they arrived; in the backward pass it posts their gradients to the sender and does not wait.
 """
 
@@ -14,11 +14,11 @@ from .closure import Closure, union
 if TYPE_CHECKING:
     from .context import Context
 
-__all__ = ["Recv", "Send", "is_recv", "receive", "send"]
+__all__ = ["RecvRpc", "SendRpc", "is_recv", "receive", "send"]
 
 
 @final
-class Send(torch.autograd.Function):
+class SendRpc(torch.autograd.Function):
     """From the tensors of a message to its gate."""
 
     @staticmethod
@@ -34,7 +34,7 @@ class Send(torch.autograd.Function):
 
 
 @final
-class Recv(torch.autograd.Function):
+class RecvRpc(torch.autograd.Function):
     """From nothing to the tensors of a message."""
 
     @staticmethod
@@ -63,7 +63,7 @@ class Recv(torch.autograd.Function):
 def send(context: "Context", message_id: int, tensors: list[torch.Tensor]) -> torch.Tensor:
     """The gate of a message with these tensors, which all require grad."""
     with torch.enable_grad():
-        gate: torch.Tensor = Send.apply(context, message_id, *tensors)  # type: ignore[no-untyped-call]
+        gate: torch.Tensor = SendRpc.apply(context, message_id, *tensors)  # type: ignore[no-untyped-call]
     return gate
 
 
@@ -75,14 +75,14 @@ def receive(
     closure: Closure,
     tensors: list[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors of a message as results of a `Recv`."""
+    """The tensors of a message as results of a `RecvRpc`."""
     with torch.enable_grad():
-        outputs: tuple[torch.Tensor, ...] = Recv.apply(  # type: ignore[no-untyped-call]
+        outputs: tuple[torch.Tensor, ...] = RecvRpc.apply(  # type: ignore[no-untyped-call]
             dummy, context, sender, message_id, closure, tensors
         )
     return outputs
 
 
 def is_recv(node: object) -> bool:
-    """Is this node of a graph the backward of a `Recv`?"""
-    return isinstance(node, Recv._backward_cls)
+    """Is this node of a graph the backward of a `RecvRpc`?"""
+    return isinstance(node, RecvRpc._backward_cls)

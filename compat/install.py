@@ -7,8 +7,10 @@ import types
 from collections.abc import Callable
 from typing import final
 
+from ..autograd.functions import RecvRpc, SendRpc
 from ..rpc.messages import register_extension
 from ..rref.rref import RRef
+from .contexts import NODE_METHODS
 from .imports import when_imported
 from .messages import TorchHabits
 from .names import TABLES
@@ -59,6 +61,8 @@ class _Installation:
                 importlib.import_module(name)
             _register_extension()
             self._patches.replace(RRef, METHODS)
+            for function in (SendRpc, RecvRpc):
+                self._patches.replace(function._backward_cls, NODE_METHODS)
             self._waiting = [when_imported(name, self._move) for name in TABLES]
 
     def end(self) -> None:

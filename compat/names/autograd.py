@@ -19,7 +19,7 @@ def _c_names() -> Mapping[str, object]:
         "_new_context": contexts.new,
         "_release_context": contexts.release,
         "_retrieve_context": contexts.retrieve,
-        "backward": autograd.backward,
+        "backward": contexts.backward,
         "get_gradients": autograd.get_gradients,
     }
 
@@ -30,5 +30,5 @@ def _nothing_to_do(worker_id: int) -> None:
 
 TABLES: dict[str, Callable[[], Mapping[str, object]]] = {
     "torch._C._distributed_autograd": _c_names,
-    "torch.distributed.autograd": lambda: {"context": autograd.context},
+    "torch.distributed.autograd": lambda: {"context": contexts.context},
 }

@@ -424,3 +424,19 @@ def test_contexts_on_many_threads(trio):
             list(pool.map(one, range(16)))
 
     trio.run(check)
+
+
+def test_a_sparse_leaf_that_is_sent_after_something_came(workers):
+    a, _ = workers.rpc(2)
+
+    def gradients():
+        dense = torch.ones(3, 3, requires_grad=True)
+        sparse = torch.eye(3).to_sparse().requires_grad_()
+        with autograd.context() as context_id:
+            h = rpc.rpc_sync("worker1", identity, (dense,))
+            product = rpc.rpc_sync("worker1", torch.sparse.mm, (sparse, h))
+            autograd.backward(context_id, [product.sum()])
+            found = autograd.get_gradients(context_id)
+            return found[dense], found[sparse].to_dense()
+
+    torch.testing.assert_close(a.run(gradients), (torch.ones(3, 3), torch.eye(3) * 3))

@@ -262,6 +262,68 @@ def test_contexts_are_torchs(torch_workers):
     a.run(on_torch_names, look)
 
 
+def double(x):
+    return x * 2
+
+
+def test_the_graph_at_a_context_is_torchs(torch_workers):
+    a, _ = torch_workers(2)
+
+    def look(torch_rpc):
+        x = torch.ones(3, requires_grad=True)
+        with torch.distributed.autograd.context():
+            y = torch_rpc.rpc_sync("worker1", double, (x,))
+            context = torch.distributed.autograd._current_context()
+            (send,) = context._send_functions().values()
+            (receive,) = context._recv_functions().values()
+            assert context._known_worker_ids() == {1}
+            assert send.next_functions[0][0].variable is x
+            assert y.grad_fn is receive
+            assert send.name() == "torch::distributed::autograd::SendRpcBackward"
+            assert receive.name() == "torch::distributed::autograd::RecvRpcBackward"
+
+    a.run(on_torch_names, look)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("in backward")
+
+
+def fail_in_backward(x):
+    return Fails.apply(x)
+
+
+def test_backward_refuses_what_torch_refuses(torch_workers):
+    a, _ = torch_workers(2)
+
+    def look(torch_rpc):
+        from torch.distributed import autograd
+
+        leaf = torch.ones((), requires_grad=True)
+        with autograd.context() as context_id:
+            with pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"):
+                autograd.context().__enter__()
+            for arguments in [(context_id, None), (context_id, leaf), (None, [leaf * 1])]:
+                with pytest.raises(TypeError, match="incompatible function arguments"):
+                    autograd.backward(*arguments)
+            with pytest.raises(RuntimeError, match="No tensors provided for gradient computation"):
+                autograd.backward(context_id, [])
+            with pytest.raises(RuntimeError, match="does not have a valid gradient function"):
+                autograd.backward(context_id, [leaf])
+            with pytest.raises(RuntimeError, match="Error on Node 1: 'in backward'"):
+                autograd.backward(context_id, [torch_rpc.rpc_sync("worker1", fail_in_backward, (leaf,))])
+            with pytest.raises(RuntimeError, match="Error on Node 0: 'in backward'"):
+                autograd.backward(context_id, [Fails.apply(leaf)])
+
+    a.run(on_torch_names, look)
+
+
 def test_calls_show_in_the_legacy_profiler_only(torch_workers):
     a, _ = torch_workers(2)
 
