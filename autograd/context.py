@@ -122,7 +122,7 @@ class Context:
             The message's id and its closure, or None for a large one; None at all if the context has ended.
         """
         closure: Closure | None = NOTHING
-        if self._received:
+        if self._receives:
             closure = small_closure([start_node(tensor) for tensor in tensors], self._closures, LARGEST)
         with self._lock:
             if self._released:

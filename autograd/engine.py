@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AutogradError
 from ..rpc.agent import RpcAgent
@@ -33,6 +34,7 @@ from .compact import expand
 from .context import Context, PassId, inside
 from .contexts import Contexts
 from .partial import PartialGradients, total
+from .replicas import average, replicated_modules
 
 __all__ = ["Engine", "Mode", "Part", "check_roots"]
 
@@ -184,6 +186,7 @@ class Engine:
         gates = [context.gate(message_id) for message_id in message_ids]
         outputs = [*roots, *gates]
         graph = walk([start_node(output) for output in outputs])
+        replicated = replicated_modules(node.variable for node in graph.leaves)
         count = context.message_count
         for node in graph.nodes:
             if (number := node._sequence_nr()) < count:
@@ -211,7 +214,26 @@ class Engine:
                     gradients = tuple(sums.pop(node) for node in graph.leaves)
             finally:
                 context.end_pass(part.pass_id)
-            context.gradients.accumulate(graph.leaves, gradients)
+            nodes = graph.leaves
+            for module in replicated:
+                nodes, gradients = self._average(context, module, nodes, gradients)
+            context.gradients.accumulate(nodes, gradients)
+
+    def _average(
+        self,
+        context: Context,
+        module: DistributedDataParallel,
+        nodes: Sequence[Any],
+        gradients: tuple[torch.Tensor | None, ...],
+    ) -> tuple[list[Any], tuple[torch.Tensor | None, ...]]:
+        """Averages what a pass has found for a replicated module. Returns nodes and gradients of other leaves."""
+        parameters = set(module.parameters())
+        found = list(zip(nodes, gradients, strict=False))
+        captured = {node.variable: gradient for node, gradient in found if node.variable in parameters}
+        with self._agent.blocking():
+            context.gradients.replace(average(module, captured, context.gradients.get()))
+        others = [(node, gradient) for node, gradient in found if node.variable not in captured]
+        return [node for node, _ in others], tuple(gradient for _, gradient in others)
 
 
 def _grad(

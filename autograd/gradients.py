@@ -61,6 +61,11 @@ class LeafGradients:
         with self._lock:
             return dict(self._gradients)
 
+    def replace(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Puts gradients in the place of what there is of their leaves."""
+        with self._lock:
+            self._gradients.update(gradients)
+
     def clear(self) -> None:
         """Forgets them."""
         with self._lock:

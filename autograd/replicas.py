@@ -1,0 +1,116 @@
+"""Modules under torch's DistributedDataParallel (DDP) in a distributed backward pass.
+
+DDP averages gradients among its replicas in a hook, in C++, on the nodes that accumulate them in `.grad`. A
+worker's part of a pass captures gradients and accumulates none, so nothing would be averaged. Therefore those
+of replicated parameters go on from there by an ordinary backward pass that starts at the parameters: their nodes
+run, DDP's hook with them, while `.grad` holds what the context has. In the end the context has the averages, and
+`.grad` is what it was.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import AutogradError
+
+__all__ = ["average", "replicated_modules"]
+
+_modules: "weakref.WeakKeyDictionary[DistributedDataParallel, None]" = weakref.WeakKeyDictionary()
+"""All DDP modules of this process, in the order in which they were made: it is the same on all replicas."""
+
+
+def _remember(module: nn.Module, name: str, submodule: nn.Module | None) -> None:  # noqa: ARG001
+    if isinstance(module, DistributedDataParallel):
+        _modules[module] = None
+
+
+register_module_module_registration_hook(_remember)  # which DDP calls when it gets the module that it wraps
+
+
+def replicated_modules(leaves: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+    """The DDP modules that have one of these leaves as a parameter, in the same order on all replicas.
+
+    Raises:
+        AutogradError: one of them has a static graph.
+    """
+    modules = list(_modules)
+    if not modules:
+        return []
+    present = set(leaves)
+    found = [module for module in modules if not present.isdisjoint(module.parameters())]
+    if any(module.static_graph for module in found):
+        raise AutogradError(
+            "DistributedDataParallel(static_graph=True) averages its first gradients too early for an autograd "
+            "context: leave static_graph out"
+        )
+    return found
+
+
+def average(
+    module: DistributedDataParallel,
+    captured: Mapping[torch.Tensor, torch.Tensor | None],
+    so_far: Mapping[torch.Tensor, torch.Tensor],
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Has a DDP module average gradients with its replicas; waits until those have come as far.
+
+    Args:
+        module: the module. As with `loss.backward()`, inside `module.no_sync()` nothing is averaged.
+        captured: what a pass has found for its parameters.
+        so_far: the gradients that the context had before.
+
+    Returns:
+        The gradients that the context has of the module's parameters now.
+    """
+    parameters: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
+    roots = [parameter for parameter in parameters if parameter in captured]
+    if not roots:
+        return {}  # another DDP module with the same parameters has been through
+    with _gradients_in_place(parameters, so_far), _without_hooks(roots):
+        # DDP counts on a gradient for every parameter in the graph.
+        gradients = [torch.zeros_like(root) if captured[root] is None else captured[root] for root in roots]
+        torch.autograd.backward(roots, gradients)
+        found = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        return _copies(found) if module.gradient_as_bucket_view else found
+
+
+@contextmanager
+def _gradients_in_place(
+    parameters: Sequence[torch.Tensor], gradients: Mapping[torch.Tensor, torch.Tensor]
+) -> Iterator[None]:
+    """The parameters have copies of other gradients for a while."""
+    before = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    values = _copies(before)  # they may lie in the memory in which DDP averages
+    other = _copies({parameter: gradients[parameter] for parameter in parameters if parameter in gradients})
+    for parameter in parameters:
+        parameter.grad = other.get(parameter)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.grad = before.get(parameter)
+        for parameter, value in values.items():
+            before[parameter].copy_(value)
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The hooks of the tensors do not run: they have, when the gradients were captured."""
+    hooks = [
+        (tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks
+    ]
+    for those, _ in hooks:
+        those.clear()
+    try:
+        yield
+    finally:
+        for those, before in hooks:
+            those.update(before)
+
+
+def _copies(gradients: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    return {parameter: gradient.clone() for parameter, gradient in gradients.items()}
