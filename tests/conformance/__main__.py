@@ -34,8 +34,16 @@ def main() -> int:
         return 0
     started = time.monotonic()
     outcomes = []
+    exceptions = {} if arguments.stock else tomllib.loads(EXCEPTIONS.read_text())
     with tempfile.TemporaryDirectory(prefix="conformance-") as logs:
-        run = TestRun(arguments.stock, arguments.jobs, arguments.timeout, tuple(arguments.k), Path(logs))
+        run = TestRun(
+            stock=arguments.stock,
+            jobs=arguments.jobs,
+            timeout=arguments.timeout,
+            words=tuple(arguments.k),
+            logs=Path(logs),
+            excepted=frozenset(exceptions),
+        )
         for module in modules:
             for outcome in _outcomes(module, run):
                 outcomes.append(outcome)
@@ -44,7 +52,6 @@ def main() -> int:
                     print(f"{outcome.output}\n{RULE}", flush=True)
                 if outcome.kind == "failed" and not arguments.quiet:
                     print(f"{outcome.text or outcome.output}\n{RULE}", flush=True)
-    exceptions = {} if arguments.stock else tomllib.loads(EXCEPTIONS.read_text())
     complete = not arguments.k and not arguments.module and not arguments.stock
     report = Report(outcomes, exceptions, complete=complete)
     print(f"\n{report.table()}\n{len(outcomes)} tests in {time.monotonic() - started:.0f} s")

@@ -39,12 +39,17 @@ MODULES = (
             "ThreeWorkersRemoteModuleTest",
             "ParameterServerTest",
             "ReinforcementLearningRpcTest",
+            "DistAutogradTest",
+            "TensorPipeAgentDistAutogradTest",
+            "DistOptimizerTest",
+            "DdpUnderDistAutogradTest",
+            "DdpComparisonTest",
         ),
     ),
     Module(
         "faulty",
         (f"{RPC}.faulty_rpc_agent_test_fixture", "FaultyRpcAgentTestFixture"),
-        ("FaultyAgentRpcTest",),
+        ("FaultyAgentRpcTest", "FaultyAgentDistAutogradTest"),
     ),
 )
 
