@@ -4,6 +4,7 @@ TorchScript knows torch.distributed.rpc's functions by identity and compiles the
 which is not there.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -17,16 +18,18 @@ _CALLS = ("prim::rpc_async", "prim::rpc_remote", "prim::rpc_sync")
 def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
     """Compiles a function, a class or a module: torch.jit.script.
 
-    Raises:
-        RuntimeError: also if there is a remote call in it.
+    Warns if there is a remote call in it. That is no error yet: many a module compiles what nobody calls.
     """
     scripted = _compile(obj, optimize, _frames_up + 1, *args, **kwargs)
     for graph in _graphs(scripted):
         for kind in _CALLS:
             if graph.findNode(kind) is not None:
-                raise RuntimeError(
+                warnings.warn(
                     f"{obj} calls {kind.removeprefix('prim::')} from inside TorchScript, which gradwire does not "
-                    "carry (torch.jit is deprecated): make the call in Python, and send the script function"
+                    "carry (torch.jit is deprecated), so calling it will fail: make the call in Python, and send "
+                    "the script function",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
     return scripted
 
