@@ -32,7 +32,9 @@ def main(rank: int, port: int) -> None:
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=30)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     other = f"worker{1 - rank}"
-    print(f"worker{rank}: {rpc_sync(other, carrier)}; stepped to {train_one_step(other)}", flush=True)
+    # In one piece: the workers share their output.
+    sys.stdout.write(f"worker{rank}: {rpc_sync(other, carrier)}; stepped to {train_one_step(other)}\n")
+    sys.stdout.flush()
     rpc.shutdown()
 
 
