@@ -71,7 +71,7 @@ class Quiescence:
                 return
             if deadline and time.monotonic() >= deadline:
                 raise RpcTimeoutError(me, timeout, f"shutdown waits for {self._under_way()} on worker")
-            log.warning("shutdown of worker %s waits for %s", me, self._under_way())
+            log.info("shutdown of worker %s waits for %s", me, self._under_way())
 
     def _under_way(self) -> str:
         """The calls that are under way, in words."""
@@ -82,4 +82,4 @@ class Quiescence:
         return " and ".join(parts) or "calls that are about to end"
 
     def _say_who_is_awaited(self, names: Sequence[str]) -> None:
-        log.warning("shutdown of worker %s waits for %s to shut down", self._agent.info.name, ", ".join(names))
+        log.info("shutdown of worker %s waits for %s to shut down", self._agent.info.name, ", ".join(names))
