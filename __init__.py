@@ -1,8 +1,8 @@
 """RPC and distributed autograd for PyTorch, over gRPC."""
 
-from . import autograd, c10d, nn, optim, rpc, rref
+from . import autograd, c10d, launch, nn, optim, rpc, rref
 from .errors import GradwireError
 
-__all__ = ["GradwireError", "autograd", "c10d", "nn", "optim", "rpc", "rref"]
+__all__ = ["GradwireError", "autograd", "c10d", "launch", "nn", "optim", "rpc", "rref"]
 
 __version__ = "0.1.0"

@@ -12,28 +12,24 @@ The data are the 1,797 digits of 8 x 8 pixels that ship with scikit-learn (Alpay
 """
 
 import argparse
-import multiprocessing
-import multiprocessing.connection
 import os
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from gradwire import autograd, rpc
+from gradwire import autograd, launch, rpc
 from gradwire.errors import WorkerLostError
 from gradwire.optim import DistributedOptimizer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 from tqdm import tqdm
 
 COORDINATOR, SERVER = "coordinator", "server"
-PATIENCE = 10.0
-"""Seconds the other processes get to end once one has failed."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +134,8 @@ def coordinate(args: argparse.Namespace) -> None:
     trainers = [
         rpc.remote(f"trainer{index}", Trainer, (index, model, progress, args)) for index in range(args.trainers)
     ]
+    workers = [COORDINATOR, SERVER, *(trainer.owner_name() for trainer in trainers)]
+    print("processes: " + ", ".join(f"{name} {rpc.rpc_sync(name, os.getpid)}" for name in workers), flush=True)
     batches = sum(trainer.rpc_sync().batches() for trainer in trainers)
     losses, accuracies = [], [model.rpc_sync().evaluate(test_images, test_labels)]
     started = time.perf_counter()
@@ -150,7 +148,7 @@ def coordinate(args: argparse.Namespace) -> None:
         accuracies.append(model.rpc_sync().evaluate(test_images, test_labels))
         print(f"epoch {epoch:2}   loss {losses[-1]:.4f}   test accuracy {accuracies[-1]:.1%}", flush=True)
     print(f"\n{args.epochs} epochs in {time.perf_counter() - started:.1f} s")
-    report_traffic([COORDINATOR, SERVER, *(trainer.owner_name() for trainer in trainers)])
+    report_traffic(workers)
     if args.plot:
         plot(args.plot, losses, accuracies)
         print(f"loss and accuracy are drawn in {args.plot}")
@@ -190,53 +188,17 @@ def role(rank: int) -> str:
     return [COORDINATOR, SERVER][rank] if rank < 2 else f"trainer{rank - 2}"
 
 
-def run_worker(rank: int, world_size: int, init_method: str, args: argparse.Namespace) -> int:
-    """One process of the group; its exit status."""
-    torch.set_num_threads(1)  # several processes share the cores
+def work(rank: int, args: argparse.Namespace) -> None:
+    """One process of the group."""
     name = role(rank)
-    options = rpc.RpcBackendOptions(init_method=init_method)
-    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    rpc.init_rpc(name)  # rank, number of processes and where they meet are in the environment
     try:
         if name == COORDINATOR:
             coordinate(args)
         rpc.shutdown()
     except WorkerLostError as lost:
-        print(f"{name}: {lost}", file=sys.stderr, flush=True)
         rpc.shutdown(graceful=False)
-        return 1
-    return 0
-
-
-def start_all(args: argparse.Namespace) -> int:
-    """Starts a process for every role and waits for them; the exit status of the first that failed."""
-    world_size = args.trainers + 2
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_child, args=(rank, world_size, f"file://{folder}/rendezvous", args))
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        print("processes: " + ", ".join(f"{role(r)} {p.pid}" for r, p in enumerate(processes)), flush=True)
-        waiting = list(processes)
-        status = 0
-        deadline = None
-        while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not multiprocessing.connection.wait([p.sentinel for p in waiting], left):
-                for process in waiting:
-                    process.kill()
-            for process in [p for p in waiting if not p.is_alive()]:
-                process.join()
-                waiting.remove(process)
-                if process.exitcode and not status:
-                    status, deadline = 1, time.monotonic() + PATIENCE
-    return status
-
-
-def _child(rank: int, world_size: int, init_method: str, args: argparse.Namespace) -> None:
-    sys.exit(run_worker(rank, world_size, init_method, args))
+        sys.exit(f"{name}: {lost}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -258,17 +220,20 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> int:
+def main() -> None:
     """Runs one role under torchrun, all of them otherwise."""
     args = parse_arguments()
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return start_all(args)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size < 3:
+    if "RANK" not in os.environ:
+        try:
+            launch.spawn(work, 2 + args.trainers, (args,))
+        except ProcessExitedException as failed:
+            sys.exit(str(failed))
+        return
+    args.trainers = int(os.environ["WORLD_SIZE"]) - 2
+    if args.trainers < 1:
         sys.exit("torchrun must start at least 3 processes: a coordinator, a server and a trainer")
-    args.trainers = world_size - 2
-    return run_worker(rank, world_size, "env://", args)
+    work(int(os.environ["RANK"]), args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -23,6 +23,7 @@ MAY_IMPORT = {
 }
 NO_MODULES = [ROOT / "proto" / "v1", ROOT / "compat" / "site"]
 """What is generated, and what runs at the start of other processes."""
+TOP = [ROOT / "__init__.py", ROOT / "errors.py", ROOT / "launch.py"]
 MODULES = sorted(
     path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.parent not in NO_MODULES
 )
@@ -50,7 +51,9 @@ def test_imports_point_one_way(path):
     assert packages_imported(path) <= allowed
 
 
-@pytest.mark.parametrize("path", [*MODULES, ROOT / "__init__.py", ROOT / "errors.py"], ids=str)
+@pytest.mark.parametrize(
+    "path", [*MODULES, *(ROOT / name for name in ("__init__.py", "errors.py", "launch.py"))], ids=str
+)
 def test_every_module_says_what_it_offers(path):
     if path.name == "generate.py" or path.parent == ROOT / "proto":
         return
