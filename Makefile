@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test conformance graphs schedules lint proto clean
+.PHONY: demo test bench conformance graphs schedules lint proto clean
 
 $(READY): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +18,9 @@ demo: $(READY)   ## train handwritten digits through a parameter server
 
 test: $(READY)   ## what every change must pass
 	$(BIN)/python -m pytest
+
+bench: $(READY)  ## distributed autograd, against torch.distributed.rpc, in one run
+	$(BIN)/python -m benchmarks autograd
 
 conformance: $(READY)  ## torch's own RPC test suites, on gradwire
 	$(BIN)/python -m tests.conformance

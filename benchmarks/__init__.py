@@ -1,0 +1,1 @@
+"""What gradwire costs, next to what came before it: `python -m benchmarks autograd`."""

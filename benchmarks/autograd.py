@@ -1,0 +1,215 @@
+"""Distributed autograd: what a forward and a backward pass, and a training step, cost."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .harness import Case, seconds_of
+from .systems import System, system_here, worker_name
+
+__all__ = ["CASES", "Linear", "ManyNodes", "OneProcess", "Pipeline", "TinyBackward"]
+
+PEER = worker_name(1)
+
+LEARNING_RATE = 0.01
+
+
+class TinyBackward:
+    """Two small tensors are added on the peer; then backward, and the gradients are looked at."""
+
+    name = "tiny forward, backward, get_gradients"
+    workers = 2
+
+    def __init__(self, system: System) -> None:
+        torch.manual_seed(0)
+        self._rpc, self._autograd = system.rpc, system.autograd
+        self._leaves = [torch.rand(3, requires_grad=True) for _ in range(2)]
+
+    def step(self) -> float:
+        """Once, with the context's beginning and end."""
+        return seconds_of(self.results)
+
+    def results(self) -> list[torch.Tensor]:
+        """The gradients of both."""
+        with self._autograd.context() as context_id:
+            added = self._rpc.rpc_sync(PEER, torch.add, args=tuple(self._leaves))
+            self._autograd.backward(context_id, [added.sum()])
+            gradients = self._autograd.get_gradients(context_id)
+            return [gradients[leaf] for leaf in self._leaves]
+
+
+class Stage:
+    """A layer on a worker, which several calls may use at once."""
+
+    def __init__(self, inputs: int, outputs: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._lock = threading.Lock()
+        self._module = torch.nn.Sequential(torch.nn.Linear(inputs, outputs), torch.nn.Tanh())
+
+    def forward(self, x: Any) -> torch.Tensor:
+        """For a tensor, or for a reference to one on whatever worker."""
+        if not isinstance(x, torch.Tensor):
+            x = x.to_here()
+        with self._lock:
+            y: torch.Tensor = self._module(x)
+        return y
+
+    def parameters(self) -> list[Any]:
+        """References to them."""
+        return [system_here().rpc.RRef(parameter) for parameter in self._module.parameters()]
+
+    def gradients(self, context_id: int) -> list[torch.Tensor]:
+        """Those of the parameters in a context."""
+        gradients = system_here().autograd.get_gradients(context_id)
+        return [gradients[parameter] for parameter in self._module.parameters()]
+
+    def values(self) -> list[torch.Tensor]:
+        """The parameters as they are."""
+        return [parameter.detach() for parameter in self._module.parameters()]
+
+
+class _Training:
+    """A training step with stages on workers, which SGD updates where they are."""
+
+    def __init__(self, system: System, layers: Sequence[tuple[str, int, int]]) -> None:
+        """Args: layers: of each stage its worker, inputs and outputs."""
+        self._rpc, self._autograd = system.rpc, system.autograd
+        self._stages = [
+            system.rpc.remote(worker, Stage, args=(inputs, outputs, seed))
+            for seed, (worker, inputs, outputs) in enumerate(layers)
+        ]
+        parameters = [each for stage in self._stages for each in stage.rpc_sync().parameters()]
+        self._optimizer = system.optimizer_class(torch.optim.SGD, parameters, lr=LEARNING_RATE)
+
+    def forward(self) -> torch.Tensor:
+        """The loss."""
+        raise NotImplementedError
+
+    def step(self) -> float:
+        """Forward, backward and the optimizer's step, with the context's beginning and end."""
+        return seconds_of(self._train)
+
+    def results(self) -> list[torch.Tensor]:
+        """The gradients of all stages in a first step, and their parameters after it."""
+        with self._autograd.context() as context_id:
+            self._autograd.backward(context_id, [self.forward()])
+            gradients = [each for stage in self._stages for each in stage.rpc_sync().gradients(context_id)]
+            self._optimizer.step(context_id)
+        return gradients + [each for stage in self._stages for each in stage.rpc_sync().values()]
+
+    def _train(self) -> None:
+        with self._autograd.context() as context_id:
+            self._autograd.backward(context_id, [self.forward()])
+            self._optimizer.step(context_id)
+
+
+class Linear(_Training):
+    """One layer on the peer, a batch of 32."""
+
+    name = "training step, remote linear 256x256"
+    workers = 2
+
+    def __init__(self, system: System) -> None:
+        super().__init__(system, [(PEER, 256, 256)])
+        self._x, self._y = torch.rand(32, 256), torch.rand(32, 256)
+
+    def forward(self) -> torch.Tensor:
+        """The squared error."""
+        predicted = self._stages[0].rpc_sync().forward(self._x)
+        return torch.nn.functional.mse_loss(predicted, self._y)
+
+
+class Pipeline(_Training):
+    """Four stages on four workers. Micro-batches go from worker to worker as references."""
+
+    name = "training step, 4-stage pipeline"
+    workers = 4
+    micro_batches = 4
+
+    def __init__(self, system: System) -> None:
+        super().__init__(system, [(worker_name(rank), 128, 128) for rank in range(self.workers)])
+        self._x, self._y = torch.rand(64, 128), torch.rand(64, 128)
+
+    def forward(self) -> torch.Tensor:
+        """The squared error. All micro-batches are under way at once."""
+        outputs = []
+        for x in self._x.chunk(self.micro_batches):
+            reference = self._rpc.RRef(x)
+            for stage in self._stages[:-1]:
+                reference = stage.remote().forward(reference)
+            outputs.append(self._stages[-1].rpc_async().forward(reference))
+        return torch.nn.functional.mse_loss(torch.cat(torch.futures.wait_all(outputs)), self._y)
+
+
+SEGMENT = 498
+"""Nodes between two messages of `ManyNodes`."""
+
+SEGMENTS = 10
+
+
+def segment(x: torch.Tensor) -> torch.Tensor:
+    """A chain of nodes."""
+    for _ in range(SEGMENT // 2):
+        x = (x * 1.001).sin()
+    return x
+
+
+class ManyNodes:
+    """A chain of 5,000 nodes goes back and forth between two workers; only backward is measured."""
+
+    name = "backward, 5,000 nodes on two workers"
+    workers = 2
+
+    def __init__(self, system: System) -> None:
+        torch.manual_seed(0)
+        self._rpc, self._autograd = system.rpc, system.autograd
+        self._leaf = torch.rand(16, requires_grad=True)
+
+    def step(self) -> float:
+        """Builds the graph, then measures."""
+        with self._autograd.context() as context_id:
+            loss = self._forward()
+            return seconds_of(lambda: self._autograd.backward(context_id, [loss]))
+
+    def results(self) -> list[torch.Tensor]:
+        """The gradient at the far end of the chain."""
+        with self._autograd.context() as context_id:
+            self._autograd.backward(context_id, [self._forward()])
+            return [self._autograd.get_gradients(context_id)[self._leaf]]
+
+    def _forward(self) -> torch.Tensor:
+        x = self._leaf
+        for _ in range(SEGMENTS // 2):
+            x = self._rpc.rpc_sync(PEER, segment, args=(segment(x),))
+        return x.sum()
+
+
+class OneProcess:
+    """The same chain, and torch's backward in one process. No RPC: both should measure the same."""
+
+    name = "backward, 5,000 nodes in one process"
+    workers = 2
+
+    def __init__(self, system: System) -> None:  # noqa: ARG002 - it needs none
+        torch.manual_seed(0)
+        self._leaf = torch.rand(16, requires_grad=True)
+
+    def step(self) -> float:
+        """Builds the graph, then measures."""
+        loss = self._forward()
+        return seconds_of(lambda: torch.autograd.grad(loss, [self._leaf]))
+
+    def results(self) -> list[torch.Tensor]:
+        """The gradient at the far end of the chain."""
+        return list(torch.autograd.grad(self._forward(), [self._leaf]))
+
+    def _forward(self) -> torch.Tensor:
+        x = self._leaf
+        for _ in range(SEGMENTS):
+            x = segment(x)
+        return x.sum()
+
+
+CASES: list[type[Case]] = [TinyBackward, Linear, ManyNodes, OneProcess, Pipeline]

@@ -1,0 +1,90 @@
+"""The two that are compared, behind one face: their Python API is the same, so one program runs on both."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import gradwire
+import gradwire.autograd
+import gradwire.optim
+import gradwire.rpc
+import torch
+import torch.distributed.autograd
+import torch.distributed.optim
+import torch.distributed.rpc
+
+__all__ = ["GRADWIRE", "SYSTEMS", "TORCH", "TORCH_UV", "System", "system_here", "worker_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One of the two, as a program sees it.
+
+    rpc, autograd: modules.
+    optimizer_class: the class of distributed optimizers.
+    options: makes the options of an agent from the URL where workers meet.
+    """
+
+    name: str
+    version: str
+    rpc: Any
+    autograd: Any
+    optimizer_class: Any
+    options: Callable[[str], Any]
+
+    def start(self, rank: int, world_size: int, url: str) -> None:
+        """Makes this process one of the system's workers, with one thread for torch's operations."""
+        global _here  # noqa: PLW0603
+        _here = self
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", module=r"torch\.")  # of what torch itself calls
+        self.rpc.init_rpc(
+            worker_name(rank), rank=rank, world_size=world_size, rpc_backend_options=self.options(url)
+        )
+
+    def stop(self) -> None:
+        """Waits for the others, and ends."""
+        self.rpc.shutdown()
+
+
+_here: System | None = None
+
+
+def system_here() -> System:
+    """The system that this process is a worker of; for functions that others call."""
+    assert _here is not None, "no system has been started"
+    return _here
+
+
+def worker_name(rank: int) -> str:
+    """What the worker of a rank is called."""
+    return f"worker{rank}"
+
+
+def _torch(name: str, **options: Any) -> System:
+    return System(
+        name,
+        torch.__version__,
+        torch.distributed.rpc,
+        torch.distributed.autograd,
+        torch.distributed.optim.DistributedOptimizer,
+        lambda url: torch.distributed.rpc.TensorPipeRpcBackendOptions(init_method=url, **options),
+    )
+
+
+GRADWIRE = System(
+    "gradwire",
+    gradwire.__version__,
+    gradwire.rpc,
+    gradwire.autograd,
+    gradwire.optim.DistributedOptimizer,
+    lambda url: gradwire.rpc.RpcBackendOptions(init_method=url),
+)
+TORCH = _torch("torch")
+"""As everybody uses it: on one host TensorPipe goes through shared memory, and its threads spin."""
+
+TORCH_UV = _torch("torch-tcp", _transports=["uv"], _channels=["basic"])
+"""TensorPipe over TCP, as between hosts. It does not spin."""
+
+SYSTEMS = {system.name: system for system in (GRADWIRE, TORCH, TORCH_UV)}

@@ -1,0 +1,54 @@
+"""The benchmarks run, and both systems compute the same. How fast they are is not looked at."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.autograd import CASES
+from benchmarks.harness import Comparison
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_case_of_autograd_is_measured_on_both_systems(tmp_path):
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks", "autograd", "--rounds", "2", "--seconds", "0", "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "load average before: " in done.stdout
+    figures = json.loads(file.read_text())
+    assert [case["case"] for case in figures["cases"]] == [case.name for case in CASES]
+    for case in figures["cases"]:
+        assert any(line.startswith(case["case"]) for line in done.stdout.splitlines())
+        ours, theirs = case["systems"]["gradwire"], case["systems"]["torch"]
+        for measured in (ours, theirs):
+            assert [len(steps) for steps in measured["rounds"]] == [1, 1]
+            assert 0 < measured["median"] <= measured["p99"]
+        assert case["ratio"] == pytest.approx(ours["median"] / theirs["median"])
+        assert len(ours["results"]) == len(theirs["results"]) > 0
+        for mine, peers in zip(ours["results"], theirs["results"], strict=True):
+            assert np.any(np.array(mine))
+            np.testing.assert_allclose(mine, peers, rtol=1e-5, atol=1e-6)
+
+
+def test_a_case_that_does_not_exist_is_refused():
+    command = [sys.executable, "-m", "benchmarks", "autograd", "-k", "nothing like it"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    assert done.returncode != 0
+    assert "no case of autograd has 'nothing like it' in its name" in done.stderr
+
+
+def test_figures_of_a_comparison():
+    rounds = {"a": [[1.0, 3.0], [2.0]], "b": [[4.0, 4.0], [8.0]]}
+    results = {"a": [np.array([1.0, 2.0])], "b": [np.array([1.0, 2.5])]}
+    comparison = Comparison("case", 2, rounds, results)
+    assert comparison.steps("a") == [1.0, 3.0, 2.0]
+    assert comparison.median("a") == 2.0
+    assert comparison.p99("b") == pytest.approx(7.92)
+    assert comparison.ratio == 0.5
+    assert comparison.ratios == [0.5, 0.25]
+    assert comparison.difference == 0.5
