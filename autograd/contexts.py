@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import final
 
 from ..errors import UnknownContextError
@@ -19,7 +19,7 @@ REMEMBERED = 4096
 class Contexts:
     """The contexts that this worker has a part in."""
 
-    def __init__(self, agent: RpcAgent, tell_released: Callable[[int, int], None]) -> None:
+    def __init__(self, agent: RpcAgent, tell_released: Callable[[int, int, Set[int]], None]) -> None:
         self._agent = agent
         self._tell_released = tell_released
         self._lock = threading.Lock()
@@ -66,16 +66,28 @@ class Contexts:
             self._agent.connect(self._agent.worker(context.creator))
         return context
 
-    def release(self, identifier: int) -> None:
-        """The context has ended: forgets it here, and has all workers do so that it reached from here."""
+    def release(self, identifier: int, *, sender: int | None = None, told: Set[int] = frozenset()) -> None:
+        """The context has ended: forgets it here, and has all workers do so that it reached from here.
+
+        Args:
+            identifier: the context.
+            sender: the worker that has said so, if this one has not found out by itself.
+            told: those that hear it from the context's creator, and need not hear it from here. If the creator is
+                lost before it has told them, they end its contexts by themselves.
+        """
         with self._lock:
             self._ended[identifier] = None
             while len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
             context = self._contexts.pop(identifier, None)
-        if context is not None:
-            for worker in context.close():
-                self._tell_released(worker, identifier)
+        if context is None:
+            return
+        reached = context.close()
+        to_tell = reached - told - {sender}
+        if context.creator == self._agent.info.id:
+            told = reached | {context.creator}
+        for worker in to_tell:
+            self._tell_released(worker, identifier, told)
 
     def worker_lost(self, worker: int, error: Exception) -> None:
         """Ends what a lost worker had begun."""

@@ -1,6 +1,6 @@
 """How autograd takes part in messages."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -154,11 +154,12 @@ class Autograd(Extension):
         context = current_context()
         return context if context is not None and context.agent is self.agent else None
 
-    def _tell_released(self, worker: int, context_id: int) -> None:
-        self.agent.control.send(self.agent.worker(worker), "autograd.release", context_id)
+    def _tell_released(self, worker: int, context_id: int, told: Set[int]) -> None:
+        self.agent.control.send(self.agent.worker(worker), "autograd.release", (context_id, told))
 
-    def _on_release(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
-        self.contexts.release(payload)
+    def _on_release(self, sender: WorkerInfo, payload: Any) -> None:
+        context_id, told = payload
+        self.contexts.release(context_id, sender=sender.id, told=told)
 
     def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
         context_id, pass_id, error = payload

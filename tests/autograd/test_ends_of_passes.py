@@ -1,12 +1,14 @@
 """A pass that goes wrong ends on all workers, and they can run the next one."""
 
 import os
+import threading
 
 import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.autograd.context import current_context
 from gradwire.errors import AutogradError, RemoteError, RpcTimeoutError, SendFailedError, WorkerLostError
+from gradwire.rpc.agent import current_agent
 
 from tests.remote_functions import add, assert_clean, multiply, set_event, wait_for, wait_until
 from tests.rpc.test_fault_injection import faulty
@@ -50,6 +52,7 @@ ACTS = {
     "die": die,
     "wait for the end": wait_for_the_end,
     "wait": wait_until_released,
+    "go on": lambda: None,
 }
 
 
@@ -190,3 +193,49 @@ def test_messages_that_fail_to_be_sent(workers, name):
     started = faulty(workers, 3, messages_to_fail=[name], num_fail_sends=1)
     started[0].run(check)
     workers.each(started, assert_clean)
+
+
+RELEASED_BY: list[str] = []
+"""The workers that have told this one of the end of a context."""
+
+
+def note_releases() -> None:
+    control = current_agent().control
+    end = control._handlers["autograd.release"]
+
+    def note_and_end(sender: rpc.WorkerInfo, payload: object) -> None:
+        end(sender, payload)
+        RELEASED_BY.append(sender.name)
+
+    control.on("autograd.release", note_and_end)
+
+
+def released_by() -> list[str]:
+    """Who has told this worker of the end of a context, once it has told whomever it tells itself."""
+    control = current_agent().control
+    assert_clean()
+    if current_agent().info.id != 0:
+        wait_until(lambda: RELEASED_BY)
+    told = threading.Event()
+    control.run(told.set)
+    assert told.wait(20)
+    wait_until(lambda: not control.pending())
+    return RELEASED_BY
+
+
+def test_a_worker_is_told_of_the_end_of_a_context_by_one_other(workers):
+    """Not back, and not by those that know that the creator does it."""
+
+    def run() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            there_and_on = rpc.rpc_sync("worker1", relay, (x, "worker2", "go on"))
+            loss = there_and_on + rpc.rpc_sync("worker2", multiply, (x, x))
+            there_only = rpc.rpc_sync("worker1", relay, (x, "worker3", "go on"))
+            autograd.backward(context_id, [(loss + there_only).sum()])
+
+    started = workers.rpc(4)
+    workers.each(started, note_releases)
+    started[0].run(run)
+    workers.each(started, released_by)  # and what they tell has arrived
+    assert workers.each(started, released_by) == [[], ["worker0"], ["worker0"], ["worker1"]]
