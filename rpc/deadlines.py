@@ -16,8 +16,8 @@ LONGEST_WAIT = 3600.0
 class Deadlines:
     """Calls `expire(id)` on its thread for every id whose time is up. `expire` must not block.
 
-    Ids need not be taken out when their call completes: `is_live` is asked, and dead entries are swept out
-    when they outnumber the live ones, so memory stays proportional to what is pending.
+    Ids need not be taken out when their call completes: `is_live` is asked. Nobody is woken for dead entries, and
+    they are swept out when they outnumber the live ones, so memory stays proportional to what is pending.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Deadlines:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and (not self._heap or self._heap[0][0] > time.monotonic()):
+                while not self._closed and (not self._next_is_live() or self._heap[0][0] > time.monotonic()):
                     left = self._heap[0][0] - time.monotonic() if self._heap else LONGEST_WAIT
                     self._changed.wait(min(max(0.0, left), LONGEST_WAIT))
                 if self._closed:
@@ -66,3 +66,9 @@ class Deadlines:
                 _, identifier = heapq.heappop(self._heap)
             if self._is_live(identifier):
                 self._expire(identifier)
+
+    def _next_is_live(self) -> bool:
+        """Drops what is dead ahead of the first live entry. Is there one? Called with the lock."""
+        while self._heap and not self._is_live(self._heap[0][1]):
+            heapq.heappop(self._heap)
+        return bool(self._heap)
