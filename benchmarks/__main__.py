@@ -111,8 +111,8 @@ def _arguments() -> argparse.Namespace:
         "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("subject", choices=SUBJECTS)
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each system (7)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="that a turn takes (2)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each system (15)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="that a turn takes (1)")
     parser.add_argument("--peer", choices=[n for n in SYSTEMS if n != GRADWIRE.name], default="torch")
     parser.add_argument("-k", default="", metavar="WORD", help="only the cases with this in their name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")

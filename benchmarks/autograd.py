@@ -1,6 +1,7 @@
 """Distributed autograd: what a forward and a backward pass, and a training step, cost."""
 
 import threading
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ PEER = worker_name(1)
 LEARNING_RATE = 0.01
 
 
-class TinyBackward:
+class TinyBackward(Case):
     """Two small tensors are added on the peer; then backward, and the gradients are looked at."""
 
     name = "tiny forward, backward, get_gradients"
@@ -70,7 +71,7 @@ class Stage:
         return [parameter.detach() for parameter in self._module.parameters()]
 
 
-class _Training:
+class _Training(Case):
     """A training step with stages on workers, which SGD updates where they are."""
 
     def __init__(self, system: System, layers: Sequence[tuple[str, int, int]]) -> None:
@@ -83,9 +84,9 @@ class _Training:
         parameters = [each for stage in self._stages for each in stage.rpc_sync().parameters()]
         self._optimizer = system.optimizer_class(torch.optim.SGD, parameters, lr=LEARNING_RATE)
 
+    @abstractmethod
     def forward(self) -> torch.Tensor:
         """The loss."""
-        raise NotImplementedError
 
     def step(self) -> float:
         """Forward, backward and the optimizer's step, with the context's beginning and end."""
@@ -156,7 +157,7 @@ def segment(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class ManyNodes:
+class ManyNodes(Case):
     """A chain of 5,000 nodes goes back and forth between two workers; only backward is measured."""
 
     name = "backward, 5,000 nodes on two workers"
@@ -186,7 +187,7 @@ class ManyNodes:
         return x.sum()
 
 
-class OneProcess:
+class OneProcess(Case):
     """The same chain, and torch's backward in one process. No RPC: both should measure the same."""
 
     name = "backward, 5,000 nodes in one process"

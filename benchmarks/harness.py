@@ -13,10 +13,11 @@ import statistics
 import tempfile
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,18 +38,21 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["benchmarks.systems", "torch._dynamo"])  # torch.optim loads the latter late
 
 
-class Case(Protocol):
+class Case(ABC):
     """A program to measure. It is made, and then runs, on worker 0 of `workers`."""
 
     name: ClassVar[str]
     workers: ClassVar[int]
 
+    @abstractmethod
     def __init__(self, system: System) -> None:
         """Sets up what all steps share."""
 
+    @abstractmethod
     def step(self) -> float:
         """Does once what is measured. Returns how many seconds it took."""
 
+    @abstractmethod
     def results(self) -> list[torch.Tensor]:
         """What a first step computes, gradients above all: the same on both systems. Called before any step."""
 
