@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .harness import Comparison, compare
 from .systems import GRADWIRE, SYSTEMS
 
@@ -92,7 +94,10 @@ def figures(facts: dict[str, str], comparisons: Iterable[Comparison]) -> dict[st
                         "median": comparison.median(name),
                         "p99": comparison.p99(name),
                         "rounds": comparison.rounds[name],
-                        "results": [result.tolist() for result in comparison.results[name]],
+                        "results": [
+                            {"shape": result.shape, "norm": float(np.linalg.norm(result))}
+                            for result in comparison.results[name]
+                        ],
                     }
                     for name in comparison.rounds
                 },
