@@ -14,10 +14,11 @@ from benchmarks.harness import Comparison
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.timeout(300)
 def test_every_case_of_autograd_is_measured_on_both_systems(tmp_path):
     file = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks", "autograd", "--rounds", "2", "--seconds", "0", "--json", file]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "load average before: " in done.stdout
     figures = json.loads(file.read_text())
@@ -32,7 +33,8 @@ def test_every_case_of_autograd_is_measured_on_both_systems(tmp_path):
         assert len(ours["results"]) == len(theirs["results"]) > 0
         for mine, peers in zip(ours["results"], theirs["results"], strict=True):
             assert mine["shape"] == peers["shape"]
-            assert mine["norm"] == pytest.approx(peers["norm"], rel=1e-5) > 0
+            assert mine["norm"] > 0
+            assert mine["norm"] == pytest.approx(peers["norm"], rel=1e-5)
         assert case["largest difference of results"] < 1e-5
 
 
