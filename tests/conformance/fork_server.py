@@ -88,6 +88,7 @@ def run_module(module: Module, run: TestRun, report: Connection) -> None:
     _shorten(run.excepted)
     importlib.import_module("torch._dynamo")  # which torch.optim imports on the first step
     _fork_instead_of_spawn()
+    _keep_process_groups()
     gc.collect()
     gc.freeze()
     waiting = [name for name in tests if not run.words or any(word in name for word in run.words)]
@@ -172,3 +173,21 @@ def _fork_instead_of_spawn() -> None:
         self._start_processes(_forking.Process)
 
     MultiProcessTestCase._spawn_processes = fork
+
+
+def _keep_process_groups() -> None:
+    """Has workers keep the process groups that they destroy until they exit, when no destructor runs.
+
+    Where a DDP module is the last to hold a group, torch joins its thread under the interpreter's lock, for
+    which that thread may be waiting, and the worker hangs (pytorch#56297), whatever the RPC agent.
+    """
+    from torch.distributed import distributed_c10d
+
+    kept: list[object] = []
+    destroy = torch.distributed.destroy_process_group
+
+    def keep_and_destroy(*arguments: object, **keywords: object) -> None:
+        kept.extend(distributed_c10d._world.pg_map)
+        destroy(*arguments, **keywords)
+
+    torch.distributed.destroy_process_group = keep_and_destroy
