@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -21,7 +21,7 @@ from ..rpc.messages import MessageType
 from .closure import LARGEST, NOTHING, Closure, closure_above, small_closure, start_node
 from .compact import Gradients, shrink
 from .functions import receive, send
-from .gradients import LeafGradients
+from .gradients import GradLoans, LeafGradients
 from .partial import PartialGradients
 
 __all__ = ["Context", "PassId", "current_context", "inside", "set_current_context"]
@@ -77,8 +77,8 @@ class _Slot:
 class Context:
     """This worker's part of one context. Safe to use from any thread."""
 
-    def __init__(self, agent: RpcAgent, identifier: int, hooks_lock: AbstractContextManager[Any]) -> None:
-        """Args: its agent; its id; what post-accumulate hooks run under, see `LeafGradients`."""
+    def __init__(self, agent: RpcAgent, identifier: int, loans: GradLoans) -> None:
+        """Args: its agent; its id; whose `.grad` is lent out, on the whole worker."""
         self.agent = agent
         self.id = identifier
         self.creator = identifier >> 48
@@ -94,7 +94,7 @@ class Context:
         """Of each message that came with tensors to differentiate, its node, by sender and number."""
         self._closures: dict[Any, Closure | None] = {}
         """Those of the nodes above sends, see `small_closure`."""
-        self.gradients = LeafGradients(hooks_lock)
+        self.gradients = LeafGradients(loans)
         """What passes have found for leaves of this worker."""
         self._slots: dict[tuple[PassId, int], _Slot] = {}
         self._aborted: dict[PassId, Exception] = {}

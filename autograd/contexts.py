@@ -8,6 +8,7 @@ from typing import final
 from ..errors import UnknownContextError
 from ..rpc.agent import RpcAgent
 from .context import Context
+from .gradients import GradLoans
 
 __all__ = ["Contexts"]
 
@@ -24,7 +25,7 @@ class Contexts:
         self._tell_released = tell_released
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._hooks_lock = threading.RLock()  # a hook may run a pass in another context
+        self._loans = GradLoans()
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._count = 0
 
@@ -40,7 +41,7 @@ class Contexts:
         with self._lock:
             self._count += 1
             identifier = self._agent.info.id << 48 | self._count
-            context = self._contexts[identifier] = Context(self._agent, identifier, self._hooks_lock)
+            context = self._contexts[identifier] = Context(self._agent, identifier, self._loans)
             return context
 
     def get(self, identifier: int) -> Context:
@@ -60,7 +61,7 @@ class Contexts:
             context = self._contexts.get(identifier)
             if context is not None or identifier in self._ended:
                 return context
-            context = self._contexts[identifier] = Context(self._agent, identifier, self._hooks_lock)
+            context = self._contexts[identifier] = Context(self._agent, identifier, self._loans)
         if context.creator != self._agent.info.id:
             # So that this worker learns when the creator is lost, and with it the word that the context ends.
             self._agent.connect(self._agent.worker(context.creator))

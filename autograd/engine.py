@@ -186,7 +186,7 @@ class Engine:
         gates = [context.gate(message_id) for message_id in message_ids]
         outputs = [*roots, *gates]
         graph = walk([start_node(output) for output in outputs])
-        replicated = replicated_modules(node.variable for node in graph.leaves)
+        replicated = replicated_modules(graph.leaves)
         count = context.message_count
         for node in graph.nodes:
             if (number := node._sequence_nr()) < count:
@@ -227,11 +227,12 @@ class Engine:
         gradients: tuple[torch.Tensor | None, ...],
     ) -> tuple[list[Any], tuple[torch.Tensor | None, ...]]:
         """Averages what a pass has found for a replicated module. Returns nodes and gradients of other leaves."""
-        parameters = set(module.parameters())
+        parameters = list(module.parameters())
+        replicated = set(parameters)
         found = list(zip(nodes, gradients, strict=False))
-        captured = {node.variable: gradient for node, gradient in found if node.variable in parameters}
+        captured = {node.variable: gradient for node, gradient in found if node.variable in replicated}
         with self._agent.blocking():
-            context.gradients.replace(average(module, captured, context.gradients.get()))
+            context.gradients.change(parameters, lambda so_far: average(module, captured, so_far))
         others = [(node, gradient) for node, gradient in found if node.variable not in captured]
         return [node for node, _ in others], tuple(gradient for _, gradient in others)
 

@@ -7,26 +7,58 @@ nodes do besides is done here, after the engine is through: their own hooks, and
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 
 from .partial import add
 
-__all__ = ["LeafGradients"]
+__all__ = ["GradLoans", "LeafGradients"]
+
+Gradients = dict[torch.Tensor, torch.Tensor]
+"""By leaf."""
+
+
+@final
+class GradLoans:
+    """Which threads have put other gradients into leaves' `.grad`, for hooks to see.
+
+    A leaf has one borrower at a time. While its hooks run they may borrow other leaves, and on the same thread the
+    same one, so a hook can run passes, also by way of other workers. Torch's own nodes guard their leaves alike.
+    """
+
+    def __init__(self) -> None:
+        self._returned = threading.Condition()
+        self._borrowers: dict[torch.Tensor, int] = {}
+
+    @contextmanager
+    def borrow(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Waits until no other thread has one of the leaves; then this thread has all of them for a while."""
+        me = threading.get_ident()
+        with self._returned:
+            self._returned.wait_for(lambda: all(self._borrowers.get(leaf, me) == me for leaf in leaves))
+            borrowed = [leaf for leaf in leaves if leaf not in self._borrowers]
+            self._borrowers.update(dict.fromkeys(borrowed, me))
+        try:
+            yield
+        finally:
+            with self._returned:
+                for leaf in borrowed:
+                    del self._borrowers[leaf]
+                self._returned.notify_all()
 
 
 @final
 class LeafGradients:
     """Gradients by leaf. Safe to use from any thread."""
 
-    def __init__(self, hooks_lock: AbstractContextManager[Any]) -> None:
-        """Args: hooks_lock: held while hooks see a leaf's gradient as its `.grad`; one for all contexts."""
+    def __init__(self, loans: GradLoans) -> None:
+        """Args: loans: those of all contexts."""
         self._lock = threading.Lock()
-        self._hooks_lock = hooks_lock
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._loans = loans
+        self._gradients: Gradients = {}
 
     def accumulate(self, nodes: Sequence[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Adds what a pass has found.
@@ -56,15 +88,22 @@ class LeafGradients:
             for hook in _hooks(node.register_hook):
                 hook((), (gradient,))
 
-    def get(self) -> dict[torch.Tensor, torch.Tensor]:
+    def get(self) -> Gradients:
         """All so far."""
         with self._lock:
             return dict(self._gradients)
 
-    def replace(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Puts gradients in the place of what there is of their leaves."""
-        with self._lock:
-            self._gradients.update(gradients)
+    def change(self, leaves: Sequence[torch.Tensor], changed: Callable[[Gradients], Gradients]) -> None:
+        """Has a function, which may use the `.grad` of these leaves, change gradients.
+
+        Args:
+            leaves: the leaves.
+            changed: is given all gradients so far, and returns those that take the place of theirs.
+        """
+        with self._loans.borrow(leaves):
+            gradients = changed(self.get())
+            with self._lock:
+                self._gradients.update(gradients)
 
     def clear(self) -> None:
         """Forgets them."""
@@ -85,7 +124,7 @@ class LeafGradients:
         hooks: Mapping[int, Any] | None = leaf._post_accumulate_grad_hooks
         if not hooks:
             return
-        with self._hooks_lock:
+        with self._loans.borrow([leaf]):
             before, leaf.grad = leaf.grad, self._gradients.get(leaf)
             try:
                 for hook in list(hooks.values()):

@@ -7,42 +7,59 @@ run, DDP's hook with them, while `.grad` holds what the context has. In the end 
 `.grad` is what it was.
 """
 
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ..errors import AutogradError
+from .closure import start_node
 
 __all__ = ["average", "replicated_modules"]
 
-_modules: "weakref.WeakKeyDictionary[DistributedDataParallel, None]" = weakref.WeakKeyDictionary()
-"""All DDP modules of this process, in the order in which they were made: it is the same on all replicas."""
+NOTES = "gradwire.replicas"
+"""Under this name the metadata of an accumulation node have a note of each DDP module with its parameter."""
 
 
-def _remember(module: nn.Module, name: str, submodule: nn.Module | None) -> None:  # noqa: ARG001
-    if isinstance(module, DistributedDataParallel):
-        _modules[module] = None
+@dataclass(frozen=True, slots=True, eq=False)
+class _Note:
+    """A DDP module, and when it was made: the order among modules is the same on all replicas."""
+
+    made: int
+    module: "weakref.ref[DistributedDataParallel]"
 
 
-register_module_module_registration_hook(_remember)  # which DDP calls when it gets the module that it wraps
+def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:  # noqa: ARG001
+    if not isinstance(module, DistributedDataParallel) or submodule is None:
+        return
+    note = _Note(time.monotonic_ns(), weakref.ref(module))
+    nodes = [start_node(each) for each in submodule.parameters() if each.requires_grad and not is_lazy(each)]
+    for node in nodes:
+        node.metadata[NOTES] = [*(each for each in node.metadata.get(NOTES, ()) if each.module()), note]
+    # The module holds its parameters' nodes itself, but only once it is complete.
+    weakref.finalize(module, nodes.clear).atexit = False
 
 
-def replicated_modules(leaves: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
-    """The DDP modules that have one of these leaves as a parameter, in the same order on all replicas.
+register_module_module_registration_hook(_note)  # which DDP calls when it gets the module that it wraps
+
+
+def replicated_modules(nodes: Iterable[Any]) -> list[DistributedDataParallel]:
+    """The DDP modules that have a parameter with one of these accumulation nodes, in the order on all replicas.
 
     Raises:
         AutogradError: one of them has a static graph.
     """
-    modules = list(_modules)
-    if not modules:
-        return []
-    present = set(leaves)
-    found = [module for module in modules if not present.isdisjoint(module.parameters())]
+    notes = {note for node in nodes for note in node.metadata.get(NOTES, ())}
+    modules = [note.module() for note in sorted(notes, key=lambda note: note.made)]
+    found = [module for module in modules if module is not None]
     if any(module.static_graph for module in found):
         raise AutogradError(
             "DistributedDataParallel(static_graph=True) averages its first gradients too early for an autograd "

@@ -1,5 +1,8 @@
 """DistributedDataParallel in a context: two trainers with replicas, and a server, do what one process does."""
 
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -237,3 +240,73 @@ def test_a_module_that_is_wrapped_again(trainers):
 
     for found in on_both(trainers, gradient):
         torch.testing.assert_close(found, torch.full((WIDTH,), 1.5).double())
+
+
+def test_a_module_that_is_made_again(trainers):
+    def gradient(rank):
+        inner = make_dense(2)
+        for _ in range(2):
+            module = DistributedDataParallel(inner)
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [module(torch.ones(WIDTH).double()).sum() * (rank + 1)])
+                found = autograd.get_gradients(context_id)[list(inner.parameters())[-1]]
+            torch.testing.assert_close(found, torch.full((WIDTH,), 1.5).double())
+            del module
+            gc.collect()
+        with autograd.context() as context_id:  # by itself again
+            autograd.backward(context_id, [inner(torch.ones(WIDTH).double()).sum() * (rank + 1)])
+            return autograd.get_gradients(context_id)[list(inner.parameters())[-1]]
+
+    for rank, found in enumerate(on_both(trainers, gradient)):
+        torch.testing.assert_close(found, torch.full((WIDTH,), rank + 1.0).double())
+
+
+def test_a_module_that_could_not_be_wrapped(trainers):
+    def gradient(rank):
+        inner = make_dense(2)
+        with pytest.raises(ValueError, match="NaN") as failed:
+            DistributedDataParallel(inner, bucket_cap_mb=float("nan"))
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [inner(torch.ones(WIDTH).double()).sum() * (rank + 1)])
+            assert failed.tb  # which holds what there is of the module
+            return autograd.get_gradients(context_id)[list(inner.parameters())[-1]]
+
+    for rank, found in enumerate(on_both(trainers, gradient)):
+        torch.testing.assert_close(found, torch.full((WIDTH,), rank + 1.0).double())
+
+
+def test_two_contexts_that_meet_at_a_parameter(trainers):
+    """While a module averages, a pass of another thread waits for the parameter's `.grad`."""
+
+    def gradients(rank):
+        inner = make_dense(2)
+        module = DistributedDataParallel(inner)
+        weight, bias = list(inner.parameters())[-2:]
+        started = threading.Event()
+
+        def other():
+            with autograd.context() as context_id:
+                loss = (bias * 7).sum()
+                started.set()
+                autograd.backward(context_id, [loss])
+                return autograd.get_gradients(context_id)
+
+        def while_averaging(_):
+            meeting.append(thread.submit(other))
+            started.wait()
+
+        meeting = []
+        hook = weight.register_post_accumulate_grad_hook(while_averaging)
+        with ThreadPoolExecutor(1) as thread, autograd.context() as context_id:
+            autograd.backward(context_id, [module(torch.ones(WIDTH).double()).sum() * (rank + 1)])
+            hook.remove()
+            torch.testing.assert_close(
+                autograd.get_gradients(context_id)[bias], torch.full((WIDTH,), 1.5).double()
+            )
+            found = meeting[0].result()
+        assert set(found) == {bias}
+        assert all(parameter.grad is None for parameter in inner.parameters())
+        return found[bias]
+
+    for found in on_both(trainers, gradients):
+        torch.testing.assert_close(found, torch.full((WIDTH,), 7.0).double())

@@ -1,5 +1,7 @@
 """What people use in backward passes besides plain graphs."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -109,6 +111,75 @@ def test_a_hook_may_run_a_pass_in_another_context(trio):
             autograd.backward(context_id, [rpc.rpc_sync("worker1", multiply, (x, x)).sum()])
             assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
         assert torch.equal(seen[0], 6 * y)
+
+    trio.run(check)
+
+
+leaves_with_hooks: list[torch.Tensor] = []
+
+
+def keep(*leaves: torch.Tensor) -> None:
+    leaves_with_hooks[:] = leaves
+
+
+def pass_over(index: int) -> torch.Tensor:
+    """The gradient of a pass over a leaf on this worker, in a context of its own."""
+    x = leaves_with_hooks[index]
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker2", multiply, (x, x)).sum()])
+        return autograd.get_gradients(context_id)[x]
+
+
+def pass_over_that_of(worker: str, index: int) -> torch.Tensor:
+    return rpc.rpc_sync(worker, pass_over, (index,))
+
+
+def test_a_hook_may_call_a_worker_that_comes_back_with_a_pass(trio):
+    def check() -> None:
+        x, y = leaf(), leaf()
+        keep(x, y)
+        seen = []
+        x.register_post_accumulate_grad_hook(
+            lambda _: seen.append(rpc.rpc_sync("worker1", pass_over_that_of, ("worker0", 1)))
+        )
+        y.register_post_accumulate_grad_hook(lambda tensor: tensor.grad.mul_(3))
+        assert torch.equal(pass_over(0), 2 * x)
+        assert torch.equal(seen[0], 6 * y)
+
+    trio.run(check)
+
+
+def test_a_leaf_in_two_contexts_has_the_gradient_of_one_while_its_hooks_run(trio):
+    def check() -> None:
+        x = leaf()
+        in_hook, other_has_come = threading.Event(), threading.Event()
+
+        def come(gradient: torch.Tensor) -> None:
+            if gradient[0] == 5:
+                other_has_come.set()
+
+        def hook(tensor: torch.Tensor) -> None:
+            before = tensor.grad
+            in_hook.set()
+            other_has_come.wait()
+            assert tensor.grad is before
+            tensor.grad = before * 2
+
+        x.register_hook(come)
+        x.register_post_accumulate_grad_hook(hook)
+
+        def gradient(factor: float) -> torch.Tensor:
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [(rpc.rpc_sync("worker1", identity, (x,)) * factor).sum()])
+                return autograd.get_gradients(context_id)[x]
+
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(gradient, 3)
+            in_hook.wait()
+            second = threads.submit(gradient, 5)
+            assert torch.equal(first.result(), torch.full_like(x, 6))
+            assert torch.equal(second.result(), torch.full_like(x, 10))
+        assert x.grad is None
 
     trio.run(check)
 
