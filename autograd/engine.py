@@ -231,8 +231,15 @@ class Engine:
         replicated = set(parameters)
         found = list(zip(nodes, gradients, strict=False))
         captured = {node.variable: gradient for node, gradient in found if node.variable in replicated}
-        with self._agent.blocking():
-            context.gradients.change(parameters, lambda so_far: average(module, captured, so_far))
+        try:
+            with self._agent.blocking():
+                context.gradients.change(parameters, lambda so_far: average(module, captured, so_far))
+        except Exception as error:
+            error.add_note(
+                f"while DistributedDataParallel averaged the gradients of {type(module.module).__name__} among "
+                "replicas: one whose own pass has failed does not take part"
+            )
+            raise
         others = [(node, gradient) for node, gradient in found if node.variable not in captured]
         return [node for node, _ in others], tuple(gradient for _, gradient in others)
 

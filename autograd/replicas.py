@@ -7,6 +7,7 @@ run, DDP's hook with them, while `.grad` holds what the context has. In the end 
 `.grad` is what it was.
 """
 
+import gc
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,34 +32,52 @@ NOTES = "gradwire.replicas"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Note:
-    """A DDP module, and when it was made: the order among modules is the same on all replicas."""
+    """A DDP module, and when it was made, in ns: the order among modules is the same on all replicas.
 
-    made: int
+    made: None if it is not known.
+    """
+
+    made: int | None
     module: "weakref.ref[DistributedDataParallel]"
 
 
-def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:  # noqa: ARG001
-    if not isinstance(module, DistributedDataParallel) or submodule is None:
-        return
-    note = _Note(time.monotonic_ns(), weakref.ref(module))
-    nodes = [start_node(each) for each in submodule.parameters() if each.requires_grad and not is_lazy(each)]
+def _note(module: DistributedDataParallel, wrapped: nn.Module, made: int | None) -> None:
+    note = _Note(made, weakref.ref(module))
+    nodes = [start_node(each) for each in wrapped.parameters() if each.requires_grad and not is_lazy(each)]
     for node in nodes:
         node.metadata[NOTES] = [*(each for each in node.metadata.get(NOTES, ()) if each.module()), note]
     # The module holds its parameters' nodes itself, but only once it is complete.
     weakref.finalize(module, nodes.clear).atexit = False
 
 
-register_module_module_registration_hook(_note)  # which DDP calls when it gets the module that it wraps
+def _note_new(module: nn.Module, name: str, submodule: nn.Module | None) -> None:  # noqa: ARG001
+    if isinstance(module, DistributedDataParallel) and submodule is not None:
+        _note(module, submodule, time.monotonic_ns())
+
+
+def _note_old() -> None:
+    for each in gc.get_objects() if torch.distributed.is_initialized() else ():
+        if issubclass(type(each), DistributedDataParallel):
+            _note(each, each.module, None)
+
+
+_note_old()
+register_module_module_registration_hook(_note_new)  # which DDP calls when it gets the module that it wraps
 
 
 def replicated_modules(nodes: Iterable[Any]) -> list[DistributedDataParallel]:
     """The DDP modules that have a parameter with one of these accumulation nodes, in the order on all replicas.
 
     Raises:
-        AutogradError: one of them has a static graph.
+        AutogradError: one of them has a static graph, or was made before this package was imported.
     """
     notes = {note for node in nodes for note in node.metadata.get(NOTES, ())}
-    modules = [note.module() for note in sorted(notes, key=lambda note: note.made)]
+    if any(note.made is None and note.module() for note in notes):
+        raise AutogradError(
+            "a DistributedDataParallel module was made before gradwire was imported, so it is not known in which "
+            "order it averages among others: import gradwire first"
+        )
+    modules = [note.module() for note in sorted(notes, key=lambda note: note.made or 0)]
     found = [module for module in modules if module is not None]
     if any(module.static_graph for module in found):
         raise AutogradError(

@@ -1,9 +1,12 @@
 """DistributedDataParallel in a context: two trainers with replicas, and a server, do what one process does."""
 
 import gc
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -310,3 +313,72 @@ def test_two_contexts_that_meet_at_a_parameter(trainers):
 
     for found in on_both(trainers, gradients):
         torch.testing.assert_close(found, torch.full((WIDTH,), 7.0).double())
+
+
+def test_a_replica_whose_pass_fails_is_waited_for_until_the_groups_timeout(trainers):
+    def fail(gradient):
+        raise LookupError("no gradient today")
+
+    def run(rank):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+        module = DistributedDataParallel(make_dense(2), process_group=group)
+        with autograd.context() as context_id:
+            y = module(torch.ones(WIDTH).double())
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="Timed out") as failed:
+                    autograd.backward(context_id, [y.sum()])
+                assert "averaged the gradients of Sequential" in failed.value.__notes__[0]
+            else:
+                y.register_hook(fail)
+                with pytest.raises(LookupError, match="no gradient today"):
+                    autograd.backward(context_id, [y.sum()])
+            assert autograd.get_gradients(context_id) == {}
+            assert all(parameter.grad is None for parameter in module.parameters())
+        dist.barrier()
+
+    on_both(trainers, run)
+
+
+def test_averaging_begins_when_the_trainers_part_of_the_pass_is_through(trainers):
+    def look(rank):
+        server = rpc.remote(SERVER, Server)
+        module = DistributedDataParallel(make_dense(2))
+        order = []
+
+        def average(state, bucket):
+            order.append("averaged")
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / 2)
+
+        module.register_comm_hook(None, average)
+        with autograd.context() as context_id:
+            x = torch.ones(WIDTH, requires_grad=True, dtype=torch.double)
+            h = server.rpc_sync().square(x)
+            x.register_hook(lambda _: order.append("the graph's other end"))
+            autograd.backward(context_id, [module(h).sum()])
+        assert order == ["the graph's other end", "averaged"]
+
+    on_both(trainers, look)
+
+
+BEFORE_THE_IMPORT = """
+import torch.distributed as dist
+from torch import nn, ones
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+early = DistributedDataParallel(nn.Linear(2, 2))
+from gradwire import autograd, rpc
+
+rpc.init_rpc("alone", rank=0, world_size=1, store=dist.HashStore())
+for module in (DistributedDataParallel(nn.Linear(2, 2)), early):
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [module(ones(2)).sum()])
+        print(len(autograd.get_gradients(context_id)))
+"""
+
+
+def test_a_module_that_was_wrapped_before_gradwire_was_imported_is_refused():
+    command = [sys.executable, "-c", BEFORE_THE_IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2"]
+    assert "AutogradError: a DistributedDataParallel module was made before gradwire was imported" in done.stderr
