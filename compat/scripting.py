@@ -1,7 +1,7 @@
 """torch.jit where it meets calls.
 
 TorchScript knows torch.distributed.rpc's functions by identity and compiles them into calls of torch's own agent,
-which is not there.
+which is not there. It takes no references but that agent's either.
 """
 
 import warnings
@@ -18,20 +18,30 @@ _CALLS = ("prim::rpc_async", "prim::rpc_remote", "prim::rpc_sync")
 def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
     """Compiles a function, a class or a module: torch.jit.script.
 
-    Warns if there is a remote call in it. That is no error yet: many a module compiles what nobody calls.
+    Warns if there is a remote call in it, or if it takes references. That is no error yet: many a module compiles
+    what nobody calls.
     """
     scripted = _compile(obj, optimize, _frames_up + 1, *args, **kwargs)
     for graph in _graphs(scripted):
         for kind in _CALLS:
             if graph.findNode(kind) is not None:
-                warnings.warn(
+                _warn(
                     f"{obj} calls {kind.removeprefix('prim::')} from inside TorchScript, which gradwire does not "
                     "carry (torch.jit is deprecated), so calling it will fail: make the call in Python, and send "
-                    "the script function",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    "the script function"
+                )
+        for value in graph.inputs():
+            if value.type().kind() == "RRefType":
+                _warn(
+                    f"{obj} takes {value.debugName().partition('.')[0]!r}, {value.type()}, in TorchScript, which "
+                    "knows only the references of torch's own agent, so calling it will fail: have it take the "
+                    "value, and call a Python function on the owner that gives it rref.local_value()"
                 )
     return scripted
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)  # who calls torch.jit.script
 
 
 def _graphs(scripted: Any) -> list[Any]:
