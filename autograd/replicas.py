@@ -111,7 +111,8 @@ def average(
         gradients = [torch.zeros_like(root) if captured[root] is None else captured[root] for root in roots]
         torch.autograd.backward(roots, gradients)
         found = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        return _copies(found) if module.gradient_as_bucket_view else found
+        # A view lies in the memory in which DDP averages.
+        return {parameter: each.clone() if each._is_view() else each for parameter, each in found.items()}
 
 
 @contextmanager

@@ -245,6 +245,25 @@ def test_a_module_that_is_wrapped_again(trainers):
         torch.testing.assert_close(found, torch.full((WIDTH,), 1.5).double())
 
 
+def test_gradients_of_a_context_stay_when_ddp_averages_again(trainers):
+    def gradients(rank):
+        inner = make_dense(2)
+        modules = [DistributedDataParallel(inner), DistributedDataParallel(inner, **AS_VIEW)]
+        with autograd.context() as first, autograd.context() as second:
+            for context_id, factor in (
+                (first, 0),
+                (first, 1),
+                (second, 10),
+            ):  # DDP moves buckets after one
+                loss = modules[-1](torch.ones(WIDTH).double()).sum() * (rank + 1) * factor
+                autograd.backward(context_id, [loss])
+            bias = list(inner.parameters())[-1]
+            return [autograd.get_gradients(context_id)[bias] for context_id in (first, second)]
+
+    for found in on_both(trainers, gradients):
+        torch.testing.assert_close(found, [torch.full((WIDTH,), each).double() for each in (1.5, 15.0)])
+
+
 def test_a_module_that_is_made_again(trainers):
     def gradient(rank):
         inner = make_dense(2)
