@@ -26,7 +26,7 @@ class GradLoans:
     """Which threads have put other gradients into leaves' `.grad`, for hooks to see.
 
     A leaf has one borrower at a time. While its hooks run they may borrow other leaves, and on the same thread the
-    same one, so a hook can run passes, also by way of other workers. Torch's own nodes guard their leaves alike.
+    same one, so a hook can run passes, also by way of other workers.
     """
 
     def __init__(self) -> None:
