@@ -1,0 +1,199 @@
+"""Teach an agent to balance a pole, with observers that play on other workers.
+
+Three processes: an agent that has the policy, and two observers that each have a CartPole of gymnasium. The agent
+asks all observers to play an episode; an observer asks the agent for every action, through a reference that it was
+given. From the episodes the agent learns by REINFORCE (Williams, 1992), and it stops when the running mean of
+the rewards is 400 (500 is the most there is).
+
+    python examples/reinforce.py --plot out/reinforce.png        # starts all processes itself
+    torchrun --nproc-per-node 3 examples/reinforce.py            # one process per role
+
+Two runs with the same seed and as many observers are the same: an observer's actions are drawn from a generator of
+its own, and the policy changes only when all have ended their episodes.
+"""
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium
+import torch
+from gradwire import launch, rpc
+from gradwire.errors import WorkerLostError
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessExitedException
+from tqdm import tqdm
+
+AGENT = "agent"
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What an observer has seen and done: `steps` of observations (steps, 4), actions and rewards (steps,)."""
+
+    observations: Tensor
+    actions: Tensor
+    rewards: Tensor
+
+    def returns(self, discount: float) -> Tensor:
+        """For each step (steps,) the rewards from there to the end, those to come discounted."""
+        total, returns = 0.0, []
+        for reward in reversed(self.rewards.tolist()):
+            total = reward + discount * total
+            returns.append(total)
+        return torch.tensor(returns[::-1])
+
+
+class Agent:
+    """The policy, and what it learns from."""
+
+    def __init__(self, observers: int, args: argparse.Namespace) -> None:
+        torch.manual_seed(args.seed)
+        self.policy = nn.Sequential(nn.Linear(4, args.hidden), nn.ReLU(), nn.Linear(args.hidden, 2))
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=args.lr)
+        self.discount = args.discount
+        self.generators = [torch.Generator().manual_seed(args.seed + 1 + index) for index in range(observers)]
+
+    @torch.no_grad()
+    def act(self, observer: int, observation: Tensor) -> int:
+        """An action, 0 or 1, for an observation (4,): called by the observers, by several at once."""
+        odds = self.policy(observation).softmax(0)
+        return int(torch.multinomial(odds, 1, generator=self.generators[observer]))
+
+    def learn(self, episodes: list[Episode]) -> None:
+        """Makes what has led to more than the mean return likelier, and the rest less likely."""
+        returns = torch.cat([episode.returns(self.discount) for episode in episodes])
+        advantages = (returns - returns.mean()) / (returns.std() + 1e-6)
+        logits = self.policy(torch.cat([episode.observations for episode in episodes]))
+        actions = torch.cat([episode.actions for episode in episodes])
+        log_odds = logits.log_softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
+        self.optimizer.zero_grad()
+        (-(log_odds * advantages).sum() / len(episodes)).backward()
+        self.optimizer.step()
+
+
+class Observer:
+    """A world of its own, in which it does what the agent says."""
+
+    def __init__(self, index: int, agent: rpc.RRef[Agent], seed: int) -> None:
+        self.index, self.agent = index, agent
+        self.world = gymnasium.make("CartPole-v1")
+        self.world.reset(seed=seed)  # later resets go on from here
+
+    def play(self) -> Episode:
+        """One episode, until the pole falls or 500 steps are done."""
+        observations, actions, rewards = [], [], []
+        observation, _ = self.world.reset()
+        ended = False
+        while not ended:
+            observations.append(torch.from_numpy(observation))
+            actions.append(self.agent.rpc_sync().act(self.index, observations[-1]))  # runs on the agent
+            observation, reward, fallen, out_of_time, _ = self.world.step(actions[-1])
+            rewards.append(float(reward))
+            ended = fallen or out_of_time
+        return Episode(torch.stack(observations), torch.tensor(actions), torch.tensor(rewards))
+
+
+def train(args: argparse.Namespace) -> None:
+    """The agent's part: has the observers play and learns from it until it is good enough."""
+    agent = Agent(args.observers, args)
+    itself = rpc.RRef(agent)
+    observers = [
+        rpc.remote(f"observer{index}", Observer, (index, itself, args.seed + 1 + index))
+        for index in range(args.observers)
+    ]
+    rewards: list[float] = []
+    running: list[float] = []
+    started = time.perf_counter()
+    with tqdm(total=args.episodes, unit="episode", disable=args.quiet) as bar:
+        while len(rewards) < args.episodes:
+            pending = [observer.rpc_async(timeout=0).play() for observer in observers]
+            episodes: list[Episode] = [future.wait() for future in pending]
+            for episode in episodes:
+                rewards.append(episode.rewards.sum().item())
+                running.append(0.95 * running[-1] + 0.05 * rewards[-1] if running else rewards[-1])
+            bar.set_postfix(running_reward=f"{running[-1]:.0f}")
+            bar.update(len(episodes))
+            if running[-1] >= args.goal:
+                break
+            agent.learn(episodes)
+    seconds = time.perf_counter() - started
+    verdict = "reached" if running[-1] >= args.goal else "not reached"
+    print(f"running reward {running[-1]:.2f} after {len(rewards)} episodes, goal of {args.goal:g} {verdict}")
+    print(f"{sum(rewards):,.0f} actions in {seconds:.1f} s, {sum(rewards) / seconds:,.0f} a second", flush=True)
+    if args.plot:
+        plot(args.plot, rewards, running, args.goal)
+        print(f"rewards are drawn in {args.plot}", flush=True)
+
+
+def plot(path: Path, rewards: list[float], running: list[float], goal: float) -> None:
+    """Draws the reward of each episode, and their running mean, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
+    axes.plot(rewards, ".", markersize=3, alpha=0.5, label="reward of an episode")
+    axes.plot(running, color="tab:red", label="running mean")
+    axes.axhline(goal, color="black", linewidth=0.8, linestyle="--", label="goal")
+    axes.set(xlabel="episode", ylabel="steps until the pole falls")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def work(rank: int, args: argparse.Namespace) -> None:
+    """One process of the group."""
+    name = AGENT if rank == 0 else f"observer{rank - 1}"
+    rpc.init_rpc(name)
+    try:
+        if name == AGENT:
+            train(args)
+        rpc.shutdown()
+    except WorkerLostError as lost:
+        rpc.shutdown(graceful=False)
+        sys.exit(f"{name}: {lost}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--observers", type=int, default=2, help="observers to start (default 2); torchrun decides itself"
+    )
+    parser.add_argument("--episodes", type=int, default=2000, help="play at most so many (default 2000)")
+    parser.add_argument("--goal", type=float, default=400, help="running reward to stop at (default 400)")
+    parser.add_argument("--hidden", type=int, default=128, help="width of the policy's layer (default 128)")
+    parser.add_argument("--lr", type=float, default=0.005, help="learning rate of Adam (default 0.005)")
+    parser.add_argument("--discount", type=float, default=0.99, help="of a reward one step later (default 0.99)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, worlds and actions (default 0)")
+    parser.add_argument("--plot", type=Path, help="draw the rewards into this PNG file")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    args = parser.parse_args()
+    if args.observers < 1 or args.episodes < 1 or args.hidden < 1:
+        parser.error("--observers, --episodes and --hidden must be at least 1")
+    return args
+
+
+def main() -> None:
+    """Runs one role under torchrun, all of them otherwise."""
+    args = parse_arguments()
+    if "RANK" not in os.environ:
+        try:
+            launch.spawn(work, 1 + args.observers, (args,))
+        except ProcessExitedException as failed:
+            sys.exit(str(failed))
+        return
+    args.observers = int(os.environ["WORLD_SIZE"]) - 1
+    if args.observers < 1:
+        sys.exit("torchrun must start at least 2 processes: the agent and an observer")
+    work(int(os.environ["RANK"]), args)
+
+
+if __name__ == "__main__":
+    main()
