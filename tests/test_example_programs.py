@@ -1,5 +1,7 @@
 """Examples in small. Their `main` starts the roles, but forked from the tests' server, which takes no time."""
 
+import math
+import re
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 from gradwire import launch
 
-from examples import reinforce
+from examples import hybrid, reinforce
 
 
 def run_role(rank: int, work: Callable[..., None], args: Any, outputs: Path) -> None:
@@ -43,3 +45,20 @@ def test_reinforce_learns_and_does_the_same_again(run, tmp_path):
     assert lines[0] == lines[1]
     assert pictures[0].read_bytes().startswith(b"\x89PNG")
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
+
+
+def test_hybrid_has_the_losses_of_one_process(run, tmp_path):
+    picture = tmp_path / "losses.png"
+    sizes = ["--vocabulary", "100", "--width", "8", "--hidden", "16", "--batch-size", "1024", "--lr", "0.5"]
+    printed = run(hybrid, *sizes, "--epochs", "2", "--compare", "--plot", str(picture))
+    assert float(re.search("largest difference .*: (.*)", printed)[1]) < 1e-12
+    losses = [float(loss) for loss in re.findall(r"^epoch \d   loss ([\d.]+)", printed, re.M)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < math.log(100)  # words by chance
+    assert "epoch 1/2" in printed  # the progress bar
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_shares_must_be_equal(run):
+    with pytest.raises(SystemExit, match="--batch-size 100 cannot be shared evenly by 3 trainers"):
+        run(hybrid, "--trainers", "3", "--batch-size", "100")
