@@ -2,15 +2,19 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+import torch
 from gradwire import launch
+from torch import nn
+from torch.nn import functional as F
 
-from examples import hybrid, reinforce
+from examples import batch_server, hybrid, reinforce
 
 
 def run_role(rank: int, work: Callable[..., None], args: Any, outputs: Path) -> None:
@@ -49,7 +53,7 @@ def test_reinforce_learns_and_does_the_same_again(run, tmp_path):
 
 def test_hybrid_has_the_losses_of_one_process(run, tmp_path):
     picture = tmp_path / "losses.png"
-    sizes = ["--vocabulary", "100", "--width", "8", "--hidden", "16", "--batch-size", "1024", "--lr", "0.5"]
+    sizes = ["--vocabulary", "100", "--width", "8", "--hidden", "16", "--batch-size", "2048", "--lr", "0.5"]
     printed = run(hybrid, *sizes, "--epochs", "2", "--compare", "--plot", str(picture))
     assert float(re.search("largest difference .*: (.*)", printed)[1]) < 1e-12
     losses = [float(loss) for loss in re.findall(r"^epoch \d   loss ([\d.]+)", printed, re.M)]
@@ -62,3 +66,81 @@ def test_hybrid_has_the_losses_of_one_process(run, tmp_path):
 def test_shares_must_be_equal(run):
     with pytest.raises(SystemExit, match="--batch-size 100 cannot be shared evenly by 3 trainers"):
         run(hybrid, "--trainers", "3", "--batch-size", "100")
+
+
+def test_the_batch_server_answers_everybody_right(run, tmp_path):
+    picture = tmp_path / "rates.png"
+    sizes = ["--width", "64", "--epochs", "8", "--seconds", "0.2", "--users", "1", "8", "--batch-size", "8"]
+    printed = run(batch_server, *sizes, "--plot", str(picture))
+    rows = re.findall(
+        r"^(alone|batched) +(\d+) +([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)%$", printed, re.M
+    )
+    assert [row[:2] for row in rows] == [("alone", "2"), ("batched", "2"), ("alone", "16"), ("batched", "16")]
+    for how, _, rate, median, slowest, batch, accuracy in rows:
+        assert int(rate.replace(",", "")) > 0
+        assert 0 < float(median) <= float(slowest)
+        assert float(batch) == 1 if how == "alone" else 1 <= float(batch) <= 8
+        assert float(accuracy) > 80  # answers that went to others would be right one time in ten
+    assert "measuring:" in printed  # the progress bar
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class Slow(nn.Module):
+    """Classifies when it may; an image's brightest pixel is its digit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = Event()
+        self.batches: list[int] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.may_go_on.wait()
+        self.batches.append(len(images))
+        if images.isnan().any():
+            raise ArithmeticError("an image that is no number")
+        return images
+
+
+def image(digit: int) -> torch.Tensor:
+    return F.one_hot(torch.tensor(digit), batch_server.PIXELS).float()
+
+
+@pytest.fixture
+def server() -> Iterator[batch_server.Server]:
+    made = batch_server.Server(Slow(), batch_size=4, patience=1000.0)
+    yield made
+    made.network.may_go_on.set()
+    made.close()
+
+
+def test_a_full_batch_does_not_wait(server):
+    answers = [server.classify(image(digit)) for digit in range(8)]
+    server.network.may_go_on.set()
+    assert [answer.wait() for answer in answers] == list(range(8))
+    assert server.network.batches == [4, 4]
+
+
+def test_a_batch_that_stays_small_waits_no_longer_than_it_may(server):
+    server.patience = 0.05
+    server.network.may_go_on.set()
+    answers = [server.classify(image(digit)) for digit in range(2)]
+    assert [answer.wait() for answer in answers] == [0, 1]
+
+
+def test_a_server_that_closes_answers_what_it_has(server):
+    answers = [server.classify(image(digit)) for digit in range(3)]
+    server.network.may_go_on.set()
+    server.close()
+    assert [answer.wait() for answer in answers] == [0, 1, 2]
+    assert server.network.batches == [3]
+
+
+def test_a_batch_that_fails_fails_for_its_requests_only(server):
+    server.network.may_go_on.set()
+    for failing in [server.classify(image(1) * math.nan) for _ in range(4)]:
+        with pytest.raises(ArithmeticError, match="no number"):
+            failing.wait()
+    with pytest.raises(ValueError, match=r"shape \(3,\): give one of shape \(64,\)"):
+        server.classify(torch.zeros(3))
+    answers = [server.classify(image(digit)) for digit in range(4)]
+    assert [answer.wait() for answer in answers] == [0, 1, 2, 3]

@@ -1,0 +1,284 @@
+"""Serve a network to many users, with their requests gathered into batches.
+
+Three processes: a server with a network that reads handwritten digits, and two clients, each with many users that
+send one image, wait for the answer, and send the next. Alone, an image is classified when it comes. Batched, it
+waits until there are `--batch-size` of them, or the first has waited for `--patience` milliseconds; all are then
+classified in one go. Meanwhile no thread of the server waits for an answer: `classify` returns a future of it.
+
+    python examples/batch_server.py --plot out/batch_server.png      # starts all processes itself
+    torchrun --nproc-per-node 3 examples/batch_server.py             # one process per role
+
+Both ways are measured with more and more users. The data are the digits that ship with scikit-learn.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import torch
+from gradwire import launch, rpc
+from gradwire.errors import WorkerLostError
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.multiprocessing.spawn import ProcessExitedException
+from torch.nn import functional as F
+from tqdm import tqdm
+
+SERVER = "server"
+PIXELS = 64
+
+
+@cache
+def load_data() -> tuple[Tensor, Tensor]:
+    """Images (1797, 64), float32 in [0, 1], and labels (1797,), int64. The last 300 are for the clients."""
+    digits = load_digits()
+    return torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+
+
+def train_network(args: argparse.Namespace) -> nn.Module:
+    """A network that reads the digits; it takes some seconds."""
+    images, labels = (data[:-300] for data in load_data())
+    torch.manual_seed(args.seed)
+    width = args.width
+    network = nn.Sequential(
+        nn.Linear(PIXELS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    for _ in tqdm(range(args.epochs), "training", leave=False, disable=args.quiet):
+        for batch in torch.randperm(len(labels)).unfold(0, 32, 32):
+            optimizer.zero_grad()
+            torch.autograd.backward([F.cross_entropy(network(images[batch]), labels[batch])])
+            optimizer.step()
+    return network.eval()
+
+
+class Server:
+    """Answers requests, each alone or many at once."""
+
+    def __init__(self, network: nn.Module, batch_size: int, patience: float) -> None:
+        """Args: network; how many requests make a batch; how long the first of them may wait, in seconds."""
+        self.network, self.batch_size, self.patience = network, batch_size, patience
+        self.batches = self.batched = 0
+        self.requests: SimpleQueue[tuple[Tensor, Future[int]] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self.serve, name="batches")
+        self.thread.start()
+
+    @torch.no_grad()
+    def classify_alone(self, image: Tensor) -> int:
+        """The digit in an image (64,)."""
+        return int(self.network(image).argmax())
+
+    @rpc.functions.async_execution
+    def classify(self, image: Tensor) -> Future[int]:
+        """The same, later. A bad image is refused here, so that it spoils no batch."""
+        if image.shape != (PIXELS,):
+            raise ValueError(f"an image of shape {tuple(image.shape)}: give one of shape ({PIXELS},)")
+        digit: Future[int] = Future()
+        self.requests.put((image, digit))
+        return digit
+
+    def serve(self) -> None:
+        """The thread that gathers requests, classifies the batch, and answers."""
+        torch.get_num_threads()  # the number of threads set for the process holds here from this call on
+        while request := self.requests.get():
+            batch, deadline = [request], time.monotonic() + self.patience
+            while len(batch) < self.batch_size:
+                try:
+                    another = self.requests.get(timeout=max(0.0, deadline - time.monotonic()))
+                except Empty:
+                    break
+                if another is None:  # the batch that is there is answered before the end
+                    self.requests.put(None)
+                    break
+                batch.append(another)
+            self.answer(batch)
+
+    @torch.no_grad()
+    def answer(self, batch: list[tuple[Tensor, Future[int]]]) -> None:
+        """Completes the futures of a batch."""
+        self.batches += 1
+        self.batched += len(batch)
+        images, answers = zip(*batch, strict=True)
+        try:
+            digits = self.network(torch.stack(images)).argmax(1).tolist()
+        except Exception as error:
+            for answer in answers:
+                answer.set_exception(error.with_traceback(None))
+            return
+        for answer, digit in zip(answers, digits, strict=True):
+            answer.set_result(digit)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self.requests.put(None)
+        self.thread.join()
+
+
+def drive(server: rpc.RRef[Server], method: str, users: int, seconds: float) -> tuple[list[float], int]:
+    """A client's part: so many users at once, for some seconds, in one thread: calls are awaited in an event loop.
+
+    Returns:
+        The latency of each request in seconds, and how many of the answers were right.
+    """
+    images, labels = (data[-300:] for data in load_data())
+    latencies: list[float] = []
+    right = 0
+
+    async def user(number: int) -> None:
+        nonlocal right
+        while True:
+            number %= len(labels)
+            sent = time.perf_counter()
+            digit = await getattr(server.rpc_async(), method)(images[number])
+            latencies.append(time.perf_counter() - sent)
+            right += digit == labels[number].item()
+            number += users
+            if time.perf_counter() > end:
+                return
+
+    async def all_users() -> None:
+        await asyncio.gather(*map(user, range(users)))
+
+    end = time.perf_counter() + seconds
+    asyncio.run(all_users())
+    return latencies, right
+
+
+class Measurement(NamedTuple):
+    """What many users saw."""
+
+    users: int
+    rate: float  # answers per second
+    median: float  # latency, milliseconds
+    slowest: float  # the 99th percentile
+    batch: float  # mean size
+    accuracy: float
+
+
+def measure(server: Server, method: str, users: int, args: argparse.Namespace) -> Measurement:
+    """Has each client drive the server with so many users."""
+    server.batches = server.batched = 0
+    started = time.perf_counter()
+    pending = [
+        rpc.rpc_async(f"client{index}", drive, (rpc.RRef(server), method, users, args.seconds), timeout=0)
+        for index in range(args.clients)
+    ]
+    latencies: list[float] = []
+    right = 0
+    for future in pending:
+        some, right_ones = future.wait()
+        latencies += some
+        right += right_ones
+    rate = len(latencies) / (time.perf_counter() - started)
+    median, slowest = (1000 * torch.tensor(latencies).quantile(torch.tensor([0.5, 0.99]))).tolist()
+    batch = server.batched / server.batches if server.batches else 1.0
+    return Measurement(users * args.clients, rate, median, slowest, batch, right / len(latencies))
+
+
+def serve(args: argparse.Namespace) -> None:
+    """The server's part: trains, serves, measures, reports."""
+    server = Server(train_network(args), args.batch_size, args.patience / 1000)
+    points = [(method, users) for users in args.users for method in ("classify_alone", "classify")]
+    try:
+        measure(server, "classify", 1, args)  # connections, threads and data are there from now on
+        with tqdm(points, "measuring", leave=False, disable=args.quiet) as bar:
+            measured = [measure(server, method, users, args) for method, users in bar]
+    finally:
+        server.close()
+    print("           users   requests/s   median ms   99 % ms   mean batch   accuracy")
+    for (method, _), m in zip(points, measured, strict=True):
+        how = "batched" if method == "classify" else "alone"
+        print(
+            f"{how:9}{m.users:7}{m.rate:13,.0f}{m.median:12.1f}{m.slowest:10.1f}{m.batch:13.1f}{m.accuracy:11.1%}"
+        )
+    sys.stdout.flush()
+    if args.plot:
+        plot(args.plot, measured[::2], measured[1::2])
+        print(f"rates and latencies are drawn in {args.plot}", flush=True)
+
+
+def plot(path: Path, alone: list[Measurement], batched: list[Measurement]) -> None:
+    """Draws rate and latency over the number of users into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    for label, color, measured in (("alone", "tab:blue", alone), ("batched", "tab:red", batched)):
+        users = [m.users for m in measured]
+        left.plot(users, [m.rate for m in measured], marker="o", color=color, label=label)
+        right.plot(users, [m.median for m in measured], marker="o", color=color, label=f"{label}, median")
+        right.plot(users, [m.slowest for m in measured], ":", color=color, label=f"{label}, 99 %")
+    left.set(xlabel="users", ylabel="requests per second", xscale="log", ylim=(0, None))
+    right.set(xlabel="users", ylabel="latency, ms", xscale="log", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.set_xticks(users, users)
+        axes.minorticks_off()
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def work(rank: int, args: argparse.Namespace) -> None:
+    """One process of the group."""
+    name = SERVER if rank == 0 else f"client{rank - 1}"
+    rpc.init_rpc(name)
+    try:
+        if name == SERVER:
+            serve(args)
+        rpc.shutdown()
+    except WorkerLostError as lost:
+        rpc.shutdown(graceful=False)
+        sys.exit(f"{name}: {lost}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--clients", type=int, default=2, help="clients to start (default 2); torchrun decides itself"
+    )
+    parser.add_argument(
+        "--users", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of each client (default 1 2 4 8 16 32)"
+    )
+    parser.add_argument("--seconds", type=float, default=3, help="of each measurement (default 3)")
+    parser.add_argument("--batch-size", type=int, default=32, help="requests of a batch at most (default 32)")
+    parser.add_argument("--patience", type=float, default=2, help="what the first waits at most, ms (default 2)")
+    parser.add_argument("--width", type=int, default=3072, help="of the network's layers (default 3072)")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the training data (default 2)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order (default 0)")
+    parser.add_argument("--plot", type=Path, help="draw rates and latencies into this PNG file")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    args = parser.parse_args()
+    if min(args.clients, args.batch_size, args.width, *args.users) < 1:
+        parser.error("--clients, --users, --batch-size and --width must be at least 1")
+    return args
+
+
+def main() -> None:
+    """Runs one role under torchrun, all of them otherwise."""
+    args = parse_arguments()
+    if "RANK" not in os.environ:
+        try:
+            launch.spawn(work, 1 + args.clients, (args,))
+        except ProcessExitedException as failed:
+            sys.exit(str(failed))
+        return
+    args.clients = int(os.environ["WORLD_SIZE"]) - 1
+    if args.clients < 1:
+        sys.exit("torchrun must start at least 2 processes: the server and a client")
+    work(int(os.environ["RANK"]), args)
+
+
+if __name__ == "__main__":
+    main()
