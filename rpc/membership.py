@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -15,9 +14,6 @@ from ..errors import RendezvousError
 from .worker import WorkerInfo
 
 __all__ = ["Member", "join", "name_group"]
-
-POLL_SECONDS = 1.0
-"""How long to wait for the missing before looking whether somebody has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +59,7 @@ def join(store: TorchStore, group: str, me: Member, world_size: int, timeout: fl
         record = {"error": f"worker name {me.info.name!r} is not unique: ranks {holder} and {rank} have it"}
     store.set(f"{prefix}/member/{rank}", json.dumps(record))
     if "error" in record:
+        store.set(f"{prefix}/settled", "")
         raise RendezvousError(f"{record['error']}; give each worker a name of its own")
     try:
         return _wait_for_all(store, prefix, me.info, world_size, timeout)
@@ -76,31 +73,40 @@ def _withdraw(store: TorchStore, prefix: str, me: WorkerInfo) -> None:
     with contextlib.suppress(RuntimeError):  # the store may be what has failed
         for key in (f"{prefix}/member/{me.id}", f"{prefix}/name/{me.name}"):
             store.delete_key(key)
+        store.add(f"{prefix}/arrived", -1)
         store.add(f"rpc/joined/{me.id}", -1)
 
 
 def _wait_for_all(store: TorchStore, prefix: str, me: WorkerInfo, world_size: int, timeout: float) -> list[Member]:
-    deadline = time.monotonic() + timeout
-    found: dict[int, Member] = {}
-    while True:
-        missing = [rank for rank in range(world_size) if rank not in found]
-        for rank in missing:
-            if store.check([f"{prefix}/member/{rank}"]):
-                found[rank] = _read(json.loads(store.get(f"{prefix}/member/{rank}")), me, world_size)
-        missing = [rank for rank in missing if rank not in found]
-        left = deadline - time.monotonic()
-        if not missing:
-            return [found[rank] for rank in range(world_size)]
-        if left <= 0:
-            raise RendezvousError(
-                f"of {world_size} workers, those with ranks {', '.join(map(str, missing))} "
-                f"did not join within {timeout:g} s"
-            )
-        try:
-            store.wait([f"{prefix}/member/{missing[0]}"], timedelta(seconds=min(left, POLL_SECONDS)))
-        except RuntimeError as error:
-            if not _is_timeout(error):
-                raise
+    """Waits for the one key that says that everybody is there, or that the group cannot form."""
+    arrived = store.add(f"{prefix}/arrived", 1)
+    try:
+        found = _look(store, prefix, me, world_size)
+        if arrived < world_size:
+            store.wait([f"{prefix}/settled"], timedelta(seconds=timeout))
+            found = _look(store, prefix, me, world_size)
+    except RendezvousError:
+        store.set(f"{prefix}/settled", "")  # the others are to find out as well
+        raise
+    except RuntimeError as error:
+        if not _is_timeout(error):
+            raise
+        found = _look(store, prefix, me, world_size)
+    missing = [str(rank) for rank in range(world_size) if rank not in found]
+    if missing:
+        raise RendezvousError(
+            f"of {world_size} workers, those with ranks {', '.join(missing)} did not join within {timeout:g} s"
+        )
+    store.set(f"{prefix}/settled", "")
+    return [found[rank] for rank in range(world_size)]
+
+
+def _look(store: TorchStore, prefix: str, me: WorkerInfo, world_size: int) -> dict[int, Member]:
+    """Those who have come so far, by id; raises if one says that the group cannot form."""
+    keys = {rank: f"{prefix}/member/{rank}" for rank in range(world_size)}
+    return {
+        rank: _read(json.loads(store.get(key)), me, world_size) for rank, key in keys.items() if store.check([key])
+    }
 
 
 def _is_timeout(error: RuntimeError) -> bool:
