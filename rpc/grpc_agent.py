@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
+import torch
+
 from ..errors import NotInitializedError
 from ..proto.v1 import agent_pb2
 from .accounting import Activity
@@ -70,9 +72,7 @@ class GrpcAgent(RpcAgent):
             MessageType.GREETING: Handler(lambda _message: None),
         }
         self._activity = Activity()
-        self._executor = parts.executor(
-            options.num_worker_threads, f"gradwire-{info.name}", lambda: holder.bind_thread(self)
-        )
+        self._executor = parts.executor(options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread)
         self._messaging = Messaging(info, options, self._handlers)
         self._requests = Requests(self._messaging, self._handlers, self._executor, self._activity)
         self._service = Service(info, self._messaging, self._handlers, self._executor, self._activity)
@@ -94,6 +94,12 @@ class GrpcAgent(RpcAgent):
             self._handlers.update(extension.handlers())
             self._messaging.add(extension)
         self._network.admit()
+
+    def _prepare_thread(self) -> None:
+        holder.bind_thread(self)
+        # Reading torch's number of threads makes it hold on this thread. Its first matrix product would use all
+        # cores otherwise, whatever set_num_threads has said, and be rounded differently from those that follow.
+        torch.get_num_threads()
 
     # The group.
 

@@ -1,6 +1,8 @@
 """Calls that go well."""
 
+import ctypes
 import operator
+import os
 import threading
 
 import pytest
@@ -22,6 +24,11 @@ class Point:
     @staticmethod
     def origin() -> "Point":
         return Point(0, 0)
+
+
+def threads_of_operations() -> int:
+    """How many threads OpenMP gives to an operation on this thread."""
+    return ctypes.CDLL(torch._C.__file__).omp_get_max_threads()
 
 
 def descend(depth: int) -> int:
@@ -219,3 +226,10 @@ def test_init_again_after_shutdown(workers, tmp_path):
 
     for pending in [worker.start(again, rank) for rank, worker in enumerate((a, b))]:
         pending.result()
+
+
+def test_the_number_of_threads_of_operations_holds_in_calls(workers):
+    a, b = workers.rpc(2)
+    threads = os.cpu_count() + 1  # not what a thread begins with
+    b.run(torch.set_num_threads, threads)
+    assert a.run(rpc.rpc_sync, "worker1", threads_of_operations) == threads
