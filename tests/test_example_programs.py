@@ -14,7 +14,7 @@ from gradwire import launch
 from torch import nn
 from torch.nn import functional as F
 
-from examples import batch_server, hybrid, reinforce
+from examples import batch_server, hybrid, pipeline, reinforce
 
 
 def run_role(rank: int, work: Callable[..., None], args: Any, outputs: Path) -> None:
@@ -37,6 +37,32 @@ def run(tmp_path, monkeypatch) -> Callable[..., str]:
 
     monkeypatch.setattr(launch, "spawn", spawn_quickly)
     return run_example
+
+
+def test_the_pipeline_has_the_losses_of_one_process(run, tmp_path):
+    picture = tmp_path / "losses.png"
+    sizes = ["--epochs", "2", "--width", "16", "--lr", "0.01", "--batch-size", "256"]
+    printed = run(
+        pipeline,
+        *sizes,
+        "--micro-batches",
+        "5",
+        "--in-flight",
+        "3",
+        "--compare",
+        "--timing",
+        "1",
+        "--plot",
+        str(picture),
+    )
+    assert float(re.search("largest difference .*: (.*)", printed)[1]) == 0
+    split, alone = re.findall(r"epoch  2   loss ([\d.]+)   test accuracy ([\d.]+)%", printed)
+    assert split == alone
+    assert float(split[0]) < math.log(10)  # digits by chance
+    assert float(split[1]) > 30
+    assert re.findall(r"^(one process|\d) +[\d.]+$", printed, re.M) == ["one process", "1", "2", "4", "8"]
+    assert "three workers, epoch  2:" in printed  # the progress bar
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_reinforce_learns_and_does_the_same_again(run, tmp_path):
