@@ -14,7 +14,7 @@ from gradwire import launch
 from torch import nn
 from torch.nn import functional as F
 
-from examples import batch_server, hybrid, pipeline, reinforce
+from examples import batch_server, hybrid, pipeline, reinforce, rnn
 
 
 def run_role(rank: int, work: Callable[..., None], args: Any, outputs: Path) -> None:
@@ -62,6 +62,19 @@ def test_the_pipeline_has_the_losses_of_one_process(run, tmp_path):
     assert float(split[1]) > 30
     assert re.findall(r"^(one process|\d) +[\d.]+$", printed, re.M) == ["one process", "1", "2", "4", "8"]
     assert "three workers, epoch  2:" in printed  # the progress bar
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rnn_has_the_losses_of_one_process(run, tmp_path):
+    picture = tmp_path / "perplexity.png"
+    sizes = ["--words", "10000", "--width", "32", "--epochs", "2", "--lr", "0.01", "--sample", "40"]
+    printed = run(rnn, *sizes, "--compare", "--plot", str(picture))
+    assert float(re.search("largest difference .*: (.*)", printed)[1]) == 0
+    perplexities = re.findall(r"two workers, epoch +\d +perplexity +([\d.]+) +of test text +([\d.]+)", printed)
+    (first, test_first), (second, test_second) = [(float(a), float(b)) for a, b in perplexities]
+    assert second < first < 808  # words by chance
+    assert test_second < test_first
+    assert "two workers, epoch  1:" in printed  # the progress bar
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
