@@ -1,0 +1,30 @@
+"""gRPC ignores options that it does not know, so a wrong name shows up only when the option is needed."""
+
+from pathlib import Path
+
+import pytest
+from gradwire.c10d.stores import server as store_server
+from gradwire.c10d.stores import tcp as store_client
+from gradwire.rpc.transports import settings
+from grpc._cython import cygrpc
+
+OPTIONS = {
+    name
+    for options in (
+        settings.CLIENT_OPTIONS,
+        settings.SERVER_OPTIONS,
+        store_client._CLIENT_OPTIONS,
+        store_server._SERVER_OPTIONS,
+    )
+    for name, _ in options
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> bytes:
+    return Path(cygrpc.__file__).read_bytes()
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_grpc_knows_the_option(library, name):
+    assert f"{name}\0".encode() in library
