@@ -25,7 +25,7 @@ from gradwire.errors import WorkerLostError
 from gradwire.optim import DistributedOptimizer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.multiprocessing import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessExitedException
 from torch.nn import functional as F
 from tqdm import tqdm
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,27 +18,23 @@ PARAMETER_SERVER = str(EXAMPLES / "parameter_server.py")
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No process, listening port or shared segment outlives an example."""
-
-    def state() -> tuple[set[int], set[int], set[str]]:
-        examples = {
-            process.pid
-            for process in psutil.process_iter(["cmdline"])
-            if any("parameter_server" in part for part in process.info["cmdline"] or [])
-        }
-        ports = {
-            c.laddr.port
-            for process in psutil.process_iter()
-            if process.pid in examples
-            for c in process.net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN
-        }
-        return examples, ports, set(os.listdir("/dev/shm"))
-
-    before = state()
+def nothing_is_left(monkeypatch) -> Iterator[None]:
+    """No process, and so no listening port, and no shared segment outlives an example."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("GRADWIRE_TEST", mark)  # processes inherit it
+    before = set(os.listdir("/dev/shm"))
     yield
-    assert state() == before
+    left = [process for process in psutil.process_iter() if _has(process, mark)]
+    _, alive = psutil.wait_procs(left, timeout=10)  # multiprocessing's own end a moment after the program
+    assert alive == []
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "gradwire" in name]
+
+
+def _has(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("GRADWIRE_TEST") == mark
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
