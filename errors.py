@@ -5,6 +5,12 @@ GradwireError
 │   ├── StoreTimeoutError         .missing: the keys that did not appear in time
 │   └── QueueEmptyError           a queue has nothing to take, and the caller does not want to wait
 ├── RendezvousError               workers cannot find each other: a bad URL, a missing variable, ranks that clash
+├── ProcessGroupError             an operation of a process group failed
+│   ├── UnsupportedOperationError .engine, .operation: the engine cannot do this
+│   ├── CollectiveTimeoutError    .operation, .seconds: the other ranks did not take part in time
+│   ├── CollectiveMismatchError   .ranks: which ranks called something else than the others
+│   ├── RankLostError             .rank, .reason: a rank died in the middle
+│   └── GroupAbortedError         the group was aborted or shut down, by this rank
 └── RpcError
     ├── NotInitializedError       a call before init_rpc or after shutdown
     ├── WorkerNameError           .name: no worker can be called so (a ValueError as well)
@@ -27,16 +33,21 @@ A remote exception whose class can be rebuilt arrives as that class; its `__caus
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistBackendError, DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
 
 __all__ = [
     "AnswerFailedError",
     "AutogradError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "GradwireError",
+    "GroupAbortedError",
     "NotInitializedError",
+    "ProcessGroupError",
     "QueueEmptyError",
     "RRefError",
+    "RankLostError",
     "RemoteError",
     "RemoteUnpicklableError",
     "RendezvousError",
@@ -49,6 +60,7 @@ __all__ = [
     "StoreTimeoutError",
     "UnknownContextError",
     "UnknownWorkerError",
+    "UnsupportedOperationError",
     "WorkerLostError",
     "WorkerNameError",
     "rebuild",
@@ -93,6 +105,49 @@ class QueueEmptyError(StoreError, TorchQueueEmptyError):
 
 class RendezvousError(GradwireError):
     """Workers cannot find each other."""
+
+
+class ProcessGroupError(GradwireError, DistBackendError):
+    """An operation of a process group failed."""
+
+
+class UnsupportedOperationError(ProcessGroupError):
+    """An engine cannot do this operation, or not on these tensors."""
+
+    def __init__(self, engine: str, operation: str, instead: str) -> None:
+        super().__init__(f"engine {engine!r} cannot {operation}: {instead}")
+        self.engine = engine
+        self.operation = operation
+
+
+class CollectiveTimeoutError(ProcessGroupError):
+    """The other ranks did not take part in an operation in time. The group can be used no more."""
+
+    def __init__(self, operation: str, seconds: float, waiting_for: str = "the other ranks") -> None:
+        super().__init__(f"{operation} timed out after {seconds:g} s, waiting for {waiting_for}")
+        self.operation = operation
+        self.seconds = seconds
+
+
+class CollectiveMismatchError(ProcessGroupError):
+    """Ranks called different operations, or with tensors that do not fit together."""
+
+    def __init__(self, ranks: Sequence[int], text: str) -> None:
+        super().__init__(text)
+        self.ranks = list(ranks)
+
+
+class RankLostError(ProcessGroupError):
+    """A rank died, or left, while others waited for it. The group can be used no more."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} is lost: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+class GroupAbortedError(ProcessGroupError):
+    """This rank aborted the group or shut it down."""
 
 
 class RpcError(GradwireError):

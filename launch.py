@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from .c10d.torch_store import TorchTCPStore
+from .c10d.torch_types import TorchTCPStore
 
 __all__ = ["spawn"]
 

@@ -1,5 +1,6 @@
-"""Stores that workers meet through, and rendezvous: how a worker finds its group."""
+"""Stores that workers meet through, rendezvous, and process groups that torch.distributed runs on."""
 
+from .registry import register_engine
 from .rendezvous import Rendezvous, rendezvous
 from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -10,5 +11,6 @@ __all__ = [
     "Rendezvous",
     "Store",
     "TCPStore",
+    "register_engine",
     "rendezvous",
 ]

@@ -18,7 +18,7 @@ from .stores.base import DEFAULT_TIMEOUT, Timeout, to_seconds
 from .stores.file import FileStore
 from .stores.prefix import PrefixStore
 from .stores.tcp import TCPStore
-from .torch_store import TorchStore, TorchTCPStore
+from .torch_types import TorchStore, TorchTCPStore
 
 __all__ = ["Rendezvous", "rendezvous"]
 

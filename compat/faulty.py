@@ -7,7 +7,7 @@ mean the same here.
 from collections.abc import Mapping, Sequence
 
 from .. import rpc
-from ..c10d.torch_store import TorchStore
+from ..c10d.torch_types import TorchStore
 from ..rpc.backend_registry import BackendType, backend_registered, init_backend, register_backend
 from ..rpc.fault_injection import FaultyRpcBackendOptions
 from .tensorpipe import TensorPipeRpcBackendOptions

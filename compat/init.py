@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
 from .. import rpc
-from ..c10d.torch_store import TorchStore
+from ..c10d.torch_types import TorchStore
 from ..rpc.backend_registry import BackendType
 
 __all__ = ["init_rpc", "init_rpc_backend"]

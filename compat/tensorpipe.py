@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import rpc
-from ..c10d.torch_store import TorchStore
+from ..c10d.torch_types import TorchStore
 from ..rpc.backend_registry import backend_registered, register_backend
 from ..rpc.grpc_backend import start_agent
 from ..rpc.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, Device

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..c10d.addresses import is_loopback
 from ..c10d.rendezvous import rendezvous
-from ..c10d.torch_store import TorchStore
+from ..c10d.torch_types import TorchStore
 from ..errors import RpcError
 from .agent import Destination, RpcAgent, current_agent, holder
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, final
 
-from ..c10d.torch_store import TorchStore
+from ..c10d.torch_types import TorchStore
 from ..errors import SendFailedError
 from ..proto.v1 import agent_pb2
 from .backend_registry import register_backend

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..c10d.torch_store import TorchStore
+from ..c10d.torch_types import TorchStore
 from ..errors import RendezvousError, WorkerLostError
 from .backend_registry import register_backend
 from .device_maps import check_device_maps

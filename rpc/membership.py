@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..c10d.torch_store import TorchStore
+from ..c10d.torch_types import TorchStore
 from ..errors import RendezvousError
 from .worker import WorkerInfo
 

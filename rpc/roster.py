@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, final
 
-from ..c10d.torch_store import TorchStore
+from ..c10d.torch_types import TorchStore
 from ..errors import RendezvousError
 from .membership import Member
 from .worker import WorkerInfo

@@ -16,7 +16,7 @@ from typing import Self, TypeAlias
 from ...errors import QueueEmptyError, StoreError, StoreTimeoutError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..torch_store import TorchStore
+from ..torch_types import TorchStore
 from . import lifetime
 
 __all__ = ["DEFAULT_TIMEOUT", "MAX_BYTES", "Store", "Timeout", "Value", "to_seconds"]

@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import StoreError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..torch_store import TorchQueueEmptyError, TorchStore
+from ..torch_types import TorchQueueEmptyError, TorchStore
 
 __all__ = ["execute"]
 

@@ -4,7 +4,7 @@ from typing import Any, cast, final
 
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..torch_store import TorchStore
+from ..torch_types import TorchStore
 from .base import Store
 from .foreign import execute
 

@@ -60,7 +60,7 @@ def test_timeouts_are_its_own(root):
 @pytest.mark.parametrize(
     "make", [torch.distributed.HashStore, lambda: torch.distributed.PrefixStore("c", HashStore())]
 )
-def test_any_torch_store_will_do(make):
+def test_any_torch_types_will_do(make):
     under = make()
     with PrefixStore("a", under) as view:
         view.set("k", "1")

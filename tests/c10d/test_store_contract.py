@@ -13,7 +13,7 @@ from tests.c10d.stores import ALL_STORES
 pytestmark = pytest.mark.parametrize("store", ALL_STORES, indirect=True)
 
 
-def test_is_a_torch_store(store):
+def test_is_a_torch_types(store):
     assert isinstance(store, torch.distributed.Store)
     assert isinstance(store, Store)
     assert store.has_extended_api()

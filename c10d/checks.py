@@ -1,0 +1,83 @@
+"""Checks of what users give to collectives, on the rank that gives it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .reductions import Reduction
+
+__all__ = [
+    "check_parts",
+    "check_rank",
+    "check_reduction",
+    "check_same_size",
+    "check_tensors",
+    "check_whole",
+    "the_one",
+]
+
+
+def the_one(name: str, tensors: Any) -> Any:
+    """The only tensor, or list of tensors, of those that torch hands over as a list of one."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"{name} takes one tensor of each rank, not {len(tensors)}")
+    return tensors[0]
+
+
+def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
+    """They are dense tensors of one dtype on one device."""
+    if not tensors:
+        raise ValueError(f"{name} needs at least one tensor")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} takes tensors, not a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} takes dense tensors, not {tensor.layout}: call to_dense() first")
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"{name} takes tensors of one dtype on one device, but got {first.dtype} on {first.device} and "
+                f"{tensor.dtype} on {tensor.device}"
+            )
+
+
+def check_reduction(name: str, reduction: Reduction, tensors: Sequence[Tensor]) -> None:
+    """The dtype of the tensors can be reduced so."""
+    why = reduction.refuses(tensors[0].dtype)
+    if why:
+        raise ValueError(f"{name} cannot use {reduction.name} on {tensors[0].dtype}: {why}")
+
+
+def check_rank(name: str, what: str, rank: object, size: int) -> None:
+    """It is a rank of the group."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+        raise ValueError(f"{name}: {what} is {rank!r}, but the group has the ranks 0 to {size - 1}")
+
+
+def check_parts(name: str, what: str, parts: Sequence[Any], size: int) -> None:
+    """There is one for each rank."""
+    if len(parts) != size:
+        raise ValueError(f"{name} takes one of its {what} for each of the {size} ranks, but got {len(parts)}")
+
+
+def check_same_size(name: str, output: Tensor, tensor: Tensor) -> None:
+    """A rank's own output has room for just its own input."""
+    if output.numel() != tensor.numel():
+        raise ValueError(
+            f"{name}: the output for this rank's own input has {output.numel()} elements, the input "
+            f"{tensor.numel()}"
+        )
+
+
+def check_whole(name: str, big: str, whole: Tensor, small: str, part: Tensor, size: int) -> None:
+    """One tensor is as large as one part of each rank."""
+    if whole.numel() != part.numel() * size:
+        raise ValueError(
+            f"{name}: the {big} must have {size} times the elements of the {small}, but they have "
+            f"{whole.numel()} and {part.numel()}"
+        )

@@ -1,0 +1,158 @@
+"""The contract of an engine: what carries out the operations of a process group on one kind of device.
+
+An engine is made by all ranks of a group together and used by one group. What it is given has been checked and
+brought into shape by the group: tensors are dense, contiguous, on the engine's device, outside autograd and of
+matching dtypes and sizes; roots and peers are ranks of this group.
+
+A `blocking` engine returns when the operation is done, or raises. Its collectives are called one after another in
+the order in which this rank issued them, and so are its sends to one peer and its receives from one peer, but
+these three on different threads. One that is not blocking starts the operation and returns a Pending.
+"""
+
+from abc import ABC
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from ...errors import UnsupportedOperationError
+from ..reductions import Reduction
+from ..torch_types import TorchStore
+
+__all__ = ["Engine", "EngineFactory", "Pending", "Setup", "chunks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What an engine is made from.
+
+    store: shared by the ranks of the group, and used by this engine alone.
+    rank: this process's number in the group.
+    size: how many ranks the group has.
+    timeout: seconds that the ranks may take to come together.
+    device: type of the device that the tensors are on, such as `"cpu"`.
+    global_ranks: the number that each rank of the group has in the default group.
+    group: name of the group.
+    """
+
+    store: TorchStore
+    rank: int
+    size: int
+    timeout: float
+    device: str
+    global_ranks: tuple[int, ...]
+    group: str
+
+
+class Pending(Protocol):
+    """An operation under way."""
+
+    def wait(self, timeout: float | None) -> None:
+        """Waits until it is done, at most `timeout` seconds (None: as long as the operation itself may take).
+
+        Raises what the operation raised, or TimeoutError if it is still under way.
+        """
+
+    def done(self) -> bool:
+        """Is it over, well or badly?"""
+
+    def source(self) -> int:
+        """Of a receive that is done: the rank that sent."""
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Has `callback` called once when it is over, at once if it is."""
+
+
+class Engine(ABC):
+    """Carries out operations. Those that a subclass does not define are refused.
+
+    Tensors are changed in place. `timeout` is in seconds; CollectiveTimeoutError is raised when it is over.
+    """
+
+    name: ClassVar[str]
+    """What users call it, such as `"gloo"`."""
+
+    blocking: ClassVar[bool] = True
+
+    def __init__(self, setup: Setup) -> None:
+        self.rank = setup.rank
+        self.size = setup.size
+
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> Pending | None:
+        """Every rank's `tensor` becomes the root's."""
+        raise self._refusal("broadcast")
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> Pending | None:
+        """Every rank's `tensor` becomes the reduction of all, bit for bit the same on all ranks."""
+        raise self._refusal("all_reduce")
+
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> Pending | None:
+        """The root's `tensor` becomes the reduction of all; the others' stay or not, as the engine likes."""
+        raise self._refusal("reduce")
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> Pending | None:
+        """`outputs[i]` becomes the tensor of rank i; the sizes may differ, if each rank gives the right ones."""
+        raise self._refusal("all_gather")
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending | None:
+        """As all_gather of tensors of one size into one tensor, one after another."""
+        return self.all_gather(chunks(output, self.size), tensor, timeout)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> Pending | None:
+        """On the root, `outputs[i]` becomes the tensor of rank i; elsewhere there are no outputs."""
+        raise self._refusal("gather")
+
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> Pending | None:
+        """Rank i's `tensor` becomes the root's `inputs[i]`; elsewhere there are no inputs."""
+        raise self._refusal("scatter")
+
+    def reduce_scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
+    ) -> Pending | None:
+        """Rank i's `tensor` becomes the reduction of all ranks' `inputs[i]`."""
+        raise self._refusal("reduce_scatter")
+
+    def reduce_scatter_single(
+        self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
+    ) -> Pending | None:
+        """As reduce_scatter of tensors of one size that lie one after another in `whole`."""
+        return self.reduce_scatter(tensor, chunks(whole, self.size), reduction, timeout)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> Pending | None:
+        """Rank i's `outputs[j]` becomes rank j's `inputs[i]`; the sizes may differ."""
+        raise self._refusal("all_to_all")
+
+    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending | None:
+        """As all_to_all of tensors of one size that lie one after another."""
+        return self.all_to_all(chunks(output, self.size), chunks(whole, self.size), timeout)
+
+    def barrier(self, timeout: float) -> Pending | None:
+        """Returns once all ranks have called it."""
+        raise self._refusal("barrier")
+
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> Pending | None:
+        """Sends to `peer`'s `recv` with this tag. May return before it is received; the tensor is then free."""
+        raise self._refusal("send")
+
+    def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Pending | int:
+        """Receives what `peer`, or anyone if it is None, sends with this tag; the rank that sent it."""
+        raise self._refusal("recv")
+
+    def fail(self, error: Exception) -> None:
+        """Makes all that is under way, and all that comes, raise `error`. Called from any thread."""
+
+    def close(self) -> None:
+        """Gives back what the engine holds. Nothing is under way any more. Called once."""
+
+    def _refusal(self, operation: str) -> UnsupportedOperationError:
+        return UnsupportedOperationError(self.name, operation, "it has no such operation; use another engine")
+
+
+def chunks(tensor: Tensor, count: int) -> list[Tensor]:
+    """So many flat pieces of one size of a contiguous tensor, whose size `count` divides."""
+    return list(tensor.view(count, -1).unbind()) if tensor.numel() else [tensor.view(-1)] * count
+
+
+EngineFactory = Callable[[Setup], Engine]
+"""What makes an engine; an Engine class is one."""

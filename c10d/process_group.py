@@ -1,0 +1,190 @@
+"""The process group: takes each tensor to the engine of its device, and keeps order and errors.
+
+It is a torch.distributed.ProcessGroup, so torch's functions, DDP, FSDP and the rest run on it. What is called on
+it is a Call (collectives.py); an engine does it (engines/); the caller gets a GroupWork.
+
+A group that failed stays so: after a timeout or the loss of a rank nobody can tell what the others have done, and
+every later operation raises the same error. Destroy it and make another.
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import cast, final
+
+from ..errors import GroupAbortedError, UnsupportedOperationError
+from .call import Call
+from .collectives import Collectives
+from .engines.base import Engine, Pending
+from .lane import Job, Lane
+from .pending import All, Finishing
+from .torch_types import TorchStore
+from .work import GroupWork
+
+__all__ = ["ProcessGroup"]
+
+_HARMLESS = (UnsupportedOperationError, ValueError, TypeError)
+"""What engines raise before they have sent anything, on all ranks alike."""
+
+
+@final
+class ProcessGroup(Collectives):
+    """A group of ranks.
+
+    Made by torch.distributed's init_process_group and new_group with the backends that gradwire registers.
+    """
+
+    def __init__(
+        self,
+        store: TorchStore,
+        rank: int,
+        size: int,
+        *,
+        backend: str,
+        timeout: timedelta,
+        make_engine: Callable[[str, "ProcessGroup"], Engine],
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # a form that the stubs lack
+        self._store = store  # C++ does not hold a store that is a Python object
+        self._backend = backend
+        self._timeout = timeout
+        self._make_engine = make_engine
+        self._engines: dict[str, Engine] = {}
+        self._lanes: dict[tuple[str, str, int], Lane] = {}
+        self._lock = threading.Lock()
+        self._failure: Exception | None = None
+        self._name = ""
+        self._description = "undefined"
+
+    def engine(self, device_type: str) -> Engine:
+        """That of a type of device, which is made when it is first asked for: all ranks must do so together."""
+        engine = self._engines.get(device_type)
+        if engine is None:
+            with self._lock:
+                engine = self._engines.get(device_type)
+                if engine is None:
+                    engine = self._engines[device_type] = self._make_engine(device_type, self)
+        return engine
+
+    def adopt(self, device_type: str, engine: Engine) -> None:
+        """Takes an engine for a type of device, which has none yet."""
+        self._engines[device_type] = engine
+
+    def start(self, call: Call) -> GroupWork:
+        """Has the engine of the tensors' device do what was called for."""
+        if self._failure is not None:
+            raise self._failure
+        engine = self.engine(call.device.type)
+        seconds = self._timeout.total_seconds() if call.seconds is None else call.seconds
+        pending = self._on_lane(call, engine, seconds) if engine.blocking else _begin(call, engine, seconds)
+        return GroupWork(call.name, call.result, pending)
+
+    def _on_lane(self, call: Call, engine: Engine, seconds: float) -> Job:
+        def run() -> int | None:
+            source: int | None = None
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                for step in call.steps:
+                    source = cast("int | None", step(engine, seconds))
+                call.staging.finish()
+            except _HARMLESS:
+                raise
+            except Exception as error:
+                self.fail(error)
+                raise
+            return source
+
+        job = self._lane(call).put(run, now=call.now)
+        if call.now:
+            job.wait(None)
+        return job
+
+    def _lane(self, call: Call) -> Lane:
+        kind = call.name if call.peer is not None else "collectives"
+        key = (call.device.type, kind, -1 if call.peer is None else call.peer)
+        lane = self._lanes.get(key)
+        if lane is None:
+            with self._lock:
+                lane = self._lanes.setdefault(key, Lane(f"gradwire-{self._name or 'group'}-{kind}"))
+        return lane
+
+    def fail(self, error: Exception) -> None:
+        """Makes all that is under way, and all that comes, raise `error`. The first error stays."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            engines = list(self._engines.values())
+        for engine in engines:
+            engine.fail(error)
+
+    def abort(self) -> None:
+        """Ends all that is under way with GroupAbortedError, on this rank; the others notice that it is gone."""
+        self.fail(GroupAbortedError(f"rank {self.rank()} aborted the group"))
+        self._close()
+
+    def shutdown(self) -> None:
+        """Gives back what the group holds. What is still under way ends with GroupAbortedError."""
+        self.fail(GroupAbortedError(f"rank {self.rank()} shut the group down"))
+        self._close()
+
+    def _close(self) -> None:
+        with self._lock:
+            engines, self._engines = self._engines, {}
+            lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.close()
+        for engine in engines.values():
+            engine.close()
+
+    # What torch asks of a group.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What it is registered as."""
+        return self._backend
+
+    def get_group_store(self) -> TorchStore:
+        """The store that the ranks met through."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations may take that do not say it themselves."""
+        if timeout <= timedelta(0):
+            raise ValueError(f"the timeout is {timeout}: give a positive timedelta")
+        self._timeout = timeout
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The name by which torch knows it."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What it is for, as its maker said."""
+        return self._description
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """As group_name; torch's C++ asks so."""
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """As group_desc; torch's C++ asks so."""
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+
+def _begin(call: Call, engine: Engine, seconds: float) -> Pending | None:
+    """Starts it on an engine that does not block."""
+    begun = [step(engine, seconds) for step in call.steps]
+    under_way = [cast("Pending", pending) for pending in begun if pending is not None]
+    if not under_way:
+        call.staging.finish()
+        return None
+    pending = under_way[0] if len(under_way) == 1 else All(under_way)
+    return Finishing(pending, call.staging.finish) if call.staging.needs_finish() else pending

@@ -1,0 +1,97 @@
+"""Engines by name: gradwire's and those of third parties, as backends of torch.distributed.
+
+torch keeps the register; an engine's name is a backend's name. A group that is made for one device finds the
+engines of the others in the group's configuration, such as `"cpu:gradwire_mpi,cuda:gradwire_nccl"`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch.distributed
+from torch.distributed import Backend
+from torch.distributed.distributed_c10d import BackendConfig
+
+from ..errors import ProcessGroupError
+from .engines.base import EngineFactory, Setup
+from .process_group import ProcessGroup
+from .stores.prefix import PrefixStore
+
+__all__ = ["GroupMaker", "register_engine"]
+
+
+def register_engine(name: str, factory: EngineFactory, devices: Sequence[str] = ("cpu",)) -> None:
+    """Makes an engine known, so that `init_process_group(name)` and `new_group(backend=name)` make groups on it.
+
+    Args:
+        name: of the backend; it may be combined as in `"cpu:gloo,cuda:name"`.
+        factory: an Engine class, or what makes an engine of a Setup.
+        devices: types of the devices whose tensors it takes.
+
+    Raises:
+        ValueError: the name or the devices cannot be used.
+    """
+    if not name.isidentifier():
+        raise ValueError(f"an engine cannot be called {name!r}: torch reads ':' and ',' in it; use letters and _")
+    if not devices:
+        raise ValueError(f"engine {name!r} is registered for no device: name at least one, such as 'cpu'")
+    Backend.register_backend(name, GroupMaker(name, factory), extended_api=True, devices=list(devices))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupMaker:
+    """Makes a process group when torch asks for a backend."""
+
+    name: str
+    factory: EngineFactory
+
+    def __call__(self, options: Any, _: object = None) -> ProcessGroup:
+        """A group of the ranks that call this together.
+
+        Its engine for the CPU, if this backend takes CPU tensors, is made now, while all ranks are here; those of
+        other devices with the first tensor there, for only then torch says which they are.
+        """
+        group = ProcessGroup(
+            options.store,
+            options.group_rank,
+            options.group_size,
+            backend=self.name,
+            timeout=options.timeout,
+            make_engine=lambda device, group: _factory(device, group)(_setup(device, options)),
+        )
+        if "cpu" in Backend.backend_capability[self.name]:
+            group.adopt("cpu", self.factory(_setup("cpu", options)))
+        return group
+
+
+def _setup(device: str, options: Any) -> Setup:
+    return Setup(
+        store=PrefixStore(f"engine/{device}", options.store),
+        rank=options.group_rank,
+        size=options.group_size,
+        timeout=options.timeout.total_seconds(),
+        device=device,
+        global_ranks=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
+        group=options.group_id,
+    )
+
+
+def _factory(device: str, group: ProcessGroup) -> EngineFactory:
+    """The engine that the group's configuration names for a device."""
+    configuration = torch.distributed.get_backend_config(group)
+    backends = BackendConfig(Backend(configuration)).get_device_backend_map()
+    name = backends.get(device)
+    if name is None:
+        raise ProcessGroupError(
+            f"the group has no backend for {device} tensors, only {configuration!r}: name one, as in "
+            f'"{configuration},{device}:..."'
+        )
+    maker = Backend._plugins.get(name.upper())
+    if maker is None:
+        maker = Backend._plugins.get(f"GRADWIRE_{name.upper()}")  # torch's own, as in "cpu:gloo,cuda:..."
+    if maker is None or not isinstance(maker.creator_fn, GroupMaker):
+        raise ProcessGroupError(
+            f"gradwire cannot use backend {name!r} for {device} tensors: it is not one of its engines"
+        )
+    return maker.creator_fn.factory

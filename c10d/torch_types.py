@@ -1,0 +1,18 @@
+"""torch's own stores, groups and works, for the type checker too: torch.distributed hides them from mypy."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
+    from torch._C._distributed_c10d import Store as TorchStore
+    from torch._C._distributed_c10d import TCPStore as TorchTCPStore
+    from torch._C._distributed_c10d import Work as TorchWork
+else:
+    from torch.distributed import ProcessGroup as TorchProcessGroup
+    from torch.distributed import Store as TorchStore
+    from torch.distributed import TCPStore as TorchTCPStore
+    from torch.distributed import Work as TorchWork
+
+from torch.distributed import QueueEmptyError as TorchQueueEmptyError
+
+__all__ = ["TorchProcessGroup", "TorchQueueEmptyError", "TorchStore", "TorchTCPStore", "TorchWork"]

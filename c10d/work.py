@@ -1,0 +1,101 @@
+"""What a collective returns: a torch.distributed.Work over an operation of an engine."""
+
+import threading
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+from torch.futures import Future
+
+from .engines.base import Pending
+from .torch_types import TorchWork
+
+__all__ = ["GroupWork"]
+
+
+@final
+class GroupWork(TorchWork):
+    """An operation of a process group. Made by the group only.
+
+    A `wait` whose timeout is over raises TimeoutError, and the operation goes on.
+    """
+
+    def __init__(self, operation: str, outputs: Any, pending: Pending | None) -> None:
+        super().__init__()
+        self._operation = operation
+        self._outputs = outputs
+        self._pending = pending
+        self._futures_lock = threading.Lock()
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until the tensors have their values; True. Raises what the operation raised.
+
+        timeout: how long, instead of as long as the operation may take; zero and less are no limit.
+        """
+        if self._pending is not None:
+            seconds = None if timeout is None else timeout.total_seconds()
+            try:
+                self._pending.wait(seconds if seconds is not None and seconds > 0 else None)
+            except TimeoutError:
+                raise TimeoutError(f"{self._operation} is not done after {seconds:g} s; it goes on") from None
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Is it over, well or badly?"""
+        return self._pending is None or self._pending.done()
+
+    def is_success(self) -> bool:
+        """Is it over, and well?"""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What it raised; None if nothing, or if it is not over."""
+        if self._pending is None or not self._pending.done():
+            return None
+        try:
+            self._pending.wait(None)
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> Any:
+        """The tensors that the operation writes to, once it has."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Of a receive: the rank of the group that sent. Waits until it is done."""
+        self.wait()
+        if self._pending is None:
+            raise RuntimeError(f"{self._operation} receives from nobody in particular")
+        return self._pending.source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """A future of `result()`. Its callbacks may wait for other operations."""
+        with self._futures_lock:
+            if self._future is None:
+                begun: Future[None] = torch.futures.Future()
+                self._future = begun.then(self._value)
+                if self._pending is None or self._pending.done():
+                    begun.set_result(None)
+                else:
+                    self._pending.on_done(lambda: _resolve(begun))
+            return self._future
+
+    def _value(self, _: Future[None]) -> Any:
+        # Raised inside a then(): a future given the exception with set_exception holds it as a value as well, and
+        # DDP's reducer reads that as tensors.
+        self.wait()
+        return self._outputs
+
+
+def _resolve(future: Future[None]) -> None:
+    """Resolves it on a thread of its own: callbacks run there, and may wait for what the lane's would run."""
+    threading.Thread(target=future.set_result, args=(None,), name="gradwire-work", daemon=True).start()

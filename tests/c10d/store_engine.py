@@ -1,0 +1,76 @@
+"""An engine of a third party: everything goes through the store. Slow, and short enough to read."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from gradwire.c10d import register_engine
+from gradwire.c10d.engines import Engine, Setup
+from gradwire.c10d.reductions import Reduction, combine, finish, prepare
+from torch import Tensor
+
+
+def pack(tensor: Tensor) -> bytes:
+    return tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def unpack(data: bytes, tensor: Tensor) -> None:
+    if tensor.numel():
+        tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+class StoreEngine(Engine):
+    name = "store"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.store = setup.store
+        self.round = 0
+        self.messages: dict[tuple[Any, ...], int] = {}
+
+    def exchange(self, data: bytes, timeout: float) -> list[bytes]:
+        """Every rank's data."""
+        self.round += 1
+        self.store.set(f"{self.round}/{self.rank}", data)
+        keys = [f"{self.round}/{rank}" for rank in range(self.size)]
+        self.store.wait(keys, timedelta(seconds=timeout))
+        return [self.store.get(key) for key in keys]
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+        for output, data in zip(outputs, self.exchange(pack(tensor), timeout), strict=True):
+            unpack(data, output)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> None:
+        prepare(reduction, tensor)
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.all_gather(parts, tensor, timeout)
+        tensor.copy_(parts[0])
+        for part in parts[1:]:
+            combine(reduction, tensor, part, tensor)
+        finish(reduction, tensor, self.size)
+
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
+        unpack(self.exchange(pack(tensor) if self.rank == root else b"", timeout)[root], tensor)
+
+    def barrier(self, timeout: float) -> None:
+        self.exchange(b"", timeout)
+
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
+        self.store.set(self.message(self.rank, peer, tag), pack(tensor))
+
+    def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
+        if peer is None:
+            raise self._refusal("recv from any rank")
+        key = self.message(peer, self.rank, tag)
+        self.store.wait([key], timedelta(seconds=timeout))
+        unpack(self.store.get(key), tensor)
+        return peer
+
+    def message(self, source: int, to: int, tag: int) -> str:
+        """The key of the next message from one to another."""
+        number = self.messages[source, to, tag] = self.messages.get((source, to, tag), 0) + 1
+        return f"{source}/{to}/{tag}/{number}"
+
+
+register_engine("slow_store", StoreEngine, devices=["cpu"])
