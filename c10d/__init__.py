@@ -1,5 +1,6 @@
 """Stores that workers meet through, rendezvous, and process groups that torch.distributed runs on."""
 
+from .backends import register_backends
 from .registry import register_engine
 from .rendezvous import Rendezvous, rendezvous
 from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -14,3 +15,5 @@ __all__ = [
     "register_engine",
     "rendezvous",
 ]
+
+register_backends()

@@ -123,7 +123,11 @@ class Case:
         elif op == ReduceOp.MAX:
             result = stacked.amax(0)
         else:
-            bits = {ReduceOp.BAND: torch.bitwise_and, ReduceOp.BOR: torch.bitwise_or, ReduceOp.BXOR: torch.bitwise_xor}
+            bits = {
+                ReduceOp.BAND: torch.bitwise_and,
+                ReduceOp.BOR: torch.bitwise_or,
+                ReduceOp.BXOR: torch.bitwise_xor,
+            }
             result = stacked[0]
             for tensor in stacked[1:]:
                 result = bits[op.op if hasattr(op, "op") else op](result, tensor)
@@ -345,7 +349,9 @@ def objects(case: Case) -> None:
     if case.rank == 0 and gathered != list(case.ranks):
         raise WrongError(f"gather_object: {gathered}")
     mine: list[Any] = [None]
-    dist.scatter_object_list(mine, [f"for {rank}" for rank in case.ranks] if case.rank == 0 else None, 0, case.group)
+    dist.scatter_object_list(
+        mine, [f"for {rank}" for rank in case.ranks] if case.rank == 0 else None, 0, case.group
+    )
     if mine != [f"for {case.rank}"]:
         raise WrongError(f"scatter_object_list: {mine}")
 
