@@ -108,5 +108,8 @@ def finish(reduction: Reduction, tensor: Tensor, size: int) -> None:
         tensor.div_(size)
     elif dtype.is_floating_point:
         tensor.copy_(tensor.float() / size)
+    elif dtype in _SIGNED:  # which numpy divides
+        numbers = tensor.numpy()
+        numbers //= size
     else:
-        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+        tensor.div_(size, rounding_mode="trunc")

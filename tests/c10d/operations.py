@@ -2,21 +2,22 @@
 
     python -m tests.c10d.operations [--engines shm gloo mpi] [--ranks 2 4]      # prints the table
 
-A cell of the table is what came of one operation with one dtype on one engine: `ok`, `refused` (a clear error on all
-ranks, before anything was sent), or what was wrong. REFUSALS says which refusals there are, and why.
+A cell of the table is what came of one operation with one dtype on one engine: `ok`, `refused` (a clear error on
+all ranks, before anything was sent), or what was wrong. `expected_refusal` says which refusals there are, and why.
 """
 
 import argparse
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import gradwire.c10d
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from gradwire import launch
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -392,10 +393,77 @@ def outcomes(group: dist.ProcessGroup) -> Iterator[tuple[str, torch.dtype, str]]
             yield name, dtype, outcome(name, dtype, group)
 
 
-REFUSALS: dict[str, str] = {
-    "complex": "torch refuses products of complex tensors; they have no order and no bits",
-    "bits of floats": "floating-point numbers are not combined bit by bit",
-    "bool": "bools have no average",
-    "float8_e8m0fnu": "these are exponents: torch does not add them",
-}
-"""Why cells of the table are `refused`."""
+def expected_refusal(name: str, dtype: torch.dtype) -> str | None:
+    """Why this cell is `refused` on every engine; None if it must not be."""
+    function, _, op = name.partition(" ")
+    op = op or ("SUM" if function in {"reduce_scatter_single", "coalesced"} else "")
+    if not op:
+        return None
+    if dtype == torch.float8_e8m0fnu:
+        return "these are powers of two: torch does not add or compare them"
+    if dtype.is_complex and op not in {"SUM", "AVG"}:
+        return "complex numbers have no order and no bits, and torch refuses their products"
+    if dtype.is_floating_point and op in {"BAND", "BOR", "BXOR"}:
+        return "floating-point numbers are not combined bit by bit"
+    if dtype == torch.bool and op == "AVG":
+        return "bools have no average"
+    return None
+
+
+def work(rank: int, backend: str, show: bool) -> None:
+    """One rank: fills the table, which rank 0 prints."""
+    dist.init_process_group(backend)
+    table: dict[str, list[str]] = {}
+    wrong = 0
+    for name, dtype, came in outcomes(dist.group.WORLD):
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, came)
+        refused = expected_refusal(name, dtype) is not None
+        kinds = {each.partition(":")[0] for each in everywhere}
+        if kinds == {"refused"} and refused:
+            cell = "-"
+        elif kinds == {"ok"} and not refused:
+            cell = "ok"
+        else:
+            cell = "WRONG"
+            wrong += 1
+            if show and rank == 0:
+                print(name, dtype, *everywhere, sep="\n    ", flush=True)
+        table.setdefault(name, []).append(cell)
+    if rank == 0:
+        print_table(backend, dist.get_world_size(), table)
+    dist.destroy_process_group()
+    sys.exit(1 if wrong else 0)
+
+
+def print_table(backend: str, size: int, table: dict[str, list[str]]) -> None:
+    """Operations down, dtypes across."""
+    names = [str(dtype).removeprefix("torch.").replace("float8_", "f8_") for dtype in DTYPES]
+    width = max(map(len, names)) + 1
+    print(f"\n{backend}, {size} ranks\n{'':28}" + "".join(name.rjust(width) for name in names))
+    for name, cells in table.items():
+        print(f"{name:28}" + "".join(cell.rjust(width) for cell in cells))
+    print(f"- refused: {sum(cells.count('-') for cells in table.values())} cells", flush=True)
+
+
+def main() -> None:
+    """Prints the tables; the exit status is 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=ENGINES, help="of gradwire (default: %(default)s)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="(default: %(default)s)")
+    parser.add_argument("--quiet", action="store_true", help="not what is wrong, just that")
+    arguments = parser.parse_args()
+    failed = False
+    for engine in arguments.engines:
+        for size in arguments.ranks:
+            backend = engine if engine not in ENGINES else f"gradwire_{engine}"
+            try:
+                launch.spawn(work, size, (backend, not arguments.quiet))
+            except torch.multiprocessing.ProcessExitedException:
+                failed = True
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, about names that 2.11 lacks
+    main()
