@@ -1,6 +1,19 @@
-"""Stores that workers meet through, rendezvous, and process groups that torch.distributed runs on."""
+"""Stores that workers meet through, rendezvous, and process groups that torch.distributed runs on.
+
+All that torch.distributed offers is here as well, so that one import serves:
+
+    from gradwire import c10d as dist
+
+    dist.init_process_group("shm")
+    dist.all_reduce(tensor)
+"""
+
+from typing import Any
+
+import torch.distributed
 
 from .backends import register_backends
+from .groups import init_process_group, new_group, split_group
 from .registry import register_engine
 from .rendezvous import Rendezvous, rendezvous
 from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -12,8 +25,25 @@ __all__ = [
     "Rendezvous",
     "Store",
     "TCPStore",
+    "init_process_group",
+    "new_group",
     "register_engine",
     "rendezvous",
+    "split_group",
 ]
 
 register_backends()
+
+
+def __getattr__(name: str) -> Any:
+    """torch.distributed's, where gradwire has nothing of this name."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(torch.distributed, name)
+    except AttributeError:
+        raise AttributeError(f"neither {__name__} nor torch.distributed has {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(torch.distributed)})

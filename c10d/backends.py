@@ -1,9 +1,21 @@
 """gradwire's own engines, as backends of torch.distributed."""
 
 from .engines.base import Engine, Setup
+from .hosts import hosts_of
 from .registry import register_engine
 
-__all__ = ["register_backends"]
+__all__ = ["OWN", "register_backends"]
+
+OWN = frozenset({"gloo", "mpi", "nccl", "shm"})
+"""Names of the engines; their backends' have `gradwire_` before them."""
+
+
+def _best(setup: Setup) -> Engine:
+    """The fastest that the ranks can use."""
+    if setup.device == "cuda":
+        return _nccl(setup)
+    shared = len(set(hosts_of(setup.store, setup.rank, setup.size))) == 1
+    return _shm(setup) if shared else _gloo(setup)
 
 
 def _gloo(setup: Setup) -> Engine:
@@ -31,7 +43,11 @@ def _shm(setup: Setup) -> Engine:
 
 
 def register_backends() -> None:
-    """Makes them known to torch as `gradwire_gloo`, `gradwire_mpi`, `gradwire_nccl` and `gradwire_shm`."""
+    """Makes them known to torch as `gradwire_gloo`, `gradwire_mpi`, `gradwire_nccl` and `gradwire_shm`.
+
+    `gradwire` is the best for each device: shm if all ranks share a host, or else gloo; nccl for CUDA.
+    """
+    register_engine("gradwire", _best, devices=["cpu", "cuda"])
     register_engine("gradwire_gloo", _gloo, devices=["cpu"])
     register_engine("gradwire_mpi", _mpi, devices=["cpu"])
     register_engine("gradwire_nccl", _nccl, devices=["cuda"])

@@ -46,7 +46,12 @@ def test_jobs_run_in_order_whoever_waits_for_which():
 def test_a_waiter_for_a_later_job_gets_it_though_another_thread_runs_the_first():
     lane = Lane("test")
     begun, go_on = threading.Event(), threading.Event()
-    first = lane.put(lambda: (begun.set(), go_on.wait(10)) and None, now=True)
+
+    def block() -> None:
+        begun.set()
+        go_on.wait(10)
+
+    first = lane.put(block, now=True)
     runner = threading.Thread(target=first.wait, args=(None,))
     runner.start()
     assert begun.wait(10)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.c10d import FileStore, register_engine
-from gradwire.errors import CollectiveTimeoutError, GroupAbortedError, ProcessGroupError, UnsupportedOperationError
+from gradwire.errors import GroupAbortedError, ProcessGroupError, UnsupportedOperationError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

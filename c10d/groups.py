@@ -1,0 +1,167 @@
+"""Making process groups: torch's functions, with gradwire's rendezvous and shorter names of its engines."""
+
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .backends import OWN
+from .rendezvous import Rendezvous, rendezvous
+from .stores.base import Timeout, to_seconds
+from .stores.prefix import PrefixStore
+from .torch_types import TorchProcessGroup, TorchStore
+
+__all__ = ["full_names", "init_process_group", "new_group", "split_group"]
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: TorchStore | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
+    *,
+    insecure: bool = False,
+) -> None:
+    """Makes the default group, which all of torch.distributed then uses.
+
+    As torch.distributed.init_process_group, but the ranks meet through gradwire's stores and rendezvous.
+
+    Args:
+        backend: `"shm"`, `"gloo"`, `"mpi"` or `"nccl"`, for all tensors or by device as in `"cpu:shm,cuda:nccl"`;
+            any name that torch knows; or None for the best for each device.
+        init_method: a URL, `"env://"` if neither it nor a store is given; see gradwire.c10d.rendezvous.
+        timeout: of operations, a timedelta or seconds; 30 minutes if None.
+        world_size: how many ranks there are, unless the URL or the environment says it.
+        rank: this one's, likewise.
+        store: to meet through, instead of a URL. It stays open.
+        group_name: not used, as in torch.
+        pg_options: handed on to torch.
+        device_id: of this rank, if it uses only one.
+        insecure: allow addresses that are not loopback ones, though there are no credentials.
+
+    Raises:
+        RendezvousError: the ranks cannot find each other.
+        ValueError: an unknown backend.
+    """
+    limit = dist.distributed_c10d.default_pg_timeout if timeout is None else _timedelta(timeout)
+    met = rendezvous(init_method, rank=rank, world_size=world_size, store=store, timeout=limit, insecure=insecure)
+    assert met.world_size is not None
+    root = PrefixStore("process_groups", met.store)
+    try:
+        dist.init_process_group(
+            full_names(backend),
+            timeout=limit,
+            world_size=met.world_size,
+            rank=met.rank,
+            store=root,
+            group_name=group_name,
+            pg_options=pg_options,
+            device_id=device_id,
+        )
+    except BaseException:
+        met.close()
+        raise
+    # C++ holds the stores, but not what makes them Python objects; they end with the group.
+    weakref.finalize(dist.group.WORLD, _close, met, root)
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+) -> TorchProcessGroup | Any:
+    """Makes a group of some ranks of the default group. All ranks of the default group must call it.
+
+    As torch.distributed.new_group, but `timeout` may be seconds and `backend` one of the names that
+    init_process_group takes; None for that of the default group.
+
+    Returns:
+        The group, or torch.distributed.GroupMember.NON_GROUP_MEMBER on ranks that are not in it.
+    """
+    return dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=None if timeout is None else _timedelta(timeout),
+        backend=None if backend is None else full_names(backend),
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+        device_id=device_id,
+    )
+
+
+def split_group(
+    parent_pg: TorchProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> TorchProcessGroup | None:
+    """Divides a group into groups that do not overlap. All ranks of the parent must call it alike.
+
+    As torch.distributed.split_group, which refuses machines without an accelerator.
+
+    Args:
+        parent_pg: the group to divide; the default group if None.
+        split_ranks: for each new group, its ranks as the parent numbers them.
+        timeout: of operations, a timedelta or seconds; that of torch if None.
+        pg_options: handed on to torch.
+        group_desc: what the groups are for.
+
+    Returns:
+        The group that this rank is in; None if it is in none.
+    """
+    parent = dist.group.WORLD if parent_pg is None else parent_pg
+    if parent is None:
+        raise ValueError("there is no default group to split: call init_process_group first")
+    if not split_ranks:
+        raise ValueError("split_ranks is empty: give the ranks of each new group")
+    named = [rank for ranks in split_ranks for rank in ranks]
+    if len(named) != len(set(named)) or not all(0 <= rank < parent.size() for rank in named):
+        raise ValueError(
+            f"split_ranks is {split_ranks}: give each rank of the parent, 0 to {parent.size() - 1}, once at most"
+        )
+    mine = next((ranks for ranks in split_ranks if parent.rank() in ranks), None)
+    if mine is None:
+        return None
+    group = new_group(
+        [dist.get_global_rank(parent, rank) for rank in sorted(mine)],
+        timeout,
+        dist.get_backend_config(parent),
+        pg_options,
+        use_local_synchronization=True,
+        group_desc=group_desc,
+    )
+    assert isinstance(group, TorchProcessGroup)
+    return group
+
+
+def full_names(backend: str | None) -> str:
+    """What torch calls a backend that users may name shortly: `"cpu:shm"` is `"cpu:gradwire_shm"`."""
+    if backend is None:
+        return "gradwire"
+    parts = []
+    for part in backend.lower().split(","):
+        device, colon, name = part.rpartition(":")
+        parts.append(f"{device}{colon}{f'gradwire_{name}' if name in OWN else name}")
+    return ",".join(parts)
+
+
+def _timedelta(timeout: Timeout) -> timedelta:
+    return timedelta(seconds=to_seconds(timeout))
+
+
+def _close(met: Rendezvous, root: PrefixStore) -> None:
+    root.close()
+    met.close()

@@ -1,0 +1,99 @@
+"""Making groups through gradwire: rendezvous, names, sub-groups."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gradwire import c10d
+from gradwire.c10d.groups import full_names
+from gradwire.errors import RendezvousError
+
+
+def test_one_import_serves():
+    assert c10d.all_reduce is torch.distributed.all_reduce
+    assert c10d.ReduceOp is torch.distributed.ReduceOp
+    assert c10d.Store is not torch.distributed.Store
+    assert {"all_gather", "init_process_group", "TCPStore"} <= set(dir(c10d))
+    with pytest.raises(AttributeError, match=r"neither gradwire.c10d nor torch.distributed has 'al_reduce'"):
+        c10d.al_reduce  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        (None, "gradwire"),
+        ("shm", "gradwire_shm"),
+        ("gradwire_shm", "gradwire_shm"),
+        ("cpu:gloo,cuda:nccl", "cpu:gradwire_gloo,cuda:gradwire_nccl"),
+        ("cpu:mpi,cuda:dummy", "cpu:gradwire_mpi,cuda:dummy"),
+    ],
+)
+def test_short_names(short, full):
+    assert full_names(short) == full
+
+
+def join(path: Path, rank: int, size: int) -> None:
+    import tests.c10d.store_engine
+
+    assert tests.c10d.store_engine
+    c10d.init_process_group("slow_store", f"file://{path}", rank=rank, world_size=size, timeout=30)
+
+
+@pytest.fixture
+def three(workers, tmp_path):
+    members = workers(3)
+    for pending in [member.start(join, tmp_path / "met", rank, 3) for rank, member in enumerate(members)]:
+        pending.result()
+    return members
+
+
+def split() -> list[float] | None:
+    group = c10d.split_group(split_ranks=[[2, 0]], timeout=10, group_desc="the even ones")
+    if group is None:
+        return None
+    tensor = torch.tensor([float(c10d.get_rank()), 1.0])
+    c10d.all_reduce(tensor, group=group)
+    assert group.group_desc == "the even ones"
+    return tensor.tolist()
+
+
+def test_a_group_is_split(workers, three):
+    assert workers.each(three, split) == [[2.0, 2.0], None, [2.0, 2.0]]
+
+
+def divide() -> list[float]:
+    groups = [c10d.new_group([rank], timeout=5.5, backend="slow_store") for rank in range(3)]
+    tensor = torch.ones(1)
+    c10d.all_reduce(tensor, group=groups[c10d.get_rank()])
+    c10d.all_reduce(tensor)
+    c10d.destroy_process_group()
+    return tensor.tolist()
+
+
+def test_new_groups_take_seconds(workers, three):
+    assert workers.each(three, divide) == [[3.0]] * 3
+
+
+def refuse() -> None:
+    with pytest.raises(ValueError, match="split_ranks is empty"):
+        c10d.split_group(split_ranks=[])
+    with pytest.raises(ValueError, match=r"0 to 2, once at most"):
+        c10d.split_group(split_ranks=[[0, 1], [1, 2]])
+    with pytest.raises(ValueError, match=r"0 to 2, once at most"):
+        c10d.split_group(split_ranks=[[3]])
+
+
+def test_bad_splits_are_refused(three):
+    three[0].run(refuse)
+
+
+def test_without_a_default_group_nothing_is_split():
+    with pytest.raises(ValueError, match="call init_process_group first"):
+        c10d.split_group(split_ranks=[[0]])
+
+
+def test_a_bad_place_is_refused():
+    with pytest.raises(RendezvousError, match="world_size"):
+        c10d.init_process_group("slow_store", "file:///tmp/nowhere", rank=0)
+    with pytest.raises(TypeError, match="timedelta or seconds"):
+        c10d.init_process_group("slow_store", "file:///tmp/nowhere", timeout="long", rank=0, world_size=1)
