@@ -13,6 +13,9 @@ from typing import Any
 import torch.distributed
 
 from .backends import register_backends
+from .debug.dump import dump_flight_recorder, dump_flight_recorder_on_signal
+from .debug.monitored_barrier import monitored_barrier
+from .group_options import GroupOptions
 from .groups import init_process_group, new_group, split_group
 from .registry import register_engine
 from .rendezvous import Rendezvous, rendezvous
@@ -20,12 +23,16 @@ from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __all__ = [
     "FileStore",
+    "GroupOptions",
     "HashStore",
     "PrefixStore",
     "Rendezvous",
     "Store",
     "TCPStore",
+    "dump_flight_recorder",
+    "dump_flight_recorder_on_signal",
     "init_process_group",
+    "monitored_barrier",
     "new_group",
     "register_engine",
     "rendezvous",

@@ -43,7 +43,7 @@ def init_process_group(
         rank: this one's, likewise.
         store: to meet through, instead of a URL. It stays open.
         group_name: not used, as in torch.
-        pg_options: handed on to torch.
+        pg_options: a GroupOptions.
         device_id: of this rank, if it uses only one.
         insecure: allow addresses that are not loopback ones, though there are no credentials.
 
@@ -116,7 +116,7 @@ def split_group(
         parent_pg: the group to divide; the default group if None.
         split_ranks: for each new group, its ranks as the parent numbers them.
         timeout: of operations, a timedelta or seconds; that of torch if None.
-        pg_options: handed on to torch.
+        pg_options: a GroupOptions.
         group_desc: what the groups are for.
 
     Returns:

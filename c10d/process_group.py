@@ -9,15 +9,24 @@ every later operation raises the same error. Destroy it and make another.
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import cast, final
+from pathlib import Path
+from typing import Any, cast, final
+
+import torch
+import torch.profiler
 
 from ..errors import GroupAbortedError, UnsupportedOperationError
 from .call import Call
 from .collectives import Collectives
+from .debug.consistency import ConsistencyCheck
+from .debug.flight_recorder import Entry, FlightRecorder, write
 from .engines.base import Engine, Pending
-from .lane import Job, Lane
+from .group_options import GroupOptions
+from .lane import Lane
 from .pending import All, Finishing
+from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 from .work import GroupWork
 
@@ -25,6 +34,8 @@ __all__ = ["ProcessGroup"]
 
 _HARMLESS = (UnsupportedOperationError, ValueError, TypeError)
 """What engines raise before they have sent anything, on all ranks alike."""
+
+_NO_SPAN = nullcontext()
 
 
 @final
@@ -42,12 +53,17 @@ class ProcessGroup(Collectives):
         *,
         backend: str,
         timeout: timedelta,
+        options: GroupOptions,
         make_engine: Callable[[str, "ProcessGroup"], Engine],
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # a form that the stubs lack
         self._store = store  # C++ does not hold a store that is a Python object
         self._backend = backend
         self._timeout = timeout
+        self._options = options
+        self._recorder = FlightRecorder(options.recorded)
+        self._check = ConsistencyCheck(PrefixStore("check", store), rank, size) if options.checks_calls() else None
+        self._barriers = 0
         self._make_engine = make_engine
         self._engines: dict[str, Engine] = {}
         self._lanes: dict[tuple[str, str, int], Lane] = {}
@@ -74,12 +90,27 @@ class ProcessGroup(Collectives):
         """Has the engine of the tensors' device do what was called for."""
         if self._failure is not None:
             raise self._failure
-        engine = self.engine(call.device.type)
-        seconds = self._timeout.total_seconds() if call.seconds is None else call.seconds
-        pending = self._on_lane(call, engine, seconds) if engine.blocking else _begin(call, engine, seconds)
-        return GroupWork(call.name, call.result, pending)
+        entry = self._recorder.begin(call)
+        try:
+            seconds = self._timeout.total_seconds() if call.seconds is None else call.seconds
+            if self._check is not None and call.peer is None:
+                self._check.check(call, seconds)
+            engine = self.engine(call.device.type)
+            with _span(engine, call):
+                entry.pending = self._begin(call, engine, seconds, entry)
+        except Exception as error:
+            entry.end(error)
+            if not isinstance(error, _HARMLESS):
+                self.fail(error)
+            raise
+        if entry.pending is None:
+            entry.end()
+        return GroupWork(call.name, call.result, entry.pending)
 
-    def _on_lane(self, call: Call, engine: Engine, seconds: float) -> Job:
+    def _begin(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
+        if not engine.blocking:
+            return _begin(call, engine, seconds)
+
         def run() -> int | None:
             source: int | None = None
             try:
@@ -88,11 +119,12 @@ class ProcessGroup(Collectives):
                 for step in call.steps:
                     source = cast("int | None", step(engine, seconds))
                 call.staging.finish()
-            except _HARMLESS:
-                raise
             except Exception as error:
-                self.fail(error)
+                entry.end(error)
+                if not isinstance(error, _HARMLESS):
+                    self.fail(error)
                 raise
+            entry.end()
             return source
 
         job = self._lane(call).put(run, now=call.now)
@@ -118,6 +150,8 @@ class ProcessGroup(Collectives):
             engines = list(self._engines.values())
         for engine in engines:
             engine.fail(error)
+        if self._options.dump_folder is not None and not isinstance(error, GroupAbortedError):
+            write([self], Path(self._options.dump_folder))
 
     def abort(self) -> None:
         """Ends all that is under way with GroupAbortedError, on this rank; the others notice that it is gone."""
@@ -138,7 +172,28 @@ class ProcessGroup(Collectives):
         for engine in engines.values():
             engine.close()
 
+    def record(self) -> dict[str, Any]:
+        """What the flight recorder has, as JSON."""
+        return {
+            "name": self._name,
+            "description": self._description,
+            "backend": self._backend,
+            "rank": self.rank(),
+            "size": self.size(),
+            "entries": self._recorder.entries(),
+        }
+
+    def next_barrier(self) -> int:
+        """The number of a monitored barrier, the same on all ranks."""
+        self._barriers += 1
+        return self._barriers
+
     # What torch asks of a group.
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long operations may take that do not say it themselves."""
+        return self._timeout
 
     def getBackendName(self) -> str:  # noqa: N802
         """What it is registered as."""
@@ -177,6 +232,13 @@ class ProcessGroup(Collectives):
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
+
+
+def _span(engine: Engine, call: Call) -> AbstractContextManager[object]:
+    """What a profiler shows, named as torch names its own; nothing if there is none."""
+    if not torch.autograd._profiler_enabled():
+        return _NO_SPAN
+    return torch.profiler.record_function(f"{engine.name}:{call.name}")
 
 
 def _begin(call: Call, engine: Engine, seconds: float) -> Pending | None:

@@ -12,8 +12,8 @@ import torch.distributed
 from torch.distributed import Backend
 from torch.distributed.distributed_c10d import BackendConfig
 
-from ..errors import ProcessGroupError
 from .engines.base import EngineFactory, Setup
+from .group_options import GroupOptions
 from .process_group import ProcessGroup
 from .stores.prefix import PrefixStore
 
@@ -46,18 +46,21 @@ class GroupMaker:
     name: str
     factory: EngineFactory
 
-    def __call__(self, options: Any, _: object = None) -> ProcessGroup:
+    def __call__(self, options: Any, group_options: GroupOptions | None = None) -> ProcessGroup:
         """A group of the ranks that call this together.
 
         Its engine for the CPU, if this backend takes CPU tensors, is made now, while all ranks are here; those of
         other devices with the first tensor there, for only then torch says which they are.
         """
+        if not isinstance(group_options, GroupOptions | None):
+            raise TypeError(f"pg_options is {group_options!r}: give gradwire.c10d.GroupOptions")
         group = ProcessGroup(
             options.store,
             options.group_rank,
             options.group_size,
             backend=self.name,
             timeout=options.timeout,
+            options=group_options or GroupOptions(),
             make_engine=lambda device, group: _factory(device, group)(_setup(device, options)),
         )
         if "cpu" in Backend.backend_capability[self.name]:
@@ -83,7 +86,7 @@ def _factory(device: str, group: ProcessGroup) -> EngineFactory:
     backends = BackendConfig(Backend(configuration)).get_device_backend_map()
     name = backends.get(device)
     if name is None:
-        raise ProcessGroupError(
+        raise ValueError(
             f"the group has no backend for {device} tensors, only {configuration!r}: name one, as in "
             f'"{configuration},{device}:..."'
         )
@@ -91,7 +94,7 @@ def _factory(device: str, group: ProcessGroup) -> EngineFactory:
     if maker is None:
         maker = Backend._plugins.get(f"GRADWIRE_{name.upper()}")  # torch's own, as in "cpu:gloo,cuda:..."
     if maker is None or not isinstance(maker.creator_fn, GroupMaker):
-        raise ProcessGroupError(
+        raise ValueError(
             f"gradwire cannot use backend {name!r} for {device} tensors: it is not one of its engines"
         )
     return maker.creator_fn.factory

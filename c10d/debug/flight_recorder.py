@@ -1,0 +1,122 @@
+"""A flight recorder: the last operations of each group, for when it hangs.
+
+Every group keeps them in a ring, and writes them to a file when asked (dump.py), or when it fails, if its options
+name a folder. With the files of all ranks, report.py says who is stuck where.
+"""
+
+import itertools
+import json
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from ..call import Call
+from ..engines.base import Pending
+from .source import caller
+
+__all__ = ["Entry", "FlightRecorder", "Recorded", "write"]
+
+
+@final
+class Entry:
+    """One operation of a group, as one rank called it. It keeps no tensors."""
+
+    __slots__ = ("_began", "_ended", "_error", "_shown", "name", "number", "pending", "place")
+
+    def __init__(self, number: int, call: Call) -> None:
+        self.number = number
+        self.name = call.name
+        self.place = caller()
+        self.pending: Pending | None = None
+        self._shown = (
+            [tensor.shape for tensor in call.inputs],
+            [tensor.shape for tensor in call.outputs],
+            (call.inputs or call.outputs)[0].dtype if call.inputs or call.outputs else None,
+            call.reduction.name if call.reduction else None,
+            call.root,
+            call.peer,
+            call.tag,
+        )
+        self._began = time.time()
+        self._ended: float | None = None
+        self._error: str | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is over."""
+        self._ended = time.time()
+        if error is not None:
+            self._error = f"{type(error).__name__}: {error}"
+
+    def state(self) -> str:
+        """`"under way"`, `"done"` or `"failed"`."""
+        if self._error is not None:
+            return "failed"
+        done = self._ended is not None or (self.pending is not None and self.pending.done())
+        return "done" if done else "under way"
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file. Times are seconds since 1970; `ended` is missing where nobody looked when it was over."""
+        inputs, outputs, dtype, reduction, root, peer, tag = self._shown
+        return {
+            "number": self.number,
+            "operation": self.name,
+            "kind": "collective" if peer is None else "message",
+            "state": self.state(),
+            "error": self._error,
+            "began": self._began,
+            "ended": self._ended,
+            "place": f"{self.place[0]}:{self.place[1]}",
+            "inputs": [list(shape) for shape in inputs],
+            "outputs": [list(shape) for shape in outputs],
+            "bytes": sum(shape.numel() for shape in inputs) * dtype.itemsize if dtype else 0,
+            "dtype": str(dtype).removeprefix("torch.") if dtype else None,
+            "reduction": reduction,
+            "root": root,
+            "peer": peer,
+            "tag": None if peer is None else tag,
+        }
+
+
+@final
+class FlightRecorder:
+    """The last operations of one group on this rank. Used from any thread."""
+
+    def __init__(self, capacity: int) -> None:
+        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._collectives = itertools.count(1)
+        self._messages = itertools.count(1)
+
+    def begin(self, call: Call) -> Entry:
+        """A call begins. Collectives are numbered in the order of their calls, and so are messages."""
+        entry = Entry(next(self._collectives if call.peer is None else self._messages), call)
+        self._entries.append(entry)
+        return entry
+
+    def entries(self) -> list[dict[str, Any]]:
+        """As JSON, the oldest first."""
+        return [entry.as_json() for entry in list(self._entries)]
+
+
+class Recorded(Protocol):
+    """A group with a recorder."""
+
+    def record(self) -> dict[str, Any]:
+        """What the group is, and its entries."""
+
+
+def write(groups: Iterable[Recorded], folder: Path) -> Path:
+    """Writes the records of these groups to a file of this process in `folder`; its path."""
+    content = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "written": time.time(),
+        "groups": [group.record() for group in groups],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"flight-{content['host']}-{content['pid']}.json"
+    path.write_text(json.dumps(content))
+    return path

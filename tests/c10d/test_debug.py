@@ -1,0 +1,202 @@
+"""Ranks that do not agree are named, with what they called and where."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import c10d
+from gradwire.c10d.debug.report import read, report
+from gradwire.errors import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroupError
+
+SIZE = 3
+
+
+def join(folder: Path, rank: int, options: c10d.GroupOptions, seconds: float) -> None:
+    import tests.c10d.store_engine
+
+    assert tests.c10d.store_engine
+    url = f"file://{folder}/met"
+    c10d.init_process_group("slow_store", url, rank=rank, world_size=SIZE, timeout=seconds, pg_options=options)
+
+
+@pytest.fixture
+def group(workers, tmp_path):
+    """`group(check_calls=True)` are workers in a group with these options."""
+
+    def start(seconds: float = 30, **options):
+        members = workers(SIZE)
+        given = c10d.GroupOptions(**options)
+        for each in [m.start(join, tmp_path, rank, given, seconds) for rank, m in enumerate(members)]:
+            each.result()
+        return members
+
+    return start
+
+
+def agree() -> list[float]:
+    tensor = torch.ones(2)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    outputs = [torch.zeros(rank) for rank in range(SIZE)]
+    dist.all_gather(outputs, torch.ones(dist.get_rank()))  # shapes may differ here
+    dist.barrier()
+    return tensor.tolist()
+
+
+def test_calls_that_agree_are_let_through(workers, group):
+    assert workers.each(group(check_calls=True), agree) == [[27.0, 27.0]] * SIZE
+
+
+def call_otherwise(how: str) -> str:
+    tensor = torch.ones(4 if how == "shape" and dist.get_rank() == 1 else 3)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        if dist.get_rank() == 1 and how == "operation":
+            dist.broadcast(tensor, 0)
+        elif dist.get_rank() == 1 and how == "reduction":
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        elif dist.get_rank() == 1 and how == "dtype":
+            dist.all_reduce(tensor.double())
+        else:
+            dist.all_reduce(tensor)
+    assert caught.value.ranks == [1]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "odd"),
+    [
+        ("operation", r"broadcast\(dtype=float32, shapes=\[\[3\]\], root=0\)"),
+        ("reduction", r"all_reduce\(dtype=float32, shapes=\[\[3\]\], reduction=max\)"),
+        ("shape", r"all_reduce\(dtype=float32, shapes=\[\[4\]\], reduction=sum\)"),
+        ("dtype", r"all_reduce\(dtype=float64, shapes=\[\[3\]\], reduction=sum\)"),
+    ],
+)
+def test_the_odd_rank_is_named_with_its_call_and_line(workers, group, how, odd):
+    texts = workers.each(group(check_calls=True), call_otherwise, how)
+    assert len(set(texts)) == 1
+    assert re.search(rf"rank 1: {odd} at .*test_debug.py:\d+$", texts[0]), texts[0]
+    assert re.search(r"ranks 0, 2: all_reduce\(.*\) at .*test_debug.py:\d+", texts[0])
+
+
+def stay_away() -> str | None:
+    if dist.get_rank() == 2:
+        return None
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist.all_reduce(torch.ones(1))
+    return str(caught.value)
+
+
+def test_who_does_not_call_is_named(workers, group):
+    texts = workers.each(group(seconds=0.5, check_calls=True), stay_away)
+    assert re.search(r"all_reduce \(collective 1 of the group\) timed out after 0.5 s, .*rank 2", texts[0])
+
+
+def come_or_not(late: tuple[int, ...]) -> str | None:
+    dist_barrier = c10d.monitored_barrier
+    dist_barrier(timeout=timedelta(seconds=20))
+    if dist.get_rank() in late:
+        return None
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist_barrier(timeout=0.3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("late", "named"), [((1,), "rank 1"), ((1, 2), "ranks 1, 2")])
+def test_monitored_barrier_names_every_missing_rank(workers, group, late, named):
+    texts = workers.each(group(), come_or_not, late)
+    assert texts[0].endswith(f"waiting for {named}")
+
+
+def hang(folder: Path) -> Path | None:
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor)
+    if dist.get_rank() == 1:
+        pending = dist.irecv(tensor, 0)
+    else:
+        pending = dist.all_reduce(tensor, async_op=True)
+    path = c10d.dump_flight_recorder(folder)
+    assert not pending.is_completed()
+    return path
+
+
+def test_the_report_says_who_is_stuck_where(workers, group, tmp_path):
+    members = group()
+    paths = workers.each(members, hang, tmp_path / "dumps")
+    assert len(set(paths)) == SIZE
+    text = report(read([tmp_path / "dumps"]))
+    assert re.search(r"rank 0: stuck in collective 2, all_reduce of 20 bytes at .*test_debug.py:\d+, since", text)
+    assert re.search(r"rank 1: went on after collective 1, all_reduce", text)
+    assert re.search(r"and in recv rank 0 of 0 bytes at .*test_debug.py:\d+, since", text)
+    assert re.search(r"rank 1 has not called collective 2; others have called all_reduce at .*test_debug", text)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire.c10d.debug.report", str(paths[0]), str(paths[1])],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "no file of rank 2: it may have died" in done.stdout
+
+
+def fail_one() -> None:
+    if dist.get_rank() == 0:
+        with pytest.raises(ProcessGroupError):
+            dist.all_reduce(torch.ones(1))
+
+
+def test_a_group_that_fails_writes_its_recorder(workers, group, tmp_path):
+    folder = tmp_path / "failed"
+    workers.each(group(seconds=0.3, dump_folder=folder, check_calls=True, recorded=2), fail_one)
+    (file,) = folder.iterdir()
+    (entry,) = json.loads(file.read_text())["groups"][0]["entries"]
+    assert entry["state"] == "failed"
+    assert "CollectiveTimeoutError" in entry["error"]
+
+
+def dump_by_signal(folder: Path) -> list[str]:
+    c10d.dump_flight_recorder_on_signal(folder)
+    for _ in range(3):
+        dist.barrier()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    (group,) = json.loads(next(folder.glob(f"*-{os.getpid()}.json")).read_text())["groups"]
+    return [f"{entry['number']} {entry['operation']} {entry['state']}" for entry in group["entries"]]
+
+
+def test_a_signal_writes_the_recorders_which_keep_the_last(workers, group, tmp_path):
+    seen = workers.each(group(recorded=2), dump_by_signal, tmp_path / "dumps")
+    assert seen == [["2 barrier done", "3 barrier done"]] * SIZE
+
+
+def spans() -> set[str]:
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(1))
+    return {event.key for event in profile.key_averages()}
+
+
+def test_profilers_show_collectives_as_torch_names_its_own(workers, group):
+    assert all("store:all_reduce" in names for names in workers.each(group(), spans))
+
+
+def test_bad_options_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="recorded is 0"):
+        c10d.GroupOptions(recorded=0)
+    with pytest.raises(TypeError, match="GroupOptions"):
+        c10d.init_process_group("gradwire_shm", f"file://{tmp_path}/met", rank=0, world_size=1, pg_options="wrong")
+
+
+def test_torchs_variable_turns_the_check_on(monkeypatch):
+    assert not c10d.GroupOptions().checks_calls()
+    before = dist.get_debug_level()
+    try:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        assert c10d.GroupOptions().checks_calls()
+        assert not c10d.GroupOptions(check_calls=False).checks_calls()
+    finally:
+        dist.set_debug_level(before)
