@@ -200,3 +200,9 @@ def test_a_name_that_torch_would_misread_is_refused(name):
 def test_an_engine_for_no_device_is_refused():
     with pytest.raises(ValueError, match="for no device"):
         register_engine("nowhere", StoreEngine, devices=[])
+
+
+def test_the_documented_engine_is_the_one_tested_here():
+    root = Path(__file__).parent.parent.parent
+    code = (root / "tests/c10d/store_engine.py").read_text()
+    assert f"```python\n{code}```" in (root / "docs/engines.md").read_text()
