@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test bench conformance graphs schedules lint proto clean
+.PHONY: demo test bench conformance graphs operations schedules stores lint proto clean
 
 $(READY): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,6 +30,13 @@ graphs: $(READY)      ## backward passes over workers: 2,000 random programs
 
 schedules: $(READY)   ## the protocol of references: 10,000 random schedules
 	GRADWIRE_SCHEDULES=10000 $(BIN)/python -m pytest tests/rref/test_schedules.py -k random
+
+stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations each
+	GRADWIRE_STORE_WORKERS=16 GRADWIRE_STORE_ROUNDS=400 \
+	    $(BIN)/python -m pytest tests/c10d/test_store_processes.py -k "atomic or gloo" --durations 0
+
+operations: $(READY)  ## every collective on every engine, with every dtype
+	$(BIN)/python -m tests.c10d.operations
 
 lint: $(READY)   ## style and types
 	$(BIN)/ruff check .

@@ -1,7 +1,9 @@
 """Stores between real processes."""
 
+import os
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -15,7 +17,10 @@ from tests.c10d.stores import SHARED_STORES, call
 
 shared_stores = pytest.mark.parametrize("opened", SHARED_STORES, indirect=True)
 
-ROUNDS = 100
+ROUNDS = int(os.environ.get("GRADWIRE_STORE_ROUNDS", "100"))
+"""Of five operations each, on each worker; `make stores` has more."""
+
+WORKERS = int(os.environ.get("GRADWIRE_STORE_WORKERS", "4"))
 
 
 @shared_stores
@@ -45,37 +50,47 @@ def test_a_timeout_comes_back_from_another_process(opened, store_workers):
     assert caught.value.missing == ["a", "b"]
 
 
-def take_turns(me: int) -> tuple[list[bytes], list[bytes]]:
+def take_turns(me: int, store: Store | None = None) -> tuple[list[bytes], list[bytes]]:
     """Runs a mix of operations against the other workers; what was popped, and who won each slot."""
+    mine = store or stores.mine
     order = random.Random(me)
     popped, winners = [], []
     for round_number in range(ROUNDS):
         steps = [
-            lambda: stores.mine.add("count", me + 1),
-            lambda: stores.mine.append("log", str(me)),
-            lambda n=round_number: stores.mine.queue_push("queue", f"{me}.{n}"),
+            lambda: mine.add("count", me + 1),
+            lambda: mine.append("log", f"{me} "),
+            lambda n=round_number: mine.queue_push("queue", f"{me}.{n}"),
         ]
         order.shuffle(steps)
         for step in steps:
             step()
-        winners.append(stores.mine.compare_set(f"slot{round_number}", "", str(me)))
-        popped.append(stores.mine.queue_pop("queue"))
+        winners.append(mine.compare_set(f"slot{round_number}", "", str(me)))
+        popped.append(mine.queue_pop("queue"))
     return popped, winners
 
 
-@shared_stores
-def test_operations_are_atomic(opened, store_workers, workers):
-    started = store_workers(4)
-    pending = [worker.start(take_turns, me) for me, worker in enumerate(started)]
-    results = [p.result() for p in pending]
-    assert opened.store.get("count") == str(ROUNDS * (1 + 2 + 3 + 4)).encode()
-    assert Counter(opened.store.get("log")) == dict.fromkeys(b"0123", ROUNDS)
+def check_turns(store: Store, results: list[tuple[list[bytes], list[bytes]]]) -> None:
+    assert store.get("count") == str(ROUNDS * sum(range(1, WORKERS + 1))).encode()
+    assert Counter(store.get("log").decode().split()) == {str(me): ROUNDS for me in range(WORKERS)}
     popped = [item for items, _ in results for item in items]
-    assert sorted(popped) == sorted(f"{me}.{n}".encode() for me in range(4) for n in range(ROUNDS))
-    assert opened.store.queue_len("queue") == 0
+    assert sorted(popped) == sorted(f"{me}.{n}".encode() for me in range(WORKERS) for n in range(ROUNDS))
+    assert store.queue_len("queue") == 0
     for _, winners in results:
         assert winners == results[0][1]
-    assert opened.store.multi_get([f"slot{n}" for n in range(ROUNDS)]) == results[0][1]
+    assert store.multi_get([f"slot{n}" for n in range(ROUNDS)]) == results[0][1]
+
+
+@pytest.mark.timeout(max(120, ROUNDS))
+@shared_stores
+def test_operations_are_atomic(opened, store_workers, workers):
+    pending = [worker.start(take_turns, me) for me, worker in enumerate(store_workers(WORKERS))]
+    check_turns(opened.store, [p.result(max(60, ROUNDS)) for p in pending])
+
+
+def test_operations_on_a_hash_store_are_atomic_among_threads():
+    store = HashStore()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        check_turns(store, list(pool.map(take_turns, range(WORKERS), [store] * WORKERS)))
 
 
 def all_reduce_with_gloo(store: Store, rank: int, size: int) -> list[float]:
@@ -96,7 +111,6 @@ def test_gloo_runs_on_a_hash_store(workers):
     (a,) = workers(1)
 
     def both_ranks() -> list[list[float]]:
-        from concurrent.futures import ThreadPoolExecutor
 
         with HashStore() as store, ThreadPoolExecutor(2) as pool:
             return list(pool.map(lambda rank: all_reduce_with_gloo(store, rank, 2), range(2)))
