@@ -111,7 +111,6 @@ def test_gloo_runs_on_a_hash_store(workers):
     (a,) = workers(1)
 
     def both_ranks() -> list[list[float]]:
-
         with HashStore() as store, ThreadPoolExecutor(2) as pool:
             return list(pool.map(lambda rank: all_reduce_with_gloo(store, rank, 2), range(2)))
 
