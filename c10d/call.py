@@ -1,6 +1,6 @@
 """One call of an operation of a process group, as all that handles it sees it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,7 +11,7 @@ from .engines.base import Engine, Pending
 from .reductions import Reduction
 from .staging import Staging
 
-__all__ = ["Call", "Step"]
+__all__ = ["Call", "Step", "Steps"]
 
 
 @final
@@ -27,6 +27,9 @@ class Step:
     def __call__(self, engine: Engine, seconds: float) -> Pending | int | None:
         """Does it; see engines.base for what comes back."""
         return getattr(engine, self.operation)(*self._arguments, seconds)  # type: ignore[no-any-return]
+
+
+Steps = Sequence[Callable[[Engine, float], Pending | int | None]]
 
 
 @final
@@ -52,7 +55,7 @@ class Call:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     device: torch.device
-    steps: Sequence[Step]
+    steps: Steps
     staging: Staging
     result: Any
     seconds: float | None = None

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from .call import Call, Step
+from .call import Call, Step, Steps
 from .checks import check_parts, check_rank, check_reduction, check_same_size, check_tensors, check_whole, the_one
 from .reductions import Reduction
+from .sparse import SparseSum
 from .staging import Staging
 from .torch_types import TorchProcessGroup
 from .work import GroupWork
@@ -49,8 +50,19 @@ class Collectives(TorchProcessGroup):
         return self._start("broadcast", [step], staging, [tensor], [tensor], [tensor], opts, timeout, root=root)
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Time = None) -> GroupWork:
-        """Every rank's tensor becomes the reduction of all."""
+        """Every rank's tensor becomes the reduction of all. Sparse COO tensors can be summed and averaged."""
+        if the_one("all_reduce", tensors).layout is torch.sparse_coo:
+            return self._sparse_all_reduce(the_one("all_reduce", tensors), opts, timeout)
         return self._all_reduce("all_reduce", [the_one("all_reduce", tensors)], opts, timeout)
+
+    def _sparse_all_reduce(self, tensor: Tensor, opts: Any, timeout: Time) -> GroupWork:
+        reduction = _reduction(opts)
+        if reduction.name not in {"sum", "avg"}:
+            raise ValueError(f"all_reduce of a sparse tensor cannot use {reduction.name}, only sum and avg")
+        step = SparseSum(tensor, average=reduction.name == "avg")
+        return self._start(
+            "all_reduce", [step], Staging(), [tensor], [tensor], [tensor], opts, timeout, reduction=reduction
+        )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """As several all_reduce, in one."""
@@ -277,7 +289,7 @@ class Collectives(TorchProcessGroup):
     def _start(
         self,
         name: str,
-        steps: Sequence[Step],
+        steps: Steps,
         staging: Staging,
         inputs: Tensors,
         outputs: Tensors,

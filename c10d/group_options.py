@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-import torch.distributed
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 __all__ = ["GroupOptions"]
 
@@ -32,4 +32,4 @@ class GroupOptions:
         """Are calls checked?"""
         if self.check_calls is not None:
             return self.check_calls
-        return torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
+        return get_debug_level() == DebugLevel.DETAIL

@@ -16,6 +16,7 @@ from typing import Any, cast, final
 
 import torch
 import torch.profiler
+from torch._C._autograd import _profiler_enabled
 
 from ..errors import GroupAbortedError, UnsupportedOperationError
 from .call import Call
@@ -236,7 +237,7 @@ class ProcessGroup(Collectives):
 
 def _span(engine: Engine, call: Call) -> AbstractContextManager[object]:
     """What a profiler shows, named as torch names its own; nothing if there is none."""
-    if not torch.autograd._profiler_enabled():
+    if not _profiler_enabled():
         return _NO_SPAN
     return torch.profiler.record_function(f"{engine.name}:{call.name}")
 

@@ -97,6 +97,19 @@ def ddp_power_sgd() -> list[Tensor]:
 
 
 @training
+def ddp_sparse() -> list[Tensor]:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.EmbeddingBag(20, WIDTH, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        words = torch.arange(4 * (1 + dist.get_rank())).view(-1, 4) + step
+        model(words).pow(2).sum().backward()
+        optimizer.step()
+    return parameters(model)
+
+
+@training
 def fsdp2() -> list[Tensor]:
     model = network()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
