@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from .engines.base import Pending
+if TYPE_CHECKING:
+    from .engines.base import Pending
 
 __all__ = ["All", "Finishing"]
 
@@ -13,7 +14,7 @@ __all__ = ["All", "Finishing"]
 class All:
     """Several operations as one, which is over when all are."""
 
-    def __init__(self, parts: Sequence[Pending]) -> None:
+    def __init__(self, parts: "Sequence[Pending]") -> None:
         self._parts = parts
 
     def wait(self, timeout: float | None) -> None:
@@ -50,7 +51,7 @@ class All:
 class Finishing:
     """A Pending after which something is to be done before anybody sees that it is over."""
 
-    def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
+    def __init__(self, pending: "Pending", finish: Callable[[], None]) -> None:
         self._pending = pending
         self._finish: Callable[[], None] | None = finish
         self._lock = threading.Lock()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -26,7 +27,6 @@ from .debug.flight_recorder import Entry, FlightRecorder, write
 from .engines.base import Engine, Pending
 from .group_options import GroupOptions
 from .lane import Lane
-from .pending import All, Finishing
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 from .work import GroupWork
@@ -106,11 +106,12 @@ class ProcessGroup(Collectives):
             raise
         if entry.pending is None:
             entry.end()
-        return GroupWork(call.name, call.result, entry.pending)
+        return GroupWork(call.name, call.result, entry.pending, _devices(call) if engine.on_streams else ())
 
     def _begin(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
         if not engine.blocking:
-            return _begin(call, engine, seconds)
+            finish = call.staging.finish if call.staging.needs_finish() else None
+            return engine.start([partial(step, engine, seconds) for step in call.steps], finish)
 
         def run() -> int | None:
             source: int | None = None
@@ -161,6 +162,9 @@ class ProcessGroup(Collectives):
 
     def shutdown(self) -> None:
         """Gives back what the group holds. What is still under way ends with GroupAbortedError."""
+        if self._failure is None:
+            for engine in list(self._engines.values()):
+                engine.drain()
         self.fail(GroupAbortedError(f"rank {self.rank()} shut the group down"))
         self._close()
 
@@ -242,12 +246,6 @@ def _span(engine: Engine, call: Call) -> AbstractContextManager[object]:
     return torch.profiler.record_function(f"{engine.name}:{call.name}")
 
 
-def _begin(call: Call, engine: Engine, seconds: float) -> Pending | None:
-    """Starts it on an engine that does not block."""
-    begun = [step(engine, seconds) for step in call.steps]
-    under_way = [cast("Pending", pending) for pending in begun if pending is not None]
-    if not under_way:
-        call.staging.finish()
-        return None
-    pending = under_way[0] if len(under_way) == 1 else All(under_way)
-    return Finishing(pending, call.staging.finish) if call.staging.needs_finish() else pending
+def _devices(call: Call) -> list[torch.device]:
+    """Where its tensors are."""
+    return list({tensor.device for tensor in (*call.inputs, *call.outputs)})

@@ -108,6 +108,8 @@ def finish(reduction: Reduction, tensor: Tensor, size: int) -> None:
         tensor.div_(size)
     elif dtype.is_floating_point:
         tensor.copy_(tensor.float() / size)
+    elif dtype in _WIDER:
+        tensor.copy_(tensor.to(_WIDER[dtype]).div_(size, rounding_mode="trunc"))
     elif dtype in _SIGNED:  # which numpy divides
         numbers = tensor.numpy()
         numbers //= size

@@ -61,14 +61,14 @@ class GroupMaker:
             backend=self.name,
             timeout=options.timeout,
             options=group_options or GroupOptions(),
-            make_engine=lambda device, group: _factory(device, group)(_setup(device, options)),
+            make_engine=lambda device, group: _factory(device, group)(_setup(device, options, group)),
         )
         if "cpu" in Backend.backend_capability[self.name]:
-            group.adopt("cpu", self.factory(_setup("cpu", options)))
+            group.adopt("cpu", self.factory(_setup("cpu", options, group)))
         return group
 
 
-def _setup(device: str, options: Any) -> Setup:
+def _setup(device: str, options: Any, group: ProcessGroup) -> Setup:
     return Setup(
         store=PrefixStore(f"engine/{device}", options.store),
         rank=options.group_rank,
@@ -77,6 +77,7 @@ def _setup(device: str, options: Any) -> Setup:
         device=device,
         global_ranks=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
         group=options.group_id,
+        failed=group.fail,
     )
 
 

@@ -1,6 +1,7 @@
 """What a collective returns: a torch.distributed.Work over an operation of an engine."""
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -18,13 +19,18 @@ class GroupWork(TorchWork):
     """An operation of a process group. Made by the group only.
 
     A `wait` whose timeout is over raises TimeoutError, and the operation goes on.
+
+    `devices` are those on whose streams the operation goes on after `wait`; its future makes streams wait, too.
     """
 
-    def __init__(self, operation: str, outputs: Any, pending: Pending | None) -> None:
+    def __init__(
+        self, operation: str, outputs: Any, pending: Pending | None, devices: Sequence[torch.device] = ()
+    ) -> None:
         super().__init__()
         self._operation = operation
         self._outputs = outputs
         self._pending = pending
+        self._devices = devices
         self._futures_lock = threading.Lock()
         self._future: Future[Any] | None = None
 
@@ -81,7 +87,7 @@ class GroupWork(TorchWork):
         """A future of `result()`. Its callbacks may wait for other operations."""
         with self._futures_lock:
             if self._future is None:
-                begun: Future[None] = torch.futures.Future()
+                begun: Future[None] = torch.futures.Future(devices=list(self._devices))
                 self._future = begun.then(self._value)
                 if self._pending is None or self._pending.done():
                     begun.set_result(None)

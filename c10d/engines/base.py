@@ -7,16 +7,20 @@ matching dtypes and sizes; roots and peers are ranks of this group.
 A `blocking` engine returns when the operation is done, or raises. Its collectives are called one after another in
 the order in which this rank issued them, and so are its sends to one peer and its receives from one peer, but
 these three on different threads. One that is not blocking starts the operation and returns a Pending.
+
+One that works `on_streams` of a GPU is not blocking, and goes further: waiting for its Pending makes the current
+streams wait, not the caller, and `on_done` calls back as soon as a wait would not block.
 """
 
 from abc import ABC
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from ...errors import UnsupportedOperationError
+from ..pending import All, Finishing
 from ..reductions import Reduction
 from ..torch_types import TorchStore
 
@@ -34,6 +38,7 @@ class Setup:
     device: type of the device that the tensors are on, such as `"cpu"`.
     global_ranks: the number that each rank of the group has in the default group.
     group: name of the group.
+    failed: to be called with the error if the engine finds, on a thread of its own, that the group cannot go on.
     """
 
     store: TorchStore
@@ -43,6 +48,7 @@ class Setup:
     device: str
     global_ranks: tuple[int, ...]
     group: str
+    failed: Callable[[Exception], None] = field(default=lambda _: None)
 
 
 class Pending(Protocol):
@@ -74,6 +80,7 @@ class Engine(ABC):
     """What users call it, such as `"gloo"`."""
 
     blocking: ClassVar[bool] = True
+    on_streams: ClassVar[bool] = False
 
     def __init__(self, setup: Setup) -> None:
         self.rank = setup.rank
@@ -138,6 +145,25 @@ class Engine(ABC):
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Pending | int:
         """Receives what `peer`, or anyone if it is None, sends with this tag; the rank that sent it."""
         raise self._refusal("recv")
+
+    def start(
+        self, steps: Sequence[Callable[[], Pending | int | None]], finish: Callable[[], None] | None
+    ) -> Pending | None:
+        """Of one that does not block: starts several operations as one, after which `finish` is done.
+
+        An engine may do better than this: put them into one message, or have the device do what follows.
+        """
+        begun = [step() for step in steps]
+        under_way = [pending for pending in begun if pending is not None and not isinstance(pending, int)]
+        if not under_way:
+            if finish is not None:
+                finish()
+            return None
+        pending = under_way[0] if len(under_way) == 1 else All(under_way)
+        return pending if finish is None else Finishing(pending, finish)
+
+    def drain(self) -> None:
+        """Waits for what is under way though nobody waits for it. Called before the group ends in good order."""
 
     def fail(self, error: Exception) -> None:
         """Makes all that is under way, and all that comes, raise `error`. Called from any thread."""
