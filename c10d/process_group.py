@@ -247,5 +247,5 @@ def _span(engine: Engine, call: Call) -> AbstractContextManager[object]:
 
 
 def _devices(call: Call) -> list[torch.device]:
-    """Where its tensors are."""
-    return list({tensor.device for tensor in (*call.inputs, *call.outputs)})
+    """Those with streams that its tensors are on."""
+    return list({tensor.device for tensor in (*call.inputs, *call.outputs) if tensor.device.type != "cpu"})

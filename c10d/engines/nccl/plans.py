@@ -1,0 +1,244 @@
+"""What each operation is in terms of NCCL's calls.
+
+A plan is a generator that runs with the engine's stream as the current one. What it computes before and after its
+`yield`s, torch puts on that stream; what it yields are calls of NCCL, which are made together, in one group with
+those of the other GPUs of this process and of operations that were started together.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ...reductions import Reduction, combine, finish, prepare
+from ..base import chunks
+from .dtypes import BYTES, Ability, Native
+from .library import Communicator
+from .streams import Stream
+
+__all__ = [
+    "Call",
+    "Member",
+    "Plan",
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+    "send",
+]
+
+Call = Callable[[Communicator, int], None]
+"""A call of NCCL on a communicator and a stream."""
+
+Plan = Iterator[list[Call]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank of a communicator that is a GPU of this process.
+
+    rank, size: in the communicator, which has one rank for each GPU.
+    gpu: which of this process's.
+    stream: where its work is done.
+    """
+
+    rank: int
+    size: int
+    gpu: int
+    device: torch.device
+    communicator: Communicator
+    stream: Stream
+    ability: Ability
+
+
+def broadcast(_: Member, tensor: Tensor, root: int) -> Plan:
+    """Every rank's tensor becomes the root's."""
+    yield _broadcast(tensor, tensor, root)
+
+
+def all_reduce(member: Member, tensor: Tensor, reduction: Reduction) -> Plan:
+    """In place, by NCCL or else by torch on all ranks alike."""
+    prepare(reduction, tensor)
+    native = member.ability.native(tensor.dtype, reduction)
+    if native is not None:
+        pointer, count = tensor.data_ptr(), tensor.numel() * native.width
+        yield [lambda c, s: c.allReduce(pointer, pointer, count, native.datatype, native.operation, s)]
+        return
+    parts = tensor.new_empty(member.size, tensor.numel())
+    yield _all_gather(parts, tensor)
+    _fold(reduction, list(parts), tensor)
+
+
+def reduce(member: Member, tensor: Tensor, root: int, reduction: Reduction) -> Plan:
+    """In place on the root."""
+    prepare(reduction, tensor)
+    native = member.ability.native(tensor.dtype, reduction)
+    if native is not None:
+        yield [_reduce(tensor, tensor, root, native)]
+        return
+    parts = list(tensor.new_empty(member.size, tensor.numel())) if member.rank == root else []
+    yield from gather(member, parts, tensor, root)
+    if parts:
+        _fold(reduction, parts, tensor)
+
+
+def all_gather(member: Member, outputs: Sequence[Tensor], tensor: Tensor) -> Plan:
+    """Tensors of one size through one that holds them all; others as a broadcast of each rank."""
+    if all(output.numel() == tensor.numel() for output in outputs):
+        parts = tensor.new_empty(member.size, tensor.numel())
+        yield _all_gather(parts, tensor)
+        for output, part in zip(outputs, parts, strict=True):
+            output.view(-1).copy_(part)
+        return
+    yield [
+        call
+        for root, output in enumerate(outputs)
+        for call in _broadcast(tensor if root == member.rank else output, output, root)
+    ]
+
+
+def all_gather_single(_: Member, output: Tensor, tensor: Tensor) -> Plan:
+    """Straight into the output."""
+    yield _all_gather(output, tensor)
+
+
+def gather(member: Member, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Plan:
+    """Messages to the root; its own tensor is copied."""
+    if member.rank != root:
+        yield _send(tensor, root)
+        return
+    outputs[root].view(-1).copy_(tensor.view(-1))
+    yield [call for peer, output in enumerate(outputs) if peer != root for call in _recv(output, peer)]
+
+
+def scatter(member: Member, tensor: Tensor, inputs: Sequence[Tensor], root: int) -> Plan:
+    """Messages from the root; its own tensor is copied."""
+    if member.rank != root:
+        yield _recv(tensor, root)
+        return
+    tensor.view(-1).copy_(inputs[root].view(-1))
+    yield [call for peer, part in enumerate(inputs) if peer != root for call in _send(part, peer)]
+
+
+def reduce_scatter(member: Member, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
+    """Tensors of one size from one that holds them all; others as a reduction for each rank."""
+    native = member.ability.native(tensor.dtype, reduction)
+    if native is None:
+        yield from _exchange_and_fold(member, tensor, inputs, reduction)
+    elif all(part.numel() == tensor.numel() for part in inputs):
+        whole = tensor.new_empty(member.size, tensor.numel())
+        for row, part in zip(whole, inputs, strict=True):
+            row.copy_(part.view(-1))
+        prepare(reduction, whole)
+        yield _reduce_scatter(tensor, whole, native)
+    else:
+        prepared = [_prepared(reduction, part) for part in inputs]
+        yield [_reduce(part, tensor, root, native) for root, part in enumerate(prepared) if part.numel()]
+
+
+def reduce_scatter_single(member: Member, tensor: Tensor, whole: Tensor, reduction: Reduction) -> Plan:
+    """Straight from the input."""
+    native = member.ability.native(tensor.dtype, reduction)
+    if native is None:
+        yield from _exchange_and_fold(member, tensor, chunks(whole, member.size), reduction)
+    else:
+        whole = _prepared(reduction, whole)
+        yield _reduce_scatter(tensor, whole, native)
+
+
+def all_to_all(member: Member, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Plan:
+    """Messages between every two ranks; each one's own part is copied."""
+    outputs[member.rank].view(-1).copy_(inputs[member.rank].view(-1))
+    others = [rank for rank in range(member.size) if rank != member.rank]
+    sends = [call for peer in others for call in _send(inputs[peer], peer)]
+    yield sends + [call for peer in others for call in _recv(outputs[peer], peer)]
+
+
+def barrier(member: Member) -> Plan:
+    """A reduction of one number, for which somebody has to wait."""
+    yield from all_reduce(member, torch.zeros(1, device=member.device), Reduction("sum"))
+
+
+def send(_: Member, tensor: Tensor) -> Plan:
+    """One message to rank 1 of a communicator of two; for an empty tensor none, on either side."""
+    yield _send(tensor, 1)
+
+
+def recv(_: Member, tensor: Tensor) -> Plan:
+    """One message from rank 0 of a communicator of two."""
+    yield _recv(tensor, 0)
+
+
+def _exchange_and_fold(member: Member, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
+    """A reduce_scatter that torch computes, each rank its own part."""
+    parts = list(tensor.new_empty(member.size, tensor.numel()))
+    yield from all_to_all(member, parts, [_prepared(reduction, part) for part in inputs])
+    _fold(reduction, parts, tensor)
+
+
+def _fold(reduction: Reduction, parts: Sequence[Tensor], tensor: Tensor) -> None:
+    """The tensor becomes the reduction of the parts, in their order."""
+    flat = tensor.view(-1)
+    flat.copy_(parts[0])
+    for part in parts[1:]:
+        combine(reduction, flat, part, flat)
+    finish(reduction, flat, len(parts))
+
+
+def _prepared(reduction: Reduction, tensor: Tensor) -> Tensor:
+    """The tensor with the factor applied; the user's stays as it is."""
+    if reduction.factor is None:
+        return tensor
+    tensor = tensor.clone()
+    prepare(reduction, tensor)
+    return tensor
+
+
+# Calls of NCCL. They take pointers: the tensors live as long as the plan and the operation do.
+
+
+def _bytes(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel() * tensor.itemsize
+
+
+def _broadcast(source: Tensor, target: Tensor, root: int) -> list[Call]:
+    pointer, count = _bytes(source)
+    to = target.data_ptr()
+    return [lambda c, s: c.broadcast(pointer, to, count, BYTES, root, s)] if count else []
+
+
+def _all_gather(whole: Tensor, part: Tensor) -> list[Call]:
+    pointer, count = _bytes(part)
+    to = whole.data_ptr()
+    return [lambda c, s: c.allGather(pointer, to, count, BYTES, s)] if count else []
+
+
+def _reduce(source: Tensor, target: Tensor, root: int, native: Native) -> Call:
+    pointer, to, count = source.data_ptr(), target.data_ptr(), source.numel() * native.width
+    return lambda c, s: c.reduce(pointer, to, count, native.datatype, native.operation, root, s)
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor, native: Native) -> list[Call]:
+    pointer, to, count = whole.data_ptr(), part.data_ptr(), part.numel() * native.width
+    return [lambda c, s: c.reduceScatter(pointer, to, count, native.datatype, native.operation, s)]
+
+
+def _send(tensor: Tensor, peer: int) -> list[Call]:
+    pointer, count = _bytes(tensor)
+    return [lambda c, s: c.send(pointer, count, BYTES, peer, s)] if count else []
+
+
+def _recv(tensor: Tensor, peer: int) -> list[Call]:
+    pointer, count = _bytes(tensor)
+    return [lambda c, s: c.recv(pointer, count, BYTES, peer, s)] if count else []

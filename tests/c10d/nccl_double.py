@@ -1,0 +1,284 @@
+"""What stands in for NCCL and CUDA where there is no GPU.
+
+`StoreNccl` does what NCCL does, on CPU memory that it is given by pointer, through a store: so the results of the
+engine can be checked, and what it called. `CpuGpus` has streams that do everything at once, and note what they are
+told; their events pass unless the test holds them.
+"""
+
+import ctypes
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from gradwire.c10d import Store
+from gradwire.c10d.engines import Setup
+from gradwire.c10d.engines.nccl import NcclEngine
+from gradwire.c10d.stores.prefix import PrefixStore
+from torch import Tensor
+
+DTYPES = {
+    0: torch.int8,
+    1: torch.uint8,
+    2: torch.int32,
+    3: torch.uint32,
+    4: torch.int64,
+    5: torch.uint64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    9: torch.bfloat16,
+    10: torch.float8_e4m3fn,
+    11: torch.float8_e5m2,
+}
+"""Of nccl.h."""
+
+
+def memory(pointer: int, count: int, datatype: int) -> Tensor:
+    """The tensor that lies there."""
+    dtype = DTYPES[datatype]
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    data = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(pointer)
+    return torch.frombuffer(data, dtype=dtype)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same numbers in a dtype that torch computes with."""
+    return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)
+
+
+def reduction(tensors: list[Tensor], op: int) -> Tensor:
+    whole = torch.stack([plain(tensor) for tensor in tensors])
+    if op == 4:
+        total = whole.sum(0)
+        exact = whole.is_floating_point()
+        return total / len(tensors) if exact else total.div(len(tensors), rounding_mode="trunc")
+    return [whole.sum(0), whole.prod(0), whole.amax(0), whole.amin(0)][op]
+
+
+class StoreNccl:
+    """Every call posts what this rank has, then takes what the others have, at the end of the group."""
+
+    def __init__(self, store: Store, version: int = 22703) -> None:
+        self.store = store
+        self.version = version
+        self.calls: list[tuple[Any, ...]] = []
+        self.made: list[StoreCommunicator] = []
+        self.local = threading.local()
+
+    def get_version(self) -> int:
+        return self.version
+
+    def get_unique_id(self) -> tuple[int, ...]:
+        return tuple(random.randrange(-128, 128) for _ in range(128))
+
+    def groupStart(self) -> None:
+        self.calls.append(("groupStart",))
+        self.local.noted = []
+
+    def groupEnd(self) -> None:
+        self.calls.append(("groupEnd",))
+        noted, self.local.noted = self.local.noted, None
+        for post, _ in noted:
+            post()
+        for _, take in noted:
+            take()
+
+    def NcclCommunicator(self, ndev: int, commId: tuple[int, ...], rank: int) -> "StoreCommunicator":
+        assert len(commId) == 128
+        self.calls.append(("NcclCommunicator", ndev, rank))
+        self.made.append(StoreCommunicator(self, ndev, commId, rank))
+        return self.made[-1]
+
+    def note(self, call: tuple[Any, ...], post: Callable[[], None], take: Callable[[], None]) -> None:
+        self.calls.append(call)
+        if getattr(self.local, "noted", None) is not None:
+            self.local.noted.append((post, take))
+        else:
+            post()
+            take()
+
+
+class StoreCommunicator:
+    def __init__(self, library: StoreNccl, size: int, unique_id: tuple[int, ...], rank: int) -> None:
+        self.library = library
+        self.size = size
+        self.rank = rank
+        self.store = PrefixStore(str(hash(unique_id)), library.store)
+        self.collectives = itertools.count()
+        self.messages: dict[tuple[int, int], int] = {}
+        self.error: Exception | None = None
+        self.ended: list[str] = []
+
+    def together(
+        self, call: tuple[Any, ...], given: Tensor | None, take: Callable[[list[Tensor]], None], datatype: int
+    ) -> None:
+        """A collective: every rank gives a tensor, or none; `take` gets them all."""
+        number = next(self.collectives)
+
+        def post() -> None:
+            data = b"" if given is None else given.view(torch.uint8).numpy().tobytes()
+            self.store.set(f"{number}/{self.rank}", data)
+
+        def taken() -> None:
+            all_data = [self.store.get(f"{number}/{rank}") for rank in range(self.size)]
+            empty = torch.empty(0, dtype=DTYPES[datatype])
+            take([torch.frombuffer(bytearray(d), dtype=DTYPES[datatype]) if d else empty for d in all_data])
+
+        self.library.note(call, post, taken)
+
+    def allReduce(self, source: int, target: int, count: int, datatype: int, op: int, stream: int) -> None:
+        self.together(
+            ("allReduce", self.rank, count, datatype, op, stream),
+            memory(source, count, datatype),
+            lambda tensors: memory(target, count, datatype).copy_(reduction(tensors, op)),
+            datatype,
+        )
+
+    def reduce(self, source: int, target: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
+        def take(tensors: list[Tensor]) -> None:
+            if self.rank == root:
+                memory(target, count, datatype).copy_(reduction(tensors, op))
+
+        call = ("reduce", self.rank, count, datatype, op, root, stream)
+        self.together(call, memory(source, count, datatype), take, datatype)
+
+    def broadcast(self, source: int, target: int, count: int, datatype: int, root: int, stream: int) -> None:
+        given = memory(source, count, datatype) if self.rank == root else None
+        self.together(
+            ("broadcast", self.rank, count, datatype, root, stream),
+            given,
+            lambda tensors: memory(target, count, datatype).copy_(tensors[root]),
+            datatype,
+        )
+
+    def allGather(self, source: int, target: int, count: int, datatype: int, stream: int) -> None:
+        self.together(
+            ("allGather", self.rank, count, datatype, stream),
+            memory(source, count, datatype),
+            lambda tensors: memory(target, count * self.size, datatype).copy_(torch.cat(tensors)),
+            datatype,
+        )
+
+    def reduceScatter(self, source: int, target: int, count: int, datatype: int, op: int, stream: int) -> None:
+        def take(tensors: list[Tensor]) -> None:
+            mine = [tensor.view(self.size, -1)[self.rank] for tensor in tensors]
+            memory(target, count, datatype).copy_(reduction(mine, op))
+
+        call = ("reduceScatter", self.rank, count, datatype, op, stream)
+        self.together(call, memory(source, count * self.size, datatype), take, datatype)
+
+    def send(self, source: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        key = self.message(self.rank, peer)
+        data = memory(source, count, datatype)
+        call = ("send", self.rank, count, datatype, peer, stream)
+        self.library.note(
+            call, lambda: self.store.set(key, data.view(torch.uint8).numpy().tobytes()), lambda: None
+        )
+
+    def recv(self, target: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        key = self.message(peer, self.rank)
+
+        def take() -> None:
+            data = torch.frombuffer(bytearray(self.store.get(key)), dtype=DTYPES[datatype])
+            memory(target, count, datatype).copy_(data)
+
+        self.library.note(("recv", self.rank, count, datatype, peer, stream), lambda: None, take)
+
+    def message(self, source: int, target: int) -> str:
+        number = self.messages[source, target] = self.messages.get((source, target), 0) + 1
+        return f"{source}>{target}/{number}"
+
+    def check_async_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+    def destroy(self) -> None:
+        self.ended.append("destroy")
+
+
+class CpuEvent:
+    def __init__(self, stream: "CpuStream") -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return not self.stream.held
+
+
+class CpuStream:
+    """`told` is what it was told; while it is `held` its events do not pass."""
+
+    def __init__(self, cuda_stream: int, told: list[tuple[Any, ...]]) -> None:
+        self.cuda_stream = cuda_stream
+        self.told = told
+        self.held = False
+
+    def record_event(self) -> CpuEvent:
+        event = CpuEvent(self)
+        self.told.append(("record", self.cuda_stream))
+        return event
+
+    def wait_event(self, event: CpuEvent) -> None:
+        self.told.append(("wait", self.cuda_stream, event.stream.cuda_stream))
+
+
+class CpuGpus:
+    """GPUs of one process. Those of CPU tensors are told by `put`; 0 if by nobody."""
+
+    def __init__(self, name: str, capability: tuple[int, int] = (9, 0)) -> None:
+        self.name = name
+        self.ability = capability
+        self.told: list[tuple[Any, ...]] = []
+        self.streams: list[CpuStream] = []
+        self.currents: dict[int, CpuStream] = {}
+        self.numbers = itertools.count(1000)
+        self.places: dict[int, int] = {}
+        self.in_capture = False
+
+    def put(self, tensor: Tensor, gpu: int) -> Tensor:
+        self.places[tensor.data_ptr()] = gpu
+        return tensor
+
+    def of(self, tensor: Tensor) -> int:
+        return self.places.get(tensor.data_ptr(), 0)
+
+    def current(self) -> int:
+        return 0
+
+    def device(self, gpu: int) -> torch.device:
+        return torch.device("cpu")
+
+    def identity(self, gpu: int) -> str:
+        return f"{self.name}/{gpu}"
+
+    def capability(self, gpu: int) -> tuple[int, int]:
+        return self.ability
+
+    def new_stream(self, gpu: int) -> CpuStream:
+        self.streams.append(CpuStream(next(self.numbers), self.told))
+        return self.streams[-1]
+
+    def current_stream(self, gpu: int) -> CpuStream:
+        return self.currents.setdefault(gpu, CpuStream(gpu, self.told))
+
+    @contextmanager
+    def on(self, stream: CpuStream) -> Iterator[None]:
+        self.told.append(("on", stream.cuda_stream))
+        yield
+        self.told.append(("off", stream.cuda_stream))
+
+    def capturing(self) -> bool:
+        return self.in_capture
+
+
+def make_engine(setup: Setup) -> NcclEngine:
+    """An engine on these, for groups of processes."""
+    library = StoreNccl(PrefixStore("nccl", setup.store))
+    return NcclEngine(setup, library=library, gpus=CpuGpus(f"process {setup.global_ranks[setup.rank]}"))
