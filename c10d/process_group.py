@@ -8,7 +8,7 @@ every later operation raises the same error. Destroy it and make another.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -21,12 +21,12 @@ from torch._C._autograd import _profiler_enabled
 
 from ..errors import GroupAbortedError, UnsupportedOperationError
 from .call import Call
-from .collectives import Collectives
 from .debug.consistency import ConsistencyCheck
 from .debug.flight_recorder import Entry, FlightRecorder, write
 from .engines.base import Engine, Pending
 from .group_options import GroupOptions
 from .lane import Lane
+from .own_backend import OwnBackend
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 from .work import GroupWork
@@ -40,7 +40,7 @@ _NO_SPAN = nullcontext()
 
 
 @final
-class ProcessGroup(Collectives):
+class ProcessGroup(OwnBackend):
     """A group of ranks.
 
     Made by torch.distributed's init_process_group and new_group with the backends that gradwire registers.
@@ -56,6 +56,7 @@ class ProcessGroup(Collectives):
         timeout: timedelta,
         options: GroupOptions,
         make_engine: Callable[[str, "ProcessGroup"], Engine],
+        make_part: "Callable[[Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # a form that the stubs lack
         self._store = store  # C++ does not hold a store that is a Python object
@@ -66,6 +67,7 @@ class ProcessGroup(Collectives):
         self._check = ConsistencyCheck(PrefixStore("check", store), rank, size) if options.checks_calls() else None
         self._barriers = 0
         self._make_engine = make_engine
+        self._make_part = make_part
         self._engines: dict[str, Engine] = {}
         self._lanes: dict[tuple[str, str, int], Lane] = {}
         self._lock = threading.Lock()
@@ -194,6 +196,40 @@ class ProcessGroup(Collectives):
         return self._barriers
 
     # What torch asks of a group.
+
+    @property
+    def options(self) -> GroupOptions:
+        """How it behaves."""
+        return self._options
+
+    def split_group(  # type: ignore[override]  # there is None where a rank is in no part
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: GroupOptions | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,  # noqa: ARG002  # engines are made when they are used
+    ) -> "ProcessGroup | None":
+        """Makes a group of some ranks, which all of them call; None on others.
+
+        What torch.distributed.split_group calls.
+
+        Args:
+            ranks: as this group numbers them.
+            timeout: of its operations; this group's if None.
+            opts: this group's if None.
+            group_name: not used before in this group.
+            group_desc: what it is for.
+            device_types: not used; torch registers which devices the group is for.
+        """
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"part {sorted(ranks)} of {self._name}"
+        part = self._make_part(ranks, name, timeout or self._timeout, opts or self._options)
+        part._set_group_name(name)
+        part._set_group_desc(group_desc or "undefined")
+        return part
 
     @property
     def timeout(self) -> timedelta:

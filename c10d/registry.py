@@ -6,6 +6,8 @@ engines of the others in the group's configuration, such as `"cpu:gradwire_mpi,c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any, final
 
 import torch.distributed
@@ -16,6 +18,7 @@ from .engines.base import EngineFactory, Setup
 from .group_options import GroupOptions
 from .process_group import ProcessGroup
 from .stores.prefix import PrefixStore
+from .torch_types import TorchStore
 
 __all__ = ["GroupMaker", "register_engine"]
 
@@ -61,11 +64,40 @@ class GroupMaker:
             backend=self.name,
             timeout=options.timeout,
             options=group_options or GroupOptions(),
+            make_part=partial(self._part, options),
             make_engine=lambda device, group: _factory(device, group)(_setup(device, options, group)),
         )
         if "cpu" in Backend.backend_capability[self.name]:
             group.adopt("cpu", self.factory(_setup("cpu", options, group)))
         return group
+
+    def _part(
+        self, options: Any, ranks: Sequence[int], name: str, timeout: timedelta, group_options: GroupOptions
+    ) -> ProcessGroup:
+        """A group of some of the ranks of the group with these options; they call it together."""
+        whole = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        part = _PartOptions(
+            store=PrefixStore(f"part/{name}", options.store),
+            group_rank=list(ranks).index(options.group_rank),
+            group_size=len(ranks),
+            timeout=timeout,
+            group_id=name,
+            global_ranks_in_group=[whole[rank] for rank in ranks],
+        )
+        return self(part, group_options)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartOptions:
+    """What torch gives to makers of backends, with torch's names."""
+
+    store: TorchStore
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: Sequence[int]
 
 
 def _setup(device: str, options: Any, group: ProcessGroup) -> Setup:

@@ -1,6 +1,7 @@
 """Making groups through gradwire: rendezvous, names, sub-groups."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -59,6 +60,42 @@ def split() -> list[float] | None:
 
 def test_a_group_is_split(workers, three):
     assert workers.each(three, split) == [[2.0, 2.0], None, [2.0, 2.0]]
+
+
+def split_as_torch_does() -> list[float] | None:
+    """As on a machine with an accelerator, for which torch asks the parent's backend."""
+    world = torch.distributed.group.WORLD
+    world.eager_connect_single_device(torch.device("cuda", 0))  # what init_process_group(device_id=...) calls
+    with (
+        mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cpu")),
+    ):
+        group = torch.distributed.split_group(split_ranks=[[2, 0], [1]], group_desc="a part")
+    assert (group.bound_device_id, group.group_desc) == (torch.device("cuda", 0), "a part")
+    assert group.options == world.options
+    tensor = torch.tensor([float(c10d.get_rank()), 1.0])
+    c10d.all_reduce(tensor, group=group)
+    assert c10d.get_process_group_ranks(group) == ([0, 2] if group.size() == 2 else [1])
+    c10d.destroy_process_group(group)
+    return tensor.tolist()
+
+
+def test_torchs_own_function_splits_a_group(workers, three):
+    assert workers.each(three, split_as_torch_does) == [[2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def describe_backends() -> None:
+    world = torch.distributed.group.WORLD
+    assert world._device_types == [torch.device("cpu")]
+    assert world._get_backend(torch.device("cpu")) is world
+    with pytest.raises(RuntimeError, match="no backend for cuda, only for cpu"):
+        world._get_backend(torch.device("cuda"))
+    assert world.supports_splitting
+    assert not world.supports_coalescing
+
+
+def test_a_group_is_its_own_backend(three):
+    three[0].run(describe_backends)
 
 
 def divide() -> list[float]:

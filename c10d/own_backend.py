@@ -1,0 +1,51 @@
+"""What torch asks of the backend of a group. A gradwire group is its own, for all devices.
+
+torch's groups consist of one backend for each device, and torch.distributed looks for those where it splits
+groups, connects devices early, or picks the device for objects and barriers.
+"""
+
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Backend
+from torch.distributed.distributed_c10d import BackendConfig
+
+from .collectives import Collectives
+
+__all__ = ["OwnBackend"]
+
+
+class OwnBackend(Collectives):
+    """A group that answers as its backend."""
+
+    supports_splitting = True
+    supports_coalescing = False  # by torch's calls around others; what is given as a list goes as one anyway
+    supports_shrinking = False
+    supports_time_estimate = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Those that the group's configuration has engines for; none as long as torch does not know the group."""
+        try:
+            configuration = dist.get_backend_config(self)
+        except (TypeError, ValueError):
+            return []
+        return [torch.device(name) for name in BackendConfig(Backend(configuration)).get_device_backend_map()]
+
+    def _get_backend(self, device: torch.device | str) -> Self:  # type: ignore[override]  # no Backend of C++
+        """Itself, as the backend of a device."""
+        types = [each.type for each in self._device_types]
+        if types and torch.device(device).type not in types:
+            raise RuntimeError(f"the group has no backend for {device}, only for {', '.join(types)}")
+        return self
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Remembers the device of this rank. Engines connect with the first operation."""
+        self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """On ranks that are in no part of a split: nothing, as parts are made by their own ranks."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: gradwire counts for itself."""
