@@ -40,8 +40,8 @@ class Reduction:
         floating = dtype.is_floating_point or dtype.is_complex
         if self.name in {"band", "bor", "bxor"} and floating:
             return "bits of integers and bools can be combined, those of other numbers cannot"
-        if self.name in {"min", "max"} and dtype.is_complex:
-            return "complex numbers have no order"
+        if self.name in {"min", "max", "product"} and dtype.is_complex:
+            return "complex numbers have no order, and torch refuses their products"
         if self.name in {"avg", "premul_sum"} and dtype == torch.bool:
             return "bools have no average and no multiples"
         if self.name == "premul_sum" and not floating:
