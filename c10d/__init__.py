@@ -17,6 +17,13 @@ from .debug.dump import dump_flight_recorder, dump_flight_recorder_on_signal
 from .debug.monitored_barrier import monitored_barrier
 from .group_options import GroupOptions
 from .groups import init_process_group, new_group, split_group
+from .multigpu import (
+    all_gather_multigpu,
+    all_reduce_multigpu,
+    broadcast_multigpu,
+    reduce_multigpu,
+    reduce_scatter_multigpu,
+)
 from .registry import register_engine
 from .rendezvous import Rendezvous, rendezvous
 from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -29,11 +36,16 @@ __all__ = [
     "Rendezvous",
     "Store",
     "TCPStore",
+    "all_gather_multigpu",
+    "all_reduce_multigpu",
+    "broadcast_multigpu",
     "dump_flight_recorder",
     "dump_flight_recorder_on_signal",
     "init_process_group",
     "monitored_barrier",
     "new_group",
+    "reduce_multigpu",
+    "reduce_scatter_multigpu",
     "register_engine",
     "rendezvous",
     "split_group",

@@ -1,5 +1,7 @@
 """gradwire's own engines, as backends of torch.distributed."""
 
+import os
+
 from .engines.base import Engine, Setup
 from .hosts import hosts_of
 from .registry import register_engine
@@ -33,7 +35,7 @@ def _mpi(setup: Setup) -> Engine:
 def _nccl(setup: Setup) -> Engine:
     from .engines.nccl import NcclEngine  # needs the extra `cuda`
 
-    return NcclEngine(setup)
+    return NcclEngine(setup, blocking_wait=os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1")
 
 
 def _shm(setup: Setup) -> Engine:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradwire import c10d
 from gradwire.c10d import FileStore, HashStore, register_engine
 from gradwire.c10d.engines import Setup
 from gradwire.c10d.engines.nccl import NcclEngine
@@ -355,10 +356,21 @@ def test_blocking_wait_waits_for_the_end(ranks):
 def test_tensors_live_until_the_operation_is_over(ranks):
     (member,) = ranks(1)
     pending = begun(member)
+    member.gpus.currents[0] = member.gpus.new_stream(0)
+    pending.wait(None)  # on another stream: the one that the tensors belong to goes on
     assert pending._kept
     member.gpus.streams[0].held = False
     assert pending.done()
     assert not pending._kept
+
+
+def test_tensors_may_go_once_their_own_stream_waits(ranks):
+    (member,) = ranks(1)
+    pending = begun(member)
+    assert pending._kept
+    pending.wait(None)
+    assert not pending._kept
+    assert not pending.done()
 
 
 def test_drain_waits_for_what_nobody_waits_for(ranks):
@@ -535,3 +547,79 @@ def premultiplied() -> list[float]:
 def test_premultiplied_sums(group):
     results = [pending.result() for pending in [member.start(premultiplied) for member in group]]
     assert results == [[2.0, 4.0]] * 2
+
+
+def on_two_gpus(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    gpus = dist.group.WORLD.engine("cpu")._gpus
+    return [gpus.put(tensor, gpu) for gpu, tensor in enumerate(tensors)]
+
+
+def use_two_gpus() -> dict[str, Any]:
+    rank = dist.get_rank()
+    library = dist.group.WORLD.engine("cpu")._runner._library
+    results: dict[str, Any] = {}
+    tensors = on_two_gpus([torch.full((2,), float(10 * rank + gpu)) for gpu in range(2)])
+    c10d.all_reduce_multigpu(tensors)
+    results["all_reduce"] = [tensor.tolist() for tensor in tensors]
+    results["calls"] = [call[:2] for call in library.calls]
+
+    tensors = on_two_gpus([torch.full((2,), float(10 * rank + gpu)) for gpu in range(2)])
+    work = c10d.broadcast_multigpu(tensors, 1, async_op=True, src_tensor=1)
+    work.wait()
+    assert work.is_completed()
+    results["broadcast"] = [tensor.tolist() for tensor in tensors]
+
+    tensors = on_two_gpus([torch.full((1,), float(10 * rank + gpu)) for gpu in range(2)])
+    c10d.reduce_multigpu(tensors, 0, dist.ReduceOp.MAX, dst_tensor=1)
+    results["reduce"] = tensors[1].tolist()
+
+    inputs = on_two_gpus([torch.full((1,), float(10 * rank + gpu)) for gpu in range(2)])
+    outputs = [[torch.zeros(1) for _ in range(4)] for _ in range(2)]
+    c10d.all_gather_multigpu(outputs, inputs)
+    results["all_gather"] = [[output.item() for output in each] for each in outputs]
+
+    inputs = [[torch.full((1,), float(10 * rank + gpu + 100 * to)) for to in range(4)] for gpu in range(2)]
+    tensors = on_two_gpus([torch.zeros(1), torch.zeros(1)])
+    c10d.reduce_scatter_multigpu(tensors, inputs)
+    results["reduce_scatter"] = [tensor.item() for tensor in tensors]
+    dist.barrier()
+    return results
+
+
+def test_processes_with_two_gpus_each(group):
+    first, second = [pending.result() for pending in [member.start(use_two_gpus) for member in group]]
+    assert first["calls"] == [
+        ("groupStart",),
+        ("NcclCommunicator", 4),
+        ("NcclCommunicator", 4),
+        ("groupEnd",),
+        ("groupStart",),
+        ("allReduce", 0),
+        ("allReduce", 1),
+        ("groupEnd",),
+    ]
+    for results in (first, second):
+        assert results["all_reduce"] == [[22.0, 22.0]] * 2
+        assert results["broadcast"] == [[11.0, 11.0]] * 2
+        assert results["all_gather"] == [[0.0, 1.0, 10.0, 11.0]] * 2
+    assert first["reduce"] == [11.0]
+    assert (first["reduce_scatter"], second["reduce_scatter"]) == ([22.0, 422.0], [822.0, 1222.0])
+
+
+def refuse_for_several_gpus() -> None:
+    with pytest.raises(ValueError, match="one tensor on each GPU"):
+        c10d.all_reduce_multigpu([torch.ones(1), torch.ones(1)])
+    with pytest.raises(ValueError, match="of one size and dtype"):
+        c10d.all_reduce_multigpu([torch.ones(1), torch.ones(2)])
+    with pytest.raises(ValueError, match="src_tensor is 1, but there are 1 tensors"):
+        c10d.broadcast_multigpu([torch.ones(1)], 0, src_tensor=1)
+    with pytest.raises(ValueError, match="outputs for each of the 2 ranks"):
+        c10d.all_gather_multigpu([[torch.ones(1)]], [torch.ones(1)])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2
+
+
+def test_tensors_that_do_not_fit_are_refused_and_the_group_goes_on(group):
+    for pending in [member.start(refuse_for_several_gpus) for member in group]:
+        pending.result()

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Final, final
 
 from ....errors import CollectiveTimeoutError
-from .streams import Event, Gpus
+from .streams import Event, Gpus, Stream
 
 __all__ = ["Operation"]
 
@@ -21,26 +21,36 @@ class Operation:
     """It is a Pending (see engines.base), watched by the engine's watchdog.
 
     It begins when it is asked for, is launched when all its work is on the engine's streams, and is over when the
-    streams have passed its events, or when it failed. Until then it keeps its tensors: the allocator would
-    otherwise give their memory to others while NCCL still uses it.
+    streams have passed its events, or when it failed. It keeps its tensors until then, or until the streams that
+    it was asked for on wait for it: the allocator would otherwise give their memory to others, while NCCL uses it.
 
     Args:
         name: as users know it.
         timeout: seconds that it may take.
         gpus: those of this process.
         kept: tensors that it uses.
+        callers: the current stream of each GPU when it was asked for.
         source: of a receive: the rank that sends.
         on_host: `wait` waits until it is over, rather than making streams wait.
     """
 
     def __init__(
-        self, name: str, timeout: float, gpus: Gpus, kept: Sequence[object], source: int | None, on_host: bool
+        self,
+        name: str,
+        timeout: float,
+        gpus: Gpus,
+        *,
+        kept: Sequence[object],
+        callers: Sequence[tuple[int, Stream]],
+        source: int | None,
+        on_host: bool,
     ) -> None:
         self.name = name
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._gpus = gpus
         self._kept: Sequence[object] = kept
+        self._callers = {gpu: stream.cuda_stream for gpu, stream in callers}
         self._source = source
         self._on_host = on_host
         self._changing = threading.Lock()
@@ -64,8 +74,14 @@ class Operation:
             self._until_over(limit)
         if self._error is not None:
             raise self._error
-        for gpu, event in self._events:
-            self._gpus.current_stream(gpu).wait_event(event)
+        events = self._events
+        ordered = bool(events)
+        for gpu, event in events:
+            stream = self._gpus.current_stream(gpu)
+            stream.wait_event(event)
+            ordered = ordered and stream.cuda_stream == self._callers[gpu]
+        if ordered:
+            self._kept = ()
 
     def done(self) -> bool:
         """Is it over, well or badly?"""

@@ -88,11 +88,13 @@ class Runner:
         first = requests[0]
         if self._gpus.capturing():
             raise UnsupportedOperationError("nccl", f"capture {first.name} into a CUDA graph", "call it outside")
+        callers = [(gpu, self._gpus.current_stream(gpu)) for gpu in first.gpus]
         operation = Operation(
             first.name,
             first.timeout,
             self._gpus,
-            [tensor for request in requests for tensor in request.kept],
+            kept=[tensor for request in requests for tensor in request.kept],
+            callers=callers,
             source=None if first.message is None else first.message[0],
             on_host=first.on_host or self._blocking_wait,
         )
@@ -100,7 +102,7 @@ class Runner:
             self._check()
             self._under_way.add(operation)
         self._watchdog.wake()
-        behind = [(gpu, self._gpus.current_stream(gpu).record_event()) for gpu in first.gpus]
+        behind = [(gpu, stream.record_event()) for gpu, stream in callers]
         if first.message is None:
             with self._collectives, self._failing(operation):
                 operation.launched(self._launch(self._of_all(first), requests, behind, finish))
