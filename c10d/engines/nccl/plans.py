@@ -72,8 +72,7 @@ def all_reduce(member: Member, tensor: Tensor, reduction: Reduction) -> Plan:
     prepare(reduction, tensor)
     native = member.ability.native(tensor.dtype, reduction)
     if native is not None:
-        pointer, count = tensor.data_ptr(), tensor.numel() * native.width
-        yield [lambda c, s: c.allReduce(pointer, pointer, count, native.datatype, native.operation, s)]
+        yield _all_reduce(tensor, native)
         return
     parts = tensor.new_empty(member.size, tensor.numel())
     yield _all_gather(parts, tensor)
@@ -85,7 +84,7 @@ def reduce(member: Member, tensor: Tensor, root: int, reduction: Reduction) -> P
     prepare(reduction, tensor)
     native = member.ability.native(tensor.dtype, reduction)
     if native is not None:
-        yield [_reduce(tensor, tensor, root, native)]
+        yield _reduce(tensor, tensor, root, native)
         return
     parts = list(tensor.new_empty(member.size, tensor.numel())) if member.rank == root else []
     yield from gather(member, parts, tensor, root)
@@ -144,7 +143,7 @@ def reduce_scatter(member: Member, tensor: Tensor, inputs: Sequence[Tensor], red
         yield _reduce_scatter(tensor, whole, native)
     else:
         prepared = [_prepared(reduction, part) for part in inputs]
-        yield [_reduce(part, tensor, root, native) for root, part in enumerate(prepared) if part.numel()]
+        yield [call for root, part in enumerate(prepared) for call in _reduce(part, tensor, root, native)]
 
 
 def reduce_scatter_single(member: Member, tensor: Tensor, whole: Tensor, reduction: Reduction) -> Plan:
@@ -205,7 +204,7 @@ def _prepared(reduction: Reduction, tensor: Tensor) -> Tensor:
     return tensor
 
 
-# Calls of NCCL. They take pointers: the tensors live as long as the plan and the operation do.
+# Calls of NCCL, none for tensors without elements. They take pointers: plan and operation keep the tensors.
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
@@ -224,14 +223,22 @@ def _all_gather(whole: Tensor, part: Tensor) -> list[Call]:
     return [lambda c, s: c.allGather(pointer, to, count, BYTES, s)] if count else []
 
 
-def _reduce(source: Tensor, target: Tensor, root: int, native: Native) -> Call:
+def _all_reduce(tensor: Tensor, native: Native) -> list[Call]:
+    pointer, count = tensor.data_ptr(), tensor.numel() * native.width
+    datatype, operation = native.datatype, native.operation
+    return [lambda c, s: c.allReduce(pointer, pointer, count, datatype, operation, s)] if count else []
+
+
+def _reduce(source: Tensor, target: Tensor, root: int, native: Native) -> list[Call]:
     pointer, to, count = source.data_ptr(), target.data_ptr(), source.numel() * native.width
-    return lambda c, s: c.reduce(pointer, to, count, native.datatype, native.operation, root, s)
+    datatype, operation = native.datatype, native.operation
+    return [lambda c, s: c.reduce(pointer, to, count, datatype, operation, root, s)] if count else []
 
 
 def _reduce_scatter(part: Tensor, whole: Tensor, native: Native) -> list[Call]:
     pointer, to, count = whole.data_ptr(), part.data_ptr(), part.numel() * native.width
-    return [lambda c, s: c.reduceScatter(pointer, to, count, native.datatype, native.operation, s)]
+    datatype, operation = native.datatype, native.operation
+    return [lambda c, s: c.reduceScatter(pointer, to, count, datatype, operation, s)] if count else []
 
 
 def _send(tensor: Tensor, peer: int) -> list[Call]:
