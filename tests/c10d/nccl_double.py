@@ -113,6 +113,7 @@ class StoreCommunicator:
         self.messages: dict[tuple[int, int], int] = {}
         self.error: Exception | None = None
         self.ended: list[str] = []
+        self.pause = threading.Event()
 
     def together(
         self, call: tuple[Any, ...], given: Tensor | None, take: Callable[[list[Tensor]], None], datatype: int
@@ -125,7 +126,7 @@ class StoreCommunicator:
             self.store.set(f"{number}/{self.rank}", data)
 
         def taken() -> None:
-            all_data = [self.store.get(f"{number}/{rank}") for rank in range(self.size)]
+            all_data = [self.take(f"{number}/{rank}") for rank in range(self.size)]
             empty = torch.empty(0, dtype=DTYPES[datatype])
             take([torch.frombuffer(bytearray(d), dtype=DTYPES[datatype]) if d else empty for d in all_data])
 
@@ -184,10 +185,16 @@ class StoreCommunicator:
         key = self.message(peer, self.rank)
 
         def take() -> None:
-            data = torch.frombuffer(bytearray(self.store.get(key)), dtype=DTYPES[datatype])
+            data = torch.frombuffer(bytearray(self.take(key)), dtype=DTYPES[datatype])
             memory(target, count, datatype).copy_(data)
 
         self.library.note(("recv", self.rank, count, datatype, peer, stream), lambda: None, take)
+
+    def take(self, key: str) -> bytes:
+        """What is posted there. Asks, for torch's TCPStore lets nobody else in while one waits."""
+        while not self.store.check([key]):
+            self.pause.wait(0.0005)
+        return self.store.get(key)
 
     def message(self, source: int, target: int) -> str:
         number = self.messages[source, target] = self.messages.get((source, target), 0) + 1
