@@ -549,6 +549,18 @@ def test_premultiplied_sums(group):
     assert results == [[2.0, 4.0]] * 2
 
 
+def sum_sparse() -> list[float]:
+    rank = dist.get_rank()
+    tensor = torch.sparse_coo_tensor([[rank, 2]], [1.0, 2.0], (4,))
+    dist.all_reduce(tensor)
+    return tensor.to_dense().tolist()
+
+
+def test_sparse_tensors(group):
+    results = [pending.result() for pending in [member.start(sum_sparse) for member in group]]
+    assert results == [[1.0, 1.0, 4.0, 0.0]] * 2
+
+
 def on_two_gpus(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     gpus = dist.group.WORLD.engine("cpu")._gpus
     return [gpus.put(tensor, gpu) for gpu, tensor in enumerate(tensors)]
