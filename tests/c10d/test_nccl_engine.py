@@ -438,6 +438,28 @@ def test_an_abort_wakes_all_who_wait(ranks):
     assert not member.failures  # the group knows
 
 
+def test_communicators_are_aborted_in_one_group(ranks):
+    def use_two_communicators(member: Rank) -> None:
+        all_reduce(member)
+        tensor = torch.ones(1)
+        call = member.engine.recv if member.rank else member.engine.send
+        call(tensor, 1 - member.rank, 0, 30).wait(None)
+
+    members = ranks(2)
+    everywhere(members, use_two_communicators)
+    members[0].calls()
+    members[0].engine.fail(GroupAbortedError("rank 0 aborted the group"))
+    assert members[0].calls() == [("groupStart",), ("groupEnd",)]
+    assert [communicator.ended for communicator in members[0].library.made] == [["abort"]] * 2
+
+
+def test_an_end_in_good_order_destroys_communicators(ranks):
+    (member,) = ranks(1)
+    all_reduce(member)
+    member.engine.close()
+    assert [communicator.ended for communicator in member.library.made] == [["destroy"]]
+
+
 def test_an_abort_wakes_who_waits_for_ranks_that_do_not_come(ranks):
     members = ranks(2)
     pending = members[0].engine.send(torch.ones(2), 1, 0, 60)

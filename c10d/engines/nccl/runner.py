@@ -122,8 +122,12 @@ class Runner:
             cliques = list(self._cliques)
         for operation in operations:
             operation.fail(error)
-        for clique in cliques:
-            clique.abort()
+        with suppress(Exception), ExitStack() as group:  # what cannot be aborted, ends with the process
+            if sum(len(clique.members) for clique in cliques) > 1:
+                self._library.groupStart()  # one by one, they may wait for each other
+                group.callback(self._library.groupEnd)
+            for clique in cliques:
+                clique.abort()
 
     def drain(self) -> None:
         """Waits until the GPUs are done."""
