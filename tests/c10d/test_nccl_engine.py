@@ -22,7 +22,6 @@ from gradwire.errors import (
     ProcessGroupError,
     UnsupportedOperationError,
 )
-from torch.distributed import ReduceOp
 
 from tests.c10d.nccl_double import CpuGpus, StoreNccl, make_engine
 
@@ -558,17 +557,34 @@ def test_all_operations_of_torch_come_out_right(group, dtypes):
     assert results == [{}, {}]
 
 
+def trained(names: list[str]) -> list[list[torch.Tensor]]:
+    from tests.c10d import trainings
+
+    return [trainings.run(name) for name in names]
+
+
+def trained_on_gloo(path: Path, rank: int, names: list[str]) -> list[list[torch.Tensor]]:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=2)
+    return trained(names)
+
+
+def test_what_torch_builds_on_groups_trains_as_on_gloo(group, tmp_path):
+    names = ["ddp", "ddp_sparse", "fsdp2", "pipeline_1f1b"]
+    ours = [pending.result() for pending in [member.start(trained, names) for member in group]]
+    started = [member.start(trained_on_gloo, tmp_path / "gloo", rank, names) for rank, member in enumerate(group)]
+    torch.testing.assert_close(ours, [pending.result() for pending in started])
+
+
 def premultiplied() -> list[float]:
     tensor = torch.tensor([2.0, 4.0])
-    dist.all_reduce(
-        tensor, dist._make_nccl_premul_sum(0.5) if hasattr(dist, "_make_nccl_premul_sum") else ReduceOp.AVG
-    )
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.25))
     return tensor.tolist()
 
 
 def test_premultiplied_sums(group):
     results = [pending.result() for pending in [member.start(premultiplied) for member in group]]
-    assert results == [[2.0, 4.0]] * 2
+    assert results == [[1.0, 2.0]] * 2
 
 
 def sum_sparse() -> list[float]:
