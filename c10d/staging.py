@@ -22,14 +22,14 @@ class Staging:
         """What the engine reads instead of `tensor`."""
         # .data, not detach(): what an engine writes does not count as a change in place, as with torch's own
         # groups, and DDP relies on that for buffers that are part of a graph.
-        return tensor.data if tensor.is_contiguous() else tensor.data.contiguous()
+        return tensor.data if _is_plain(tensor) else _plain(tensor.data)
 
     def output(self, tensor: Tensor) -> Tensor:
         """What the engine reads and writes instead of `tensor`."""
         alias = tensor.data
-        if alias.is_contiguous():
+        if _is_plain(alias):
             return alias
-        copy = alias.contiguous()
+        copy = _plain(alias)
         self._copies.append((alias, copy))
         return copy
 
@@ -49,3 +49,13 @@ class Staging:
         """Writes back what the engine wrote to copies."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Are its bytes its numbers, one after another? Those of x.conj() and x.conj().imag are not: they are x's."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A copy that is."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
