@@ -104,7 +104,9 @@ def finish(reduction: Reduction, tensor: Tensor, size: int) -> None:
     if reduction.name != "avg":
         return
     dtype = tensor.dtype
-    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
+    if dtype == torch.complex32:  # which torch does not divide
+        tensor.copy_(tensor.to(torch.complex64) / size)
+    elif dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
         tensor.div_(size)
     elif dtype.is_floating_point:
         tensor.copy_(tensor.float() / size)
