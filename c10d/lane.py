@@ -12,6 +12,12 @@ from typing import Final, final
 
 __all__ = ["Job", "Lane"]
 
+LOOK_SECONDS = 1e-3
+"""So long a patient lane leaves a job to who may be about to wait for it."""
+
+LOOKS = 50
+"""So often its thread looks for jobs by itself before it has to be woken for the next."""
+
 IDLE_SECONDS = 10.0
 """A thread with nothing to do ends after so long; the next operation that needs one starts another."""
 
@@ -71,16 +77,21 @@ class Job:
 class Lane:
     """Runs jobs in the order in which they were put on it, one at a time.
 
-    Owned by a process group. Its thread exists while there is something that nobody waits for.
+    Owned by a process group. Its thread exists while there is something that nobody waits for. It is woken for
+    each job, unless the lane is patient: then it comes a little later, and not for jobs that somebody has waited
+    for by then. That suits receives, for torch does not say which of them are waited for at once.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, patient: bool = False) -> None:
         self._name: Final = name
         self._jobs: deque[Job] = deque()
         self._running = threading.Lock()
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._patient: Final = patient
+        self._looking = False
+        self._puts = 0
         self.changing: Final = threading.Lock()
         """Held while jobs of this lane take callbacks or become done."""
 
@@ -88,9 +99,25 @@ class Lane:
         """Adds a job; with `now` the caller is about to wait for it, so that no thread need be woken."""
         job = Job(self, run)
         self._jobs.append(job)
-        if not now:
+        self._puts += 1
+        if not now and not self._looking:
             self._wake()
         return job
+
+    def enter(self) -> bool:
+        """Takes the lane for the calling thread, if there is nothing on it: what it does now needs no job."""
+        if not self._running.acquire(blocking=False):
+            return False
+        if self._jobs:
+            self._running.release()
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Gives the lane back, to its thread if others have put jobs on it."""
+        self._running.release()
+        if self._jobs:
+            self._wake()
 
     def run_until(self, wanted: Job) -> bool:
         """Runs jobs up to this one; False if another thread is at it."""
@@ -100,9 +127,7 @@ class Lane:
             while not wanted.done():
                 self._jobs.popleft().run()
         finally:
-            self._running.release()
-        if self._jobs:
-            self._wake()
+            self.leave()
         return True
 
     def close(self) -> None:
@@ -127,8 +152,25 @@ class Lane:
                 while self._jobs:
                     self._jobs.popleft().run()
             with self._arrived:
+                if self._patient:
+                    self._look_for_jobs()
                 if self._jobs:
                     continue
                 if self._closed or (not self._arrived.wait(IDLE_SECONDS) and not self._jobs):
                     self._thread = None
                     return
+
+    def _look_for_jobs(self) -> None:
+        """Returns once a job has been left alone for a while, or if none have come for longer."""
+        self._looking = True
+        looks = 0
+        while looks < LOOKS and not self._closed:
+            puts = self._puts
+            self._arrived.wait(LOOK_SECONDS)
+            if puts != self._puts:
+                looks = 0
+            elif self._jobs:
+                break
+            else:
+                looks += 1
+        self._looking = False  # before the caller looks once more: who puts a job on the lane now wakes the thread

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from .engines.base import Pending
 
-__all__ = ["All", "Finishing"]
+__all__ = ["All", "Done", "Finishing"]
 
 
 @final
@@ -45,6 +45,32 @@ class All:
 
         for part in self._parts:
             part.on_done(one_less)
+
+
+@final
+class Done:
+    """An operation that is over, and well; `source` is the rank from which it received."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, source: int | None) -> None:
+        self._source = source
+
+    def wait(self, timeout: float | None) -> None:
+        """Returns at once."""
+
+    def done(self) -> bool:
+        """It is."""
+        return True
+
+    def source(self) -> int:
+        """Of a receive: the rank that sent."""
+        assert self._source is not None
+        return self._source
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls it at once."""
+        callback()
 
 
 @final

@@ -27,6 +27,7 @@ from .engines.base import Engine, Pending
 from .group_options import GroupOptions
 from .lane import Lane
 from .own_backend import OwnBackend
+from .pending import Done
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 from .work import GroupWork
@@ -115,34 +116,46 @@ class ProcessGroup(OwnBackend):
             finish = call.staging.finish if call.staging.needs_finish() else None
             return engine.start([partial(step, engine, seconds) for step in call.steps], finish)
 
-        def run() -> int | None:
-            source: int | None = None
+        lane = self._lane(call)
+        at_once = call.now
+        if call.name == "send":
+            assert call.peer is not None
+            at_once = engine.can_send(call.inputs[0], call.peer)
+        if at_once and lane.enter():
             try:
-                if self._failure is not None:
-                    raise self._failure
-                for step in call.steps:
-                    source = cast("int | None", step(engine, seconds))
-                call.staging.finish()
-            except Exception as error:
-                entry.end(error)
-                if not isinstance(error, _HARMLESS):
-                    self.fail(error)
-                raise
-            entry.end()
-            return source
-
-        job = self._lane(call).put(run, now=call.now)
+                return Done(self._run(call, engine, seconds, entry))
+            finally:
+                lane.leave()
+        job = lane.put(lambda: self._run(call, engine, seconds, entry), now=call.now)
         if call.now:
             job.wait(None)
         return job
+
+    def _run(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> int | None:
+        """Does it on a blocking engine."""
+        source: int | None = None
+        try:
+            if self._failure is not None:
+                raise self._failure
+            for step in call.steps:
+                source = cast("int | None", step(engine, seconds))
+            call.staging.finish()
+        except Exception as error:
+            entry.end(error)
+            if not isinstance(error, _HARMLESS):
+                self.fail(error)
+            raise
+        entry.end()
+        return source
 
     def _lane(self, call: Call) -> Lane:
         kind = call.name if call.peer is not None else "collectives"
         key = (call.device.type, kind, -1 if call.peer is None else call.peer)
         lane = self._lanes.get(key)
         if lane is None:
+            name = f"gradwire-{self._name or 'group'}-{kind}"
             with self._lock:
-                lane = self._lanes.setdefault(key, Lane(f"gradwire-{self._name or 'group'}-{kind}"))
+                lane = self._lanes.setdefault(key, Lane(name, patient=kind == "recv"))
         return lane
 
     def fail(self, error: Exception) -> None:

@@ -32,9 +32,10 @@ class Entry:
         self.name = call.name
         self.place = caller()
         self.pending: Pending | None = None
+        inputs = [tensor.shape for tensor in call.inputs]
         self._shown = (
-            [tensor.shape for tensor in call.inputs],
-            [tensor.shape for tensor in call.outputs],
+            inputs,
+            inputs if call.outputs is call.inputs else [tensor.shape for tensor in call.outputs],
             (call.inputs or call.outputs)[0].dtype if call.inputs or call.outputs else None,
             call.reduction.name if call.reduction else None,
             call.root,

@@ -142,6 +142,10 @@ class Engine(ABC):
         """Sends to `peer`'s `recv` with this tag. May return before it is received; the tensor is then free."""
         raise self._refusal("send")
 
+    def can_send(self, tensor: Tensor, peer: int) -> bool:
+        """Would `send` return without waiting, as things are? A blocking engine's then needs no other thread."""
+        return False
+
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Pending | int:
         """Receives what `peer`, or anyone if it is None, sends with this tag; the rank that sent it."""
         raise self._refusal("recv")

@@ -29,6 +29,39 @@ def test_what_nobody_waits_for_runs_on_a_thread_of_its_own():
     assert "test" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_patient_lane_leaves_jobs_to_who_waits_and_runs_the_others():
+    lane = Lane("test", patient=True)
+    threads: list[threading.Thread] = []
+
+    def note() -> None:
+        threads.append(threading.current_thread())
+
+    ran = threading.Event()
+    lane.put(note, now=False).on_done(ran.set)
+    assert ran.wait(10)
+    for _ in range(100):  # some while its thread looks for jobs, some after
+        lane.put(note, now=False).wait(None)
+        ran.clear()
+        lane.put(note, now=False).on_done(ran.set)
+        assert ran.wait(10)
+    assert len(threads) == 201
+    assert threading.current_thread() in threads
+    assert {thread.name for thread in threads[::2]} == {"test"}
+    lane.close()
+    assert "test" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_lane_is_entered_only_when_nothing_is_on_it():
+    lane = Lane("test")
+    assert lane.enter()
+    assert not lane.enter()
+    ran = threading.Event()
+    lane.put(ran.set, now=True)
+    lane.leave()  # and somebody else runs what has come
+    assert ran.wait(10)
+    lane.close()
+
+
 def test_jobs_run_in_order_whoever_waits_for_which():
     lane = Lane("test")
     order: list[int] = []
