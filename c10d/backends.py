@@ -3,6 +3,7 @@
 import os
 
 from .engines.base import Engine, Setup
+from .engines.shm_signals import runs_here
 from .hosts import hosts_of
 from .registry import register_engine
 
@@ -17,7 +18,7 @@ def _best(setup: Setup) -> Engine:
     if setup.device == "cuda":
         return _nccl(setup)
     shared = len(set(hosts_of(setup.store, setup.rank, setup.size))) == 1
-    return _shm(setup) if shared else _gloo(setup)
+    return _shm(setup) if shared and runs_here() else _gloo(setup)
 
 
 def _gloo(setup: Setup) -> Engine:
