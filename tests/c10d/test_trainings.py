@@ -62,10 +62,14 @@ def everywhere(members: list[Worker], name: str):
     return [pending.result() for pending in [member.start(trainings.run, name) for member in members]]
 
 
+CLOSE = {"ddp_fp16": {"rtol": 1e-3, "atol": 1e-4}}
+"""How close results must be where it is not as for float32: engines add float16 in different orders."""
+
+
 @pytest.mark.parametrize("name", trainings.TRAININGS)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("size", SIZES)
 def test_it_trains_as_on_gloo(groups, reference, name, engine, size):
     for ours, torchs in zip(everywhere(groups(engine, size), name), reference(name, size), strict=True):
         for tensor, wanted in zip(ours, torchs, strict=True):
-            torch.testing.assert_close(tensor, wanted)
+            torch.testing.assert_close(tensor, wanted, **CLOSE.get(name, {}))
