@@ -23,7 +23,7 @@ TEXT = 512
 
 _CHANNELS = 4 * 1024 * 1024
 """Bytes of all channels to one rank, as long as blocks are neither larger nor smaller than these."""
-_LARGEST_BLOCK = 128 * 1024
+_LARGEST_BLOCK = 256 * 1024
 _SMALLEST_BLOCK = 4 * 1024
 
 _PAGE = 4096
