@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -28,12 +28,11 @@ class Reduction:
     name: str
     factor: float | Tensor | None = None
 
-    @classmethod
-    def of(cls, op: Any) -> Self:
+    @staticmethod
+    def of(op: Any) -> "Reduction":
         """That of a torch.distributed.ReduceOp."""
-        kind = getattr(op, "op", op)
-        name = _NAMES[int(kind)]
-        return cls(name, op.__getstate__()[1] if name == "premul_sum" else None)
+        reduction = _PLAIN[int(getattr(op, "op", op))]
+        return Reduction("premul_sum", op.__getstate__()[1]) if reduction.name == "premul_sum" else reduction
 
     def refuses(self, dtype: torch.dtype) -> str | None:
         """Why tensors of this dtype cannot be reduced so; None if they can."""
@@ -51,8 +50,10 @@ class Reduction:
         return None
 
 
-_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+_PLAIN = {number: Reduction(name) for number, name in _NAMES.items()}
+"""Made once: this is asked for with every call."""
 
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
