@@ -1,5 +1,7 @@
 """The engine of shared memory, with real processes."""
 
+import ctypes
+import mmap
 import os
 import platform
 import random
@@ -39,17 +41,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 h
 SUM = Reduction("sum")
 
 
-def join(path: Path, rank: int, size: int, seconds: float) -> None:
+def join(path: Path, rank: int, size: int) -> None:
     assert gradwire.c10d
     torch.set_num_threads(1)
     globals()["store"] = FileStore(str(path), size)
     dist.init_process_group(
-        "gradwire_shm", store=globals()["store"], rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+        "gradwire_shm", store=globals()["store"], rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
-
-
-def form(members: Sequence[Worker], path: Path, seconds: float) -> None:
-    each_ends([w.start(join, path, rank, len(members), seconds) for rank, w in enumerate(members)])
 
 
 def each_ends(pending: Sequence[Any]) -> list[Any]:
@@ -60,9 +58,9 @@ def each_ends(pending: Sequence[Any]) -> list[Any]:
 def group(workers, tmp_path):
     """Starts workers in a group; `group(2)` is [worker, worker]."""
 
-    def start(size: int, seconds: float = 60) -> list[Worker]:
+    def start(size: int) -> list[Worker]:
         members = workers(size)
-        form(members, tmp_path / "store", seconds)
+        each_ends([member.start(join, tmp_path / "store", rank, size) for rank, member in enumerate(members)])
         return members
 
     return start
@@ -457,6 +455,7 @@ def test_a_rank_that_leaves_is_missed_only_where_it_is_needed(group):
 
 
 def time_out(kind: str) -> str:
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
     with pytest.raises(CollectiveTimeoutError) as caught:
         if kind == "barrier":
             dist.barrier()
@@ -466,7 +465,7 @@ def time_out(kind: str) -> str:
 
 
 def test_timeouts_name_the_ranks_that_did_not_come(group):
-    members = group(3, seconds=0.5)
+    members = group(3)
     assert members[0].run(time_out, "barrier") == "barrier timed out after 0.5 s, waiting for rank 1, 2"
     assert members[2].run(time_out, "recv") == "recv with tag 5 timed out after 0.5 s, waiting for rank 1"
 
@@ -515,14 +514,10 @@ def test_who_waits_uses_little_of_a_processor(group):
 
 def ping_pong(rank: int, path: Path, rounds: int) -> int:
     """Two processes that always sleep until the other wakes them, and would for an hour."""
-    import mmap
-
     shm_signals.GLANCES = shm_signals.YIELDS = 0
     shm_signals._slice.seconds = 3600
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 4096)
-    import ctypes
-
     signals = Signals(memoryview(memory).cast("q"), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
     for number in range(1, rounds + 1):
         if rank == 0:
