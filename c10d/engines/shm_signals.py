@@ -30,8 +30,11 @@ SLICE = 0.1
 GLANCES = 100
 """Looks before a waiting thread lets others run: some 4 microseconds."""
 
-YIELDS = 30
-"""Looks, with others running in between, before it sleeps: some 50 microseconds, if the others do nothing."""
+YIELDS = 200
+"""Looks, with others running in between, before it sleeps: some 200 microseconds, if the others do nothing.
+
+Longer than it takes to wake a process: else ranks that are late because they slept make the others sleep in turn.
+"""
 
 _MACHINES = {"x86_64", "AMD64"}
 
