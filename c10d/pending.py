@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
@@ -88,8 +89,12 @@ class Finishing:
         self._finish_once()
 
     def done(self) -> bool:
-        """Is it over, well or badly?"""
-        return self._pending.done()
+        """Is it over, well or badly? What is to be done after it is done first."""
+        over = self._pending.done()
+        if over:
+            with suppress(Exception):  # which `wait` raises
+                self.wait(None)
+        return over
 
     def source(self) -> int:
         """Of a receive that is done: the rank that sent."""

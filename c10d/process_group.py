@@ -19,13 +19,14 @@ import torch
 import torch.profiler
 from torch._C._autograd import _profiler_enabled
 
-from ..errors import GroupAbortedError, UnsupportedOperationError
+from ..errors import GroupAbortedError, RankLostError, UnsupportedOperationError
 from .call import Call
 from .debug.consistency import ConsistencyCheck
 from .debug.flight_recorder import Entry, FlightRecorder, write
 from .engines.base import Engine, Pending
 from .group_options import GroupOptions
 from .lane import Lane
+from .liveness import Liveness
 from .own_backend import OwnBackend
 from .pending import Done
 from .stores.prefix import PrefixStore
@@ -36,6 +37,9 @@ __all__ = ["ProcessGroup"]
 
 _HARMLESS = (UnsupportedOperationError, ValueError, TypeError)
 """What engines raise before they have sent anything, on all ranks alike."""
+
+GRACE_SECONDS = 1.0
+"""What is under way when a rank leaves may need no more of it. It has so long to get done."""
 
 _NO_SPAN = nullcontext()
 
@@ -73,6 +77,10 @@ class ProcessGroup(OwnBackend):
         self._lanes: dict[tuple[str, str, int], Lane] = {}
         self._lock = threading.Lock()
         self._failure: Exception | None = None
+        self._liveness: Liveness | None = None
+        self._ended = threading.Event()
+        self._leaving: RankLostError | None = None
+        self._left: dict[int, RankLostError] = {}
         self._name = ""
         self._description = "undefined"
 
@@ -90,10 +98,23 @@ class ProcessGroup(OwnBackend):
         """Takes an engine for a type of device, which has none yet."""
         self._engines[device_type] = engine
 
+    def watch(self) -> None:
+        """Notices from now on when another rank dies or leaves. All ranks call it together."""
+        self._liveness = Liveness(
+            PrefixStore("liveness", self._store),
+            self.rank(),
+            self.size(),
+            self._timeout.total_seconds(),
+            on_lost=self._on_lost,
+            on_left=self._on_left,
+        )
+
     def start(self, call: Call) -> GroupWork:
         """Has the engine of the tensors' device do what was called for."""
         if self._failure is not None:
             raise self._failure
+        if self._left:
+            self._check_presence(call.peer)
         entry = self._recorder.begin(call)
         try:
             seconds = self._timeout.total_seconds() if call.seconds is None else call.seconds
@@ -170,6 +191,31 @@ class ProcessGroup(OwnBackend):
         if self._options.dump_folder is not None and not isinstance(error, GroupAbortedError):
             write([self], Path(self._options.dump_folder))
 
+    def fail_for_engine(self, error: Exception) -> None:
+        """As `fail`, with an error that an engine found; a rank that is about to leave explains it better."""
+        self.fail(self._leaving or error)
+
+    def _on_lost(self, rank: int, reason: str) -> None:
+        self.fail(RankLostError(rank, reason))
+
+    def _on_left(self, rank: int, reason: str) -> None:
+        error = RankLostError(rank, reason)
+        self._leaving = self._leaving or error
+        if not self._ended.wait(GRACE_SECONDS):
+            self._left[rank] = error
+            if any(self._needs(rank, peer) for peer in self._recorder.peers_under_way()):
+                self.fail(error)
+
+    def _check_presence(self, peer: int | None) -> None:
+        """Raises if an operation with this peer, or with all ranks, needs one that has left."""
+        for rank, error in list(self._left.items()):
+            if self._needs(rank, peer):
+                raise error
+
+    def _needs(self, rank: int, peer: int | None) -> bool:
+        """Does it, with a rank that has left? A receive from anyone (-1) does not while there are others."""
+        return peer in {None, rank} or (peer == -1 and len(self._left) == self.size() - 1)
+
     def abort(self) -> None:
         """Ends all that is under way with GroupAbortedError, on this rank; the others notice that it is gone."""
         self.fail(GroupAbortedError(f"rank {self.rank()} aborted the group"))
@@ -184,9 +230,13 @@ class ProcessGroup(OwnBackend):
         self._close()
 
     def _close(self) -> None:
+        self._ended.set()
         with self._lock:
+            liveness, self._liveness = self._liveness, None
             engines, self._engines = self._engines, {}
             lanes, self._lanes = self._lanes, {}
+        if liveness is not None:
+            liveness.close()
         for lane in lanes.values():
             lane.close()
         for engine in engines.values():

@@ -67,8 +67,14 @@ class GroupMaker:
             make_part=partial(self._part, options),
             make_engine=lambda device, group: _factory(device, group)(_setup(device, options, group)),
         )
-        if "cpu" in Backend.backend_capability[self.name]:
-            group.adopt("cpu", self.factory(_setup("cpu", options, group)))
+        try:
+            if options.group_size > 1:
+                group.watch()
+            if "cpu" in Backend.backend_capability[self.name]:
+                group.adopt("cpu", self.factory(_setup("cpu", options, group)))
+        except BaseException:
+            group.shutdown()
+            raise
         return group
 
     def _part(
@@ -109,7 +115,7 @@ def _setup(device: str, options: Any, group: ProcessGroup) -> Setup:
         device=device,
         global_ranks=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
         group=options.group_id,
-        failed=group.fail,
+        failed=group.fail_for_engine,
     )
 
 

@@ -25,12 +25,13 @@ __all__ = ["Entry", "FlightRecorder", "Recorded", "write"]
 class Entry:
     """One operation of a group, as one rank called it. It keeps no tensors."""
 
-    __slots__ = ("_began", "_ended", "_error", "_shown", "name", "number", "pending", "place")
+    __slots__ = ("_began", "_ended", "_error", "_shown", "name", "number", "peer", "pending", "place")
 
     def __init__(self, number: int, call: Call) -> None:
         self.number = number
         self.name = call.name
         self.place = caller()
+        self.peer = call.peer
         self.pending: Pending | None = None
         inputs = [tensor.shape for tensor in call.inputs]
         self._shown = (
@@ -39,7 +40,6 @@ class Entry:
             (call.inputs or call.outputs)[0].dtype if call.inputs or call.outputs else None,
             call.reduction.name if call.reduction else None,
             call.root,
-            call.peer,
             call.tag,
         )
         self._began = time.time()
@@ -61,11 +61,11 @@ class Entry:
 
     def as_json(self) -> dict[str, Any]:
         """For a file. Times are seconds since 1970; `ended` is missing where nobody looked when it was over."""
-        inputs, outputs, dtype, reduction, root, peer, tag = self._shown
+        inputs, outputs, dtype, reduction, root, tag = self._shown
         return {
             "number": self.number,
             "operation": self.name,
-            "kind": "collective" if peer is None else "message",
+            "kind": "collective" if self.peer is None else "message",
             "state": self.state(),
             "error": self._error,
             "began": self._began,
@@ -77,8 +77,8 @@ class Entry:
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
             "reduction": reduction,
             "root": root,
-            "peer": peer,
-            "tag": None if peer is None else tag,
+            "peer": self.peer,
+            "tag": None if self.peer is None else tag,
         }
 
 
@@ -96,6 +96,10 @@ class FlightRecorder:
         entry = Entry(next(self._collectives if call.peer is None else self._messages), call)
         self._entries.append(entry)
         return entry
+
+    def peers_under_way(self) -> set[int | None]:
+        """The peers of the operations that are not over; None is that of collectives, -1 is any rank."""
+        return {entry.peer for entry in list(self._entries) if entry.state() == "under way"}
 
     def entries(self) -> list[dict[str, Any]]:
         """As JSON, the oldest first."""

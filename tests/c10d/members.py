@@ -1,0 +1,105 @@
+"""Ranks of a process group, each in a worker process; and what tests of all engines have them do."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gradwire.c10d import FileStore
+
+from tests.c10d import operations
+from tests.workers import Worker
+
+MIB = 2**20
+
+opened: list[Any] = []
+"""The stores of this process's groups."""
+
+
+def join(path: Path, rank: int, size: int, backend: str, seconds: float) -> None:
+    """Makes the default group of a worker process."""
+    store = FileStore(str(path), size)
+    opened.append(store)
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+
+
+def join_all(members: Sequence[Worker], path: Path, backend: str, seconds: float = 300) -> None:
+    """Makes the default group of these workers."""
+    pending = [each.start(join, path, rank, len(members), backend, seconds) for rank, each in enumerate(members)]
+    for each in pending:
+        each.result()
+
+
+def everywhere(members: Sequence[Worker], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The results of a function on all of them."""
+    return [pending.result() for pending in [member.start(function, *args) for member in members]]
+
+
+def leave() -> None:
+    dist.destroy_process_group()
+    opened.pop().close()
+
+
+def total() -> float:
+    """The sum of the ranks, by all_reduce."""
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def wrong_cells() -> list[str]:
+    """What the table of operations has wrong."""
+    found = []
+    for name, dtype, came in operations.outcomes(dist.group.WORLD):
+        wanted = "refused" if operations.expected_refusal(name, dtype) else "ok"
+        if came.partition(":")[0] != wanted:
+            found.append(f"{name} of {dtype}: {came}")
+    return found
+
+
+def reduce_until_it_fails(dies: int) -> None:
+    """All ranks reduce 64 MiB; one is killed when the third time has begun."""
+    tensor = torch.ones(16 * MIB)
+    for _ in range(2):
+        dist.all_reduce(tensor)
+    work = dist.all_reduce(tensor, async_op=True)
+    if dist.get_rank() == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work.wait()
+
+
+def receive(source: int | None, tag: int = 0) -> tuple[int, float]:
+    tensor = torch.zeros(1)
+    return dist.recv(tensor, source, tag=tag), tensor.item()
+
+
+def send(to: int, tag: int = 0) -> None:
+    dist.send(torch.tensor([float(dist.get_rank())]), to, tag=tag)
+
+
+def reduce_within(seconds: float) -> None:
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=seconds)
+    dist.group.WORLD.allreduce([torch.ones(3)], options).wait()
+
+
+def sum_in_group_of(*ranks: int) -> float | None:
+    """The sum of these ranks in a new group of them, whose number they keep; None on others."""
+    group = dist.new_group(list(ranks))
+    if dist.get_rank() not in ranks:
+        return None
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group(group)
+    return tensor.item()
+
+
+def future_of_a_sum() -> float:
+    """Nobody waits for the work itself."""
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    return work.get_future().wait()[0].sum().item()
