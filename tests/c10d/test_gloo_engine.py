@@ -1,0 +1,155 @@
+"""The Gloo engine, among real processes."""
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire.c10d import PrefixStore, TCPStore
+from gradwire.errors import (
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    ProcessGroupError,
+    RankLostError,
+)
+
+from tests.c10d.members import (
+    everywhere,
+    future_of_a_sum,
+    join_all,
+    leave,
+    opened,
+    receive,
+    reduce_until_it_fails,
+    reduce_within,
+    send,
+    sum_in_group_of,
+    total,
+    wrong_cells,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
+
+
+@pytest.fixture
+def members(workers, tmp_path):
+    """Workers in a group on this engine: `members(3)`."""
+
+    def start(size: int):
+        started = workers(size)
+        join_all(started, tmp_path / "store", "gradwire_gloo")
+        return started
+
+    return start
+
+
+def test_every_operation_on_every_dtype(members):
+    assert everywhere(members(2), wrong_cells) == [[], []]
+
+
+@pytest.mark.parametrize("dies", [0, 2])
+def test_a_killed_rank_fails_the_others_in_the_middle(members, dies):
+    started = members(3)
+    pending = [member.start(reduce_until_it_fails, dies) for member in started]
+    for rank, each in enumerate(pending):
+        if rank != dies:
+            with pytest.raises(RankLostError, match=f"rank {dies} is lost") as caught:
+                each.result()
+            assert caught.value.rank == dies
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_a_death_wakes_who_waits_for_another(members, source):
+    first, second, third = members(3)
+    waiting = first.start(receive, source)
+    assert everywhere([second, third], dist.get_rank) == [1, 2]
+    third.kill()
+    with pytest.raises(RankLostError, match="rank 2"):
+        waiting.result()
+    with pytest.raises(RankLostError, match="rank 2"):
+        first.run(total)
+
+
+def test_who_leaves_in_order_is_not_waited_for(members):
+    first, second = members(2)
+    waiting = first.start(total)
+    second.run(leave)
+    with pytest.raises(RankLostError, match="left the group"):
+        waiting.result()
+
+
+def test_a_message_between_others_may_come_after_one_has_left(members):
+    first, second, third = members(3)
+    third.run(leave)
+    waiting = first.start(receive, 1)
+    second.run(send, 0)
+    assert waiting.result() == (1, 1.0)
+    with pytest.raises(RankLostError, match="rank 2"):
+        first.run(total)
+
+
+def test_a_timeout_fails_the_group_until_it_is_made_again(members, tmp_path):
+    started = members(2)
+    with pytest.raises(CollectiveTimeoutError, match="allreduce timed out after 0.2 s"):
+        started[0].run(reduce_within, 0.2)
+    with pytest.raises(CollectiveTimeoutError):
+        started[0].run(total)
+    with pytest.raises(ProcessGroupError):
+        started[1].run(total)
+    everywhere(started, leave)
+    join_all(started, tmp_path / "again", "gradwire_gloo")
+    assert everywhere(started, total) == [1.0, 1.0]
+
+
+def abort_while_waiting(source: int | None) -> None:
+    work = dist.irecv(torch.zeros(1), source)
+    assert not work.is_completed()
+    dist.group.WORLD.abort()
+    work.wait()
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_abort_wakes_who_waits(members, source):
+    first, _ = members(2)
+    with pytest.raises(GroupAbortedError):
+        first.run(abort_while_waiting, source)
+
+
+def test_groups_within_the_group(members):
+    assert everywhere(members(3), sum_in_group_of, 0, 2) == [2.0, None, 2.0]
+
+
+def test_a_future_is_resolved_though_nobody_waits(members):
+    assert everywhere(members(2), future_of_a_sum) == [6.0, 6.0]
+
+
+def premultiplied() -> list[float]:
+    tensor = torch.ones(2) * (dist.get_rank() + 1)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+    return tensor.tolist()
+
+
+def test_factors_are_multiplied_first(members):
+    assert everywhere(members(2), premultiplied) == [[1.5, 1.5]] * 2
+
+
+def join_on(kind: str, rank: int, port: int) -> float:
+    if kind == "torch":
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    else:
+        store = TCPStore("127.0.0.1", port, is_master=rank == 0)
+        opened.append(store)
+    if kind == "prefix":
+        store = PrefixStore("some/group", store)
+    opened.append(store)
+    dist.init_process_group("gradwire_gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    return total()
+
+
+@pytest.mark.parametrize("kind", ["torch", "tcp", "prefix"])
+def test_it_forms_on_any_store(workers, kind):
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    pending = [member.start(join_on, kind, rank, port) for rank, member in enumerate(workers(2))]
+    assert [each.result() for each in pending] == [1.0, 1.0]
