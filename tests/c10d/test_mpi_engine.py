@@ -1,0 +1,290 @@
+"""The MPI engine, among real processes: in worlds that form by themselves, with MPICH, and under mpiexec."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire.errors import (
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    ProcessGroupError,
+    RankLostError,
+    UnsupportedOperationError,
+)
+
+from tests.c10d.members import (
+    MIB,
+    everywhere,
+    future_of_a_sum,
+    join,
+    join_all,
+    leave,
+    opened,
+    receive,
+    reduce_until_it_fails,
+    reduce_within,
+    send,
+    sum_in_group_of,
+    total,
+    wrong_cells,
+)
+
+pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
+
+from gradwire.c10d.engines import pmi as pmi_module
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
+
+
+@pytest.fixture
+def members(workers, tmp_path):
+    """Workers in a group on this engine: `members(3)`."""
+
+    def start(size: int):
+        started = workers(size)
+        join_all(started, tmp_path / "store", "gradwire_mpi")
+        return started
+
+    return start
+
+
+def test_every_operation_on_every_dtype(members):
+    assert everywhere(members(2), wrong_cells) == [[], []]
+
+
+@pytest.mark.parametrize("dies", [0, 2])
+def test_a_killed_rank_fails_the_others_in_the_middle(members, tmp_path, dies):
+    started = members(3)
+    pending = [member.start(reduce_until_it_fails, dies) for member in started]
+    left = [member for rank, member in enumerate(started) if rank != dies]
+    for rank, each in enumerate(pending):
+        if rank != dies:
+            with pytest.raises(RankLostError, match=f"rank {dies} is lost") as caught:
+                each.result()
+            assert caught.value.rank == dies
+    everywhere(left, leave)
+    with pytest.raises(ProcessGroupError, match="MPI can be used no more"):
+        join_all(left, tmp_path / "again", "gradwire_mpi")
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_a_death_wakes_who_waits_for_another(members, source):
+    first, second, third = members(3)
+    waiting = first.start(receive, source)
+    assert everywhere([second, third], dist.get_rank) == [1, 2]
+    third.kill()
+    with pytest.raises(RankLostError, match="rank 2"):
+        waiting.result()
+
+
+def test_who_leaves_in_order_is_not_waited_for(members):
+    first, second = members(2)
+    waiting = first.start(total)
+    second.run(leave)
+    with pytest.raises(RankLostError, match="left the group"):
+        waiting.result()
+
+
+def test_a_timeout_fails_the_group_until_it_is_made_again(members, tmp_path):
+    started = members(2)
+    with pytest.raises(CollectiveTimeoutError, match="all_reduce timed out after 0.2 s"):
+        started[0].run(reduce_within, 0.2)
+    with pytest.raises(CollectiveTimeoutError):
+        started[0].run(total)
+    everywhere(started, leave)
+    join_all(started, tmp_path / "again", "gradwire_mpi")
+    assert everywhere(started, total) == [1.0, 1.0]
+
+
+def abort_while_waiting() -> None:
+    work = dist.irecv(torch.zeros(1), 1)
+    assert not work.is_completed()
+    dist.group.WORLD.abort()
+    work.wait()
+
+
+def test_abort_wakes_who_waits(members):
+    first, _ = members(2)
+    with pytest.raises(GroupAbortedError):
+        first.run(abort_while_waiting)
+
+
+def test_groups_within_the_group_and_after_it(members, tmp_path):
+    started = members(3)
+    assert everywhere(started, sum_in_group_of, 0, 2) == [2.0, None, 2.0]
+    assert everywhere(started, sum_in_group_of, 1, 2) == [None, 3.0, 3.0]
+    everywhere(started, leave)
+    others = [started[2], started[0]]  # in another order than in the world
+    join_all(others, tmp_path / "again", "gradwire_mpi")
+    assert everywhere(others, total) == [1.0, 1.0]
+
+
+def test_a_process_is_in_one_world_only(members, workers, tmp_path):
+    started = members(2)
+    everywhere(started, leave)
+    mixed = [started[0], *workers(1)]
+    with pytest.raises(ProcessGroupError, match="not in one MPI world"):
+        join_all(mixed, tmp_path / "again", "gradwire_mpi")
+
+
+def test_a_future_is_resolved_though_nobody_waits(members):
+    assert everywhere(members(2), future_of_a_sum) == [6.0, 6.0]
+
+
+def send_and_wait_elsewhere(key: str) -> None:
+    """What is sent must go its way while this rank is not in MPI at all."""
+    work = dist.isend(torch.ones(4 * MIB), 1)
+    opened[-1].wait([key])
+    work.wait()
+
+
+def receive_and_tell(key: str) -> float:
+    tensor = torch.zeros(4 * MIB)
+    dist.recv(tensor, 0)
+    opened[-1].set(key, "here")
+    return tensor.sum().item()
+
+
+def test_what_nobody_waits_for_makes_progress(members):
+    first, second = members(2)
+    sending = first.start(send_and_wait_elsewhere, "received")
+    assert second.run(receive_and_tell, "received") == 4 * MIB
+    sending.result()
+
+
+def processor_seconds_of_a_wait() -> float:
+    began, tensor = time.process_time(), torch.zeros(1)
+    with pytest.raises(CollectiveTimeoutError):
+        reduce_within(3.0)
+    assert tensor.item() == 0
+    return time.process_time() - began
+
+
+def test_an_idle_wait_leaves_the_processor_alone(members):
+    first, _ = members(2)
+    assert first.run(processor_seconds_of_a_wait) < 0.3
+
+
+def receive_into_less() -> None:
+    dist.recv(torch.zeros(2), 1)
+
+
+def send_more(count: int) -> None:
+    dist.send(torch.zeros(count), 0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_messages_of_another_size_are_refused(members, count):
+    first, second = members(2)
+    receiving = first.start(receive_into_less)
+    second.run(send_more, count)
+    with pytest.raises(ProcessGroupError, match="recv"):
+        receiving.result()
+
+
+def test_tags_that_mpi_does_not_have_are_refused(members):
+    first, _ = members(2)
+    with pytest.raises(UnsupportedOperationError, match="tags from 0 to"):
+        first.run(send, 1, 2**31 - 1)
+
+
+def under_mpiexec(folder: str) -> None:
+    """The ranks of torch need not be MPI's."""
+    rank = 1 - int(os.environ["PMI_RANK"])
+    join(Path(folder) / "store", rank, 2, "gradwire_mpi", 60)
+    Path(folder, f"result{rank}").write_text(json.dumps([total(), sum_in_group_of(0, 1)]))
+    leave()
+
+
+def test_it_takes_the_world_of_mpiexec(tmp_path):
+    mpiexec = Path(sysconfig.get_path("scripts")) / "mpiexec"
+    program = f"from tests.c10d.test_mpi_engine import under_mpiexec; under_mpiexec({str(tmp_path)!r})"
+    ran = subprocess.run(
+        [mpiexec, "-n", "2", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert [json.loads((tmp_path / f"result{rank}").read_text()) for rank in range(2)] == [[1.0, 1.0]] * 2
+
+
+def test_it_ends_in_order(members):
+    started = members(2)
+    for member in started:
+        member._connection.send_bytes(b"")  # it returns from its main function
+    for member in started:
+        member.process.join()
+        assert member.process.exitcode == 0
+        assert "abort" not in member.describe().lower()
+
+
+@pytest.fixture
+def pmi() -> Iterator[tuple[pmi_module.PmiServer, str]]:
+    """A server of a world of two."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    host, port = listening.getsockname()
+    server = pmi_module.PmiServer(listening, 2)
+    yield server, f"{host}:{port}"
+    for each in server.ids:  # the server ends with its clients
+        with contextlib.suppress(ConnectionError):
+            ask(f"{host}:{port}", f"cmd=initack pmiid={each}\n")
+    server.wait(30)
+    server._thread.join(30)
+
+
+def ask(address: str, text: str) -> str:
+    """All that the server answers on a connection on which this is said; nothing if it ends it."""
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(text.encode())
+        connection.shutdown(socket.SHUT_WR)
+        heard = b""
+        try:
+            while data := connection.recv(4096):
+                heard += data
+        except ConnectionResetError:
+            return ""
+        return heard.decode()
+
+
+def test_the_server_tells_a_rank_by_its_number(pmi):
+    server, address = pmi
+    heard = ask(address, f"cmd=initack pmiid={server.ids[1]}\ncmd=get kvsname=world key=nothing\n")
+    assert heard.splitlines()[:3] == ["cmd=initack rc=0", "cmd=set size=2", "cmd=set rank=1"]
+    assert "key_not_found" in heard
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cmd=initack pmiid=5\n",
+        "cmd=initack pmiid=none\n",
+        "cmd=get key=PMI_process_mapping\n",
+        "cmd=unknown\n",
+        "no command\n",
+        "\n",
+        "cmd=initack" + "x" * 20000,
+        "cmd=leave pmiid=5\n",
+        "cmd=\u00e9\n",
+    ],
+)
+def test_the_server_sends_strangers_away(pmi, text):
+    assert ask(pmi[1], text) == ""
+
+
+def test_not_all_leave(pmi):
+    server, address = pmi
+    assert not pmi_module.leave(address, server.ids[0], 0.1)
+    assert not pmi_module.leave("127.0.0.1:1", 0, 0.1)
