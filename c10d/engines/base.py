@@ -38,8 +38,8 @@ class Setup:
     device: type of the device that the tensors are on, such as `"cpu"`.
     global_ranks: the number that each rank of the group has in the default group.
     group: name of the group.
-    failed: to be called with the error if the engine finds that the group cannot go on, and does not raise it from a
-        blocking operation. The group then calls `fail`, perhaps with an error that says it more exactly.
+    failed: to be called with the error if the engine finds that the group cannot go on, and does not raise it from
+        a blocking operation. The group then calls `fail`, perhaps with an error that says it more exactly.
     """
 
     store: TorchStore

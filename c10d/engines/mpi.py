@@ -142,6 +142,8 @@ class MpiEngine(Engine):
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending | None:
         """`output` becomes the tensors of all ranks, which have one size."""
+        if _overlap(output, tensor):  # as FSDP gathers in place; MPI refuses it
+            tensor = tensor.clone()
         return self._start(
             "all_gather",
             timeout,
@@ -191,7 +193,7 @@ class MpiEngine(Engine):
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
     ) -> Pending | None:
         """As reduce_scatter of the equal parts of `whole`."""
-        if reduction.factor is not None:
+        if reduction.factor is not None or _overlap(whole, tensor):
             whole = whole.clone()
         return self._reduce_scatter(tensor, whole, [tensor.numel()] * self.size, reduction, timeout)
 
@@ -228,6 +230,8 @@ class MpiEngine(Engine):
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending | None:
         """As all_to_all of equal parts of two tensors."""
+        if _overlap(output, whole):
+            whole = whole.clone()
         return self._start(
             "all_to_all", timeout, self._comm.Ialltoall, self._raw(whole), self._raw(output), keep=(whole, output)
         )
@@ -370,6 +374,12 @@ class _Reducible:
         else:
             finish(reduction, self.wide, size)
             tensor.view(-1).copy_(self.wide)
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Do they share memory?"""
+    start, other = first.data_ptr(), second.data_ptr()
+    return start < other + second.nbytes and other < start + first.nbytes
 
 
 def _space(sizes: Sequence[int]) -> Tensor:
