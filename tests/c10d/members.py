@@ -103,3 +103,14 @@ def future_of_a_sum() -> float:
     """Nobody waits for the work itself."""
     work = dist.all_reduce(torch.ones(3), async_op=True)
     return work.get_future().wait()[0].sum().item()
+
+
+def collect_in_place() -> list[float]:
+    """Inputs that are part of the outputs, as FSDP has them, and outputs that are part of the inputs."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.full((2 * size,), float(rank))
+    dist.all_gather_into_tensor(whole, whole[2 * rank : 2 * rank + 2])
+    gathered = whole.tolist()
+    part = whole[2 * rank : 2 * rank + 2]
+    dist.reduce_scatter_tensor(part, whole)
+    return gathered + part.tolist()

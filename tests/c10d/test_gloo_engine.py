@@ -15,6 +15,7 @@ from gradwire.errors import (
 )
 
 from tests.c10d.members import (
+    collect_in_place,
     everywhere,
     future_of_a_sum,
     join_all,
@@ -118,6 +119,10 @@ def test_abort_wakes_who_waits(members, source):
 
 def test_groups_within_the_group(members):
     assert everywhere(members(3), sum_in_group_of, 0, 2) == [2.0, None, 2.0]
+
+
+def test_inputs_and_outputs_may_share_memory(members):
+    assert everywhere(members(2), collect_in_place) == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]]
 
 
 def test_a_future_is_resolved_though_nobody_waits(members):

@@ -24,6 +24,7 @@ from gradwire.errors import (
 
 from tests.c10d.members import (
     MIB,
+    collect_in_place,
     everywhere,
     future_of_a_sum,
     join,
@@ -135,6 +136,10 @@ def test_a_process_is_in_one_world_only(members, workers, tmp_path):
     mixed = [started[0], *workers(1)]
     with pytest.raises(ProcessGroupError, match="not in one MPI world"):
         join_all(mixed, tmp_path / "again", "gradwire_mpi")
+
+
+def test_inputs_and_outputs_may_share_memory(members):
+    assert everywhere(members(2), collect_in_place) == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]]
 
 
 def test_a_future_is_resolved_though_nobody_waits(members):
