@@ -130,7 +130,10 @@ class CollectiveTimeoutError(ProcessGroupError):
 
 
 class CollectiveMismatchError(ProcessGroupError):
-    """Ranks called different operations, or with tensors that do not fit together."""
+    """Ranks called different operations, or with tensors that do not fit together.
+
+    Here as in RankLostError, ranks are those of the default group.
+    """
 
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)

@@ -33,9 +33,9 @@ Steps = Sequence[Callable[[Engine, float], Pending | int | None]]
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would double what making one costs
 class Call:
-    """What a user asked for.
+    """What a user asked for. Nobody changes it.
 
     name: of the operation, as in torch.distributed, such as `"all_reduce"`.
     inputs: the user's tensors that are read.

@@ -57,6 +57,7 @@ class ProcessGroup(OwnBackend):
         rank: int,
         size: int,
         *,
+        global_ranks: Sequence[int],
         backend: str,
         timeout: timedelta,
         options: GroupOptions,
@@ -69,7 +70,12 @@ class ProcessGroup(OwnBackend):
         self._timeout = timeout
         self._options = options
         self._recorder = FlightRecorder(options.recorded)
-        self._check = ConsistencyCheck(PrefixStore("check", store), rank, size) if options.checks_calls() else None
+        self._global_ranks = tuple(global_ranks)
+        self._check = (
+            ConsistencyCheck(PrefixStore("check", store), rank, self._global_ranks)
+            if options.checks_calls()
+            else None
+        )
         self._barriers = 0
         self._make_engine = make_engine
         self._make_part = make_part
@@ -196,10 +202,10 @@ class ProcessGroup(OwnBackend):
         self.fail(self._leaving or error)
 
     def _on_lost(self, rank: int, reason: str) -> None:
-        self.fail(RankLostError(rank, reason))
+        self.fail(RankLostError(self._global_ranks[rank], reason))
 
     def _on_left(self, rank: int, reason: str) -> None:
-        error = RankLostError(rank, reason)
+        error = RankLostError(self._global_ranks[rank], reason)
         self._leaving = self._leaving or error
         if not self._ended.wait(GRACE_SECONDS):
             self._left[rank] = error
@@ -250,6 +256,7 @@ class ProcessGroup(OwnBackend):
             "backend": self._backend,
             "rank": self.rank(),
             "size": self.size(),
+            "global_ranks": list(self._global_ranks),
             "entries": self._recorder.entries(),
         }
 
@@ -298,6 +305,11 @@ class ProcessGroup(OwnBackend):
     def timeout(self) -> timedelta:
         """How long operations may take that do not say it themselves."""
         return self._timeout
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The number that each rank of the group has in the default group; errors name ranks so."""
+        return self._global_ranks
 
     def getBackendName(self) -> str:  # noqa: N802
         """What it is registered as."""

@@ -61,6 +61,7 @@ class GroupMaker:
             options.store,
             options.group_rank,
             options.group_size,
+            global_ranks=_global_ranks(options),
             backend=self.name,
             timeout=options.timeout,
             options=group_options or GroupOptions(),
@@ -81,7 +82,7 @@ class GroupMaker:
         self, options: Any, ranks: Sequence[int], name: str, timeout: timedelta, group_options: GroupOptions
     ) -> ProcessGroup:
         """A group of some of the ranks of the group with these options; they call it together."""
-        whole = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        whole = _global_ranks(options)
         part = _PartOptions(
             store=PrefixStore(f"part/{name}", options.store),
             group_rank=list(ranks).index(options.group_rank),
@@ -106,6 +107,11 @@ class _PartOptions:
     global_ranks_in_group: Sequence[int]
 
 
+def _global_ranks(options: Any) -> tuple[int, ...]:
+    """Those of the group's ranks; torch gives none for the default group."""
+    return tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+
+
 def _setup(device: str, options: Any, group: ProcessGroup) -> Setup:
     return Setup(
         store=PrefixStore(f"engine/{device}", options.store),
@@ -113,7 +119,7 @@ def _setup(device: str, options: Any, group: ProcessGroup) -> Setup:
         size=options.group_size,
         timeout=options.timeout.total_seconds(),
         device=device,
-        global_ranks=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
+        global_ranks=_global_ranks(options),
         group=options.group_id,
         failed=group.fail_for_engine,
     )

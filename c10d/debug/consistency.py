@@ -7,6 +7,7 @@ turn it on.
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -38,10 +39,11 @@ _SAME_INPUTS = frozenset(
 class ConsistencyCheck:
     """That of one group, on one of its ranks. Collectives of a group are called by one thread after another."""
 
-    def __init__(self, store: TorchStore, rank: int, size: int) -> None:
+    def __init__(self, store: TorchStore, rank: int, global_ranks: Sequence[int]) -> None:
         self._store: Final = store
         self._rank: Final = rank
-        self._size: Final = size
+        self._global_ranks: Final = global_ranks
+        self._size: Final = len(global_ranks)
         self._number = 0
 
     def check(self, call: Call, seconds: float) -> None:
@@ -61,14 +63,14 @@ class ConsistencyCheck:
         everybody = [json.loads(self._store.get(self._key(rank))) for rank in range(self._size)]
         if self._number > 1:  # everybody has read the last one's, or would not be here
             self._store.delete_key(self._key(self._rank, self._number - 1))
-        _compare(self._number, everybody)
+        _compare(self._number, everybody, self._global_ranks)
 
     def _key(self, rank: int, number: int | None = None) -> str:
         return f"{self._number if number is None else number}/{rank}"
 
     def _missing(self, call: Call, seconds: float) -> CollectiveTimeoutError:
         missing = [rank for rank in range(self._size) if not self._store.check([self._key(rank)])]
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        ranks = _ranks([self._global_ranks[rank] for rank in missing])
         what = f"{call.name} (collective {self._number} of the group)"
         return CollectiveTimeoutError(what, seconds, f"{ranks} to call it")
 
@@ -88,7 +90,7 @@ def _fingerprint(call: Call) -> dict[str, Any]:
     return found
 
 
-def _compare(number: int, everybody: list[dict[str, Any]]) -> None:
+def _compare(number: int, everybody: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> None:
     """Raises if not all called the same."""
     texts = [json.dumps(each["call"], sort_keys=True) for each in everybody]
     common, count = Counter(texts).most_common(1)[0]
@@ -97,12 +99,12 @@ def _compare(number: int, everybody: list[dict[str, Any]]) -> None:
     odd = [rank for rank, text in enumerate(texts) if text != common]
     lines = [f"ranks do not agree on collective {number} of the group:"]
     same = [rank for rank, text in enumerate(texts) if text == common]
-    lines.append(f"  {_ranks(same)}: {_shown(everybody[same[0]])}")
-    lines += [f"  {_ranks([rank])}: {_shown(everybody[rank])}" for rank in odd]
-    raise CollectiveMismatchError(odd, "\n".join(lines))
+    lines.append(f"  {_ranks([global_ranks[rank] for rank in same])}: {_shown(everybody[same[0]])}")
+    lines += [f"  rank {global_ranks[rank]}: {_shown(everybody[rank])}" for rank in odd]
+    raise CollectiveMismatchError([global_ranks[rank] for rank in odd], "\n".join(lines))
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

@@ -40,7 +40,7 @@ def monitored_barrier(
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError as error:
-        missing = [other for other in range(size) if not store.check([keys[other]])]
+        missing = [found.global_ranks[other] for other in range(size) if not store.check([keys[other]])]
         raise CollectiveTimeoutError(
             "monitored_barrier", seconds, f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         ) from error
