@@ -167,9 +167,11 @@ class ProcessGroup(OwnBackend):
             for step in call.steps:
                 source = cast("int | None", step(engine, seconds))
             call.staging.finish()
-        except Exception as error:
+        except BaseException as error:
             entry.end(error)
-            if not isinstance(error, _HARMLESS):
+            if not isinstance(error, Exception):  # a KeyboardInterrupt leaves the ranks out of step as well
+                self.fail(GroupAbortedError(f"rank {self.rank()} was interrupted in {call.name}"))
+            elif not isinstance(error, _HARMLESS):
                 self.fail(error)
             raise
         entry.end()

@@ -24,7 +24,8 @@ def join(folder: Path, rank: int, options: c10d.GroupOptions, seconds: float) ->
 
     assert tests.c10d.store_engine
     url = f"file://{folder}/met"
-    c10d.init_process_group("slow_store", url, rank=rank, world_size=SIZE, timeout=seconds, pg_options=options)
+    c10d.init_process_group("slow_store", url, rank=rank, world_size=SIZE, pg_options=options)
+    dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
 
 
 @pytest.fixture

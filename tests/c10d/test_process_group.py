@@ -1,5 +1,8 @@
 """Process groups, on an engine of a third party that goes through the store."""
 
+import os
+import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,9 +24,8 @@ def join(path: Path, rank: int, size: int, backend: str, seconds: float = 30) ->
 
     assert tests.c10d.store_engine
     globals()["store"] = FileStore(str(path), size)
-    dist.init_process_group(
-        backend, store=globals()["store"], rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
-    )
+    dist.init_process_group(backend, store=globals()["store"], rank=rank, world_size=size)
+    dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
 
 
 @pytest.fixture
@@ -206,3 +208,16 @@ def test_the_documented_engine_is_the_one_tested_here():
     root = Path(__file__).parent.parent.parent
     code = (root / "tests/c10d/store_engine.py").read_text()
     assert f"```python\n{code}```" in (root / "docs/engines.md").read_text()
+
+
+def interrupt() -> str:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        dist.barrier()  # the other rank does not come
+    with pytest.raises(GroupAbortedError) as again:
+        dist.barrier()
+    return str(again.value)
+
+
+def test_an_interrupted_group_is_used_no_more(group):
+    assert group(2)[0].run(interrupt) == "rank 0 was interrupted in barrier"
