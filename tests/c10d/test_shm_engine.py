@@ -392,9 +392,7 @@ def test_a_rank_that_is_killed_is_named(group, size):
         if rank != 1:
             error = each.result(20)
             assert error.rank == 1
-            assert (
-                "ended" in error.reason
-            )  # says the engine or the watch over the group, whichever sees it first
+            assert "ended" in error.reason  # says the engine or the watch over the group, whichever sees it first
 
 
 def wait_until_busy(worker: Worker) -> None:
