@@ -5,11 +5,14 @@ import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from gradwire.c10d import FileStore, register_engine
+from gradwire.c10d.engines import Engine
+from gradwire.c10d.reductions import Reduction
 from gradwire.errors import GroupAbortedError, UnsupportedOperationError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -221,3 +224,37 @@ def interrupt() -> str:
 
 def test_an_interrupted_group_is_used_no_more(group):
     assert group(2)[0].run(interrupt) == "rank 0 was interrupted in barrier"
+
+
+class Recorder(Engine):
+    """Notes what it is given."""
+
+    name = "recorder"
+    seen: ClassVar[list[str]] = []
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, timeout: float) -> None:
+        self.seen.append(f"{tensor.device} {reduction.name}")
+
+
+def dispatch(path: Path, rank: int, backend: str) -> tuple[list[str], list[float]]:
+    register_engine("recorder", Recorder, devices=["meta"])
+    join(path, rank, 2, backend)
+    dist.all_reduce(torch.ones(2, device="meta"), dist.ReduceOp.MAX)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return Recorder.seen, tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "cpu:slow_store,meta:recorder",
+        "meta:recorder,cpu:slow_store",
+        "cpu:gloo,meta:recorder",  # torch's name: gradwire's engine, for one group has all devices
+        "meta:recorder,cpu:gradwire_gloo",
+    ],
+)
+def test_each_tensor_goes_to_the_engine_of_its_device(workers, tmp_path, backend):
+    pending = [m.start(dispatch, tmp_path / "met", rank, backend) for rank, m in enumerate(workers(2))]
+    assert [each.result() for each in pending] == [(["meta max"], [2.0, 2.0])] * 2
