@@ -1,5 +1,6 @@
 """Making process groups: torch's functions, with gradwire's rendezvous and shorter names of its engines."""
 
+import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from .backends import OWN
+from .engines.mpi_world import under_mpiexec
+from .mpiexec import meet_under_mpiexec
 from .rendezvous import Rendezvous, rendezvous
 from .stores.base import Timeout, to_seconds
 from .stores.prefix import PrefixStore
@@ -37,7 +40,8 @@ def init_process_group(
     Args:
         backend: `"shm"`, `"gloo"`, `"mpi"` or `"nccl"`, for all tensors or by device as in `"cpu:shm,cuda:nccl"`;
             any name that torch knows; or None for the best for each device.
-        init_method: a URL, `"env://"` if neither it nor a store is given; see gradwire.c10d.rendezvous.
+        init_method: a URL, `"env://"` if neither it nor a store is given; see gradwire.c10d.rendezvous. Under
+            mpiexec nothing need be said, if the environment has no MASTER_ADDR either.
         timeout: of operations, a timedelta or seconds; 30 minutes if None.
         world_size: how many ranks there are, unless the URL or the environment says it.
         rank: this one's, likewise.
@@ -52,7 +56,12 @@ def init_process_group(
         ValueError: an unknown backend.
     """
     limit = dist.distributed_c10d.default_pg_timeout if timeout is None else _timedelta(timeout)
-    met = rendezvous(init_method, rank=rank, world_size=world_size, store=store, timeout=limit, insecure=insecure)
+    if store is None and init_method is None and under_mpiexec() and "MASTER_ADDR" not in os.environ:
+        met = meet_under_mpiexec(limit, insecure=insecure)
+    else:
+        met = rendezvous(
+            init_method, rank=rank, world_size=world_size, store=store, timeout=limit, insecure=insecure
+        )
     assert met.world_size is not None
     root = PrefixStore("process_groups", met.store)
     try:

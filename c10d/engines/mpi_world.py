@@ -23,7 +23,7 @@ from .base import Setup
 from .mpi_progress import Progress
 from .pmi import PmiServer, leave
 
-__all__ = ["MpiWorld", "load_mpi"]
+__all__ = ["MpiWorld", "load_mpi", "under_mpiexec"]
 
 LEAVE_SECONDS = 10.0
 """How long a process that ends waits for the others, to finalize MPI together."""
@@ -81,7 +81,7 @@ class MpiWorld:
             if mpi.Is_finalized():
                 raise ProcessGroupError("MPI has been finalized in this process, and cannot be initialised again")
             world = cls._current
-            if world is None and (_launched() or mpi.Is_initialized()):
+            if world is None and (under_mpiexec() or mpi.Is_initialized()):
                 world = cls._current = cls._of_launcher(mpi)
             mine = ["", -1] if world is None else [world.name, world.comm.rank]
             store = PrefixStore("mpi", setup.store)
@@ -106,10 +106,25 @@ class MpiWorld:
             return world, [rank for _, rank in ranks]
 
     @classmethod
+    def launched(cls) -> Self:
+        """The world of the processes that mpiexec has started.
+
+        Raises:
+            ProcessGroupError: this process was not started by it, or MPI has ended.
+        """
+        with cls._guard:
+            mpi = load_mpi()
+            if mpi.Is_finalized() or not under_mpiexec():
+                raise ProcessGroupError("this process is not in a world of mpiexec, or has left it")
+            if cls._current is None:
+                cls._current = cls._of_launcher(mpi)
+            return cls._current
+
+    @classmethod
     def _of_launcher(cls, mpi: Any) -> Self:
         if not mpi.Is_initialized():
             _initialise(mpi)
-        elif mpi.COMM_WORLD.size == 1 and not _launched():
+        elif mpi.COMM_WORLD.size == 1 and not under_mpiexec():
             raise ProcessGroupError(
                 "MPI has been initialised by other code in this process, without mpiexec, so its world is this "
                 "process alone: import mpi4py.MPI after the first group is made, or set mpi4py.rc.initialize = "
@@ -191,7 +206,8 @@ def _library(mpi: Any) -> ctypes.CDLL:
     return ctypes.CDLL(mpi.__file__)
 
 
-def _launched() -> bool:
+def under_mpiexec() -> bool:
+    """Was this process started by mpiexec?"""
     return any(variable in os.environ for variable in LAUNCHERS)
 
 

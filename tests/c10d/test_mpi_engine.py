@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gradwire import c10d
 from gradwire.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,
@@ -211,9 +212,8 @@ def under_mpiexec(folder: str) -> None:
     leave()
 
 
-def test_it_takes_the_world_of_mpiexec(tmp_path):
+def run_under_mpiexec(program: str) -> None:
     mpiexec = Path(sysconfig.get_path("scripts")) / "mpiexec"
-    program = f"from tests.c10d.test_mpi_engine import under_mpiexec; under_mpiexec({str(tmp_path)!r})"
     ran = subprocess.run(
         [mpiexec, "-n", "2", sys.executable, "-c", program],
         capture_output=True,
@@ -222,7 +222,27 @@ def test_it_takes_the_world_of_mpiexec(tmp_path):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_it_takes_the_world_of_mpiexec(tmp_path):
+    run_under_mpiexec(f"from tests.c10d.test_mpi_engine import under_mpiexec; under_mpiexec({str(tmp_path)!r})")
     assert [json.loads((tmp_path / f"result{rank}").read_text()) for rank in range(2)] == [[1.0, 1.0]] * 2
+
+
+def meet_there(folder: str) -> None:
+    c10d.init_process_group("shm")
+    mpi = c10d.new_group(backend="mpi")
+    ranks = torch.tensor([c10d.get_rank()])
+    c10d.all_reduce(ranks)
+    c10d.all_reduce(ranks, group=mpi)
+    Path(folder, f"result{c10d.get_rank()}").write_text(f"{c10d.get_world_size()} {ranks.item()}")
+    c10d.destroy_process_group()
+
+
+def test_nothing_need_be_said_under_mpiexec(tmp_path, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    run_under_mpiexec(f"from tests.c10d.test_mpi_engine import meet_there; meet_there({str(tmp_path)!r})")
+    assert [(tmp_path / f"result{rank}").read_text() for rank in range(2)] == ["2 2"] * 2
 
 
 def test_it_ends_in_order(members):
