@@ -19,8 +19,9 @@ demo: $(READY)   ## train handwritten digits through a parameter server
 test: $(READY)   ## what every change must pass
 	$(BIN)/python -m pytest
 
-bench: $(READY)  ## distributed autograd, against torch.distributed.rpc, in one run
+bench: $(READY)  ## distributed autograd and process groups against torch's own, in one run each
 	$(BIN)/python -m benchmarks autograd
+	$(BIN)/python -m benchmarks.collectives
 
 conformance: $(READY)  ## torch's own RPC test suites, on gradwire
 	$(BIN)/python -m tests.conformance
