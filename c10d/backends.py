@@ -7,13 +7,13 @@ from .engines.shm_signals import runs_here
 from .hosts import hosts_of
 from .registry import register_engine
 
-__all__ = ["OWN", "register_backends"]
+__all__ = ["OWN", "best_engine", "register_backends"]
 
 OWN = frozenset({"gloo", "mpi", "nccl", "shm"})
 """Names of the engines; their backends' have `gradwire_` before them."""
 
 
-def _best(setup: Setup) -> Engine:
+def best_engine(setup: Setup) -> Engine:
     """The fastest that the ranks can use."""
     if setup.device == "cuda":
         return _nccl(setup)
@@ -50,7 +50,7 @@ def register_backends() -> None:
 
     `gradwire` is the best for each device: shm if all ranks share a host, or else gloo; nccl for CUDA.
     """
-    register_engine("gradwire", _best, devices=["cpu", "cuda"])
+    register_engine("gradwire", best_engine, devices=["cpu", "cuda"])
     register_engine("gradwire_gloo", _gloo, devices=["cpu"])
     register_engine("gradwire_mpi", _mpi, devices=["cpu"])
     register_engine("gradwire_nccl", _nccl, devices=["cuda"])
