@@ -20,11 +20,11 @@ from .backend_registry import (
     init_backend,
     register_backend,
 )
-from .calls import rpc_async, rpc_sync
+from .calls import broadcast_call, rpc_async, rpc_sync
 from .collectives import AllGatherStates, all_gather, barrier
 from .futures import Future
 from .global_profile import server_process_global_profile
-from .options import ChannelOptions, RpcBackendOptions
+from .options import BroadcastOptions, ChannelOptions, RpcBackendOptions
 from .streams import RpcStream, rpc_stream
 from .wait_all import wait_all
 from .worker import WorkerInfo
@@ -38,6 +38,7 @@ __all__ = [
     "AllGatherStates",
     "BackendType",
     "BackendValue",
+    "BroadcastOptions",
     "ChannelOptions",
     "Future",
     "RRef",
@@ -50,6 +51,7 @@ __all__ = [
     "backend_registered",
     "backend_registry",
     "barrier",
+    "broadcast_call",
     "construct_rpc_backend_options",
     "debug_info",
     "fault_injection",

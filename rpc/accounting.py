@@ -48,6 +48,11 @@ class Traffic:
             self._counts["messages_sent"] += 1
             self._counts["bytes_sent"] += nbytes
 
+    def sent_again(self, nbytes: int) -> None:
+        """A payload did not arrive and leaves once more."""
+        with self._lock:
+            self._counts["bytes_sent"] += nbytes
+
     def received(self, nbytes: int) -> None:
         """A message has come."""
         with self._lock:

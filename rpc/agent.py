@@ -7,7 +7,7 @@ sets, unless the thread belongs to another agent, as the threads that run an age
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, final
 
 from ..errors import NotInitializedError
@@ -83,6 +83,40 @@ class RpcAgent(ABC):
             SerializationError: the value does not pickle; nothing was sent.
             NotInitializedError: the agent has shut down.
         """
+
+    def request_all(
+        self,
+        workers: Sequence[WorkerInfo],
+        kind: MessageType.ValueType,
+        value: object,
+        *,
+        timeout: float | None = None,
+        what: str | Sequence[str] = "the value",
+        around: Callable[[WorkerInfo], AbstractContextManager[None]] = lambda _worker: nullcontext(),
+    ) -> list[Future]:
+        """Sends one request to several workers, as `request` does to each, and its bytes as seldom as possible.
+
+        Args:
+            workers: of `workers()`, each once.
+            kind: see `request`.
+            value: see `request`.
+            timeout: see `request`.
+            what: see `request`.
+            around: makes the context in which the request to a worker is sent.
+
+        Returns:
+            A future for each worker, in their order. What keeps a request to one worker from being sent fails its
+            future only.
+
+        Raises:
+            SerializationError: the value does not pickle; nothing was sent.
+            NotInitializedError: the agent has shut down.
+        """
+        futures = []
+        for worker in workers:
+            with around(worker):
+                futures.append(self.request(worker, kind, value, timeout=timeout, what=what))
+        return futures
 
     @abstractmethod
     def post(

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, final
 
@@ -16,10 +16,12 @@ from .messages import Deferred, Extension, Handler, Incoming, MessageType, regis
 from .profiling import RPCExecMode, profiled_call, run_profiled
 from .script import not_scriptable
 from .wait_all import note_future
+from .worker import WorkerInfo
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",
     "Calls",
+    "broadcast_call",
     "check_call",
     "check_timeout",
     "logged",
@@ -174,3 +176,54 @@ def rpc_sync(
 ) -> Any:
     """Runs a function on a worker and returns its result. Takes and raises what `rpc_async` does."""
     return send_call(to, func, args, kwargs, timeout, mode=RPCExecMode.SYNC).wait()
+
+
+@not_scriptable
+def broadcast_call(
+    names: Iterable[Destination],
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> list[Future]:
+    """Runs a function on several workers with the same arguments, and returns futures of the results at once.
+
+    It does what `rpc_async` does to each of them, but pickles the arguments once, and in a static group large CPU
+    tensors leave this worker once, by a process group of all receivers: see BroadcastOptions.
+
+    Args:
+        names: workers, each by its name, id or WorkerInfo; this worker too.
+        func: see `rpc_async`.
+        args: its positional arguments. Tensors are sent from where they are: leave them as they are until all
+            futures are done.
+        kwargs: its named arguments.
+        timeout: of each call; see `rpc_async`.
+
+    Returns:
+        A future for each worker, in the order of `names`. Each fails by itself, with what that of `rpc_async`
+        would fail with, or with what keeps this one call from being sent.
+
+    Raises:
+        ValueError: a worker is named twice; nothing was sent.
+        NotInitializedError, UnknownWorkerError, SerializationError, TypeError: nothing was sent.
+    """
+    agent = current_agent()
+    if isinstance(names, str | WorkerInfo):
+        raise TypeError(f"names is {names!r}: give a list of workers, or use rpc_async for one")
+    workers = [agent.worker(name) for name in names]
+    for worker in workers:
+        if workers.count(worker) > 1:
+            raise ValueError(f"worker {worker.name!r} is named more than once: name each worker once")
+    call = check_call(func, args, kwargs)
+    seconds = check_timeout(timeout)
+    futures = agent.request_all(
+        workers,
+        MessageType.CALL,
+        call,
+        timeout=seconds,
+        what=CALL_PARTS,
+        around=lambda worker: profiled_call(agent, RPCExecMode.ASYNC, func, worker),
+    )
+    for future in futures:
+        note_future(future)
+    return futures

@@ -41,6 +41,8 @@ __all__ = ["CONTROL_KINDS", "MESSAGE_NAMES", "FaultyRpcBackendOptions", "start_f
 CONTROL_KINDS = (
     "autograd.abort",
     "autograd.release",
+    "broadcast.ended",
+    "broadcast.missed",
     "rref.accept",
     "rref.await",
     "rref.delete",

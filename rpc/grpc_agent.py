@@ -6,19 +6,21 @@ collects the payloads on the event loop, and on a thread of the executor `servic
 sends the answer the same way back.
 """
 
-import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, final
 
 import torch
 
+from ..c10d.torch_types import TorchStore
 from ..errors import NotInitializedError
 from ..proto.v1 import agent_pb2
 from .accounting import Activity
 from .agent import Destination, RpcAgent, holder
+from .channels.broadcast import Surroundings
 from .channels.router import Arrived
 from .control import ControlMessages
 from .futures import Future
@@ -86,9 +88,21 @@ class GrpcAgent(RpcAgent):
         """Starts serving on an ephemeral port; returns the address, host:port."""
         return self._network.listen()
 
-    def open(self, members: Sequence[Member]) -> None:
-        """Makes the extensions, and lets the members of the group in."""
+    def open(self, members: Sequence[Member], store: TorchStore | None = None) -> None:
+        """Makes the extensions, and lets the members of the group in.
+
+        With a store, which all members have, large payloads for several of them are broadcast.
+        """
         self._network.open(members)
+        if store is not None:
+            self._network.broadcasts.open(
+                Surroundings(
+                    store=store,
+                    control=self.control,
+                    worker=self.worker,
+                    sent_again=self._messaging.traffic.sent_again,
+                )
+            )
         for factory in extension_factories():
             extension = factory(self)
             self._handlers.update(extension.handlers())
@@ -138,10 +152,24 @@ class GrpcAgent(RpcAgent):
         keep: object = None,
     ) -> Future:
         """Sends a request; a future of its answer."""
-        if self._closed:
-            raise NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent")
+        self._check_open()
         seconds = self.rpc_timeout if timeout is None else timeout
         return self._requests.send(worker, kind, value, seconds, what=what, header=header, keep=keep)
+
+    def request_all(
+        self,
+        workers: Sequence[WorkerInfo],
+        kind: MessageType.ValueType,
+        value: object,
+        *,
+        timeout: float | None = None,
+        what: str | Sequence[str] = "the value",
+        around: Callable[[WorkerInfo], AbstractContextManager[None]] = lambda _worker: nullcontext(),
+    ) -> list[Future]:
+        """Sends a request to several workers; futures of their answers."""
+        self._check_open()
+        seconds = self.rpc_timeout if timeout is None else timeout
+        return self._requests.send_to_all(workers, kind, value, seconds, what=what, around=around)
 
     def post(
         self,
@@ -160,11 +188,11 @@ class GrpcAgent(RpcAgent):
             header(envelope)
         return self._messaging.send(worker, kind, envelope, packed, reply_to).nbytes
 
-    def serving(self, message: Incoming) -> contextlib.AbstractContextManager[None]:
+    def serving(self, message: Incoming) -> AbstractContextManager[None]:
         """The scopes in which a request is handled."""
         return self._messaging.scopes(message)
 
-    def blocking(self) -> contextlib.AbstractContextManager[None]:
+    def blocking(self) -> AbstractContextManager[None]:
         """Around a wait for other workers."""
         return self._executor.blocking()
 
@@ -181,6 +209,10 @@ class GrpcAgent(RpcAgent):
     ) -> dict[int, Any]:
         """See `Gatherings.all_gather`."""
         return self._gatherings.all_gather(topic, value, workers, timeout)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent")
 
     # What the network tells, on the event loop, and the deadlines, on their thread: nothing here may block.
 
@@ -245,6 +277,7 @@ class GrpcAgent(RpcAgent):
             "lost_workers": {self.worker(lost).name: why for lost, why in self._network.lost.items()},
             **self._messaging.traffic.counts(),
             "transports": self._network.transport_names(),
+            "broadcast_groups": self._network.broadcasts.groups,
         }
         for extension in self._messaging.extensions:
             info.update(extension.live_objects())

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..c10d.stores.prefix import PrefixStore
 from ..c10d.torch_types import TorchStore
 from ..errors import RendezvousError, WorkerLostError
 from .backend_registry import register_backend
@@ -57,7 +58,7 @@ def start_agent(
         me = Member(agent.info, agent.listen())
         members = join(store, group, me, world_size, options.init_timeout)
         check_device_maps(agent.info, options, members)
-        agent.open(members)
+        agent.open(members, PrefixStore(f"rpc/{group}", store))
     except BaseException:
         agent.shutdown(graceful=False, timeout=0)
         raise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from ..errors import SerializationError
 from ..proto.v1 import agent_pb2
 from .accounting import Traffic
+from .channels.broadcast_sending import Broadcast
 from .channels.router import Arrived
 from .device_maps import NO_DEVICES, DeviceMap, device_map_of_answer
 from .messages import Extension, Handler, Incoming, MessageType, Outgoing
@@ -79,26 +80,32 @@ class Messaging:
         envelope: agent_pb2.Envelope,
         packed: Packed,
         reply_to: Incoming | None,
+        broadcast: Broadcast | None = None,
     ) -> Sent:
-        """Sends an envelope. `kind` is that of the request, also where the envelope answers it."""
-        self.network.check_present(worker)
+        """Sends an envelope. `kind` is that of the request, also where the envelope answers it.
+
+        `broadcast` is what it shares with envelopes to other workers.
+        """
         device_map = self.device_map(worker, reply_to)
-        message = Outgoing(worker, envelope, packed.tensors, packed.references, reply_to, device_map)
+        message = Outgoing(worker, envelope, [*packed.tensors], packed.references, reply_to, device_map)
         left: list[Extension] = []
         try:
+            self.network.check_present(worker)
             for extension in self._hooked(kind):
                 left.append(extension)
                 extension.leaving(message)
-            return self.send_bare(message, packed.body)
+            return self.send_bare(message, packed.body, broadcast)
         except BaseException:
+            if broadcast is not None:
+                broadcast.not_sent(worker.id)
             for extension in left:
                 extension.withdrawn(message)
             raise
 
-    def send_bare(self, message: Outgoing, body: bytes) -> Sent:
+    def send_bare(self, message: Outgoing, body: bytes, broadcast: Broadcast | None = None) -> Sent:
         """Sends a message of which the extensions need not know."""
         envelope = message.envelope
-        writer = self.network.writer(message.destination)
+        writer = self.network.writer(message.destination, broadcast)
         envelope.body.CopyFrom(writer.put(memoryview(body)))
         envelope.tensors.extend(
             encode_tensor(tensor, writer.put, message.device_map) for tensor in message.tensors

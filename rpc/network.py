@@ -11,6 +11,8 @@ from ..c10d.addresses import format_address
 from ..c10d.event_loop import acquire_event_loop
 from ..errors import SerializationError, UnknownWorkerError, WorkerLostError
 from ..proto.v1 import agent_pb2
+from .channels.broadcast import BroadcastChannel
+from .channels.broadcast_sending import Broadcast
 from .channels.chunked import ChunkedChannel
 from .channels.inline import InlineChannel
 from .channels.local import LocalChannel
@@ -95,8 +97,16 @@ class Network:
             self._options.channels,
             self._streams.abort,
         )
+        self.broadcasts = BroadcastChannel(
+            loop, self.me.id, chunks, self._options.channels, self._options.broadcasts
+        )
         self._router = ChannelRouter(
-            self._options.channels, self.me.id, small=InlineChannel(), large=chunks, local=LocalChannel()
+            self._options.channels,
+            self.me.id,
+            small=InlineChannel(),
+            large=chunks,
+            local=LocalChannel(),
+            broadcast=self.broadcasts,
         )
         self._server = aio.server(options=SERVER_OPTIONS)
         methods = {
@@ -187,9 +197,13 @@ class Network:
         """How each member is reached."""
         return {worker.name: self._transports[worker.id].name for worker in self.workers()}
 
-    def writer(self, worker: WorkerInfo) -> PayloadWriter:
-        """What takes the payloads of one envelope to a worker."""
-        return self._router.writer(worker.id)
+    def writer(self, worker: WorkerInfo, broadcast: Broadcast | None = None) -> PayloadWriter:
+        """What takes the payloads of one envelope to a worker; `broadcast` is what it shares with others."""
+        return self._router.writer(worker.id, broadcast)
+
+    def broadcast(self, workers: Sequence[WorkerInfo]) -> Broadcast | None:
+        """What envelopes to these workers are to share; None if nothing."""
+        return self.broadcasts.broadcast([worker.id for worker in workers if worker.id not in self._lost])
 
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now, so that its loss is noticed."""
@@ -280,6 +294,7 @@ class Network:
     def disconnect(self) -> None:
         """Sends what is queued, says goodbye to all peers and stops serving."""
         self._closing = True
+        self.broadcasts.stop()
         self._events.run(self._disconnect())
 
     def release(self) -> None:

@@ -10,6 +10,7 @@ import torch
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_RPC_TIMEOUT",
+    "BroadcastOptions",
     "ChannelOptions",
     "Device",
     "RpcBackendOptions",
@@ -53,6 +54,28 @@ class ChannelOptions:
             raise ValueError("max_inline_bytes and chunk_bytes can be 32 MiB at most: gRPC frames hold no more")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastOptions:
+    """When `broadcast_call` sends large tensors to all workers at once, in static groups.
+
+    enabled: False to send them to each worker by itself.
+    threshold: bytes from which a tensor is large.
+    max_groups: sets of workers for which this worker keeps a process group; that used longest ago is given up.
+    """
+
+    enabled: bool = True
+    threshold: int = MIB
+    max_groups: int = 8
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise TypeError(f"enabled is {self.enabled!r}: give True or False")
+        for name in ("threshold", "max_groups"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: give a whole number, at least 1")
+
+
 @dataclass(slots=True, kw_only=True)
 class RpcBackendOptions:
     """The options of `init_rpc`. They can be changed until then, and are checked whenever they are set.
@@ -66,6 +89,7 @@ class RpcBackendOptions:
     insecure: allow a host that other machines can reach, although nothing proves who calls. Anybody who
         reaches a worker can run code in it.
     channels: where tensor bytes travel.
+    broadcasts: when tensors for several workers travel to all of them at once.
     device_maps: by the name of a called worker, which of this worker's CUDA devices become which of that one's
         for the tensors of a call; its results come back the opposite way.
     devices: this worker's CUDA devices that take part in calls. By default those in `device_maps`.
@@ -78,6 +102,7 @@ class RpcBackendOptions:
     host: str = "127.0.0.1"
     insecure: bool = False
     channels: ChannelOptions = field(default_factory=ChannelOptions)
+    broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
     device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
     devices: Sequence[Device] = ()
 
@@ -138,6 +163,12 @@ def _check_channels(value: Any) -> Any:
     return value
 
 
+def _check_broadcasts(value: Any) -> Any:
+    if not isinstance(value, BroadcastOptions):
+        raise TypeError(f"broadcasts is {value!r}: give a BroadcastOptions")
+    return value
+
+
 def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
     """With devices in place of their names."""
     found: dict[Device, Device] = {}
@@ -177,6 +208,7 @@ _CHECKS = {
     "init_timeout": _check_init_timeout,
     "num_worker_threads": _check_threads,
     "channels": _check_channels,
+    "broadcasts": _check_broadcasts,
     "device_maps": _check_device_maps,
     "devices": _check_devices,
 }

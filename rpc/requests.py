@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, final
 from ..errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from .accounting import Activity
+from .channels.broadcast_sending import Broadcast
 from .channels.router import Arrived
 from .device_maps import device_map_to_proto
 from .failures import decode_failure
 from .futures import Future
 from .messages import Handler, MessageType
 from .messaging import Messaging, Sent
+from .options import Device
+from .serialization import Packed
+from .tensors import laid_out
 from .worker import WorkerInfo
 
 if TYPE_CHECKING:
@@ -85,6 +89,53 @@ class Requests:
     ) -> Future:
         """Sends a request: see `RpcAgent.request`."""
         packed = self._messaging.pack(value, what, worker, None)
+        return self._send(worker, kind, packed, seconds, header, keep, None)
+
+    def send_to_all(
+        self,
+        workers: Sequence[WorkerInfo],
+        kind: MessageType.ValueType,
+        value: object,
+        seconds: float,
+        *,
+        what: str | Sequence[str],
+        around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
+    ) -> list[Future]:
+        """Sends a request to several workers: see `RpcAgent.request_all`."""
+        packs: dict[frozenset[tuple[Device, Device]], Packed] = {}  # by device map
+        devices = [frozenset(self._messaging.device_map(worker, None).items()) for worker in workers]
+        for worker, key in zip(workers, devices, strict=True):
+            if key not in packs:
+                packs[key] = self._messaging.pack(value, what, worker, None)
+        broadcast = self._messaging.network.broadcast(workers) if len(packs) == 1 else None
+        try:
+            if broadcast is not None:
+                for packed in packs.values():
+                    packed.tensors[:] = map(laid_out, packed.tensors)
+            futures = []
+            for worker, key in zip(workers, devices, strict=True):
+                with around(worker):
+                    try:
+                        future = self._send(worker, kind, packs[key], seconds, None, broadcast, broadcast)
+                    except Exception as error:  # to the other workers it goes all the same
+                        future = Future(self._executor)
+                        future.set_exception(error)
+                futures.append(future)
+            return futures
+        finally:
+            if broadcast is not None:
+                broadcast.sent()
+
+    def _send(
+        self,
+        worker: WorkerInfo,
+        kind: MessageType.ValueType,
+        packed: Packed,
+        seconds: float,
+        header: Callable[[agent_pb2.Envelope], None] | None,
+        keep: object,
+        broadcast: Broadcast | None,
+    ) -> Future:
         device_map = device_map_to_proto(self._messaging.device_map(worker, None))
         envelope = agent_pb2.Envelope(id=next(self._ids), type=kind, device_map=device_map)
         if header is not None:
@@ -97,7 +148,7 @@ class Requests:
         if keep is not None:
             self.kept[envelope.id] = worker.id, keep
         try:
-            sent = self._messaging.send(worker, kind, envelope, packed, None)
+            sent = self._messaging.send(worker, kind, envelope, packed, None, broadcast)
             if handler.cancellable:
                 envelope.ClearField("body")
                 envelope.ClearField("tensors")

@@ -8,7 +8,7 @@ import torch
 from ..proto.v1 import agent_pb2
 from .device_maps import NO_DEVICES, DeviceMap
 
-__all__ = ["Buffer", "check_sendable", "decode_tensor", "encode_tensor"]
+__all__ = ["Buffer", "check_sendable", "decode_tensor", "encode_tensor", "laid_out"]
 
 Buffer = bytes | memoryview
 
@@ -53,6 +53,15 @@ def encode_tensor(
         flat = flat.as_strided((flat.numel(),), (1,))  # a single element may have any stride and be contiguous
         message.data.CopyFrom(put(flat.view(torch.uint8).numpy().data))
     return message
+
+
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that `encode_tensor` does not copy: this one, or a copy that gradients flow through as well."""
+    kept = tensor.is_contiguous() or _can_keep(tensor.shape, tensor.stride())
+    if tensor.layout is not torch.strided or (kept and not tensor.is_conj() and not tensor.is_neg()):
+        return tensor
+    with torch.set_grad_enabled(tensor.requires_grad):
+        return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def decode_tensor(message: agent_pb2.Tensor, get: Callable[[agent_pb2.Payload], Buffer]) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradwire.c10d import HashStore
 from gradwire.rpc.grpc_agent import GrpcAgent
 from gradwire.rpc.membership import Member
 from gradwire.rpc.options import RpcBackendOptions
@@ -42,6 +43,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
     """Several agents in this process, for what is easier to watch from inside."""
     made: list[GrpcAgent] = []
+    store = HashStore()
 
     def start(count: int, **options: Any) -> list[GrpcAgent]:
         made.extend(
@@ -50,9 +52,10 @@ def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
         )
         members = [Member(agent.info, agent.listen()) for agent in made]
         for agent in made:
-            agent.open(members)
+            agent.open(members, store)
         return made
 
     yield start
     for agent in made:
         agent.shutdown(graceful=False, timeout=0)
+    store.close()

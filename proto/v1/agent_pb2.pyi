@@ -351,23 +351,27 @@ class Payload(google.protobuf.message.Message):
     INLINE_FIELD_NUMBER: builtins.int
     CHUNKED_FIELD_NUMBER: builtins.int
     LOCAL_FIELD_NUMBER: builtins.int
+    BROADCAST_FIELD_NUMBER: builtins.int
     inline: builtins.bytes
     local: builtins.int
     """kept by the worker that sends to itself"""
     @property
     def chunked(self) -> Global___ChunkedPayload: ...
+    @property
+    def broadcast(self) -> Global___BroadcastPayload: ...
     def __init__(
         self,
         *,
         inline: builtins.bytes = ...,
         chunked: Global___ChunkedPayload | None = ...,
         local: builtins.int = ...,
+        broadcast: Global___BroadcastPayload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local"]
+    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast"]
     _WhichOneofArgType_location: typing_extensions.TypeAlias = typing.Literal["location", b"location"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 
@@ -393,6 +397,42 @@ class ChunkedPayload(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ChunkedPayload: typing_extensions.TypeAlias = ChunkedPayload
+
+@typing.final
+class BroadcastPayload(google.protobuf.message.Message):
+    """Bytes that come to several workers at once, by a collective operation of a process group of theirs and the sender's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    MEMBERS_FIELD_NUMBER: builtins.int
+    TRANSFER_ID_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    """the sender's count of its groups"""
+    number: builtins.int
+    """the group's count of its broadcasts, which are made in this order"""
+    nbytes: builtins.int
+    transfer_id: builtins.int
+    """of the Transfer by which it comes if the broadcast fails"""
+    @property
+    def members(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the workers of the group by rank, the sender first"""
+
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        number: builtins.int = ...,
+        nbytes: builtins.int = ...,
+        members: collections.abc.Iterable[builtins.int] | None = ...,
+        transfer_id: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["group", b"group", "members", b"members", "nbytes", b"nbytes", "number", b"number", "transfer_id", b"transfer_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BroadcastPayload: typing_extensions.TypeAlias = BroadcastPayload
 
 @typing.final
 class Chunks(google.protobuf.message.Message):

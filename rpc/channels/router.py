@@ -8,6 +8,7 @@ from ...proto.v1 import agent_pb2
 from ..options import ChannelOptions
 from ..tensors import Buffer
 from .base import Channel, Start
+from .broadcast_sending import Broadcast
 
 __all__ = ["Arrived", "ChannelRouter", "PayloadWriter"]
 
@@ -19,28 +20,44 @@ Arrived = Callable[[agent_pb2.Payload], Buffer]
 class PayloadWriter:
     """Finds channels for the payloads of one envelope."""
 
-    def __init__(self, options: ChannelOptions, peer: int, small: Channel, large: Channel) -> None:
+    def __init__(
+        self,
+        options: ChannelOptions,
+        peer: int,
+        small: Channel,
+        large: Channel,
+        broadcast: Broadcast | None = None,
+    ) -> None:
         self._threshold = options.inline_threshold
         self._room = options.max_inline_bytes
         self._peer = peer
         self._small = small
         self._large = large
+        self._broadcast = broadcast
+        self._position = 0
         self._starts: list[Start] = []
         self.apart: list[agent_pb2.Payload] = []
         """The payloads that are not in the envelope."""
         self.nbytes = 0
-        """Bytes of all payloads so far."""
+        """Bytes of all payloads so far; one that is broadcast counts for its first receiver."""
 
     def put(self, data: memoryview) -> agent_pb2.Payload:
         """Where the peer will find these bytes."""
+        position, self._position = self._position, self._position + 1
+        if self._broadcast is not None and (found := self._broadcast.put(self._peer, position, data)) is not None:
+            payload, start, first = found
+            self._starts.append(start)
+            self.apart.append(payload)
+            self.nbytes += data.nbytes if first else 0
+            return payload
         self.nbytes += data.nbytes
         channel = self._large
         if data.nbytes < self._threshold and data.nbytes <= self._room:
             self._room -= data.nbytes
             channel = self._small
-        payload, start = channel.send(self._peer, data)
-        if start is not None:
-            self._starts.append(start)
+        payload, begin = channel.send(self._peer, data)
+        if begin is not None:
+            self._starts.append(begin)
         if channel is self._large:
             self.apart.append(payload)
         return payload
@@ -54,27 +71,37 @@ class PayloadWriter:
 
 @final
 class ChannelRouter:
-    """Sends small payloads by `small`, others by `large`, those of this worker to itself by `local`."""
+    """Sends small payloads by `small`, others by `large`, those of this worker to itself by `local`.
+
+    Large ones that several workers are to get go by `broadcast`, as far as that can.
+    """
 
     def __init__(
-        self, options: ChannelOptions, self_id: int, *, small: Channel, large: Channel, local: Channel
+        self,
+        options: ChannelOptions,
+        self_id: int,
+        *,
+        small: Channel,
+        large: Channel,
+        local: Channel,
+        broadcast: Channel,
     ) -> None:
         self._options = options
         self._self_id = self_id
         self._small = small
         self._large = large
         self._local = local
-        self._by_name = {channel.name: channel for channel in (small, large, local)}
+        self._by_name = {channel.name: channel for channel in (small, large, local, broadcast)}
 
     @property
     def channels(self) -> Sequence[Channel]:
         """All of them."""
         return tuple(self._by_name.values())
 
-    def writer(self, peer: int) -> "PayloadWriter":
+    def writer(self, peer: int, broadcast: Broadcast | None = None) -> "PayloadWriter":
         """For the payloads of one envelope."""
         beyond = self._local if peer == self._self_id else self._large
-        return PayloadWriter(self._options, peer, self._small, beyond)
+        return PayloadWriter(self._options, peer, self._small, beyond, broadcast)
 
     def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
         channel = self._by_name[payload.WhichOneof("location") or self._small.name]

@@ -131,6 +131,12 @@ def test_malformed_requests_get_errors(agents):
     cases.append((agent_pb2.Envelope(type=MessageType.CALL, tensors=[outside]), "malformed sparse tensor"))
     header = agent_pb2.AutogradHeader(context_id=5, differentiable=[3])
     cases.append((agent_pb2.Envelope(type=MessageType.CALL, autograd=header), "malformed autograd header"))
+    for group, nbytes, text in ((1, 1 << 60, "bytes is refused"), (2, 0, "bytes is refused"), (3, 4, "twice")):
+        announced = agent_pb2.BroadcastPayload(
+            group=group, nbytes=nbytes, members=[0, 1], transfer_id=1000 + group
+        )
+        tensor = agent_pb2.Tensor(dtype=float32, sizes=[1], data=agent_pb2.Payload(broadcast=announced))
+        cases.append((agent_pb2.Envelope(type=MessageType.CALL, tensors=[tensor, tensor]), text))
     reference = agent_pb2.Reference(owner=9)
     cases.append((agent_pb2.Envelope(type=MessageType.CALL, references=[reference]), "not find destination 9"))
     for envelope, text in cases:

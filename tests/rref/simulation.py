@@ -255,7 +255,7 @@ class SimulatedNetwork:
             raise UnknownWorkerError(destination, [])
         return self._members[identifier]
 
-    def writer(self, worker: WorkerInfo) -> PayloadWriter:
+    def writer(self, worker: WorkerInfo, _broadcast: object = None) -> PayloadWriter:
         return PayloadWriter(ChannelOptions(), worker.id, InlineChannel(), InlineChannel())
 
     def check_present(self, worker: WorkerInfo) -> None:

@@ -1,0 +1,520 @@
+"""One call on several workers, whose large tensors are broadcast."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from gradwire import autograd, rpc
+from gradwire.errors import (
+    RpcCancelledError,
+    RpcTimeoutError,
+    SendFailedError,
+    SerializationError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
+from gradwire.rpc.channels import broadcast, broadcast_group
+from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
+
+from tests import remote_functions
+from tests.remote_functions import add, assert_clean, identity, set_event, wait_for, wait_until
+
+MIB = 2**20
+LARGE = 2 * MIB
+"""Elements of a tensor of 8 MiB, which takes an engine several rounds."""
+
+OTHERS = ["worker1", "worker2", "worker3"]
+
+
+def each_result(names, function, args=(), kwargs=None):
+    return [future.wait() for future in rpc.broadcast_call(names, function, args, kwargs)]
+
+
+def sent() -> int:
+    return rpc.debug_info()["bytes_sent"]
+
+
+def groups() -> int:
+    return rpc.debug_info()["broadcast_groups"]
+
+
+def total(tensor: torch.Tensor) -> float:
+    return float(tensor.double().sum())
+
+
+def ramp(elements: int = LARGE) -> torch.Tensor:
+    return torch.arange(elements, dtype=torch.float32) % 1000
+
+
+def raise_on(name: str, tensor: torch.Tensor) -> float:
+    if rpc.get_worker_info().name == name:
+        raise KeyError(name)
+    return total(tensor)
+
+
+def change_first(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
+    first.zero_()
+    return total(first), total(second)
+
+
+def wait_on(name: str, tensor: torch.Tensor) -> float:
+    if rpc.get_worker_info().name == name:
+        wait_for("go")
+    return total(tensor)
+
+
+def name_and_sum(rref: rpc.RRef, tensor: torch.Tensor) -> float:
+    return float(rref.to_here()) + total(tensor)
+
+
+def describe(value):
+    """What a worker has got."""
+    if isinstance(value, torch.Tensor):
+        dense = value.to_dense() if value.is_sparse else value
+        text = dense.detach() if dense.is_complex() else dense.detach().double()
+        return type(value).__name__, value.dtype, value.shape, value.is_sparse, value.requires_grad, text.sum()
+    if isinstance(value, dict):
+        return {key: describe(item) for key, item in value.items()}
+    return value
+
+
+def make_values() -> dict:
+    whole = torch.randn(512, 512)
+    return {
+        "dense": whole,
+        "again": whole,
+        "view": whole[256:],
+        "transposed": whole.t(),
+        "with gaps": torch.randn(512, 512, 8)[..., 0],
+        "expanded": torch.randn(512, 1).expand(512, 512),
+        "conjugate": torch.randn(256, 512, dtype=torch.complex64).conj(),
+        "half": whole.bfloat16(),
+        "sparse": torch.randn(512, 300).to_sparse(),
+        "leaf": torch.randn(512, 512, requires_grad=True),
+        "strided leaf": torch.randn(512, 512, 8)[..., 0].requires_grad_(),
+        "parameter": torch.nn.Parameter(torch.randn(512, 512)),
+        "empty": torch.empty(0, 7),
+        "small": torch.ones(3),
+        "array": torch.randn(512 * 512).numpy(),
+        "text": "x" * MIB,
+    }
+
+
+def describe_all(**values):
+    values["array"] = torch.from_numpy(values["array"].copy())
+    return describe(values)
+
+
+def equal(one, other) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return all(equal(x, y) for x, y in zip(one, other, strict=True))
+    return bool(torch.equal(one, other)) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_results_are_those_of_rpc_async(workers):
+    a, *_ = workers.rpc(4, broadcasts=rpc.BroadcastOptions(threshold=256 * 1024))
+
+    def compare() -> None:
+        torch.set_num_threads(1)
+        values = make_values()
+        names = [*OTHERS, "worker0"]
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                broadcasts = each_result(names, describe_all, (), values)
+                one_by_one = [rpc.rpc_async(name, describe_all, (), values).wait() for name in names]
+                for one, other in zip(broadcasts, one_by_one, strict=True):
+                    assert equal(one, other), (one, other)
+        assert groups() == 1
+
+    a.run(compare)
+    workers.each(workers.all, rpc.shutdown)
+
+
+def test_workers_can_be_named_in_every_way_and_must_be_right(workers):
+    a, *_ = workers.rpc(3)
+
+    def call() -> None:
+        names = ["worker2", 0, rpc.get_worker_info("worker1")]
+        assert each_result(names, rpc.get_worker_info) == [rpc.get_worker_info(name) for name in (2, 0, 1)]
+        assert each_result([], add, (1, 2)) == []
+        assert each_result(["worker1", "worker2"], add, (1, torch.ones(2)))[1].tolist() == [2, 2]
+        assert groups() == 0
+        before = rpc.debug_info()["messages_sent"]
+        large = ramp()
+        with pytest.raises(ValueError, match="'worker1' is named more than once"):
+            rpc.broadcast_call(["worker1", 1], total, (large,))
+        with pytest.raises(UnknownWorkerError, match="nobody"):
+            rpc.broadcast_call(["worker1", "nobody"], total, (large,))
+        with pytest.raises(TypeError, match="give a list of workers"):
+            rpc.broadcast_call("worker1", total, (large,))
+        with pytest.raises(SerializationError, match="args"):
+            rpc.broadcast_call(["worker1", "worker2"], total, (large, lambda: 0))
+        with pytest.raises(ValueError, match="timeout"):
+            rpc.broadcast_call(["worker1", "worker2"], total, (large,), timeout=-2)
+        assert rpc.debug_info()["messages_sent"] == before
+
+    a.run(call)
+
+
+def test_each_worker_fails_for_itself(workers):
+    a, *_ = workers.rpc(4)
+
+    def call() -> None:
+        tensor = ramp()
+        first, second, third = rpc.broadcast_call(OTHERS, raise_on, ("worker2", tensor))
+        assert first.wait() == third.wait() == total(tensor)
+        with pytest.raises(KeyError, match="worker2"):
+            second.wait()
+
+    a.run(call)
+
+
+def test_tensors_that_share_memory_do_not_at_the_receivers(workers):
+    a, *_ = workers.rpc(3)
+
+    def call() -> None:
+        tensor = ramp()
+        args = (tensor, tensor.view(-1))
+        assert each_result(["worker0", "worker1", "worker2"], change_first, args) == [(0.0, total(tensor))] * 3
+
+    a.run(call)
+
+
+def test_a_large_tensor_leaves_its_worker_once(workers):
+    a, b, c, d = workers.rpc(4)
+    before = os.listdir("/dev/shm")
+
+    def call() -> None:
+        tensor = ramp(4 * MIB)  # 16 MiB
+        for _ in range(3):
+            start = sent()
+            assert each_result(OTHERS, total, (tensor,)) == [total(tensor)] * 3
+            assert 16 * MIB < sent() - start < 16 * MIB + 10_000
+        assert groups() == 1
+        start = sent()
+        [future.wait() for future in [rpc.rpc_async(name, total, (tensor,)) for name in OTHERS]]
+        assert sent() - start > 48 * MIB
+
+    a.run(call)
+    for receiver in (b, c, d):
+        received = receiver.run(rpc.debug_info)
+        assert received["bytes_received"] > 64 * MIB
+        assert received["broadcast_groups"] == 1
+    workers.each(workers.all, rpc.shutdown)
+    for worker in workers.all:
+        names = worker.run(lambda: [thread.name for thread in threading.enumerate()])
+        assert not [name for name in names if "broadcast" in name]
+    assert os.listdir("/dev/shm") == before
+
+
+def scaled(weight: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor * (weight + rpc.get_worker_info().id)).sum(dim=0)
+
+
+def test_gradients_from_all_workers_add_up(workers):
+    a, *_ = workers.rpc(4)
+
+    def train() -> None:
+        leaf = torch.randn(256, 1024, dtype=torch.float64).requires_grad_()
+        strided = torch.randn(512, 512, 8, dtype=torch.float64)[..., 0].requires_grad_()
+        parameter = torch.nn.Parameter(torch.randn(256, 1024, dtype=torch.float64))
+        weight = torch.randn(1024, dtype=torch.float64, requires_grad=True)
+        leaves = [leaf, strided, parameter, weight]
+        with autograd.context() as context:
+            loss = torch.zeros((), dtype=torch.float64)
+            for tensor, factor in ((leaf * 2, weight), (strided, weight[:512]), (parameter, weight)):
+                for result in each_result(OTHERS, scaled, (factor, tensor)):
+                    loss = loss + result.square().sum()
+            autograd.backward(context, [loss])
+            found = autograd.get_gradients(context)
+            assert groups() == 1
+        loss = torch.zeros((), dtype=torch.float64)
+        for tensor, factor in ((leaf * 2, weight), (strided, weight[:512]), (parameter, weight)):
+            for identifier in (1, 2, 3):
+                loss = loss + (tensor * (factor + identifier)).sum(dim=0).square().sum()
+        for tensor, wanted in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
+            torch.testing.assert_close(found[tensor], wanted)
+
+    a.run(train)
+
+
+def test_references_are_forked_for_each_worker(workers):
+    a, *_ = workers.rpc(4)
+
+    def call() -> None:
+        mine, other = rpc.RRef(5), rpc.remote("worker1", identity, (7,))
+        tensor = ramp()
+        assert each_result(OTHERS, name_and_sum, (mine, tensor)) == [5 + total(tensor)] * 3
+        assert each_result(OTHERS, name_and_sum, (other, tensor)) == [7 + total(tensor)] * 3
+
+    a.run(call)
+    for worker in workers.all:
+        worker.run(wait_until_clean)
+
+
+def wait_until_clean() -> None:
+    assert_clean()
+
+
+def start_and_keep(names, function, args, timeout=0) -> None:
+    remote_functions.kept.extend(rpc.broadcast_call(names, function, args, timeout=timeout))
+
+
+def result_of(index: int):
+    return remote_functions.kept[index].wait()
+
+
+def test_a_receiver_is_killed_in_the_middle(workers):
+    a, b, c, d = workers.rpc(4)
+    tensor_sum = a.run(lambda: total(ramp()))
+    a.run(each_result, OTHERS, identity, (1,))
+    os.kill(c.pid, signal.SIGSTOP)  # so that the broadcast stands still in the middle
+    a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
+    c.kill()
+    assert a.run(result_of, 0) == tensor_sum
+    assert a.run(result_of, 2) == tensor_sum
+    with pytest.raises(WorkerLostError, match="'worker2'"):
+        a.run(result_of, 1)
+
+    def later() -> None:
+        futures = rpc.broadcast_call(OTHERS, total, (ramp(),))
+        with pytest.raises(WorkerLostError, match="'worker2'"):
+            futures[1].wait()
+        assert futures[0].wait() == futures[2].wait() == total(ramp())
+        before = sent()
+        assert each_result(["worker1", "worker3"], total, (ramp(),)) == [total(ramp())] * 2
+        assert sent() - before < 4 * LARGE + 10_000
+        wait_until(lambda: groups() == 1)
+
+    a.run(later)
+    for receiver in (b, d):
+        receiver.run(lambda: wait_until(lambda: groups() == 1))
+
+
+def test_the_sender_is_killed_in_the_middle(workers):
+    a, b, c, d = workers.rpc(4)
+    a.run(each_result, OTHERS, total, (ramp(),))
+    os.kill(c.pid, signal.SIGSTOP)
+    a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
+    a.kill()
+    os.kill(c.pid, signal.SIGCONT)
+    for worker in (b, c, d):
+        worker.run(lambda: wait_until(lambda: groups() == 0))
+    for worker in (b, c):
+        other = "worker2" if worker is b else "worker1"
+        assert worker.run(each_result, [other, "worker3"], total, (torch.ones(LARGE),)) == [LARGE] * 2
+
+
+def be_impatient() -> None:
+    broadcast_group.PATIENCE = 0.3
+    broadcast_group.SLOWEST = 1 << 40
+
+
+def test_a_receiver_that_stands_still_holds_nobody_up(workers):
+    a, b, c, d = workers.rpc(4)
+    tensor_sum = a.run(lambda: total(ramp()))
+    workers.each([a, b, c, d], be_impatient)
+    for rounds in range(2):  # the first time before the group has come together, the second time after
+        remaining = 3 * rounds
+        os.kill(c.pid, signal.SIGSTOP)
+        a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
+        assert a.run(result_of, remaining) == a.run(result_of, remaining + 2) == tensor_sum
+        assert not a.run(lambda index: remote_functions.kept[index].done(), remaining + 1)
+        os.kill(c.pid, signal.SIGCONT)
+        assert a.run(result_of, remaining + 1) == tensor_sum
+        a.run(forgive)
+        assert a.run(each_result, OTHERS, total, (torch.ones(LARGE),)) == [LARGE] * 3
+        assert a.run(groups) == 1
+    workers.each(workers.all, rpc.shutdown)
+
+
+def forgive() -> None:
+    """Has a worker try again to form groups that did not come together."""
+    rpc.api.current_agent()._network.broadcasts._hopeless.clear()
+
+
+def no_engine(_setup: object) -> None:
+    raise RuntimeError("there is no memory to share")
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_workers_that_cannot_form_a_group(workers, who):
+    started = workers.rpc(4)
+    workers.each(started, be_impatient)
+
+    def break_engine() -> None:
+        broadcast_group.best_engine = no_engine
+
+    started[who].run(break_engine)
+
+    def call() -> None:
+        tensor = ramp()
+        for _ in range(3):
+            assert each_result(OTHERS, total, (tensor,)) == [total(tensor)] * 3
+        wait_until(lambda: groups() == 0)
+        before = sent()
+        assert each_result(OTHERS, total, (tensor,)) == [total(tensor)] * 3
+        assert sent() - before > 3 * tensor.nbytes
+
+    started[0].run(call)
+    for worker in started:
+        worker.run(lambda: wait_until(lambda: groups() == 0))
+    workers.each(started, rpc.shutdown)
+
+
+def test_a_payload_that_one_worker_refuses(workers, tmp_path):
+    started = workers(4)
+
+    def join(rank: int) -> None:
+        channels = rpc.ChannelOptions(max_payload_bytes=4 * MIB if rank == 2 else 64 * MIB)
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meet", channels=channels)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=4, rpc_backend_options=options)
+
+    for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
+        pending.result()
+
+    def call() -> None:
+        for _ in range(2):
+            first, second, third = rpc.broadcast_call(OTHERS, total, (ramp(),))
+            assert first.wait() == third.wait() == total(ramp())
+            with pytest.raises(ValueError, match=f"a payload of {4 * LARGE} bytes is refused"):
+                second.wait()
+            small = torch.ones(MIB // 2)
+            assert each_result(OTHERS, total, (small,)) == [MIB // 2] * 3
+
+    started[0].run(call)
+
+
+def test_cancelling_and_timing_out_one_of_them(workers):
+    a, b, *_ = workers.rpc(4, num_worker_threads=1)
+    with_b = ["worker1", "worker2"]
+
+    def call() -> None:
+        blocked = rpc.rpc_async("worker1", wait_for, ("first",))
+        one, two = rpc.broadcast_call(with_b, wait_on, ("worker1", ramp()))
+        assert two.wait() == total(ramp())
+        assert one.cancel()
+        with pytest.raises(RpcCancelledError):
+            one.wait()
+        rpc.rpc_sync("worker1", set_event, ("first",))
+        blocked.wait()
+        one, two = rpc.broadcast_call(with_b, wait_on, ("worker1", ramp()), timeout=0.5)
+        assert two.wait() == total(ramp())
+        with pytest.raises(RpcTimeoutError, match="'worker1'"):
+            one.wait()
+        rpc.rpc_sync("worker1", set_event, ("go",))
+        assert each_result(with_b, wait_on, ("worker1", ramp())) == [total(ramp())] * 2
+        assert groups() == 1
+
+    a.run(call)
+    b.run(wait_until_clean)
+    workers.each(workers.all, rpc.shutdown)
+
+
+def test_a_message_that_is_not_sent_fails_its_call_only(workers, tmp_path):
+    started = workers(4)
+
+    def join(rank: int) -> None:
+        options = FaultyRpcBackendOptions(
+            init_method=f"file://{tmp_path}/meet", messages_to_fail=["CALL"], num_fail_sends=1
+        )
+        rpc.init_rpc(f"worker{rank}", "FAULTY", rank=rank, world_size=4, rpc_backend_options=options)
+
+    for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
+        pending.result()
+
+    def call() -> None:
+        first, *others = rpc.broadcast_call(OTHERS, total, (ramp(),))
+        with pytest.raises(SendFailedError, match="'worker1'"):
+            first.wait()
+        assert [future.wait() for future in others] == [total(ramp())] * 2
+        before = sent()
+        assert each_result(OTHERS, total, (ramp(),)) == [total(ramp())] * 3
+        assert sent() - before < 4 * LARGE + 10_000
+
+    started[0].run(call)
+
+
+def broadcast_to_others(rounds: int) -> None:
+    me = rpc.get_worker_info()
+    others = [worker for worker in rpc.api.current_agent().workers() if worker != me]
+    for number in range(rounds):
+        tensor = torch.full((LARGE // 4,), float(me.id + number))
+        for future in rpc.broadcast_call(others, total, (tensor,)):
+            assert future.wait() == total(tensor)
+
+
+def test_all_workers_broadcast_at_once(workers):
+    started = workers.rpc(3)
+
+    def several_threads() -> None:
+        threads = [threading.Thread(target=broadcast_to_others, args=(5,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert groups() == 3
+
+    workers.each(started, several_threads)
+    workers.each(started, rpc.shutdown)
+
+
+def test_groups_that_are_not_used_are_given_up(workers):
+    a, b, *_ = workers.rpc(4, broadcasts=rpc.BroadcastOptions(max_groups=1))
+
+    def call() -> None:
+        for _ in range(3):
+            for names in (OTHERS, OTHERS[1:], OTHERS[:2]):
+                assert each_result(names, total, (ramp(),)) == [total(ramp())] * len(names)
+                assert groups() == 1
+
+    a.run(call)
+    b.run(lambda: wait_until(lambda: groups() == 1))
+    for worker in workers.all:
+        worker.run(wait_until_clean)
+
+
+def test_where_nothing_is_broadcast(workers, tmp_path):
+    a, *_ = workers.rpc(3, broadcasts=rpc.BroadcastOptions(enabled=False))
+    others = ["worker1", "worker2"]
+    a.run(each_result, others, total, (ramp(),))
+    assert a.run(groups) == 0
+    workers.each(workers.all, rpc.shutdown)
+
+    def join(name: str, **options) -> None:
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/dynamic", **options)
+        rpc.init_rpc(name, rpc_backend_options=options)
+
+    for worker in workers.all:
+        worker.run(join, worker.name)
+    assert a.run(each_result, others, total, (ramp(),)) == [a.run(total, ramp())] * 2
+    assert a.run(groups) == 0
+
+
+def test_options():
+    assert rpc.RpcBackendOptions().broadcasts == rpc.BroadcastOptions(enabled=True, threshold=MIB, max_groups=8)
+    for wrong in ({"threshold": 0}, {"threshold": 1.5}, {"max_groups": 0}, {"max_groups": True}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            rpc.BroadcastOptions(**wrong)
+    with pytest.raises(TypeError, match="enabled"):
+        rpc.BroadcastOptions(enabled="yes")
+    with pytest.raises(TypeError, match="unexpected"):
+        rpc.BroadcastOptions(always=True)
+    with pytest.raises(TypeError, match="broadcasts"):
+        rpc.RpcBackendOptions(broadcasts=True)
+
+
+def test_a_stranger_to_the_group_gets_chunks(workers):
+    """A worker takes part in no group that it is not a member of, nor in too many."""
+    a, b, c = workers.rpc(3)
+
+    def take_no_more() -> None:
+        broadcast.MOST_GROUPS = 0
+
+    b.run(take_no_more)
+    workers.each([a, b, c], be_impatient)
+    assert a.run(each_result, ["worker1", "worker2"], total, (torch.ones(LARGE),)) == [LARGE] * 2
