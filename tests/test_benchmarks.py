@@ -55,3 +55,14 @@ def test_figures_of_a_comparison():
     assert comparison.ratio == 0.5
     assert comparison.ratios == [0.5, 0.25]
     assert comparison.difference == 0.5
+
+
+@pytest.mark.timeout(120)
+def test_broadcast_calls_are_measured():
+    arguments = ["--receivers", "2", "--mib", "1", "--rounds", "1"]
+    command = [sys.executable, "-m", "benchmarks.broadcast_call", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = (line for line in done.stdout.splitlines() if line.strip().startswith("1 MiB"))
+    ours, theirs, ratio = map(float, (row.split()[2], row.split()[4], row.split()[6]))
+    assert ratio == pytest.approx(ours / theirs, abs=0.02)

@@ -1,0 +1,87 @@
+"""Compares `rpc.broadcast_call` with as many calls of `rpc.rpc_async`, in one run.
+
+python -m benchmarks.broadcast_call                              # a table on stdout
+python -m benchmarks.broadcast_call --mib 0.25 1 --receivers 2   # these sizes, to two workers
+
+Workers on this host get one float32 tensor and answer with one of its elements. Both ways take turns in the same
+processes; times are from the calls until all answers are there. The first broadcast to a set of workers forms
+their process group: its time stands apart.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from gradwire import launch, rpc
+
+MIB = 2**20
+WARM_UP = 3
+
+Way = Callable[[list[str], torch.Tensor], list[rpc.Future]]
+
+
+def first_element(tensor: torch.Tensor) -> float:
+    """What the workers do."""
+    return float(tensor.view(-1)[0])
+
+
+def broadcast(names: list[str], tensor: torch.Tensor) -> list[rpc.Future]:
+    """One call to all."""
+    return rpc.broadcast_call(names, first_element, (tensor,))
+
+
+def one_by_one(names: list[str], tensor: torch.Tensor) -> list[rpc.Future]:
+    """A call to each."""
+    return [rpc.rpc_async(name, first_element, (tensor,)) for name in names]
+
+
+def seconds_of(way: Way, names: list[str], tensor: torch.Tensor) -> float:
+    """How long it takes until all have answered."""
+    start = time.perf_counter()
+    answers = [future.wait() for future in way(names, tensor)]
+    taken = time.perf_counter() - start
+    assert answers == [float(tensor[0])] * len(names)
+    return taken
+
+
+def measure(rank: int, receivers: int, sizes: list[float], rounds: int, url: str) -> None:
+    """One process; the first one prints."""
+    options = rpc.RpcBackendOptions(init_method=url, broadcasts=rpc.BroadcastOptions(threshold=64 * 1024))
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=receivers + 1, rpc_backend_options=options)
+    if rank == 0:
+        names = [f"worker{number}" for number in range(1, receivers + 1)]
+        first = seconds_of(broadcast, names, torch.rand(MIB // 4)) * 1e3
+        print(f"{receivers} receivers; forming their group, and 1 MiB: {first:.1f} ms")
+        for size in sizes:
+            tensor = torch.rand(int(size * MIB / 4))
+            times: dict[Way, list[float]] = {broadcast: [], one_by_one: []}
+            for _ in range(WARM_UP + rounds):
+                for way, taken in times.items():
+                    taken.append(seconds_of(way, names, tensor))
+            ours, theirs = (statistics.median(taken[WARM_UP:]) * 1e3 for taken in times.values())
+            print(f"{size:10g} MiB{ours:14.2f} ms{theirs:14.2f} ms{ours / theirs:9.2f}", flush=True)
+    rpc.shutdown()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.broadcast_call", description=__doc__.splitlines()[0])
+    parser.add_argument("--receivers", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.2f}; medians of {arguments.rounds}")
+    print(f"{'':14}{'broadcast_call':>17}{'rpc_async':>17}{'ratio':>9}")
+    for receivers in arguments.receivers:
+        with tempfile.TemporaryDirectory() as folder:
+            url = f"file://{Path(folder) / 'rendezvous'}"
+            launch.spawn(measure, receivers + 1, (receivers, arguments.mib, arguments.rounds, url))
+
+
+if __name__ == "__main__":
+    main()
