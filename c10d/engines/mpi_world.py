@@ -178,7 +178,7 @@ class MpiWorld:
             return
         _library(self.mpi).MPI_Finalize()
         if self._server is not None:
-            self._server.wait(LEAVE_SECONDS)
+            self._server.end(LEAVE_SECONDS)
 
 
 def _initialise(mpi: Any) -> None:

@@ -14,12 +14,15 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import final
 
 __all__ = ["PmiServer", "leave"]
 
 LINE = 8192
 """Bytes of the longest line that is read; MPICH's are shorter than half of it, as its limits below say."""
+
+_GOODBYE = "cmd=finalize_ack rc=0"
 
 Fields = dict[str, str]
 
@@ -57,7 +60,7 @@ class PmiServer:
             "put": self._put,
             "get": self._get,
             "barrier_in": self._enter_barrier,
-            "finalize": lambda *_: "cmd=finalize_ack rc=0",
+            "finalize": lambda *_: _GOODBYE,
             "leave": self._leave,
         }
         listening.settimeout(0.0)
@@ -65,9 +68,16 @@ class PmiServer:
         self._thread = threading.Thread(target=self._serve, name="gradwire-pmi", daemon=True)
         self._thread.start()
 
-    def wait(self, seconds: float) -> None:
-        """Waits until all ranks have gone but rank 0, whose process this is."""
+    def end(self, seconds: float) -> None:
+        """Waits until all ranks have gone but rank 0, whose process this is.
+
+        MPICH says goodbye when the process exits, and waits for the answer. No thread is left to give it by then,
+        so it is given ahead.
+        """
         self._alone.wait(seconds)
+        for client in list(self._clients):
+            with suppress(OSError):
+                client.connection.sendall(f"{_GOODBYE}\n".encode())
 
     def _serve(self) -> None:
         while len(self._come) < self._size or self._clients:

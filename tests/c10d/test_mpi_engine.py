@@ -255,6 +255,31 @@ def test_it_ends_in_order(members):
         assert "abort" not in member.describe().lower()
 
 
+SCRIPT = """
+import sys, torch
+from gradwire import c10d
+c10d.init_process_group("mpi", sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+number = torch.ones(1)
+c10d.all_reduce(number)
+assert number == 2
+"""
+
+
+def test_scripts_end_in_order(tmp_path):
+    # Unlike the workers of these tests, scripts run what C libraries do at the exit of a process.
+    url = f"file://{tmp_path}/store"
+    command = [sys.executable, "-c", SCRIPT, url]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        for rank in ranks:
+            _, said = rank.communicate(timeout=60)
+            assert rank.returncode == 0, said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 @pytest.fixture
 def pmi() -> Iterator[tuple[pmi_module.PmiServer, str]]:
     """A server of a world of two."""
@@ -265,7 +290,7 @@ def pmi() -> Iterator[tuple[pmi_module.PmiServer, str]]:
     for each in server.ids:  # the server ends with its clients
         with contextlib.suppress(ConnectionError):
             ask(f"{host}:{port}", f"cmd=initack pmiid={each}\n")
-    server.wait(30)
+    server.end(30)
     server._thread.join(30)
 
 
