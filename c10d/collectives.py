@@ -26,20 +26,38 @@ __all__ = ["Collectives"]
 
 Tensors = Sequence[Tensor]
 Time = timedelta | None
+Result = GroupWork | None
+
+_NO_TIME = timedelta(0)
 
 
 class Collectives(TorchProcessGroup):
-    """What torch.distributed calls. Every method returns a Work.
+    """What torch.distributed calls.
 
+    Every method returns a Work; or, as with torch's own groups, None once all is done, if the options say that the
+    caller would wait (`asyncOp = False`).
     Options are torch's, such as AllreduceOptions; where torch takes single arguments instead, so do these.
     Bad arguments raise ValueError or TypeError on this rank, before anything is sent.
     """
 
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # a form that the stubs lack
+        self._rank = rank
+        self._size = size
+
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self._rank  # torch's own takes ten times as long, and this is asked with every call
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._size
+
     @abstractmethod
-    def start(self, call: Call) -> GroupWork:
+    def start(self, call: Call) -> Result:
         """Does what was called for."""
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Time = None) -> GroupWork:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Every rank's tensor becomes the root's."""
         tensor = the_one("broadcast", tensors)
         root = self._root("broadcast", opts)
@@ -49,13 +67,13 @@ class Collectives(TorchProcessGroup):
         step = Step("broadcast", alias, root)
         return self._start("broadcast", [step], staging, [tensor], [tensor], [tensor], opts, timeout, root=root)
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Time = None) -> GroupWork:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Every rank's tensor becomes the reduction of all. Sparse COO tensors can be summed and averaged."""
         if the_one("all_reduce", tensors).layout is torch.sparse_coo:
             return self._sparse_all_reduce(the_one("all_reduce", tensors), opts, timeout)
         return self._all_reduce("all_reduce", [the_one("all_reduce", tensors)], opts, timeout)
 
-    def _sparse_all_reduce(self, tensor: Tensor, opts: Any, timeout: Time) -> GroupWork:
+    def _sparse_all_reduce(self, tensor: Tensor, opts: Any, timeout: Time) -> Result:
         reduction = _reduction(opts)
         if reduction.name not in {"sum", "avg"}:
             raise ValueError(f"all_reduce of a sparse tensor cannot use {reduction.name}, only sum and avg")
@@ -64,11 +82,11 @@ class Collectives(TorchProcessGroup):
             "all_reduce", [step], Staging(), [tensor], [tensor], [tensor], opts, timeout, reduction=reduction
         )
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Result:
         """As several all_reduce, in one."""
         return self._all_reduce("all_reduce_coalesced", tensors, opts, None)
 
-    def _all_reduce(self, name: str, tensors: Tensors, opts: Any, timeout: Time) -> GroupWork:
+    def _all_reduce(self, name: str, tensors: Tensors, opts: Any, timeout: Time) -> Result:
         reduction = _reduction(opts)
         check_tensors(name, tensors)
         check_reduction(name, reduction, tensors)
@@ -78,7 +96,7 @@ class Collectives(TorchProcessGroup):
             name, steps, staging, tensors, tensors, list(tensors), opts, timeout, reduction=reduction
         )
 
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Time = None) -> GroupWork:
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Time = None) -> Result:
         """The root's tensor becomes the reduction of all; the other ranks' may change or not."""
         tensor = the_one("reduce", tensors)
         root = self._root("reduce", opts)
@@ -92,16 +110,14 @@ class Collectives(TorchProcessGroup):
             "reduce", [step], staging, [tensor], [tensor], [tensor], opts, timeout, root=root, reduction=reduction
         )
 
-    def allgather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None
-    ) -> GroupWork:
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Each of the outputs becomes one rank's tensor; their sizes may differ."""
         outputs = output_tensors if isinstance(input_tensors, Tensor) else the_one("all_gather", output_tensors)
         return self._all_gather("all_gather", [outputs], [the_one("all_gather", input_tensors)], opts, timeout)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
-    ) -> GroupWork:
+    ) -> Result:
         """As several all_gather, in one: `output_lists[r][i]` becomes rank r's `input_list[i]`."""
         check_parts("all_gather_coalesced", "lists of outputs", output_lists, self.size())
         by_input = [[outputs[i] for outputs in output_lists] for i in range(len(input_list))]
@@ -109,7 +125,7 @@ class Collectives(TorchProcessGroup):
 
     def _all_gather(
         self, name: str, lists: Sequence[Tensors], tensors: Tensors, opts: Any, timeout: Time
-    ) -> GroupWork:
+    ) -> Result:
         flat = [output for outputs in lists for output in outputs]
         check_tensors(name, [*tensors, *flat])
         staging = Staging()
@@ -121,15 +137,15 @@ class Collectives(TorchProcessGroup):
             steps.append(Step("all_gather", aliases, source))
         return self._start(name, steps, staging, tensors, flat, [list(each) for each in lists], opts, timeout)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:  # noqa: A002
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Result:  # noqa: A002
         """`output` becomes the tensors of all ranks, one after another; they have one size."""
         return self._all_gather_single("all_gather_into_tensor", [output], [input], opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Result:
         """As several all_gather_single, in one."""
         return self._all_gather_single("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
-    def _all_gather_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
+    def _all_gather_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Result:
         check_tensors(name, [*inputs, *outputs])
         staging = Staging()
         steps: list[Step] = []
@@ -145,7 +161,7 @@ class Collectives(TorchProcessGroup):
         input_tensors: Any,
         opts: Any = None,
         timeout: Time = None,
-    ) -> GroupWork:
+    ) -> Result:
         """On the root, each of the outputs becomes one rank's tensor."""
         tensor = the_one("gather", input_tensors)
         root = self._root("gather", opts)
@@ -156,9 +172,7 @@ class Collectives(TorchProcessGroup):
         step = Step("gather", aliases, source, root)
         return self._start("gather", [step], staging, [tensor], outputs, [outputs], opts, timeout, root=root)
 
-    def scatter(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None
-    ) -> GroupWork:
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Each rank's tensor becomes one of the root's inputs."""
         tensor = the_one("scatter", output_tensors)
         root = self._root("scatter", opts)
@@ -171,7 +185,7 @@ class Collectives(TorchProcessGroup):
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None
-    ) -> GroupWork:
+    ) -> Result:
         """Rank r's tensor becomes the reduction of the r-th inputs of all ranks."""
         name = "reduce_scatter"
         tensor = the_one(name, output_tensors)
@@ -186,15 +200,15 @@ class Collectives(TorchProcessGroup):
         step = Step("reduce_scatter", alias, sources, reduction)
         return self._start(name, [step], staging, inputs, [tensor], [tensor], opts, timeout, reduction=reduction)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:  # noqa: A002
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Result:  # noqa: A002
         """As reduce_scatter of the equal parts of `input`."""
         return self._reduce_scatter_single("reduce_scatter_tensor", [output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Result:
         """As several reduce_scatter_single, in one."""
         return self._reduce_scatter_single("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
-    def _reduce_scatter_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
+    def _reduce_scatter_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Result:
         reduction = _reduction(opts)
         check_tensors(name, [*inputs, *outputs])
         check_reduction(name, reduction, outputs)
@@ -206,7 +220,7 @@ class Collectives(TorchProcessGroup):
             steps.append(Step("reduce_scatter_single", alias, source, reduction))
         return self._start(name, steps, staging, inputs, outputs, list(outputs), opts, None, reduction=reduction)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Time = None) -> GroupWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Time = None) -> Result:
         """Rank r's j-th output becomes rank j's r-th input; the sizes may differ."""
         name = "all_to_all"
         check_parts(name, "outputs", outputs, self.size())
@@ -226,7 +240,7 @@ class Collectives(TorchProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
         timeout: Time = None,
-    ) -> GroupWork:
+    ) -> Result:
         """As all_to_all of parts of two tensors along their first dimension; equal ones if no sizes are given."""
         name = "all_to_all_single"
         check_tensors(name, [input, output])
@@ -243,7 +257,7 @@ class Collectives(TorchProcessGroup):
             step = Step("all_to_all_single", alias, source)
         return self._start(name, [step], staging, [input], [output], [output], opts, timeout)
 
-    def barrier(self, opts: Any = None, timeout: Time = None) -> GroupWork:
+    def barrier(self, opts: Any = None, timeout: Time = None) -> Result:
         """Done once all ranks have called it."""
         step = Step("barrier")
         if isinstance(opts, timedelta):
@@ -251,7 +265,7 @@ class Collectives(TorchProcessGroup):
         device = getattr(opts, "device", None) or torch.device("cpu")
         return self._start("barrier", [step], Staging(), [], [], [], opts, timeout, device=device)
 
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> GroupWork:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Result:
         """Sends to `dst`'s receive with this tag."""
         tensor = the_one("send", tensors)
         check_tensors("send", [tensor])
@@ -261,16 +275,16 @@ class Collectives(TorchProcessGroup):
         step = Step("send", source, dst, tag)
         return self._start("send", [step], staging, [tensor], [], [tensor], None, None, peer=dst, tag=tag)
 
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> GroupWork:
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Result:
         """Receives what `src` sends with this tag."""
         check_rank("recv", "src", src, self.size())
         return self._recv(tensors, src, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Result:
         """Receives what any rank sends with this tag; `source_rank` of the Work tells which."""
         return self._recv(tensors, None, tag)
 
-    def _recv(self, tensors: Tensors, src: int | None, tag: int) -> GroupWork:
+    def _recv(self, tensors: Tensors, src: int | None, tag: int) -> Result:
         tensor = the_one("recv", tensors)
         check_tensors("recv", [tensor])
         staging = Staging()
@@ -302,7 +316,7 @@ class Collectives(TorchProcessGroup):
         root: int | None = None,
         peer: int | None = None,
         tag: int = 0,
-    ) -> GroupWork:
+    ) -> Result:
         limit = getattr(opts, "timeout", None) if timeout is None else timeout
         if device is None:
             device = inputs[0].device if inputs else outputs[0].device
@@ -316,7 +330,7 @@ class Collectives(TorchProcessGroup):
                 staging=staging,
                 result=result,
                 # torch's options without a timeout say a negative one
-                seconds=limit.total_seconds() if limit is not None and limit > timedelta(0) else None,
+                seconds=limit.total_seconds() if limit is not None and limit > _NO_TIME else None,
                 now=not getattr(opts, "asyncOp", True),
                 reduction=reduction,
                 root=root,

@@ -12,10 +12,10 @@ from typing import Final, final
 
 __all__ = ["Job", "Lane"]
 
-LOOK_SECONDS = 1e-3
+LOOK_SECONDS = 5e-3
 """So long a patient lane leaves a job to who may be about to wait for it."""
 
-LOOKS = 50
+LOOKS = 20
 """So often its thread looks for jobs by itself before it has to be woken for the next."""
 
 IDLE_SECONDS = 10.0
@@ -29,21 +29,24 @@ class Job:
     def __init__(self, lane: "Lane", run: Callable[[], int | None]) -> None:
         self._lane = lane
         self._run: Callable[[], int | None] | None = run
-        self._finished = threading.Event()
+        self._over = False
         self._callbacks: list[Callable[[], None]] = []
         self._source: int | None = None
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None) -> None:
         """Waits until it is done; runs it, if nobody does."""
-        if not self._finished.is_set() and not self._lane.run_until(self) and not self._finished.wait(timeout):
-            raise TimeoutError
+        if not self._over and not self._lane.run_until(self):
+            over = threading.Event()
+            self.on_done(over.set)
+            if not over.wait(timeout):
+                raise TimeoutError
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
         """Is it over, well or badly?"""
-        return self._finished.is_set()
+        return self._over
 
     def source(self) -> int:
         """Of a receive that is done: the rank that sent."""
@@ -53,7 +56,7 @@ class Job:
     def on_done(self, callback: Callable[[], None]) -> None:
         """Has `callback` called once when it is over, at once if it is."""
         with self._lane.changing:
-            if not self._finished.is_set():
+            if not self._over:
                 self._callbacks.append(callback)
                 return
         callback()
@@ -67,7 +70,7 @@ class Job:
         except BaseException as error:
             self._error = error.with_traceback(None)  # the frames hold the tensors
         with self._lane.changing:
-            self._finished.set()
+            self._over = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

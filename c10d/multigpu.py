@@ -211,7 +211,7 @@ def _start(
     *,
     async_op: bool,
 ) -> TorchWork | None:
-    work = group.start(
+    return group.start(
         Call(
             name=name,
             inputs=inputs,
@@ -220,9 +220,6 @@ def _start(
             steps=[Step("multigpu", name, tensors, kept, steps)],
             staging=staging,
             result=list(outputs),
+            now=not async_op,
         )
     )
-    if async_op:
-        return work
-    work.wait()
-    return None

@@ -9,7 +9,6 @@ every later operation raises the same error. Destroy it and make another.
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,8 +40,6 @@ _HARMLESS = (UnsupportedOperationError, ValueError, TypeError)
 GRACE_SECONDS = 1.0
 """What is under way when a rank leaves may need no more of it. It has so long to get done."""
 
-_NO_SPAN = nullcontext()
-
 
 @final
 class ProcessGroup(OwnBackend):
@@ -64,10 +61,11 @@ class ProcessGroup(OwnBackend):
         make_engine: Callable[[str, "ProcessGroup"], Engine],
         make_part: "Callable[[Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # a form that the stubs lack
+        super().__init__(rank, size)
         self._store = store  # C++ does not hold a store that is a Python object
         self._backend = backend
         self._timeout = timeout
+        self._seconds = timeout.total_seconds()
         self._options = options
         self._recorder = FlightRecorder(options.recorded)
         self._global_ranks = tuple(global_ranks)
@@ -110,39 +108,54 @@ class ProcessGroup(OwnBackend):
             PrefixStore("liveness", self._store),
             self.rank(),
             self.size(),
-            self._timeout.total_seconds(),
+            self._seconds,
             on_lost=self._on_lost,
             on_left=self._on_left,
         )
 
-    def start(self, call: Call) -> GroupWork:
-        """Has the engine of the tensors' device do what was called for."""
+    def start(self, call: Call) -> GroupWork | None:
+        """Has the engine of the tensors' device do what was called for.
+
+        Returns None if the caller wanted to wait at once: that has been done.
+        """
         if self._failure is not None:
             raise self._failure
         if self._left:
             self._check_presence(call.peer)
         entry = self._recorder.begin(call)
         try:
-            seconds = self._timeout.total_seconds() if call.seconds is None else call.seconds
+            seconds = self._seconds if call.seconds is None else call.seconds
             if self._check is not None and call.peer is None:
                 self._check.check(call, seconds)
             engine = self.engine(call.device.type)
-            with _span(engine, call):
-                entry.pending = self._begin(call, engine, seconds, entry)
+            if _profiler_enabled():
+                with torch.profiler.record_function(f"{engine.name}:{call.name}"):  # named as torch names its own
+                    pending = self._begin(call, engine, seconds, entry)
+            else:
+                pending = self._begin(call, engine, seconds, entry)
         except Exception as error:
             entry.end(error)
             if not isinstance(error, _HARMLESS):
                 self.fail(error)
             raise
-        if entry.pending is None:
+        if pending is None:
             entry.end()
-        return GroupWork(call.name, call.result, entry.pending, _devices(call) if engine.on_streams else ())
+        if call.now:
+            return None
+        return GroupWork(call.name, call.result, pending, _devices(call) if engine.on_streams else ())
 
     def _begin(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
-        if not engine.blocking:
-            finish = call.staging.finish if call.staging.needs_finish() else None
-            return engine.start([partial(step, engine, seconds) for step in call.steps], finish)
+        """Starts it, and waits for it if the caller would; None if it is over."""
+        if engine.blocking:
+            return self._begin_on_lane(call, engine, seconds, entry)
+        finish = call.staging.finish if call.staging.needs_finish() else None
+        pending = entry.pending = engine.start([partial(step, engine, seconds) for step in call.steps], finish)
+        if not call.now or pending is None:
+            return pending
+        pending.wait(None)
+        return None
 
+    def _begin_on_lane(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
         lane = self._lane(call)
         at_once = call.now
         if call.name == "send":
@@ -153,7 +166,7 @@ class ProcessGroup(OwnBackend):
                 return Done(self._run(call, engine, seconds, entry))
             finally:
                 lane.leave()
-        job = lane.put(lambda: self._run(call, engine, seconds, entry), now=call.now)
+        job = entry.pending = lane.put(lambda: self._run(call, engine, seconds, entry), now=call.now)
         if call.now:
             job.wait(None)
         return job
@@ -326,6 +339,7 @@ class ProcessGroup(OwnBackend):
         if timeout <= timedelta(0):
             raise ValueError(f"the timeout is {timeout}: give a positive timedelta")
         self._timeout = timeout
+        self._seconds = timeout.total_seconds()
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -350,13 +364,6 @@ class ProcessGroup(OwnBackend):
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
-
-
-def _span(engine: Engine, call: Call) -> AbstractContextManager[object]:
-    """What a profiler shows, named as torch names its own; nothing if there is none."""
-    if not _profiler_enabled():
-        return _NO_SPAN
-    return torch.profiler.record_function(f"{engine.name}:{call.name}")
 
 
 def _devices(call: Call) -> list[torch.device]:

@@ -16,9 +16,12 @@ from typing import Any, Protocol, final
 
 from ..call import Call
 from ..engines.base import Pending
-from .source import caller
+from .source import Place, caller
 
 __all__ = ["Entry", "FlightRecorder", "Recorded", "write"]
+
+_WAY = 4
+"""So many calls at least are gradwire's: `begin`, the group's `start`, and two in the module of the operation."""
 
 
 @final
@@ -27,10 +30,10 @@ class Entry:
 
     __slots__ = ("_began", "_ended", "_error", "_shown", "name", "number", "peer", "pending", "place")
 
-    def __init__(self, number: int, call: Call) -> None:
+    def __init__(self, number: int, call: Call, place: Place) -> None:
         self.number = number
         self.name = call.name
-        self.place = caller()
+        self.place = place
         self.peer = call.peer
         self.pending: Pending | None = None
         inputs = [tensor.shape for tensor in call.inputs]
@@ -93,7 +96,8 @@ class FlightRecorder:
 
     def begin(self, call: Call) -> Entry:
         """A call begins. Collectives are numbered in the order of their calls, and so are messages."""
-        entry = Entry(next(self._collectives if call.peer is None else self._messages), call)
+        number = next(self._collectives if call.peer is None else self._messages)
+        entry = Entry(number, call, caller(skip=_WAY))
         self._entries.append(entry)
         return entry
 

@@ -14,6 +14,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Final, final
 
 import torch
@@ -63,22 +64,40 @@ class _Message:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Channel:
+    """Where a channel is: its signals, and its first block."""
+
+    sent: int
+    taken: int
+    blocks: int
+
+    @staticmethod
+    def between(layout: Layout, source: int, to: int) -> "_Channel":
+        return _Channel(layout.sent(source, to), layout.taken(source, to), layout.blocks(source, to))
+
+
+@final
 class Mailbox:
     """The channels of one rank. Its sends to one peer come one after another; all else may come at once."""
 
     def __init__(self, layout: Layout, segment: Segment, signals: Signals, peers: Peers) -> None:
-        self._layout = layout
         self._signals = signals
         self._peers = peers
         self._address = segment.address
-        self._rank = peers.rank
+        self._rank = me = peers.rank
         self._size = peers.size
+        self._others = [rank for rank in range(peers.size) if rank != me]
         self._block = layout.block_bytes
+        ranks = range(peers.size)
+        self._to = [_Channel.between(layout, me, peer) for peer in ranks]
+        self._from = [_Channel.between(layout, peer, me) for peer in ranks]
+        self._bells = [layout.bell(rank) for rank in ranks]
         self._sent = [0] * peers.size
         self._rings = itertools.count(1)
         # Of receives. The lock guards what follows; whoever waits for the condition is not the driver.
         self._changed = threading.Condition(threading.Lock())
-        self._driven = False
+        self._driver: _Receive | None = None
         self._taken = [0] * peers.size
         self._receives: list[_Receive] = []
         self._kept: deque[_Message] = deque()
@@ -88,9 +107,7 @@ class Mailbox:
         """Puts a message on the channel to a peer; returns once the last block is there."""
         self._peers.check()
         deadline = time.monotonic() + seconds
-        signals, words = self._signals, self._signals.words
-        taken, sent = self._layout.taken(self._rank, peer), self._layout.sent(self._rank, peer)
-        first = self._layout.blocks(self._rank, peer)
+        signals, words, channel = self._signals, self._signals.words, self._to[peer]
         place, size = tensor.data_ptr(), tensor.nbytes
 
         def check() -> None:
@@ -103,19 +120,19 @@ class Mailbox:
 
         for start in range(0, max(size, 1), self._block):
             number = self._sent[peer]
-            signals.wait(taken, number + 1 - BLOCKS, check)
-            block = first + number % BLOCKS * (LINE + self._block)
+            signals.wait(channel.taken, number + 1 - BLOCKS, check)
+            block = channel.blocks + number % BLOCKS * (LINE + self._block)
             words[block // 8] = tag
             words[block // 8 + 1] = size
             _copy(self._address + block + LINE, place + start, min(size - start, self._block))
             self._sent[peer] = number + 1
-            words[sent * (LINE // 8)] = number + 1  # nobody sleeps on this one
+            words[channel.sent * (LINE // 8)] = number + 1  # nobody sleeps on this one
             # A number that nobody has posted before, for all that send to this peer ring the one bell.
-            signals.post(self._layout.bell(peer), next(self._rings) * self._size + self._rank)
+            signals.post(self._bells[peer], next(self._rings) * self._size + self._rank)
 
     def has_room(self, size: int, peer: int) -> bool:
         """Can a message of so many bytes be put on the channel to a peer at once?"""
-        under_way = self._sent[peer] - self._signals.value(self._layout.taken(self._rank, peer))
+        under_way = self._sent[peer] - self._signals.value(self._to[peer].taken)
         return max(-(-size // self._block), 1) <= BLOCKS - under_way
 
     def receive(self, tensor: Tensor, source: int | None, tag: int, seconds: float) -> int:
@@ -127,7 +144,7 @@ class Mailbox:
             try:
                 self._find_kept(receive)
                 while not receive.done:
-                    if self._driven:
+                    if self._driver is not None:
                         self._changed.wait(SLICE)
                         self._check(receive)
                     else:
@@ -140,8 +157,8 @@ class Mailbox:
 
     def _drive(self, receive: _Receive) -> None:
         """Takes in what arrives until this receive is done. The lock is held, but not while it waits."""
-        bell = self._layout.bell(self._rank)
-        self._driven = True
+        bell = self._bells[self._rank]
+        self._driver = receive
         try:
             while True:
                 rung = self._signals.value(bell)
@@ -156,8 +173,9 @@ class Mailbox:
                 if not rang or time.monotonic() > receive.deadline:
                     self._check(receive)
         finally:
-            self._driven = False
-            self._changed.notify_all()
+            self._driver = None
+            if len(self._receives) > 1:
+                self._changed.notify_all()
 
     def _take_in(self, mine: _Receive) -> None:
         """Takes off the channels what has arrived, as long as `mine` is not done."""
@@ -168,11 +186,11 @@ class Mailbox:
                 self._take_block(source)
 
     def _has_more(self, source: int) -> bool:
-        return self._signals.value(self._layout.sent(source, self._rank)) > self._taken[source]
+        return self._signals.value(self._from[source].sent) > self._taken[source]
 
     def _take_block(self, source: int) -> None:
-        number = self._taken[source]
-        block = self._layout.blocks(source, self._rank) + number % BLOCKS * (LINE + self._block)
+        number, channel = self._taken[source], self._from[source]
+        block = channel.blocks + number % BLOCKS * (LINE + self._block)
         message = self._arriving[source]
         if message is None:
             words = self._signals.words
@@ -182,7 +200,7 @@ class Mailbox:
             _copy(message.tensor.data_ptr() + message.arrived, self._address + block + LINE, count)
         message.arrived += count
         self._taken[source] = number + 1
-        self._signals.post(self._layout.taken(source, self._rank), number + 1)
+        self._signals.post(channel.taken, number + 1)
         if message.arrived == message.size:
             self._arriving[source] = None
             self._deliver(message)
@@ -222,8 +240,7 @@ class Mailbox:
             f"{sender} sent {message.size} bytes with tag {message.tag}, but {me} receives "
             f"{receive.tensor.nbytes} bytes",
         )
-        receive.done = True
-        self._changed.notify_all()
+        self._end(receive)
 
     def _deliver(self, message: _Message) -> None:
         """All of it has arrived."""
@@ -232,8 +249,12 @@ class Mailbox:
             return
         if message.tensor is not None and message.tensor is not receive.tensor:
             _copy(receive.tensor.data_ptr(), message.tensor.data_ptr(), message.size)
+        self._end(receive)
+
+    def _end(self, receive: _Receive) -> None:
         receive.done = True
-        self._changed.notify_all()
+        if receive is not self._driver:
+            self._changed.notify_all()
 
     def _check(self, receive: _Receive) -> None:
         """Raises if there is no use in waiting any longer."""
@@ -241,7 +262,7 @@ class Mailbox:
             return
         self._peers.check()
         if receive.wanted is None:
-            others = [rank for rank in range(self._size) if rank != self._rank]
+            others = self._others
             lost = self._peers.died(others)
             if lost is None and others and all(self._peers.lost([rank]) for rank in others):
                 lost = self._peers.lost(others)
