@@ -25,8 +25,9 @@ from ...errors import CollectiveTimeoutError, ProcessGroupError
 from ..pending import All, Finishing
 from ..reductions import Reduction, combine, finish, prepare
 from ..stores.prefix import PrefixStore
-from ..torch_types import TorchWork
 from .base import Engine, Pending, Setup
+from .gloo_pending import Collective, Message
+from .memory import as_bytes, flat, join, spread
 
 __all__ = ["GlooEngine"]
 
@@ -60,7 +61,7 @@ class GlooEngine(Engine):
         self._failure: Exception | None = None
         self._failed = threading.Event()
         self._tell_group = setup.failed
-        self._from_anyone: weakref.WeakSet[_Message] = weakref.WeakSet()
+        self._from_anyone: weakref.WeakSet[Message] = weakref.WeakSet()
         limit = timedelta(seconds=setup.timeout)
         try:
             self._gloo: Any = dist.ProcessGroupGloo(self._stores[-1], setup.rank, setup.size, limit)
@@ -75,7 +76,7 @@ class GlooEngine(Engine):
             return None
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._start("broadcast", timeout, options, [_bytes(tensor)])
+        return self._start("broadcast", timeout, options, [_known(tensor)])
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> Pending | None:
         """Every rank's `tensor` becomes the reduction of all."""
@@ -109,8 +110,10 @@ class GlooEngine(Engine):
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> Pending | None:
         """`outputs[i]` becomes the tensor of rank i; the sizes may differ."""
         if len({output.numel() for output in outputs}) == 1:
-            whole = tensor.new_empty(self.size, tensor.numel())
-            return self._then(self.all_gather_single(whole, tensor, timeout), lambda: _copy(whole, outputs))
+            if not tensor.numel():
+                return None
+            lists = [[_known(output) for output in outputs]]
+            return self._start("allgather", timeout, AllgatherOptions(), lists, [_known(tensor)])
         outputs[self.rank].copy_(tensor.view_as(outputs[self.rank]))
         begun = [self.broadcast(output, root, timeout) for root, output in enumerate(outputs)]
         return _all(begun)
@@ -119,7 +122,7 @@ class GlooEngine(Engine):
         """`output` becomes the tensors of all ranks, which have one size."""
         if not tensor.numel():
             return None
-        return self._start("_allgather_base", timeout, AllgatherOptions(), _bytes(output), _bytes(tensor))
+        return self._start("_allgather_base", timeout, AllgatherOptions(), _known(output), _known(tensor))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> Pending | None:
         """On the root, `outputs[i]` becomes the tensor of rank i."""
@@ -127,8 +130,8 @@ class GlooEngine(Engine):
             return None
         options = dist.GatherOptions()
         options.rootRank = root
-        lists = [[_bytes(output) for output in outputs]] if self.rank == root else []
-        return self._start("gather", timeout, options, lists, [_bytes(tensor)])
+        lists = [[_known(output) for output in outputs]] if self.rank == root else []
+        return self._start("gather", timeout, options, lists, [_known(tensor)])
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> Pending | None:
         """Rank i's `tensor` becomes the root's `inputs[i]`."""
@@ -136,8 +139,8 @@ class GlooEngine(Engine):
             return None
         options = dist.ScatterOptions()
         options.rootRank = root
-        lists = [[_bytes(each) for each in inputs]] if self.rank == root else []
-        return self._start("scatter", timeout, options, [_bytes(tensor)], lists)
+        lists = [[_known(each) for each in inputs]] if self.rank == root else []
+        return self._start("scatter", timeout, options, [_known(tensor)], lists)
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
@@ -158,22 +161,19 @@ class GlooEngine(Engine):
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> Pending | None:
         """Rank i's `outputs[j]` becomes rank j's `inputs[i]`; the sizes may differ."""
-        sent = torch.cat([_bytes(each) for each in inputs])
-        sizes = [output.nbytes for output in outputs]
+        sent, sizes = join(inputs), [output.nbytes for output in outputs]
         received = sent.new_empty(sum(sizes))
         options = dist.AllToAllOptions()
         pending = self._start(
             "alltoall_base", timeout, options, received, sent, sizes, [each.nbytes for each in inputs]
         )
-        return self._then(
-            pending, lambda: _copy(torch.split(received, sizes), [_bytes(output) for output in outputs])
-        )
+        return self._then(pending, lambda: spread(received, outputs))
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending | None:
         """As all_to_all of equal parts of two tensors."""
         if not output.numel():
             return None
-        return self._start("alltoall_base", timeout, dist.AllToAllOptions(), _bytes(output), _bytes(whole), [], [])
+        return self._start("alltoall_base", timeout, dist.AllToAllOptions(), _known(output), _known(whole), [], [])
 
     def barrier(self, timeout: float) -> Pending | None:
         """Done once all ranks have called it."""
@@ -191,7 +191,7 @@ class GlooEngine(Engine):
                 work = getattr(self._gloo, operation)(*tensors, options)
         except RuntimeError as error:
             raise self.explain(error, operation.strip("_"), timeout, time.monotonic()) from error
-        return _Collective(self, work, operation.strip("_"), timeout)
+        return Collective(self.explain, work, operation.strip("_"), timeout)
 
     def _averaged(self, pending: Pending, reduction: Reduction, tensor: Tensor) -> Pending:
         """Gloo has averages of floating-point numbers only; of integers there is the sum so far."""
@@ -217,12 +217,12 @@ class GlooEngine(Engine):
     def _point_to_point(self, operation: str, tensor: Tensor, where: tuple[int, ...], timeout: float) -> Pending:
         if self._failure is not None:
             raise self._failure
-        data = _bytes(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.uint8)  # Gloo sends something
+        data = _known(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.uint8)  # Gloo sends something
         try:
             work = getattr(self._gloo, operation)([data], *where)
         except RuntimeError as error:
             raise self.explain(error, operation, timeout, time.monotonic()) from error
-        message = _Message(self, work, operation, timeout)
+        message = Message(self.explain, work, operation, timeout)
         if operation == "recv_anysource":
             self._from_anyone.add(message)
         return message
@@ -274,142 +274,6 @@ class GlooEngine(Engine):
         self._gloo = None
 
 
-@final
-class _Collective:
-    """A collective under way."""
-
-    def __init__(self, engine: GlooEngine, work: TorchWork, operation: str, seconds: float) -> None:
-        self._engine = engine
-        self._work: TorchWork | None = work  # it holds the tensors
-        self._operation = operation
-        self._seconds = seconds
-        self._begun = time.monotonic()
-        self._error: Exception | None = None
-
-    def wait(self, timeout: float | None) -> None:
-        """Waits in C++."""
-        work = self._work
-        if work is not None:
-            try:
-                if timeout is None:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=max(timeout, 0.001)))
-            except RuntimeError as error:
-                if not work.is_completed():
-                    raise TimeoutError from None
-                explained = self._engine.explain(error, self._operation, self._seconds, self._begun)
-                self._error = explained.with_traceback(None)
-            self._work = None
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        """Is it over, well or badly?"""
-        work = self._work
-        if work is None or work.is_completed():
-            with suppress(Exception):  # which `wait` raises
-                self.wait(None)
-        return self._work is None
-
-    def source(self) -> int:
-        """Only receives have one."""
-        raise NotImplementedError
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called by one of Gloo's threads."""
-        work = self._work
-        if work is None:
-            callback()
-        else:
-            work.get_future().add_done_callback(lambda _: callback())
-
-
-@final
-class _Message:
-    """A message under way. Gloo makes progress with it by itself, but says that it is over only to who waits."""
-
-    def __init__(self, engine: GlooEngine, work: TorchWork, operation: str, seconds: float) -> None:
-        self._engine = engine
-        self._work: Any = work
-        self._operation = operation
-        self._seconds = seconds
-        self._begun = time.monotonic()
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._waited_for = False
-        self._source = -1
-        self._error: Exception | None = None
-        self._callbacks: list[Callable[[], None]] = []
-
-    def wait(self, timeout: float | None) -> None:
-        """Waits in C++, or for who does that."""
-        if not self._over.is_set():
-            if timeout is None and self._operation != "recv_anysource":  # of which a failure would not wake it
-                with self._lock:
-                    mine, self._waited_for = not self._waited_for, True
-                if mine:
-                    self._finish()
-            else:
-                self._have_waited_for()
-            if not self._over.wait(timeout):
-                raise TimeoutError
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        """Is it over, well or badly?"""
-        if not self._over.is_set():
-            self._have_waited_for()
-        return self._over.is_set()
-
-    def source(self) -> int:
-        """The rank that sent."""
-        return self._source
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once when it is over, at once if it is."""
-        with self._lock:
-            if not self._over.is_set():
-                self._callbacks.append(callback)
-                callback = self._have_waited_for
-        callback()
-
-    def give_up(self, error: Exception) -> None:
-        """Ends it with an error, whatever Gloo does."""
-        self._end(error.with_traceback(None))
-
-    def _have_waited_for(self) -> None:
-        with self._lock:
-            if self._waited_for:
-                return
-            self._waited_for = True
-        threading.Thread(target=self._finish, name=f"gradwire-gloo-{self._operation}", daemon=True).start()
-
-    def _finish(self) -> None:
-        left = self._begun + self._seconds - time.monotonic()
-        work = self._work
-        try:
-            work.wait(timedelta(seconds=max(left, 0.001)))
-        except RuntimeError as error:
-            self.give_up(self._engine.explain(error, self._operation, self._seconds, self._begun))
-            return
-        if self._operation != "send":
-            self._source = int(work._source_rank())
-        self._end(None)
-
-    def _end(self, error: Exception | None) -> None:
-        with self._lock:
-            if self._over.is_set():
-                return
-            self._error = error
-            self._work = None  # it holds the tensor
-            self._over.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-
 def _prepared(reduction: Reduction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """What is combined, without a change to what the user gave."""
     if reduction.factor is None:
@@ -435,13 +299,9 @@ def _combine(reduction: Reduction, parts: Tensor, into: Tensor) -> None:
     finish(reduction, into, len(parts))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _copy(parts: Sequence[Tensor] | Tensor, outputs: Sequence[Tensor]) -> None:
-    for part, output in zip(parts, outputs, strict=True):
-        output.view(-1).copy_(part)
+def _known(tensor: Tensor) -> Tensor:
+    """Its elements in one dimension, or its bytes if Gloo does not know the dtype."""
+    return flat(tensor) if tensor.dtype in _KNOWN else as_bytes(tensor)
 
 
 def _all(pending: Sequence[Pending | None]) -> Pending | None:

@@ -25,6 +25,7 @@ from ...errors import CollectiveTimeoutError, ProcessGroupError, RankLostError, 
 from ..liveness import DIED
 from ..reductions import Reduction, finish, prepare
 from .base import Engine, Pending, Setup
+from .memory import as_bytes, flat, join, spread
 from .mpi_progress import Operation
 from .mpi_world import MpiWorld
 
@@ -129,7 +130,7 @@ class MpiEngine(Engine):
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> Pending | None:
         """`outputs[i]` becomes the tensor of rank i; the sizes may differ."""
         sizes = [output.nbytes for output in outputs]
-        whole = _space(sizes)
+        whole = torch.empty(sum(sizes), dtype=torch.uint8)
         return self._start(
             "all_gather",
             timeout,
@@ -137,7 +138,7 @@ class MpiEngine(Engine):
             self._raw(tensor),
             self._parts(whole, sizes),
             keep=(tensor, whole),
-            then=lambda: _scatter(whole, sizes, outputs),
+            then=lambda: spread(whole, outputs),
         )
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending | None:
@@ -158,7 +159,7 @@ class MpiEngine(Engine):
         if self.rank != root:
             return self._start("gather", timeout, self._comm.Igatherv, self._raw(tensor), None, root, keep=tensor)
         sizes = [output.nbytes for output in outputs]
-        whole = _space(sizes)
+        whole = torch.empty(sum(sizes), dtype=torch.uint8)
         return self._start(
             "gather",
             timeout,
@@ -167,14 +168,14 @@ class MpiEngine(Engine):
             self._parts(whole, sizes),
             root,
             keep=(tensor, whole),
-            then=lambda: _scatter(whole, sizes, outputs),
+            then=lambda: spread(whole, outputs),
         )
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> Pending | None:
         """Rank i's `tensor` becomes the root's `inputs[i]`; the sizes may differ."""
         sent, whole = None, None
         if self.rank == root:
-            whole = _joined(inputs)
+            whole = join(inputs)
             sent = self._parts(whole, [each.nbytes for each in inputs])
         return self._start(
             "scatter", timeout, self._comm.Iscatterv, sent, self._raw(tensor), root, keep=(tensor, whole)
@@ -217,7 +218,7 @@ class MpiEngine(Engine):
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> Pending | None:
         """Rank i's `outputs[j]` becomes rank j's `inputs[i]`; the sizes may differ."""
         sizes = [output.nbytes for output in outputs]
-        sent, received = _joined(inputs), _space(sizes)
+        sent, received = join(inputs), torch.empty(sum(sizes), dtype=torch.uint8)
         return self._start(
             "all_to_all",
             timeout,
@@ -225,7 +226,7 @@ class MpiEngine(Engine):
             self._parts(sent, [each.nbytes for each in inputs]),
             self._parts(received, sizes),
             keep=(sent, received),
-            then=lambda: _scatter(received, sizes, outputs),
+            then=lambda: spread(received, outputs),
         )
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending | None:
@@ -343,11 +344,11 @@ class MpiEngine(Engine):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reducible:
     """A tensor as numbers that MPI can reduce.
 
-    numbers: flat, of a dtype that MPI knows; the memory of the tensor or a copy.
+    numbers: of a dtype that MPI knows; the memory of the tensor or a copy.
     wide: the copy in a wider dtype, if there is one.
     bools: are the numbers bytes that stand for bools?
     """
@@ -360,12 +361,12 @@ class _Reducible:
     def of(cls, tensor: Tensor, reduction: Reduction) -> "_Reducible":
         """The tensor, multiplied by the reduction's factor."""
         prepare(reduction, tensor)
-        flat, wide = tensor.view(-1), None
         if tensor.dtype in _WIDER:
-            flat = wide = flat.to(_WIDER[tensor.dtype])
-        if flat.dtype == torch.bool:
-            return cls(flat.view(torch.uint8), None, bools=True)
-        return cls(flat, wide, bools=False)
+            wide = flat(tensor).to(_WIDER[tensor.dtype])
+            return cls(wide, wide, bools=False)
+        if tensor.dtype == torch.bool:
+            return cls(as_bytes(tensor), None, bools=True)
+        return cls(tensor, None, bools=False)
 
     def give(self, tensor: Tensor, reduction: Reduction, size: int) -> None:
         """Writes the result of a reduction of `size` tensors to one."""
@@ -380,19 +381,3 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
     """Do they share memory?"""
     start, other = first.data_ptr(), second.data_ptr()
     return start < other + second.nbytes and other < start + first.nbytes
-
-
-def _space(sizes: Sequence[int]) -> Tensor:
-    """Room for parts of so many bytes."""
-    return torch.empty(sum(sizes), dtype=torch.uint8)
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Their bytes, one after another."""
-    return torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])
-
-
-def _scatter(whole: Tensor, sizes: list[int], outputs: Sequence[Tensor]) -> None:
-    """Copies the parts to the outputs."""
-    for part, output in zip(torch.split(whole, sizes), outputs, strict=True):
-        output.view(-1).view(torch.uint8).copy_(part)

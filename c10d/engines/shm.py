@@ -4,7 +4,6 @@ Data moves as bytes, so that all dtypes can; what is reduced is reduced by torch
 that the ranks share (shm_layout.py) does not grow with the tensors: large ones go through it in pieces.
 """
 
-import ctypes
 from collections.abc import Sequence
 from typing import ClassVar, final
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from ...errors import UnsupportedOperationError
 from ..reductions import Reduction, combine, finish, prepare
 from .base import Engine, Setup
+from .memory import copy, flat
 from .shm_board import Board
 from .shm_calls import encode
 from .shm_layout import SLOT, Layout
@@ -29,8 +29,6 @@ MOST_RANKS = 128
 
 DIRECT = 32 * 1024
 """Up to so many bytes, each of more than two ranks reduces all: parts would cost a wait more than they save."""
-
-_copy = ctypes.memmove
 
 
 @final
@@ -74,11 +72,11 @@ class ShmEngine(Engine):
         for start, count in _pieces(size, SLOT):
             board.open()
             if self.rank == root:
-                _copy(board.slot(root), place + start, count)
+                copy(board.slot(root), place + start, count)
                 board.post()
             else:
                 board.read([root])
-                _copy(place + start, board.slot(root), count)
+                copy(place + start, board.slot(root), count)
             board.close()
 
     def barrier(self, timeout: float) -> None:
@@ -106,11 +104,11 @@ class ShmEngine(Engine):
         """Reduces the ranks' tensors; `here` says whether this one takes the result."""
         prepare(reduction, tensor)
         board, item = self._board, tensor.element_size()
-        flat = tensor if tensor.dim() == 1 else tensor.view(-1)
-        for start, count in _pieces(flat.numel(), SLOT // item):
-            piece = flat if count == flat.numel() else flat[start : start + count]
+        whole = flat(tensor)
+        for start, count in _pieces(whole.numel(), SLOT // item):
+            piece = whole if count == whole.numel() else whole[start : start + count]
             board.open()
-            _copy(board.slot(self.rank), piece.data_ptr(), count * item)
+            copy(board.slot(self.rank), piece.data_ptr(), count * item)
             board.post()
             if self.size > 2 and count * item > DIRECT:
                 self._reduce_in_parts(piece, reduction, here)
@@ -135,7 +133,7 @@ class ShmEngine(Engine):
         if here:
             board.read_reduced()
             for rank, (low, high) in enumerate(bounds):
-                _copy(piece.data_ptr() + low * item, board.slot(rank) + low * item, (high - low) * item)
+                copy(piece.data_ptr() + low * item, board.slot(rank) + low * item, (high - low) * item)
 
     def _combine(self, reduction: Reduction, parts: Sequence[Tensor], scratch: Tensor, out: Tensor) -> None:
         """`out` becomes the reduction of the parts. It may be one of them, if `scratch` is none."""
@@ -167,17 +165,17 @@ class ShmEngine(Engine):
         board, place = self._board, tensor.data_ptr()
         calls = [encode(operation, root=root, size=output.nbytes) for output in outputs]
         if outputs:
-            _copy(outputs[self.rank].data_ptr(), place, tensor.nbytes)
+            copy(outputs[self.rank].data_ptr(), place, tensor.nbytes)
         for start, count in _pieces(largest, SLOT):
             board.open()
-            _copy(board.slot(self.rank), place + start, _count(tensor, start, count))
+            copy(board.slot(self.rank), place + start, _count(tensor, start, count))
             board.post()
             if outputs:
                 for other in self._others:
                     board.wait([other])
                     board.compare(other, calls[other])
                     output = outputs[other]
-                    _copy(output.data_ptr() + start, board.slot(other), _count(output, start, count))
+                    copy(output.data_ptr() + start, board.slot(other), _count(output, start, count))
             board.close()
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> None:
@@ -186,16 +184,16 @@ class ShmEngine(Engine):
         board, place, size = self._board, tensor.data_ptr(), tensor.nbytes
         board.begin("scatter", timeout, encode("scatter", root=root, size=size))
         if self.rank == root:
-            _copy(place, inputs[root].data_ptr(), size)
+            copy(place, inputs[root].data_ptr(), size)
         for start, count in _pieces(size, SLOT):
             board.open()
             if self.rank == root:
                 for other in self._others:
-                    _copy(board.slot(other), inputs[other].data_ptr() + start, count)
+                    copy(board.slot(other), inputs[other].data_ptr() + start, count)
                 board.post()
             else:
                 board.read([root])
-                _copy(place + start, board.slot(self.rank), count)
+                copy(place + start, board.slot(self.rank), count)
             board.close()
 
     def reduce_scatter(
@@ -207,21 +205,21 @@ class ShmEngine(Engine):
         board.begin(
             "reduce_scatter", timeout, encode("reduce_scatter", reduction=reduction, dtype=dtype, size=total)
         )
-        flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+        whole = flat(tensor)
         room = self._part // item
         for start, most in _pieces(max(each.numel() for each in inputs), room):
             board.open()
             for rank, each in enumerate(inputs):
                 count = max(0, min(each.numel() - start, most))
-                _copy(board.slot(self.rank) + rank * room * item, each.data_ptr() + start * item, count * item)
+                copy(board.slot(self.rank) + rank * room * item, each.data_ptr() + start * item, count * item)
                 if reduction.factor is not None and count:
                     views = board.views(dtype, rank * room, rank * room + count)
                     prepare(reduction, views[self.rank])
             board.post()
             board.read(self._others)
-            count = max(0, min(flat.numel() - start, most))
+            count = max(0, min(whole.numel() - start, most))
             if count:
-                out = flat[start : start + count]
+                out = whole[start : start + count]
                 self._combine(reduction, board.views(dtype, self.rank * room, self.rank * room + count), out, out)
             board.close()
 
@@ -229,7 +227,7 @@ class ShmEngine(Engine):
         """A part of every slot for each rank, after the sizes of what is for them."""
         board, part = self._board, self._part
         board.begin("all_to_all", timeout, encode("all_to_all"))
-        _copy(outputs[self.rank].data_ptr(), inputs[self.rank].data_ptr(), inputs[self.rank].nbytes)
+        copy(outputs[self.rank].data_ptr(), inputs[self.rank].data_ptr(), inputs[self.rank].nbytes)
         start, largest = 0, 1
         while start < largest:
             board.open()
@@ -238,7 +236,7 @@ class ShmEngine(Engine):
                 tables[self.rank].copy_(torch.tensor([each.nbytes for each in inputs]))
             mine = board.slot(self.rank) + self._sizes
             for rank in self._others:
-                _copy(mine + rank * part, inputs[rank].data_ptr() + start, _count(inputs[rank], start, part))
+                copy(mine + rank * part, inputs[rank].data_ptr() + start, _count(inputs[rank], start, part))
             board.post()
             board.read(self._others)
             if start == 0:
@@ -248,7 +246,7 @@ class ShmEngine(Engine):
                     board.compare_sizes(rank, sizes[rank][self.rank], outputs[rank].nbytes)
             for rank in self._others:
                 place = board.slot(rank) + self._sizes + self.rank * part
-                _copy(outputs[rank].data_ptr() + start, place, _count(outputs[rank], start, part))
+                copy(outputs[rank].data_ptr() + start, place, _count(outputs[rank], start, part))
             board.close()
             start += part
 

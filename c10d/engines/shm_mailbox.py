@@ -9,7 +9,6 @@ Of all threads that receive at once one, the driver, waits for what arrives and 
 it wanted, another becomes the driver.
 """
 
-import ctypes
 import itertools
 import threading
 import time
@@ -21,14 +20,13 @@ import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError
+from .memory import copy
 from .shm_layout import BLOCKS, Layout
 from .shm_peers import Peers
 from .shm_segment import Segment
 from .shm_signals import LINE, SLICE, Signals
 
 __all__ = ["Mailbox"]
-
-_copy = ctypes.memmove
 
 
 @final
@@ -124,7 +122,7 @@ class Mailbox:
             block = channel.blocks + number % BLOCKS * (LINE + self._block)
             words[block // 8] = tag
             words[block // 8 + 1] = size
-            _copy(self._address + block + LINE, place + start, min(size - start, self._block))
+            copy(self._address + block + LINE, place + start, min(size - start, self._block))
             self._sent[peer] = number + 1
             words[channel.sent * (LINE // 8)] = number + 1  # nobody sleeps on this one
             # A number that nobody has posted before, for all that send to this peer ring the one bell.
@@ -197,7 +195,7 @@ class Mailbox:
             message = self._arriving[source] = self._begin(source, words[block // 8], words[block // 8 + 1])
         count = min(message.size - message.arrived, self._block)
         if message.tensor is not None:
-            _copy(message.tensor.data_ptr() + message.arrived, self._address + block + LINE, count)
+            copy(message.tensor.data_ptr() + message.arrived, self._address + block + LINE, count)
         message.arrived += count
         self._taken[source] = number + 1
         self._signals.post(channel.taken, number + 1)
@@ -248,7 +246,7 @@ class Mailbox:
         if receive is None:
             return
         if message.tensor is not None and message.tensor is not receive.tensor:
-            _copy(receive.tensor.data_ptr(), message.tensor.data_ptr(), message.size)
+            copy(receive.tensor.data_ptr(), message.tensor.data_ptr(), message.size)
         self._end(receive)
 
     def _end(self, receive: _Receive) -> None:

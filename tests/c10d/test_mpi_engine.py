@@ -299,12 +299,12 @@ def ask(address: str, text: str) -> str:
     host, port = address.split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(text.encode())
-        connection.shutdown(socket.SHUT_WR)
         heard = b""
         try:
+            connection.shutdown(socket.SHUT_WR)
             while data := connection.recv(4096):
                 heard += data
-        except ConnectionResetError:
+        except OSError:  # it has ended the connection already
             return ""
         return heard.decode()
 
