@@ -1,95 +1,73 @@
-"""Compares gradwire's engines for process groups with torch's own Gloo, in one run.
+"""Compares gradwire's engines for process groups with what others have, in one run.
 
 python -m benchmarks.collectives                               # a table on stdout
 python -m benchmarks.collectives --engines shm mpi --ranks 2   # these engines, on two ranks
 python -m benchmarks.collectives --json FILE                   # and all figures in a file
 
-Each backend has a group of processes of its own on this host. While one group is measured the others are stopped
-(SIGSTOP). The groups take turns for several rounds; who goes first changes, so that whatever else the machine does
-meets all alike. Times are those that rank 0 sees.
+The shared-memory engine is compared with torch's own Gloo backend, which it replaces on one host. The others are
+compared with the library that they drive, called directly: what gradwire costs is the difference. Times are those
+that rank 0 sees.
 """
 
 import argparse
+import contextlib
 import json
-import multiprocessing
 import os
 import platform
-import signal
 import statistics
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import gradwire
-import gradwire.c10d
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-PEER = "gloo"
-"""torch's backend that the others are compared with."""
+from .backends import BACKENDS, Backend, Tensors
+from .team import WARM_UP, Team, turns
 
-WARM_UP = 5
-"""Steps at the beginning of each turn that do not count: the first ones wake what has been stopped."""
+PEERS = {"shm": "gloo", "gloo": "ProcessGroupGloo", "mpi": "mpi4py"}
+"""By engine, the backend that it is compared with."""
 
 MOST_STEPS = 3000
-PATIENCE = 120.0
-"""Seconds that a process may take to answer."""
 
 KIB, MIB = 2**10, 2**20
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "gradwire.c10d"])
+
+def all_reduce(backend: Backend, tensors: Tensors) -> None:
+    """Once."""
+    backend.all_reduce(tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """What one rank works on: its own tensor, and one for each rank's."""
-
-    rank: int
-    mine: Tensor
-    everybody: list[Tensor]
-
-
-def all_reduce(tensors: Tensors) -> None:
-    """The sum of all, everywhere."""
-    dist.all_reduce(tensors.mine)
-
-
-def broadcast(tensors: Tensors) -> None:
+def broadcast(backend: Backend, tensors: Tensors) -> None:
     """There and back, so that rank 0 sees when it has arrived."""
-    dist.broadcast(tensors.mine, 0)
-    dist.broadcast(tensors.mine, 1)
+    backend.broadcast(tensors, 0)
+    backend.broadcast(tensors, 1)
 
 
-def all_gather(tensors: Tensors) -> None:
-    """Everybody's tensor, everywhere."""
-    dist.all_gather(tensors.everybody, tensors.mine)
+def all_gather(backend: Backend, tensors: Tensors) -> None:
+    """Once."""
+    backend.all_gather(tensors)
 
 
-def send_recv(tensors: Tensors) -> None:
+def send_recv(backend: Backend, tensors: Tensors) -> None:
     """There and back, between each even rank and the next."""
     other = tensors.rank ^ 1
     if tensors.rank < other:
-        dist.send(tensors.mine, other)
-        dist.recv(tensors.mine, other)
+        backend.send(tensors, other)
+        backend.recv(tensors, other)
     else:
-        dist.recv(tensors.mine, other)
-        dist.send(tensors.mine, other)
+        backend.recv(tensors, other)
+        backend.send(tensors, other)
 
 
-def barrier(_: Tensors) -> None:
-    """Nothing but waiting."""
-    dist.barrier()
+def barrier(backend: Backend, _: Tensors) -> None:
+    """Once."""
+    backend.barrier()
 
 
-Step = Callable[[Tensors], None]
+Step = Callable[[Backend, Tensors], None]
 STEPS: dict[str, tuple[Step, int]] = {
     "all_reduce": (all_reduce, 1),
     "broadcast": (broadcast, 2),
@@ -119,112 +97,55 @@ def cases(operations: Sequence[str], sizes: Sequence[int]) -> Iterator[Case]:
             yield Case(operation, size)
 
 
-class Group:
-    """The processes of one backend, stopped but while they are asked for something."""
-
-    def __init__(self, backend: str, size: int) -> None:
-        self.backend = backend
-        self._folder = tempfile.TemporaryDirectory(prefix="gradwire-benchmark-")
-        url = f"file://{self._folder.name}/rendezvous"
-        self._connections: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(size):
-            mine, theirs = _context.Pipe()
-            process = _context.Process(target=_work, args=(theirs, backend, rank, size, url), daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(mine)
-            self._processes.append(process)
-        for rank in range(size):
-            self._answer(rank)
-        self._signal(signal.SIGSTOP)
-
-    def measure(self, case: Case, steps: int) -> list[float]:
-        """Seconds of an operation, in each of so many steps."""
-        self._signal(signal.SIGCONT)
-        for connection in self._connections:
-            connection.send((case, steps))
-        times, *_ = [self._answer(rank) for rank in range(len(self._connections))]
-        self._signal(signal.SIGSTOP)
-        return times
-
-    def close(self) -> None:
-        """Ends the processes."""
-        for process, connection in zip(self._processes, self._connections, strict=True):
-            process.kill()
-            process.join()
-            connection.close()
-        self._folder.cleanup()
-
-    def _answer(self, rank: int) -> list[float]:
-        who = f"rank {rank} of {self.backend}"
-        if not self._connections[rank].poll(PATIENCE):
-            raise RuntimeError(f"{who} does not answer for {PATIENCE:g} s")
-        try:
-            times, error = self._connections[rank].recv()
-        except EOFError:
-            raise RuntimeError(f"{who} has died") from None
-        if error:
-            raise RuntimeError(f"{who} failed:\n{error}")
-        return times  # type: ignore[no-any-return]
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            os.kill(process.pid, number)
+_here: tuple[Backend, int, int] | None = None
+"""What this process measures, its rank and the number of ranks."""
 
 
-def _work(connection: Connection, backend: str, rank: int, size: int, url: str) -> None:
-    """A process of a group."""
+def _start(name: str, rank: int, size: int, url: str) -> Callable[[], None]:
+    global _here  # noqa: PLW0603
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=size)
-    connection.send(([], ""))
-    while True:
-        case, steps = connection.recv()
-        try:
-            connection.send((_measure(case, steps, rank, size), ""))
-        except Exception:
-            connection.send(([], traceback.format_exc()))
+    _here = BACKENDS[name](name, rank, size, url), rank, size
+    return lambda: os._exit(0)  # nothing here is to be kept, and the others may be gone already
 
 
-def _measure(case: Case, steps: int, rank: int, size: int) -> list[float]:
+def _measure(case: Case, steps: int) -> list[float]:
+    """Seconds of an operation, in each of so many steps."""
+    assert _here is not None
+    backend, rank, size = _here
     step, operations = STEPS[case.operation]
     mine = torch.zeros(case.size // 4)
     tensors = Tensors(rank, mine, [torch.zeros_like(mine) for _ in range(size)])
     times = []
     for number in range(WARM_UP + steps):
         start = time.perf_counter()
-        step(tensors)
+        step(backend, tensors)
         if number >= WARM_UP:
             times.append((time.perf_counter() - start) / operations)
     return times
 
 
-def compare(case: Case, groups: Sequence[Group], rounds: int, seconds: float) -> dict[str, list[list[float]]]:
+def compare(case: Case, teams: Sequence[Team], rounds: int, seconds: float) -> dict[str, list[list[float]]]:
     """By backend and round, the seconds of each step."""
     steps = {}
-    for group in groups:
-        one = statistics.median(group.measure(case, 5)) * STEPS[case.operation][1]
-        steps[group.backend] = max(5, min(MOST_STEPS, int(seconds / one)))
-    measured: dict[str, list[list[float]]] = {group.backend: [] for group in groups}
-    for number in range(rounds):
-        for group in groups if number % 2 == 0 else reversed(groups):
-            measured[group.backend].append(group.measure(case, steps[group.backend]))
+    for team in turns(teams, 1):
+        one = statistics.median(team.ask_all(_measure, case, 5)[0]) * STEPS[case.operation][1]
+        steps[team.name] = max(5, min(MOST_STEPS, int(seconds / one)))
+    measured: dict[str, list[list[float]]] = {team.name: [] for team in teams}
+    for team in turns(teams, rounds):
+        measured[team.name].append(team.ask_all(_measure, case, steps[team.name])[0])
     return measured
 
 
-def row(case: Case, ranks: int, backend: str, measured: dict[str, list[list[float]]]) -> str:
-    """A line of the table: a backend against torch's."""
-    columns = ""
-    for name in (backend, PEER):
-        times = np.concatenate(measured[name]) * 1e6
-        columns += f"{np.median(times):12.1f}{np.percentile(times, 99):12.1f}"
-    ratios = [
-        statistics.median(mine) / statistics.median(its)
-        for mine, its in zip(measured[backend], measured[PEER], strict=True)
-    ]
-    ratio = np.median(np.concatenate(measured[backend])) / np.median(np.concatenate(measured[PEER]))
-    name = backend.removeprefix("gradwire_")
-    return f"{name:6}{ranks:3}  {case!s:20}{columns}{ratio:8.3f}  ({min(ratios):.3f} to {max(ratios):.3f})"
+def row(case: Case, ranks: int, engine: str, measured: dict[str, list[list[float]]]) -> str:
+    """A line of the table: an engine against its peer."""
+    pair = [measured[f"gradwire_{engine}"], measured[PEERS[engine]]]
+    mine, its = (np.concatenate(rounds) * 1e6 for rounds in pair)
+    columns = "".join(f"{np.median(times):12.1f}{np.percentile(times, 99):12.1f}" for times in (mine, its))
+    ratios = [statistics.median(one) / statistics.median(other) for one, other in zip(*pair, strict=True)]
+    return (
+        f"{engine:6}{ranks:3}  {case!s:20}{columns}{np.median(mine) / np.median(its):8.3f}  "
+        f"({min(ratios):.3f} to {max(ratios):.3f}){np.median(mine) - np.median(its):12.1f}"
+    )
 
 
 def main() -> None:
@@ -240,26 +161,25 @@ def main() -> None:
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
     print(
         f"\n{arguments.rounds} rounds of {arguments.seconds:g} s each; microseconds of an operation, float32; "
-        "ratio of the medians,\nbelow 1 gradwire is faster; in brackets, the lowest and the highest of a round\n"
+        "ratio of the medians,\nbelow 1 gradwire is faster; in brackets, the lowest and the highest of a round; "
+        "and their difference\n"
+        f"Peers: {', '.join(f'of {engine} {PEERS[engine]}' for engine in arguments.engines)}\n"
     )
     print(
-        f"{'engine and ranks':31}{'median':>12}{'p99':>12}{'Gloo median':>12}{'p99':>12}{'ratio':>8}", flush=True
+        f"{'engine and ranks':31}{'median':>12}{'p99':>12}{'peer median':>12}{'p99':>12}{'ratio':>8}"
+        f"{'':18}{'over it':>12}",
+        flush=True,
     )
     everything = []
-    backends = [f"gradwire_{engine}" for engine in arguments.engines]
+    backends = [name for engine in arguments.engines for name in (f"gradwire_{engine}", PEERS[engine])]
     for ranks in arguments.ranks:
-        groups: list[Group] = []
-        try:
-            for backend in (*backends, PEER):
-                groups.append(Group(backend, ranks))
+        with contextlib.ExitStack() as stack:
+            teams = [stack.enter_context(Team(name, ranks, _start)) for name in backends]
             for case in cases(arguments.operations, arguments.sizes):
-                measured = compare(case, groups, arguments.rounds, arguments.seconds)
+                measured = compare(case, teams, arguments.rounds, arguments.seconds)
                 everything.append({"case": str(case), "ranks": ranks, "seconds": measured})
-                for backend in backends:
-                    print(row(case, ranks, backend, measured), flush=True)
-        finally:
-            for group in groups:
-                group.close()
+                for engine in arguments.engines:
+                    print(row(case, ranks, engine, measured), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"facts": facts, "cases": everything}))
 
@@ -270,7 +190,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--engines", nargs="+", default=["shm"], help="of gradwire (shm)")
+    parser.add_argument("--engines", nargs="+", choices=list(PEERS), default=list(PEERS), help="all of them")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="even numbers (2 4)")
     parser.add_argument("--operations", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument(
@@ -281,7 +201,7 @@ def _arguments() -> argparse.Namespace:
         help="bytes of a tensor (1 KiB to 64 MiB)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each group (5)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="that a turn takes (1)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="that a turn takes (0.3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
     arguments = parser.parse_args()
     if any(ranks < 2 or ranks % 2 for ranks in arguments.ranks):
