@@ -4,6 +4,7 @@ torch keeps the register; an engine's name is a backend's name. A group that is 
 engines of the others in the group's configuration, such as `"cpu:gradwire_mpi,cuda:gradwire_nccl"`.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,8 +58,9 @@ class GroupMaker:
         """
         if not isinstance(group_options, GroupOptions | None):
             raise TypeError(f"pg_options is {group_options!r}: give gradwire.c10d.GroupOptions")
+        store = _fresh(options)
         group = ProcessGroup(
-            options.store,
+            store,
             options.group_rank,
             options.group_size,
             global_ranks=_global_ranks(options),
@@ -66,13 +68,14 @@ class GroupMaker:
             timeout=options.timeout,
             options=group_options or GroupOptions(),
             make_part=partial(self._part, options),
-            make_engine=lambda device, group: _factory(device, group)(_setup(device, options, group)),
+            make_engine=lambda device, group: _factory(device, group)(_setup(device, options, store, group)),
         )
+        weakref.finalize(group, store.close).atexit = False  # with all stores that look into it
         try:
             if options.group_size > 1:
                 group.watch()
             if "cpu" in Backend.backend_capability[self.name]:
-                group.adopt("cpu", self.factory(_setup("cpu", options, group)))
+                group.adopt("cpu", self.factory(_setup("cpu", options, store, group)))
         except BaseException:
             group.shutdown()
             raise
@@ -112,9 +115,19 @@ def _global_ranks(options: Any) -> tuple[int, ...]:
     return tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
 
 
-def _setup(device: str, options: Any, group: ProcessGroup) -> Setup:
+def _fresh(options: Any) -> PrefixStore:
+    """A place in the store that no earlier group of this name has used.
+
+    Processes that destroy the default group and make it again may meet in the same store, as under torchrun. Every
+    rank counts there how often it has come, which all ranks do equally often.
+    """
+    times = options.store.add(f"times/{options.group_rank}", 1)
+    return PrefixStore(f"time/{times}", options.store)
+
+
+def _setup(device: str, options: Any, store: PrefixStore, group: ProcessGroup) -> Setup:
     return Setup(
-        store=PrefixStore(f"engine/{device}", options.store),
+        store=PrefixStore(f"engine/{device}", store),
         rank=options.group_rank,
         size=options.group_size,
         timeout=options.timeout.total_seconds(),

@@ -1,5 +1,6 @@
 """Making groups through gradwire: rendezvous, names, sub-groups."""
 
+import gc
 from pathlib import Path
 from unittest import mock
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from gradwire import c10d
 from gradwire.c10d.groups import full_names
+from gradwire.c10d.stores import lifetime
 from gradwire.errors import RendezvousError
 
 
@@ -109,6 +111,42 @@ def divide() -> list[float]:
 
 def test_new_groups_take_seconds(workers, three):
     assert workers.each(three, divide) == [[3.0]] * 3
+
+
+def make_and_destroy(path: Path, rank: int, backend: str) -> list[float]:
+    """The default group, again and again in one store, where what the last one wrote still is."""
+    found = []
+    with c10d.FileStore(str(path)) as store:
+        for time in range(4):
+            if rank == 0:
+                store.wait([f"{time}"])  # so that rank 1 is the first to look
+            else:
+                store.set(f"{time}", "")
+            c10d.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=30)
+            tensor = torch.tensor([float(rank)])
+            c10d.all_reduce(tensor)
+            found.append(tensor.item())
+            c10d.destroy_process_group()
+        return found
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "mpi"])
+def test_the_default_group_is_made_again_in_one_store(workers, tmp_path, backend):
+    pending = [each.start(make_and_destroy, tmp_path / "met", i, backend) for i, each in enumerate(workers(2))]
+    assert [each.result() for each in pending] == [[1.0] * 4] * 2
+
+
+def stores_left() -> int:
+    """How many more stores are open after groups have come and gone."""
+    before = len(lifetime._held)
+    for _ in range(3):
+        c10d.destroy_process_group(c10d.new_group())
+    gc.collect()
+    return len(lifetime._held) - before
+
+
+def test_a_group_leaves_no_stores(workers, three):
+    assert [each.result() for each in [member.start(stores_left) for member in three]] == [0] * 3
 
 
 def refuse() -> None:
