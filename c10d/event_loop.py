@@ -6,6 +6,7 @@ its last.
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -64,6 +65,12 @@ class _SharedLoop:
         self.thread = threading.Thread(target=self._run, name="gradwire-loop", daemon=True)
         self.thread.start()
 
+    @classmethod
+    def forget_in_child(cls) -> None:
+        """In a process that was forked, where the thread is not: the next user starts another loop."""
+        cls.current = None
+        cls.guard = threading.Lock()
+
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
@@ -80,10 +87,14 @@ class _SharedLoop:
             self.holders -= 1
             if self.holders:
                 return
-            _SharedLoop.current = None
+            if _SharedLoop.current is self:  # which it is not in a forked process
+                _SharedLoop.current = None
         self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self.thread:
             self.thread.join()
+
+
+os.register_at_fork(after_in_child=_SharedLoop.forget_in_child)
 
 
 def acquire_event_loop() -> EventLoop:

@@ -2,7 +2,8 @@
 
 Engines notice a death late, or never: a connection that nobody reads says nothing. So each process keeps one
 connection to rank 0, on which nothing is sent but a goodbye. When a process ends in whatever way, the kernel
-closes its connections; the end of a connection without a goodbye is a death. Rank 0 tells the others of those that
+closes its connections; the end of a connection without a goodbye is a death. (Children that a process forks, such
+as a DataLoader's workers, let go of them, for they may live longer.) Rank 0 tells the others of those that
 it sees; its own they see themselves.
 
 Rank 0 listens on the loopback address if all ranks are on its host, else on all addresses. Who connects must say a
@@ -14,14 +15,16 @@ Once rank 0 has left, nobody watches the others any more; a group that lacks a r
 import asyncio
 import hmac
 import json
+import os
 import secrets
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
-from typing import final
+from typing import ClassVar, final
 
 from ..errors import ProcessGroupError
 from .event_loop import acquire_event_loop
@@ -57,6 +60,9 @@ class Liveness:
         ProcessGroupError: the ranks did not come together.
     """
 
+    _all: ClassVar["weakref.WeakSet[Liveness]"] = weakref.WeakSet()
+    """Those of this process."""
+
     def __init__(
         self, store: TorchStore, rank: int, size: int, seconds: float, *, on_lost: Notice, on_left: Notice
     ) -> None:
@@ -73,6 +79,7 @@ class Liveness:
         # A process that ends in order has left. Not atexit: children of multiprocessing do not run that.
         self._at_exit = Finalize(None, self._leave, exitpriority=100)
         self._loop = acquire_event_loop()
+        self._all.add(self)
         try:
             if rank == 0:
                 self._serve(store, seconds)
@@ -101,6 +108,17 @@ class Liveness:
         self._closing = True
         with suppress(OSError):  # or late; the others see the connection end
             self._loop.run(self._say_goodbye(), GOODBYE_SECONDS)
+
+    @classmethod
+    def let_go_in_child(cls) -> None:
+        """In a process that was forked: holds none of the connections open."""
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for watch in cls._all:
+            sockets = [writer.get_extra_info("socket") for writer in watch._writers.values()]
+            for each in [*sockets, *(watch._server.sockets if watch._server is not None else ())]:
+                if each.fileno() >= 0:  # which objects here may still close: so it is kept, for nothing
+                    os.dup2(nothing, each.fileno(), inheritable=False)
+        os.close(nothing)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, self._size) if rank not in self._writers]
@@ -187,6 +205,9 @@ class Liveness:
         for writer in self._writers.values():
             with suppress(OSError):
                 await writer.wait_closed()
+
+
+os.register_at_fork(after_in_child=Liveness.let_go_in_child)
 
 
 async def _greeted(reader: asyncio.StreamReader, word: str, size: int) -> int | None:

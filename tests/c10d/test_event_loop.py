@@ -1,6 +1,7 @@
 """The loop that stores and agents share."""
 
 import asyncio
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +28,26 @@ def test_its_users_share_one_thread_that_ends_with_the_last():
     third = acquire_event_loop()
     assert third.run(current_thread()) is not thread
     third.release()
+
+
+def use_after_fork() -> int:
+    """The exit status of a child that is forked while there is a loop, and uses one."""
+    held = acquire_event_loop()
+    child = os.fork()
+    if child == 0:
+        try:
+            acquire_event_loop().run(current_thread(), 30)
+        except TimeoutError:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    held.run(current_thread())
+    held.release()
+    return status
+
+
+def test_a_forked_process_starts_its_own(workers):
+    assert workers(1)[0].run(use_after_fork) == 0
 
 
 def test_it_refuses_to_wait_for_itself():

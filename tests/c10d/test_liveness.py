@@ -1,7 +1,9 @@
 """The watch over a group: deaths and departures are told to all, strangers are not listened to."""
 
 import json
+import os
 import queue
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -60,6 +62,35 @@ def test_a_death_is_told_to_all(watching, dies):
     started[dies].kill()
     others = [member for rank, member in enumerate(started) if rank != dies]
     assert everywhere(others, next_notice) == [("lost", dies, DIED)] * 3
+
+
+def fork() -> int:
+    """Forks a process that lives until it is killed, as a DataLoader's worker may; its id."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    return child
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_death_is_told_though_a_child_lives(watching, dies):
+    started = watching(2)
+    child = started[dies].run(fork)
+    try:
+        started[dies].kill()
+        assert started[1 - dies].run(next_notice) == ("lost", dies, DIED)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_watch_goes_on_after_a_fork(watching):
+    """What a child does with its copies of the connections does not concern them."""
+    first, second, third = watching(3)
+    for member in (first, second):
+        os.kill(member.run(fork), signal.SIGKILL)
+    third.run(close)
+    assert everywhere([first, second], next_notice) == [("left", 2, "it left the group")] * 2
 
 
 @pytest.mark.parametrize("leaves", [0, 2])
