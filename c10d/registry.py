@@ -15,13 +15,19 @@ import torch.distributed
 from torch.distributed import Backend
 from torch.distributed.distributed_c10d import BackendConfig
 
+from .collectives import Collectives
 from .engines.base import EngineFactory, Setup
 from .group_options import GroupOptions
 from .process_group import ProcessGroup
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
+from .untraced import leave_untraced
+from .work import GroupWork
 
 __all__ = ["GroupMaker", "register_engine"]
+
+
+leave_untraced(Collectives, ProcessGroup, GroupWork)
 
 
 def register_engine(name: str, factory: EngineFactory, devices: Sequence[str] = ("cpu",)) -> None:

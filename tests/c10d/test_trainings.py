@@ -73,3 +73,11 @@ def test_it_trains_as_on_gloo(groups, reference, name, engine, size):
     for ours, torchs in zip(everywhere(groups(engine, size), name), reference(name, size), strict=True):
         for tensor, wanted in zip(ours, torchs, strict=True):
             torch.testing.assert_close(tensor, wanted, **CLOSE.get(name, {}))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compiled_programs_train(groups, engine):
+    members = groups(engine, 2)
+    for pending in [member.start(trainings.ddp_compiled) for member in members]:
+        for tensor, wanted in zip(pending.result(), everywhere(members, "ddp")[0], strict=True):
+            torch.testing.assert_close(tensor, wanted)

@@ -77,6 +77,13 @@ def ddp() -> list[Tensor]:
     return parameters(model)
 
 
+def ddp_compiled() -> list[Tensor]:
+    """As ddp, by torch.compile; the groups of buckets, which DDP's C++ broadcasts, are no part of the program."""
+    model = DistributedDataParallel(network())
+    steps(torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters(), lr=0.1))
+    return parameters(model)
+
+
 @training
 def ddp_fp16() -> list[Tensor]:
     model = DistributedDataParallel(network())

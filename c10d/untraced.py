@@ -1,0 +1,23 @@
+"""Keeps torch.compile out of code that torch's C++ calls back.
+
+While a compiled program runs, Dynamo traces every Python function that is called. Those of a process group, such
+as a broadcast that DDP asks for, are not part of the program: they cannot be traced, and need not be.
+"""
+
+import inspect
+
+from torch._C._dynamo import eval_frame
+
+__all__ = ["leave_untraced"]
+
+
+def leave_untraced(*classes: type) -> None:
+    """Has the methods of these classes, and what they call, run as they are.
+
+    As torch.compiler.disable does, which would import the compiler, and costs time with every call.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    for each in classes:
+        for method in vars(each).values():
+            if inspect.isfunction(method):
+                eval_frame.set_code_exec_strategy(method.__code__, eval_frame._FrameExecStrategy(skip, skip))
