@@ -12,12 +12,6 @@ from typing import Final, final
 
 __all__ = ["Job", "Lane"]
 
-LOOK_SECONDS = 5e-3
-"""So long a patient lane leaves a job to who may be about to wait for it."""
-
-LOOKS = 20
-"""So often its thread looks for jobs by itself before it has to be woken for the next."""
-
 IDLE_SECONDS = 10.0
 """A thread with nothing to do ends after so long; the next operation that needs one starts another."""
 
@@ -35,10 +29,12 @@ class Job:
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None) -> None:
-        """Waits until it is done; runs it, if nobody does."""
-        if not self._over and not self._lane.run_until(self):
+        """Waits until it is done; runs it, if nobody does and there is no limit, for that takes what it takes."""
+        if not self._over and not (timeout is None and self._lane.run_until(self)):
             over = threading.Event()
             self.on_done(over.set)
+            if timeout is not None:
+                self._lane.wake()
             if not over.wait(timeout):
                 raise TimeoutError
         if self._error is not None:
@@ -80,21 +76,16 @@ class Job:
 class Lane:
     """Runs jobs in the order in which they were put on it, one at a time.
 
-    Owned by a process group. Its thread exists while there is something that nobody waits for. It is woken for
-    each job, unless the lane is patient: then it comes a little later, and not for jobs that somebody has waited
-    for by then. That suits receives, for torch does not say which of them are waited for at once.
+    Owned by a process group. Its thread exists while there is something that nobody waits for.
     """
 
-    def __init__(self, name: str, *, patient: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self._name: Final = name
         self._jobs: deque[Job] = deque()
         self._running = threading.Lock()
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._patient: Final = patient
-        self._looking = False
-        self._puts = 0
         self.changing: Final = threading.Lock()
         """Held while jobs of this lane take callbacks or become done."""
 
@@ -102,9 +93,8 @@ class Lane:
         """Adds a job; with `now` the caller is about to wait for it, so that no thread need be woken."""
         job = Job(self, run)
         self._jobs.append(job)
-        self._puts += 1
-        if not now and not self._looking:
-            self._wake()
+        if not now:
+            self.wake()
         return job
 
     def enter(self) -> bool:
@@ -120,7 +110,7 @@ class Lane:
         """Gives the lane back, to its thread if others have put jobs on it."""
         self._running.release()
         if self._jobs:
-            self._wake()
+            self.wake()
 
     def run_until(self, wanted: Job) -> bool:
         """Runs jobs up to this one; False if another thread is at it."""
@@ -142,7 +132,8 @@ class Lane:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Has the lane's thread run what is there."""
         with self._arrived:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
@@ -155,25 +146,8 @@ class Lane:
                 while self._jobs:
                     self._jobs.popleft().run()
             with self._arrived:
-                if self._patient:
-                    self._look_for_jobs()
                 if self._jobs:
                     continue
                 if self._closed or (not self._arrived.wait(IDLE_SECONDS) and not self._jobs):
                     self._thread = None
                     return
-
-    def _look_for_jobs(self) -> None:
-        """Returns once a job has been left alone for a while, or if none have come for longer."""
-        self._looking = True
-        looks = 0
-        while looks < LOOKS and not self._closed:
-            puts = self._puts
-            self._arrived.wait(LOOK_SECONDS)
-            if puts != self._puts:
-                looks = 0
-            elif self._jobs:
-                break
-            else:
-                looks += 1
-        self._looking = False  # before the caller looks once more: who puts a job on the lane now wakes the thread

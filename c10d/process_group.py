@@ -7,6 +7,7 @@ A group that failed stays so: after a timeout or the loss of a rank nobody can t
 every later operation raises the same error. Destroy it and make another.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -33,6 +34,8 @@ from .torch_types import TorchStore
 from .work import GroupWork
 
 __all__ = ["ProcessGroup"]
+
+log = logging.getLogger(__name__)
 
 _HARMLESS = (UnsupportedOperationError, ValueError, TypeError)
 """What engines raise before they have sent anything, on all ranks alike."""
@@ -80,6 +83,7 @@ class ProcessGroup(OwnBackend):
         self._engines: dict[str, Engine] = {}
         self._lanes: dict[tuple[str, str, int], Lane] = {}
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # another one, for the group may fail while an engine is made
         self._failure: Exception | None = None
         self._liveness: Liveness | None = None
         self._ended = threading.Event()
@@ -92,15 +96,20 @@ class ProcessGroup(OwnBackend):
         """That of a type of device, which is made when it is first asked for: all ranks must do so together."""
         engine = self._engines.get(device_type)
         if engine is None:
-            with self._lock:
+            with self._making:
                 engine = self._engines.get(device_type)
                 if engine is None:
-                    engine = self._engines[device_type] = self._make_engine(device_type, self)
+                    engine = self._make_engine(device_type, self)
+                    self.adopt(device_type, engine)
         return engine
 
     def adopt(self, device_type: str, engine: Engine) -> None:
         """Takes an engine for a type of device, which has none yet."""
-        self._engines[device_type] = engine
+        with self._lock:
+            self._engines[device_type] = engine
+            failure = self._failure
+        if failure is not None:
+            engine.fail(failure)
 
     def watch(self) -> None:
         """Notices from now on when another rank dies or leaves. All ranks call it together."""
@@ -119,8 +128,11 @@ class ProcessGroup(OwnBackend):
         Returns None if the caller wanted to wait at once: that has been done.
         """
         if self._failure is not None:
-            raise self._failure
-        if self._left:
+            raise self._failure.with_traceback(None)  # which grows with each raise, and its frames hold tensors
+        if torch.is_inference_mode_enabled():  # what engines make for a while is written to by other threads
+            with torch.inference_mode(mode=False):
+                return self.start(call)
+        if self._left and (call.name == "send" or not self.engine(call.device.type).notices_departures):
             self._check_presence(call.peer)
         entry = self._recorder.begin(call)
         try:
@@ -146,7 +158,7 @@ class ProcessGroup(OwnBackend):
 
     def _begin(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
         """Starts it, and waits for it if the caller would; None if it is over."""
-        if engine.blocking:
+        if engine.blocking and not (call.name == "recv" and engine.posts_receives):
             return self._begin_on_lane(call, engine, seconds, entry)
         finish = call.staging.finish if call.staging.needs_finish() else None
         pending = entry.pending = engine.start([partial(step, engine, seconds) for step in call.steps], finish)
@@ -176,7 +188,7 @@ class ProcessGroup(OwnBackend):
         source: int | None = None
         try:
             if self._failure is not None:
-                raise self._failure
+                raise self._failure.with_traceback(None)
             for step in call.steps:
                 source = cast("int | None", step(engine, seconds))
             call.staging.finish()
@@ -197,7 +209,7 @@ class ProcessGroup(OwnBackend):
         if lane is None:
             name = f"gradwire-{self._name or 'group'}-{kind}"
             with self._lock:
-                lane = self._lanes.setdefault(key, Lane(name, patient=kind == "recv"))
+                lane = self._lanes.setdefault(key, Lane(name))
         return lane
 
     def fail(self, error: Exception) -> None:
@@ -210,7 +222,10 @@ class ProcessGroup(OwnBackend):
         for engine in engines:
             engine.fail(error)
         if self._options.dump_folder is not None and not isinstance(error, GroupAbortedError):
-            write([self], Path(self._options.dump_folder))
+            try:
+                write([self], Path(self._options.dump_folder))
+            except OSError as problem:  # of which the user is to hear less than of the error
+                log.warning("the flight recorder of group %s could not be written: %s", self._name, problem)
 
     def fail_for_engine(self, error: Exception) -> None:
         """As `fail`, with an error that an engine found; a rank that is about to leave explains it better."""
@@ -224,6 +239,8 @@ class ProcessGroup(OwnBackend):
         self._leaving = self._leaving or error
         if not self._ended.wait(GRACE_SECONDS):
             self._left[rank] = error
+            if all(engine.notices_departures for engine in self._engines.values()):
+                return
             if any(self._needs(rank, peer) for peer in self._recorder.peers_under_way()):
                 self.fail(error)
 

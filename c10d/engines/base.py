@@ -6,7 +6,9 @@ matching dtypes and sizes; roots and peers are ranks of this group.
 
 A `blocking` engine returns when the operation is done, or raises. Its collectives are called one after another in
 the order in which this rank issued them, and so are its sends to one peer and its receives from one peer, but
-these three on different threads. One that is not blocking starts the operation and returns a Pending.
+these three on different threads. One that is not blocking starts the operation and returns a Pending. Between them
+is one that blocks but `posts_receives`: its `recv` returns a Pending, so receives with different tags may end in
+any order.
 
 One that works `on_streams` of a GPU is not blocking, and goes further: waiting for its Pending makes the current
 streams wait, not the caller, and `on_done` calls back as soon as a wait would not block.
@@ -81,7 +83,10 @@ class Engine(ABC):
     """What users call it, such as `"gloo"`."""
 
     blocking: ClassVar[bool] = True
+    posts_receives: ClassVar[bool] = False
     on_streams: ClassVar[bool] = False
+    notices_departures: ClassVar[bool] = False
+    """Does it raise RankLostError by itself where a rank that has left the group is needed, and only there?"""
 
     def __init__(self, setup: Setup) -> None:
         self.rank = setup.rank

@@ -362,8 +362,7 @@ class _Reducible:
         """The tensor, multiplied by the reduction's factor."""
         prepare(reduction, tensor)
         if tensor.dtype in _WIDER:
-            with torch.inference_mode(mode=False):  # another thread may write to it
-                wide = flat(tensor).to(_WIDER[tensor.dtype])
+            wide = flat(tensor).to(_WIDER[tensor.dtype])
             return cls(wide, wide, bools=False)
         if tensor.dtype == torch.bool:
             return cls(as_bytes(tensor), None, bools=True)

@@ -170,11 +170,10 @@ class Progress:
     def add(self, operation: Operation) -> None:
         """Looks after it from now on."""
         self._operations[id(operation)] = operation
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="gradwire-mpi", daemon=True)
-                    self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="gradwire-mpi", daemon=True)
+                self._thread.start()
 
     def remove(self, operation: Operation) -> None:
         """It is over."""

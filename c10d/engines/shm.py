@@ -20,6 +20,7 @@ from .shm_layout import SLOT, Layout
 from .shm_mailbox import Mailbox
 from .shm_members import meet
 from .shm_peers import Peers
+from .shm_receive import Receive
 from .shm_segment import Segment
 from .shm_signals import LINE, Signals, check_platform
 
@@ -44,6 +45,8 @@ class ShmEngine(Engine):
     """
 
     name: ClassVar[str] = "shm"
+    posts_receives: ClassVar[bool] = True
+    notices_departures: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -63,7 +66,7 @@ class ShmEngine(Engine):
         signals = Signals(segment.words, segment.address)
         self._peers = Peers(setup, members, layout, segment, signals)
         self._board = Board(layout, segment, signals, self._peers)
-        self._mailbox = Mailbox(layout, segment, signals, self._peers)
+        self._mailbox = Mailbox(layout, segment, signals, self._peers, setup.failed)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
         """The root's slot, read by all others."""
@@ -258,12 +261,13 @@ class ShmEngine(Engine):
         """Is there room for all of it?"""
         return self._mailbox.has_room(tensor.nbytes, peer)
 
-    def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
+    def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Receive:
         """From the channel of the peer, or of any rank."""
         return self._mailbox.receive(tensor, peer, tag, timeout)
 
     def close(self) -> None:
         """The memory goes with the last reference to it."""
+        self._mailbox.close()
 
     def fail(self, error: Exception) -> None:
         """Wakes all that wait here; the other ranks learn that this one is gone."""

@@ -29,26 +29,22 @@ def test_what_nobody_waits_for_runs_on_a_thread_of_its_own():
     assert "test" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_patient_lane_leaves_jobs_to_who_waits_and_runs_the_others():
-    lane = Lane("test", patient=True)
-    threads: list[threading.Thread] = []
+def test_who_waits_with_a_limit_does_not_run_the_job_itself():
+    lane = Lane("test")
+    go_on = threading.Event()
+    threads = []
 
-    def note() -> None:
-        threads.append(threading.current_thread())
+    def run() -> None:
+        threads.append(threading.current_thread().name)
+        go_on.wait(10)
 
-    ran = threading.Event()
-    lane.put(note, now=False).on_done(ran.set)
-    assert ran.wait(10)
-    for _ in range(100):  # some while its thread looks for jobs, some after
-        lane.put(note, now=False).wait(None)
-        ran.clear()
-        lane.put(note, now=False).on_done(ran.set)
-        assert ran.wait(10)
-    assert len(threads) == 201
-    assert threading.current_thread() in threads
-    assert {thread.name for thread in threads[::2]} == {"test"}
+    job = lane.put(run, now=True)
+    with pytest.raises(TimeoutError):
+        job.wait(0.01)
+    go_on.set()
+    job.wait(None)
+    assert threads == ["test"]
     lane.close()
-    assert "test" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_lane_is_entered_only_when_nothing_is_on_it():

@@ -1,0 +1,199 @@
+"""Messages between two ranks, on all engines for tensors on the CPU."""
+
+import threading
+import time
+import traceback
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire.errors import GroupAbortedError, RankLostError
+
+from tests.c10d.members import join_all, receive, send
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
+
+ENGINES = ["shm", "gloo", "mpi"]
+
+
+@pytest.fixture(params=ENGINES)
+def pair(request, workers, tmp_path):
+    """Two ranks."""
+    started = workers(2)
+    join_all(started, tmp_path / "store", f"gradwire_{request.param}", 60)
+    return started
+
+
+@pytest.fixture
+def pair_on_shm(workers, tmp_path):
+    started = workers(2)
+    join_all(started, tmp_path / "store", "gradwire_shm", 60)
+    return started
+
+
+def ask_for_the_later_one_first() -> list[float]:
+    """The first receive gets its message only when the second is over."""
+    first, second = torch.zeros(1), torch.zeros(1)
+    works = [dist.irecv(first, 0, tag=1), dist.irecv(second, 0, tag=2)]
+    works[1].wait()
+    send(0, tag=9)
+    works[0].wait()
+    return [first.item(), second.item()]
+
+
+def send_the_later_one_first() -> None:
+    dist.send(torch.full((1,), 2.0), 1, tag=2)
+    receive(1, tag=9)
+    dist.send(torch.full((1,), 1.0), 1, tag=1)
+
+
+def test_receives_with_different_tags_end_in_any_order(pair):
+    asked = pair[1].start(ask_for_the_later_one_first)
+    pair[0].run(send_the_later_one_first)
+    assert asked.result() == [1.0, 2.0]
+
+
+def give_up_then_go_on() -> list[object]:
+    """Waits a little for what does not come, and then for what does."""
+    tensor = torch.zeros(3)
+    work = dist.irecv(tensor, 0)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        work.wait(timedelta(seconds=0.05))
+    waited = time.monotonic() - begun
+    came = work.is_completed()
+    send(0, tag=5)
+    work.wait()
+    return [waited < 30, came, tensor.tolist()]  # it may take 60 s
+
+
+def send_when_asked() -> None:
+    receive(1, tag=5)
+    dist.send(torch.ones(3), 1)
+
+
+def test_a_wait_with_a_limit_ends_and_the_receive_goes_on(pair):
+    asked = pair[1].start(give_up_then_go_on)
+    pair[0].run(send_when_asked)
+    assert asked.result() == [True, False, [1.0, 1.0, 1.0]]
+
+
+def receive_without_waiting() -> list[object]:
+    """By a future, and by asking over and over."""
+    tensors = [torch.zeros(2), torch.zeros(2)]
+    works = [dist.irecv(tensor, 0, tag=tag) for tag, tensor in enumerate(tensors)]
+    arrived = threading.Event()
+    works[0].get_future().add_done_callback(lambda _: arrived.set())
+    send(0, tag=5)
+    called = arrived.wait(50)
+    while not works[1].is_completed():
+        arrived.wait(0)
+    return [called, works[1].is_success(), *(tensor.tolist() for tensor in tensors)]
+
+
+def send_two_when_asked() -> None:
+    receive(1, tag=5)
+    for tag in range(2):
+        dist.send(torch.full((2,), float(tag)), 1, tag=tag)
+
+
+def test_receives_that_nobody_waits_for_get_done(pair):
+    asked = pair[1].start(receive_without_waiting)
+    pair[0].run(send_two_when_asked)
+    assert asked.result() == [True, True, [0.0, 0.0], [1.0, 1.0]]
+
+
+COUNT, LARGE = 20, 300_000
+
+
+def receive_large_later() -> list[bool]:
+    """More than fits between the two ranks, and received by nobody for the time being."""
+    tensors = [torch.zeros(LARGE) for _ in range(COUNT)]
+    works = [dist.irecv(tensor, 0) for tensor in tensors]
+    receive(0, tag=1)  # sent after all of them
+    for work in works:
+        work.wait()
+    return [bool((tensor == number).all()) for number, tensor in enumerate(tensors)]
+
+
+def send_large() -> None:
+    for number in range(COUNT):
+        dist.send(torch.full((LARGE,), float(number)), 1)
+    send(1, tag=1)
+
+
+def test_a_wait_for_one_message_lets_others_come(pair):
+    asked = pair[1].start(receive_large_later)
+    pair[0].run(send_large)
+    assert asked.result() == [True] * COUNT
+
+
+def receive_on_threads(count: int) -> list[float]:
+    """Each thread receives what has its tag."""
+    tensors = [torch.zeros(1000) for _ in range(count)]
+    threads = [
+        threading.Thread(target=dist.recv, args=(tensor, 0), kwargs={"tag": tag})
+        for tag, tensor in enumerate(tensors)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    return [tensor.mean().item() for tensor in tensors]
+
+
+def send_backwards(count: int) -> None:
+    for tag in reversed(range(count)):
+        dist.send(torch.full((1000,), float(tag)), 1, tag=tag)
+
+
+def test_many_threads_receive_at_once(pair):
+    asked = pair[1].start(receive_on_threads, 8)
+    pair[0].run(send_backwards, 8)
+    assert asked.result() == [float(tag) for tag in range(8)]
+
+
+def send_and_leave() -> None:
+    dist.send(torch.ones(2), 1)
+    dist.destroy_process_group()
+
+
+def receive_from_one_that_left() -> list[object]:
+    group, looked = dist.group.WORLD, threading.Event()
+    while not group._left:
+        looked.wait(0.05)
+    tensor = torch.zeros(2)
+    dist.recv(tensor, 0)
+    with pytest.raises(RankLostError, match="rank 0"):
+        dist.recv(tensor, 0)
+    with pytest.raises(RankLostError, match="rank 0"):
+        dist.send(tensor, 0)
+    return tensor.tolist()
+
+
+def test_what_was_sent_before_its_sender_left_is_received(pair_on_shm):
+    asked = pair_on_shm[1].start(receive_from_one_that_left)
+    pair_on_shm[0].run(send_and_leave)
+    assert asked.result() == [1.0, 1.0]
+
+
+def fail_often() -> tuple[int, bool]:
+    """How long the traceback of the error is after many calls, and whether a tensor of one of them lives."""
+    dist.group.WORLD.abort()
+    references = []
+    for _ in range(50):
+        tensor = torch.ones(3)
+        references.append(weakref.ref(tensor))
+        with pytest.raises(GroupAbortedError) as raised:
+            dist.all_reduce(tensor)
+    depth = len(traceback.extract_tb(raised.value.__traceback__))
+    del raised, tensor
+    return depth, any(reference() is not None for reference in references[:-1])
+
+
+def test_a_failed_group_keeps_no_tensors(pair_on_shm):
+    depth, kept = pair_on_shm[0].run(fail_often)
+    assert depth < 20
+    assert not kept
