@@ -21,11 +21,11 @@ from ...c10d.torch_types import TorchStore
 from ...errors import GroupAbortedError
 from ...proto.v1 import agent_pb2
 from ..control import ControlMessages
+from ..meeting import Meeting
 from ..options import BroadcastOptions, ChannelOptions
 from ..tensors import Buffer
 from ..worker import WorkerInfo
 from .base import Channel, Start
-from .broadcast_group import Meeting
 from .broadcast_receiving import ReceivingGroup
 from .broadcast_sending import Broadcast, SendingGroup
 

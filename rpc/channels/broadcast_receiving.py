@@ -9,9 +9,10 @@ from typing import Any, final
 import torch
 
 from ...proto.v1 import agent_pb2
+from ..meeting import Meeting
 from ..tensors import Buffer
 from .base import Channel
-from .broadcast_group import BroadcastGroup, Meeting
+from .broadcast_group import BroadcastGroup
 
 __all__ = ["ReceivingGroup", "by_chunks"]
 

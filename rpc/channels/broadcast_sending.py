@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from ...proto.v1 import agent_pb2
+from ..meeting import Meeting
 from .base import Channel, Start
-from .broadcast_group import BroadcastGroup, Meeting
+from .broadcast_group import BroadcastGroup
 
 __all__ = ["Broadcast", "SendingGroup"]
 

@@ -15,6 +15,7 @@ from gradwire.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from gradwire.rpc import meeting
 from gradwire.rpc.channels import broadcast, broadcast_group
 from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
 
@@ -310,7 +311,7 @@ def test_the_sender_is_killed_in_the_middle(workers):
 
 
 def be_impatient() -> None:
-    broadcast_group.PATIENCE = 0.3
+    meeting.PATIENCE = broadcast_group.PATIENCE = 0.3
     broadcast_group.SLOWEST = 1 << 40
 
 
@@ -347,7 +348,7 @@ def test_workers_that_cannot_form_a_group(workers, who):
     workers.each(started, be_impatient)
 
     def break_engine() -> None:
-        broadcast_group.best_engine = no_engine
+        meeting.best_engine = no_engine
 
     started[who].run(break_engine)
 
