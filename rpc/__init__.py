@@ -24,7 +24,7 @@ from .calls import broadcast_call, rpc_async, rpc_sync
 from .collectives import AllGatherStates, all_gather, barrier
 from .futures import Future
 from .global_profile import server_process_global_profile
-from .options import BroadcastOptions, ChannelOptions, RpcBackendOptions
+from .options import BroadcastOptions, ChannelOptions, GatheringOptions, RpcBackendOptions
 from .streams import RpcStream, rpc_stream
 from .wait_all import wait_all
 from .worker import WorkerInfo
@@ -41,6 +41,7 @@ __all__ = [
     "BroadcastOptions",
     "ChannelOptions",
     "Future",
+    "GatheringOptions",
     "RRef",
     "RpcAgent",
     "RpcBackendOptions",

@@ -43,6 +43,8 @@ CONTROL_KINDS = (
     "autograd.release",
     "broadcast.ended",
     "broadcast.missed",
+    "gather.ask",
+    "gather.tell",
     "rref.accept",
     "rref.await",
     "rref.delete",

@@ -67,15 +67,15 @@ class GrpcAgent(RpcAgent):
         self._closed = False
         self._shutdown = threading.Lock()
         self.control = ControlMessages(self, parts.scheduler)
-        self._gatherings = Gatherings(self)
         self._handlers: dict[MessageType.ValueType, Handler] = {
             MessageType.CONTROL: self.control.handler(),
-            **self._gatherings.handlers(),
             MessageType.GREETING: Handler(lambda _message: None),
         }
         self._activity = Activity()
         self._executor = parts.executor(options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread)
         self._messaging = Messaging(info, options, self._handlers)
+        self._gatherings = Gatherings(self, self._messaging)
+        self._handlers.update(self._gatherings.handlers())
         self._requests = Requests(self._messaging, self._handlers, self._executor, self._activity)
         self._service = Service(info, self._messaging, self._handlers, self._executor, self._activity)
         pending = self._requests.pending
@@ -91,7 +91,8 @@ class GrpcAgent(RpcAgent):
     def open(self, members: Sequence[Member], store: TorchStore | None = None) -> None:
         """Makes the extensions, and lets the members of the group in.
 
-        With a store, which all members have, large payloads for several of them are broadcast.
+        With a store, which all members have, large payloads for several of them are broadcast, and those that
+        gather often do so through process groups.
         """
         self._network.open(members)
         if store is not None:
@@ -103,6 +104,7 @@ class GrpcAgent(RpcAgent):
                     sent_again=self._messaging.traffic.sent_again,
                 )
             )
+            self._gatherings.paths.open(store)
         for factory in extension_factories():
             extension = factory(self)
             self._handlers.update(extension.handlers())
@@ -278,6 +280,7 @@ class GrpcAgent(RpcAgent):
             **self._messaging.traffic.counts(),
             "transports": self._network.transport_names(),
             "broadcast_groups": self._network.broadcasts.groups,
+            "gather_groups": self._gatherings.paths.formed,
         }
         for extension in self._messaging.extensions:
             info.update(extension.live_objects())
@@ -309,6 +312,7 @@ class GrpcAgent(RpcAgent):
         self._network.leave()
         for extension in self._messaging.extensions:
             extension.close()
+        self._gatherings.paths.close()
         self._network.disconnect()
         self.control.close()
         self._deadlines.close()

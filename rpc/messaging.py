@@ -12,6 +12,7 @@ from .accounting import Traffic
 from .channels.broadcast_sending import Broadcast
 from .channels.router import Arrived
 from .device_maps import NO_DEVICES, DeviceMap, device_map_of_answer
+from .flat import can_flatten, flatten, unflatten
 from .messages import Extension, Handler, Incoming, MessageType, Outgoing
 from .options import RpcBackendOptions
 from .serialization import Packed, Packer
@@ -72,6 +73,19 @@ class Messaging:
     ) -> Packed:
         """Pickles a value for a worker. Raises SerializationError."""
         return self._packer.pack(value, what, self.device_map(worker, reply_to))
+
+    def flatten(self, value: object, what: str, worker: WorkerInfo) -> memoryview | None:
+        """A value as one piece of bytes for several workers, of whom this is one; None if it must go in a message.
+
+        Raises SerializationError.
+        """
+        packed = self.pack(value, what, worker, None)
+        return flatten(packed) if can_flatten(packed) else None
+
+    def unflatten(self, data: bytes | bytearray) -> Any:
+        """The value that was flattened. Raises what `unpack` does."""
+        body, tensors = unflatten(data)
+        return self.unpack(Incoming(self._me, agent_pb2.Envelope(), body, tensors))
 
     def send(
         self,

@@ -13,6 +13,7 @@ __all__ = [
     "BroadcastOptions",
     "ChannelOptions",
     "Device",
+    "GatheringOptions",
     "RpcBackendOptions",
     "check_rpc_timeout",
 ]
@@ -68,12 +69,35 @@ class BroadcastOptions:
     max_groups: int = 8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enabled, bool):
-            raise TypeError(f"enabled is {self.enabled!r}: give True or False")
-        for name in ("threshold", "max_groups"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: give a whole number, at least 1")
+        _check_switch_and_counts(self, "threshold", "max_groups")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheringOptions:
+    """When `all_gather` and `barrier` go through a process group of the workers, in static groups.
+
+    It is formed in the background, and all of the workers must have this enabled.
+
+    enabled: False to have them go by messages always.
+    after: gatherings of the same workers that go by messages first, so that few of them do not cost a group.
+    max_groups: sets of workers for which this worker keeps a process group; that used longest ago is given up.
+    """
+
+    enabled: bool = True
+    after: int = 4
+    max_groups: int = 8
+
+    def __post_init__(self) -> None:
+        _check_switch_and_counts(self, "after", "max_groups")
+
+
+def _check_switch_and_counts(options: BroadcastOptions | GatheringOptions, *counts: str) -> None:
+    if not isinstance(options.enabled, bool):
+        raise TypeError(f"enabled is {options.enabled!r}: give True or False")
+    for name in counts:
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}: give a whole number, at least 1")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +114,7 @@ class RpcBackendOptions:
         reaches a worker can run code in it.
     channels: where tensor bytes travel.
     broadcasts: when tensors for several workers travel to all of them at once.
+    gatherings: when `all_gather` and `barrier` go through shared memory, or what else a process group uses.
     device_maps: by the name of a called worker, which of this worker's CUDA devices become which of that one's
         for the tensors of a call; its results come back the opposite way.
     devices: this worker's CUDA devices that take part in calls. By default those in `device_maps`.
@@ -103,6 +128,7 @@ class RpcBackendOptions:
     insecure: bool = False
     channels: ChannelOptions = field(default_factory=ChannelOptions)
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
+    gatherings: GatheringOptions = field(default_factory=GatheringOptions)
     device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
     devices: Sequence[Device] = ()
 
@@ -169,6 +195,12 @@ def _check_broadcasts(value: Any) -> Any:
     return value
 
 
+def _check_gatherings(value: Any) -> Any:
+    if not isinstance(value, GatheringOptions):
+        raise TypeError(f"gatherings is {value!r}: give a GatheringOptions")
+    return value
+
+
 def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
     """With devices in place of their names."""
     found: dict[Device, Device] = {}
@@ -209,6 +241,7 @@ _CHECKS = {
     "num_worker_threads": _check_threads,
     "channels": _check_channels,
     "broadcasts": _check_broadcasts,
+    "gatherings": _check_gatherings,
     "device_maps": _check_device_maps,
     "devices": _check_devices,
 }

@@ -40,11 +40,11 @@ def test_the_leader_dies_when_it_has_told_one_of_two(workers):
     def die_between_answers() -> None:
         def complete(self: Gatherings) -> None:
             with self._lock:
-                for gathering in self._open.values():
-                    if gathering.expected <= gathering.values.keys():
+                for key, gathering in self._open.items():
+                    if gathering.complete:
                         # Not the last to come: its request is still being handled here.
                         told, member = next((i, m) for i, m in enumerate(gathering.values) if m != 0)
-                        gathering.answers[told].set_result(gathering.values)
+                        gathering.answers[told].set_result(gathering.outcome(key[1]))
                         wait_until(lambda member=member: rpc.rpc_sync(member, rounds_finished) == 1)
                         os.kill(os.getpid(), signal.SIGKILL)
 
