@@ -102,13 +102,17 @@ class Gatherings:
         self._agent = agent
         self._messaging = messaging
         self._lock = threading.Lock()
+        self._turns: dict[tuple[str, tuple[int, ...]], threading.Lock] = defaultdict(threading.Lock)
+        """Of each gathering: held while it goes through a round."""
         self._rounds: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+        """Of each gathering: how many there have been. Changed with its turn."""
         self._open: dict[Key, _Gathering] = {}
         self._finished: dict[tuple[str, tuple[int, ...]], tuple[int, Outcome]] = {}
         """The last round of each gathering whose outcome is known here."""
         self._askers: dict[Key, set[int]] = {}
         """Leaders that want to know what comes out of a round."""
         self.paths = GatherPaths(agent.info.id, agent.options.gatherings, agent.options.channels.max_payload_bytes)
+        """Which way those of users go."""
         agent.control.on(ASK, self._asked)
         agent.control.on(TELL, lambda _worker, what: self._finish(*what))
 
@@ -127,33 +131,69 @@ class Gatherings:
         by_id = {worker.id: worker for worker in sorted(members, key=lambda worker: worker.id)}
         ids = tuple(by_id)
         deadline = time.monotonic() + timeout if timeout else None
-        with self._lock:
-            number = self._rounds[topic, ids]
-            self._rounds[topic, ids] += 1
-        key = (topic, number, ids)
-        tried = False
-        outcome = None
-        if topic == GROUP_TOPIC and (group := self.paths.begin(ids, number)) is not None:
-            tried, outcome = self._through_group(group, key, value, by_id, timeout)
-        while outcome is None:
-            outcome = self._by_messages(key, value, by_id, tried, timeout, deadline, still_waiting)
-            tried = True
-        if topic == GROUP_TOPIC:
-            self.paths.learn(ids, number, tuple(sorted(outcome.values)), outcome.plan)
+        with self._turn(topic, ids, timeout) as number:
+            outcome = self._go_through((topic, number, ids), value, by_id, timeout, deadline, still_waiting)
         if not outcome.flat:
             return dict(outcome.values)
         return {identifier: self._messaging.unflatten(flat) for identifier, flat in outcome.values.items()}
 
+    @contextlib.contextmanager
+    def _turn(self, topic: str, ids: tuple[int, ...], timeout: float) -> Iterator[int]:
+        """The number of the next round, which begins when the one before is over on this worker.
+
+        So who is in a round needs no result older than that of the round before.
+        """
+        with self._lock:
+            turn = self._turns[topic, ids]
+        with self._agent.blocking():
+            if not turn.acquire(timeout=timeout or -1):
+                what = f"{topic!r}, as an earlier round of the same workers is not over on"
+                raise RpcTimeoutError(self._agent.info.name, timeout, what)
+        try:
+            number = self._rounds[topic, ids]
+            self._rounds[topic, ids] += 1
+            yield number
+        finally:
+            turn.release()
+
+    def _go_through(
+        self,
+        key: Key,
+        value: object,
+        members: Mapping[int, WorkerInfo],
+        timeout: float,
+        deadline: float | None,
+        still_waiting: Callable[[Sequence[str]], None],
+    ) -> Outcome:
+        """What comes out of a round, on the way that it goes."""
+        topic, number, ids = key
+        tried = False
+        outcome = None
+        if topic == GROUP_TOPIC and (group := self.paths.begin(ids, number)) is not None:
+            tried, outcome = self._through_group(group, key, value, members, deadline)
+        while outcome is None:
+            outcome = self._by_messages(key, value, members, tried, timeout, deadline, still_waiting)
+            tried = True
+        if topic == GROUP_TOPIC:
+            self.paths.learn(ids, number, tuple(sorted(outcome.values)), outcome.plan)
+        return outcome
+
     def _through_group(
-        self, group: GatherGroup, key: Key, value: object, members: Mapping[int, WorkerInfo], timeout: float
+        self,
+        group: GatherGroup,
+        key: Key,
+        value: object,
+        members: Mapping[int, WorkerInfo],
+        deadline: float | None,
     ) -> tuple[bool, Outcome | None]:
         """Has a round been tried, and its outcome if it went through the group."""
         with self._not_begun(key):
             flat = self._messaging.flatten(value, "the value", members[self._leader(key)])
+        # The other half of the time is for going by messages, and for finding out who is missing.
+        seconds = (deadline - time.monotonic()) / 2 if deadline is not None else LONGEST
         try:
             with self._agent.blocking():
-                # Half of the time is for going by messages, and for finding out who is missing.
-                values = group.all_gather(key[1], flat, timeout / 2 if timeout else LONGEST)
+                values = group.all_gather(key[1], flat, seconds)
         except Exception as error:
             log.debug("worker %s gathers by messages: %s", self._agent.info.name, error)
             self.paths.give_up(key[2])
@@ -184,6 +224,8 @@ class Gatherings:
         standing = self.paths.standing(ids) if topic == GROUP_TOPIC else NO_STANDING
         body = (topic, number, ids, value, standing, tried)
         left = max(1e-3, deadline - time.monotonic()) if deadline is not None else 0.0
+        with self._lock:
+            self._askers.get(key, set()).discard(leader)  # it gets this value, and so needs no result
         with self._not_begun(key):
             future = self._agent.request(members[leader], MessageType.GATHER, body, timeout=left, what=WHAT)
         try:
@@ -205,8 +247,7 @@ class Gatherings:
             yield
         except SerializationError:
             topic, _, ids = key
-            with self._lock:
-                self._rounds[topic, ids] -= 1
+            self._rounds[topic, ids] -= 1
             raise
 
     def _leader(self, key: Key) -> int:

@@ -3,7 +3,7 @@
 A group is made for a set of workers that has gathered some times, in the background. With its value by messages
 each member tells how far it is, and the leader makes a plan of that for the next round, which all get with the
 result. So all that have the result agree on when a group begins to form, who is in it, and from which round on it
-is used; who has not got the result, or is in two rounds at once, gives its group up, which the others notice.
+is used. Who has not got the result gives its group up, which the others notice.
 """
 
 import itertools
@@ -122,7 +122,7 @@ class GatherPaths:
             if found.last == number - 1:
                 found.used = next(self._uses)
                 return found.group if found.through_group == number else None
-        self.give_up(members)  # the others may be in a round that this one knows nothing of
+        self.give_up(members)  # the others may know from the round before that they all go through a group
         return None
 
     def standing(self, members: Members) -> Standing:
@@ -169,7 +169,9 @@ class GatherPaths:
 
     def worker_lost(self, worker: int) -> None:
         """Ends the groups that a lost worker is in."""
-        for members in [each for each in list(self._sets) if worker in each]:
+        with self._lock:
+            broken = [members for members in self._sets if worker in members]
+        for members in broken:
             self.give_up(members)
 
     def close(self) -> None:

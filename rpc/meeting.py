@@ -46,7 +46,7 @@ class Seat:
         self._meeting = meeting
         self._lock = threading.Lock()
         self._engine: Engine | None = None
-        self._store: Store | None = None
+        self._store: PrefixStore | None = None
         self._left: Exception | None = None
 
     def take(self) -> Engine:
@@ -70,9 +70,7 @@ class Seat:
                 )
             )
         finally:
-            store.close()
-            if isinstance(under := store.underlying_store, Store):
-                under.close()
+            _close(store)
         with self._lock:
             self._engine = engine
             self._check()
@@ -92,9 +90,9 @@ class Seat:
                     self._engine.fail(self._left)
 
     def stop_meeting(self) -> None:
-        """Has `take` wait no more for the others."""
+        """Has `take` wait no more for the others, if it meets them at a store of gradwire's."""
         if (store := self._store) is not None:
-            store.close()
+            _close(store)
 
     def give_back(self, problem: Exception | None = None) -> None:
         """Leaves, because of this problem if there is one, and gives back what the group holds.
@@ -111,3 +109,10 @@ class Seat:
     def _check(self) -> None:
         if self._left is not None:
             raise self._left
+
+
+def _close(store: PrefixStore) -> None:
+    """Closes a store and the clone under it."""
+    store.close()
+    if isinstance(under := store.underlying_store, Store):
+        under.close()

@@ -8,9 +8,9 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import SerializationError
 from gradwire.rpc.agent import current_agent
-from gradwire.rpc.gather import Gatherings
+from gradwire.rpc.gather import ASK, Gatherings
 
-from tests.remote_functions import wait_until
+from tests.remote_functions import set_event, wait_for, wait_until
 
 
 def gather(value: object) -> dict[int, object]:
@@ -58,6 +58,46 @@ def test_the_leader_dies_when_it_has_told_one_of_two(workers):
         first, second = p.result()
         assert first == everything
         assert second == {1: "b", 2: "c"}
+
+
+def test_the_leader_dies_when_it_has_told_one_that_does_not_come_again(workers):
+    """The next leader asks for the result, and gets it although whom it asks has not got it by then."""
+    a, b, c, d = workers.rpc(4)
+
+    def die_between_answers() -> None:
+        def complete(self: Gatherings) -> None:
+            with self._lock:
+                for key, gathering in self._open.items():
+                    if gathering.complete:
+                        answer = gathering.answers[list(gathering.values).index(2)]
+                        answer.set_result(gathering.outcome(key[1]))
+                        rpc.rpc_sync("worker2", wait_for, ("about to finish",))
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+        Gatherings._complete = complete
+
+    def be_slow() -> None:
+        gatherings, finish = current_agent()._gatherings, Gatherings._finish
+        was_asked = threading.Event()
+
+        def ask(leader: rpc.WorkerInfo, key: object) -> None:
+            gatherings._asked(leader, key)
+            was_asked.set()
+
+        def finish_when_asked(self: Gatherings, *args: object) -> None:
+            set_event("about to finish")
+            assert was_asked.wait(30)
+            finish(self, *args)
+
+        current_agent().control.on(ASK, ask)
+        Gatherings._finish = finish_when_asked
+
+    c.run(be_slow)
+    a.run(die_between_answers)
+    a.start(gather, "a")
+    pending = [worker.start(gather, worker.name) for worker in (b, c, d)]
+    expected = {0: "a", 1: "worker1", 2: "worker2", 3: "worker3"}
+    assert [p.result() for p in pending] == [expected] * 3
 
 
 def twice(value: str) -> tuple[dict[int, object], dict[int, object]]:
