@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import gatherings
 from benchmarks.autograd import CASES
 from benchmarks.harness import Comparison
 
@@ -66,3 +67,15 @@ def test_broadcast_calls_are_measured():
     (row,) = (line for line in done.stdout.splitlines() if line.strip().startswith("1 MiB"))
     ours, theirs, ratio = map(float, (row.split()[2], row.split()[4], row.split()[6]))
     assert ratio == pytest.approx(ours / theirs, abs=0.02)
+
+
+@pytest.mark.timeout(120)
+def test_gatherings_are_measured():
+    arguments = ["--workers", "2", "--rounds", "1", "--seconds", "0.01"]
+    command = [sys.executable, "-m", "benchmarks.gatherings", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for case in gatherings.SIZES:
+        (row,) = (line for line in done.stdout.splitlines() if f"2  {case} " in line)
+        group, _, messages, _, ratio, *_ = row.split(case)[1].split()
+        assert float(ratio) == pytest.approx(float(group) / float(messages), rel=0.05, abs=0.01)
