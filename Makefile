@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test bench conformance graphs operations schedules stores lint proto clean
+.PHONY: demo test bench conformance gatherings graphs operations schedules stores lint proto clean
 
 $(READY): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,9 @@ graphs: $(READY)      ## backward passes over workers: 2,000 random programs
 
 schedules: $(READY)   ## the protocol of references: 10,000 random schedules
 	GRADWIRE_SCHEDULES=10000 $(BIN)/python -m pytest tests/rref/test_schedules.py -k random
+
+gatherings: $(READY)  ## gatherings in which workers die and are late: 100 random runs
+	GRADWIRE_GATHERINGS=100 $(BIN)/python -m pytest tests/rpc/test_gather_groups.py -k random
 
 stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations each
 	GRADWIRE_STORE_WORKERS=16 GRADWIRE_STORE_ROUNDS=400 \
