@@ -4,7 +4,7 @@ import os
 
 from .engines.base import Engine, Setup
 from .engines.shm_signals import runs_here
-from .hosts import hosts_of
+from .hosts import hosts_of, share_memory
 from .registry import register_engine
 
 __all__ = ["OWN", "best_engine", "register_backends"]
@@ -17,7 +17,7 @@ def best_engine(setup: Setup) -> Engine:
     """The fastest that the ranks can use."""
     if setup.device == "cuda":
         return _nccl(setup)
-    shared = len(set(hosts_of(setup.store, setup.rank, setup.size))) == 1
+    shared = share_memory(hosts_of(setup.store, setup.rank, setup.size, setup.timeout))
     return _shm(setup) if shared and runs_here() else _gloo(setup)
 
 

@@ -3,12 +3,14 @@
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import ProcessGroupError
 from .backends import OWN
 from .engines.mpi_world import under_mpiexec
 from .mpiexec import meet_under_mpiexec
@@ -18,6 +20,9 @@ from .stores.prefix import PrefixStore
 from .torch_types import TorchProcessGroup, TorchStore
 
 __all__ = ["full_names", "init_process_group", "new_group", "split_group"]
+
+OUTLAST_SECONDS = 2.0
+"""How long the host of the store waits for others when no group can be made."""
 
 
 def init_process_group(
@@ -75,11 +80,22 @@ def init_process_group(
             pg_options=pg_options,
             device_id=device_id,
         )
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, ProcessGroupError):
+            _outlast_others(met)
         met.close()
         raise
     # C++ holds the stores, but not what makes them Python objects; they end with the group.
     weakref.finalize(dist.group.WORLD, _close, met, root)
+
+
+def _outlast_others(met: Rendezvous) -> None:
+    """Keeps a store that this process may host until the others have read there why there is no group."""
+    with suppress(RuntimeError):  # they are not coming
+        met.store.set(f"no_group/{met.rank}", "")
+        if met.rank == 0:
+            keys = [f"no_group/{rank}" for rank in range(met.world_size or 0)]
+            met.store.wait(keys, timedelta(seconds=OUTLAST_SECONDS))
 
 
 def new_group(

@@ -6,8 +6,9 @@ closes its connections; the end of a connection without a goodbye is a death. (C
 as a DataLoader's workers, let go of them, for they may live longer.) Rank 0 tells the others of those that
 it sees; its own they see themselves.
 
-Rank 0 listens on the loopback address if all ranks are on its host, else on all addresses. Who connects must say a
-random word that the ranks have from their store. The connections are served by the process's event loop.
+Rank 0 listens on the loopback address if all ranks share it, else on the one that the others reach (hosts.py). Who
+connects must say a random word that the ranks have from their store. The connections are served by the process's
+event loop.
 
 Once rank 0 has left, nobody watches the others any more; a group that lacks a rank has no collectives either.
 """
@@ -33,9 +34,9 @@ from .torch_types import TorchStore
 
 __all__ = ["Liveness"]
 
-DIED = "its process died, or ended without leaving the group"
+DIED = "its process died or ended without leaving the group, or its host cannot be reached"
 UNREACHABLE_SECONDS = 5
-"""A host that answers nothing for about four times as long is taken for dead."""
+"""So often the kernel asks a host that says nothing. It is taken for dead after four times as long."""
 
 GOODBYE_SECONDS = 5.0
 LINE = 256
@@ -127,7 +128,12 @@ class Liveness:
 
     def _serve(self, store: TorchStore, seconds: float) -> None:
         word = secrets.token_hex(16)
-        listening, host = listen(hosts_of(store, self._rank, self._size, seconds))
+        hosts = hosts_of(store, self._rank, self._size, seconds)
+        try:
+            listening, host = listen(hosts, store)
+        except (OSError, ProcessGroupError) as error:
+            store.set("address", json.dumps(["", 0, str(error)]))
+            raise
         port = listening.getsockname()[1]
         everybody = asyncio.Event()
         self._loop.run(self._listen(listening, word, everybody), seconds)
@@ -153,6 +159,8 @@ class Liveness:
         hosts_of(store, self._rank, self._size, seconds)
         store.wait(["address"], timedelta(seconds=seconds))
         host, port, word = json.loads(store.get("address"))
+        if not host:
+            raise ProcessGroupError(f"rank 0 cannot listen to the others: {word}")
         self._loop.run(self._connect(host, port, word), seconds)
 
     async def _connect(self, host: str, port: int, word: str) -> None:
@@ -228,6 +236,7 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
         ("TCP_KEEPIDLE", UNREACHABLE_SECONDS),
         ("TCP_KEEPINTVL", UNREACHABLE_SECONDS),
         ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 4000 * UNREACHABLE_SECONDS),  # in milliseconds; of a notice that is not confirmed
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,17 +1,14 @@
 """Rendezvous under mpiexec, whose processes know each other through MPI and need no address to meet at."""
 
-import socket
 from datetime import timedelta
 
 from ..errors import RendezvousError
 from .engines.mpi_world import MpiWorld
-from .hosts import this_host
+from .hosts import LOOPBACK, Host, address_for_others, share_network
 from .rendezvous import Rendezvous
 from .stores.tcp import TCPStore
 
 __all__ = ["meet_under_mpiexec"]
-
-LOOPBACK = "127.0.0.1"
 
 
 def meet_under_mpiexec(timeout: timedelta, *, insecure: bool) -> Rendezvous:
@@ -23,8 +20,7 @@ def meet_under_mpiexec(timeout: timedelta, *, insecure: bool) -> Rendezvous:
     """
     comm = MpiWorld.launched().comm
     rank, size = comm.rank, comm.size
-    one_host = len(set(comm.allgather(this_host()))) == 1
-    host = LOOPBACK if one_host else socket.gethostname()
+    host = LOOPBACK if share_network(comm.allgather(Host.here())) else address_for_others()
     store: TCPStore | None = None
     problem = ""
     if rank == 0:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+from tests.hosts import Network, why_not  # noqa: E402
 from tests.workers import Workers  # noqa: E402
 
 
@@ -26,6 +27,14 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
     group = Workers(tmp_path)
     yield group
     group.stop()
+
+
+@pytest.fixture
+def hosts(workers: Workers) -> Callable[..., Network]:
+    """Hosts with so many workers each, for what depends on the network: `hosts(2, 1)`."""
+    if reason := why_not():
+        pytest.skip(reason)
+    return lambda *counts, **options: Network(workers, counts, **options)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from ...errors import CollectiveTimeoutError, ProcessGroupError
+from ..hosts import INTERFACES, LOOPBACK, address_for_others, hosts_of, share_network
 from ..pending import All, Finishing
 from ..reductions import Reduction, combine, finish, prepare
 from ..stores.prefix import PrefixStore
@@ -49,7 +50,7 @@ POISON_TAG = 2**31 - 1
 
 @final
 class GlooEngine(Engine):
-    """Gloo, over TCP. Network interfaces are those of GLOO_SOCKET_IFNAME, or that of the host name."""
+    """Gloo, over TCP: on the interfaces of GLOO_SOCKET_IFNAME, or where others reach this host."""
 
     name: ClassVar[str] = "gloo"
     blocking: ClassVar[bool] = False
@@ -64,7 +65,7 @@ class GlooEngine(Engine):
         self._from_anyone: weakref.WeakSet[Message] = weakref.WeakSet()
         limit = timedelta(seconds=setup.timeout)
         try:
-            self._gloo: Any = dist.ProcessGroupGloo(self._stores[-1], setup.rank, setup.size, limit)
+            self._gloo: Any = _connected(self._stores[-1], setup, limit)
         except RuntimeError as error:
             raise ProcessGroupError(f"Gloo could not connect the ranks: {_first_line(error)}") from error
 
@@ -263,7 +264,7 @@ class GlooEngine(Engine):
     def _poison(self) -> None:
         """Has Gloo close the connections of every context; there is one for each network interface."""
         gloo, nothing = self._gloo, torch.zeros(1, dtype=torch.uint8)
-        for context in range(len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))):
+        for context in range(len(os.environ.get(INTERFACES, "").split(","))):
             for peer in range(self.size):
                 if peer != self.rank:
                     with suppress(RuntimeError):  # that it timed out, or that this connection is closed already
@@ -272,6 +273,19 @@ class GlooEngine(Engine):
     def close(self) -> None:
         """Ends Gloo's threads and closes its connections."""
         self._gloo = None
+
+
+def _connected(store: PrefixStore, setup: Setup, limit: timedelta) -> Any:
+    """The C++ group. Left to itself it takes the address of the host's name, which may lead nowhere."""
+    hosts = hosts_of(setup.store, setup.rank, setup.size, setup.timeout)
+    if os.environ.get(INTERFACES):
+        return dist.ProcessGroupGloo(store, setup.rank, setup.size, limit)
+    address = LOOPBACK if share_network(hosts) else address_for_others(setup.store)
+    gloo: Any = dist.ProcessGroupGloo  # the stubs lack half of it
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = limit
+    return gloo(store, setup.rank, setup.size, options)
 
 
 def _prepared(reduction: Reduction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

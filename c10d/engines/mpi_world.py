@@ -11,13 +11,14 @@ import ctypes
 import json
 import os
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 from ...errors import ProcessGroupError
-from ..hosts import hosts_of, listen
+from ..hosts import Host, hosts_of, listen
 from ..stores.prefix import PrefixStore
 from .base import Setup
 from .mpi_progress import Progress
@@ -142,13 +143,12 @@ class MpiWorld:
                 "the mpich wheel, with which none is needed"
             )
         server = None
+        hosts = hosts_of(store, setup.rank, setup.size, setup.timeout)
         if setup.rank == 0:
-            listening, host = listen(hosts_of(store, setup.rank, setup.size, setup.timeout))
-            server = PmiServer(listening, setup.size)
+            listening, host = listen(hosts, store)
+            server = PmiServer(listening, _nodes(hosts))
             address = f"{host}:{listening.getsockname()[1]}"
             store.set("pmi", json.dumps([server.name, address, server.ids]))
-        else:
-            hosts_of(store, setup.rank, setup.size, setup.timeout)
         store.wait(["pmi"], timedelta(seconds=setup.timeout))
         name, address, ids = json.loads(store.get("pmi"))
         mine = {
@@ -179,6 +179,12 @@ class MpiWorld:
         _library(self.mpi).MPI_Finalize()
         if self._server is not None:
             self._server.end(LEAVE_SECONDS)
+
+
+def _nodes(hosts: Sequence[Host]) -> list[int]:
+    """The number of each rank's node, within which MPI uses shared memory."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(host.memory, len(numbers)) for host in hosts]
 
 
 def _initialise(mpi: Any) -> None:

@@ -9,11 +9,12 @@ sent away. Beyond PMI the server lets the ranks agree to finalize MPI: they ask 
 own, and are answered when all have.
 """
 
+import itertools
 import secrets
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
@@ -33,10 +34,11 @@ class PmiServer:
 
     Args:
         listening: a socket that listens.
-        size: how many ranks there are.
+        nodes: the number of each rank's node; ranks of one node share memory.
     """
 
-    def __init__(self, listening: socket.socket, size: int) -> None:
+    def __init__(self, listening: socket.socket, nodes: Sequence[int]) -> None:
+        size = len(nodes)
         self.ids = [secrets.randbelow(2**31 - 1) for _ in range(size)]
         """The PMI_ID of each rank."""
         self.name = f"gradwire-{secrets.token_hex(8)}"
@@ -45,7 +47,7 @@ class PmiServer:
         self._listening = listening
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
-        self._values: dict[str, str] = {"PMI_process_mapping": f"(vector,(0,1,{size}))"}
+        self._values: dict[str, str] = {"PMI_process_mapping": _mapping(nodes)}
         self._in_barrier: set[_Client] = set()
         self._leaving: set[_Client] = set()
         self._come: set[int] = set()
@@ -164,6 +166,12 @@ class PmiServer:
                 client.connection.sendall(f"{answer}\n".encode())
             come.clear()
         return ""
+
+
+def _mapping(nodes: Sequence[int]) -> str:
+    """As PMI writes it, in blocks of (first node, how many nodes, ranks on each of them)."""
+    blocks = [(node, len(list(ranks))) for node, ranks in itertools.groupby(nodes)]
+    return f"(vector,{','.join(f'({node},1,{count})' for node, count in blocks)})"
 
 
 @final

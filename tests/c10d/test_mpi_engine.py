@@ -285,7 +285,7 @@ def pmi() -> Iterator[tuple[pmi_module.PmiServer, str]]:
     """A server of a world of two."""
     listening = socket.create_server(("127.0.0.1", 0))
     host, port = listening.getsockname()
-    server = pmi_module.PmiServer(listening, 2)
+    server = pmi_module.PmiServer(listening, [0, 0])
     yield server, f"{host}:{port}"
     for each in server.ids:  # the server ends with its clients
         with contextlib.suppress(ConnectionError):

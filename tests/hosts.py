@@ -1,0 +1,188 @@
+"""Several hosts, in one: worker processes in namespaces of their own, joined by a virtual switch.
+
+    def test_a_sum(hosts):
+        net = hosts(2, 1)                        # two workers on the first host, one on the second
+        a, b, c = net.workers
+        net.unplug(1)                            # the second host vanishes without a word
+
+A host has its own network, host name, /dev/shm and boot id. Its name leads to its loopback address and is unknown
+to the others, as on a fresh Debian. What it does share is the PID namespace, /tmp, and the user.
+
+Namespaces are held by the processes in them and by nothing else, so nothing is left however a test ends.
+"""
+
+import ctypes
+import fcntl
+import os
+import queue
+import socket
+import struct
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from tests.workers import Worker, Workers
+
+__all__ = ["MEMORY", "NETWORK", "Network", "separate", "why_not"]
+
+_NEW = {"net": 0x40000000, "mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000}
+"""The flags of unshare(2) and setns(2), by the names in /proc/self/ns."""
+
+NETWORK = frozenset({"net", "uts"})
+MEMORY = frozenset({"mnt", "ipc"})
+"""What containers of one machine may have each for itself."""
+
+_BIND, _REC, _PRIVATE = 0x1000, 0x4000, 0x40000
+"""Flags of mount(2)."""
+
+_SET_INTERFACE, _TAP = 0x400454CA, 0x1002
+"""TUNSETIFF, and IFF_TAP with IFF_NO_PI, of linux/if_tun.h."""
+
+Frames = queue.SimpleQueue[tuple[float, bytes]]
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+class Network:
+    """Hosts 10.91.0.1, 10.91.0.2, and so on, with so many workers on each.
+
+    own: what they do not share. Only the NETWORK makes them containers of one machine.
+    """
+
+    def __init__(self, workers: Workers, counts: tuple[int, ...], own: frozenset[str] = NETWORK | MEMORY) -> None:
+        self.hosts: list[list[Worker]] = []
+        (self._switch,) = workers(1)
+        self._switch.run(separate, "switch", workers.folder, NETWORK)
+        self._in_switch("ip", "link", "add", "bridge", "up", "type", "bridge")
+        for number, count in enumerate(counts):
+            first, *others = workers(count)
+            self.hosts.append([first, *others])
+            first.run(separate, f"host{number}", workers.folder, own)
+            for other in others:
+                other.run(_enter, first.pid, own)
+            end = f"port{number}"
+            self._in_switch(
+                *("ip", "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", str(first.pid))
+            )
+            self._in_switch("ip", "link", "set", end, "master", "bridge", "up")
+            self._on(number, "ip", "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+            self._on(number, "ip", "link", "set", "lo", "up")
+            self._on(number, "ip", "link", "set", "eth0", "up")
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All workers, host by host."""
+        return [worker for host in self.hosts for worker in host]
+
+    def address(self, host: int) -> str:
+        """Of a host's only interface, eth0."""
+        return f"10.91.0.{host + 1}"
+
+    def unplug(self, host: int) -> None:
+        """From now on what is sent to this host, and by it, is lost."""
+        self._in_switch("ip", "link", "set", f"port{host}", "down")
+
+    def delay(self, host: int, seconds: float) -> None:
+        """From now on what this host sends arrives so much later, and so does what is sent to it."""
+        self._switch.run(_lengthen, f"port{host}", seconds)
+
+    def add_route(self, host: int) -> None:
+        """Gives a host a default route."""
+        self._on(host, "ip", "route", "add", "default", "dev", "eth0")
+
+    def _on(self, host: int, *command: str) -> None:
+        _run_in(self.hosts[host][0], *command)
+
+    def _in_switch(self, *command: str) -> None:
+        _run_in(self._switch, *command)
+
+
+def why_not() -> str:
+    """Why there can be no hosts here; empty if there can."""
+    try:
+        made = subprocess.run(
+            ["unshare", "--net", "--mount", "--uts", "--ipc", "ip", "tuntap", "add", "end0", "mode", "tap"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        return f"ip and unshare are needed (Debian: iproute2, util-linux): {error}"
+    return f"no network namespaces may be made here: {made.stderr.strip()}" if made.returncode else ""
+
+
+def _run_in(worker: Worker, *command: str) -> None:
+    """Runs a command in a worker's network, whatever the worker does meanwhile."""
+    subprocess.run(["nsenter", "--net", f"--target={worker.pid}", *command], check=True, timeout=20)
+
+
+# What follows is run by workers, before anything else.
+
+
+def separate(name: str, folder: Path, own: frozenset[str]) -> None:
+    """Makes this process the first one on a new host."""
+    _call("unshare", sum(_NEW[each] for each in own))
+    if "uts" in own:
+        socket.sethostname(name)
+    if "mnt" not in own:
+        return
+    _call("mount", None, b"/", None, _REC | _PRIVATE, None)
+    _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
+    if "net" not in own:
+        return
+    boot_id, names = Path(folder, f"boot-id-{name}"), Path(folder, f"hosts-{name}")
+    boot_id.write_text(f"boot of {name}\n")
+    names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+    _call("mount", os.fsencode(boot_id), _BOOT_ID.encode(), None, _BIND, None)
+    _call("mount", os.fsencode(names), b"/etc/hosts", None, _BIND, None)
+
+
+def _enter(pid: int, own: frozenset[str]) -> None:
+    """Moves this process to the host of another."""
+    for name in own:
+        namespace = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY)
+        _call("setns", namespace, _NEW[name])
+        os.close(namespace)
+
+
+def _lengthen(port: str, seconds: float) -> None:
+    """Puts a cable that takes so long between a port and the bridge: two interfaces, and threads between them."""
+    near, far = _tap(f"{port}-near"), _tap(f"{port}-far")
+    for command in (
+        f"link add {port}-slow up type bridge",
+        f"link set {port} master {port}-slow",
+        f"link set {port}-near master {port}-slow up",
+        f"link set {port}-far master bridge up",
+    ):
+        subprocess.run(["ip", *command.split()], check=True)
+    for source, target in ((near, far), (far, near)):
+        frames: Frames = queue.SimpleQueue()
+        threading.Thread(target=_take, args=(source, frames, seconds), daemon=True).start()
+        threading.Thread(target=_give, args=(target, frames), daemon=True).start()
+
+
+def _tap(name: str) -> int:
+    """A network interface that is a file here."""
+    tap = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(tap, _SET_INTERFACE, struct.pack("16sH", name.encode(), _TAP))
+    return tap
+
+
+def _take(source: int, frames: Frames, seconds: float) -> None:
+    while True:
+        frame = os.read(source, 2**16)
+        frames.put((time.monotonic() + seconds, frame))
+
+
+def _give(target: int, frames: Frames) -> None:
+    while True:
+        due, frame = frames.get()
+        time.sleep(max(0.0, due - time.monotonic()))
+        os.write(target, frame)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}{arguments}: {os.strerror(number)}")

@@ -1,0 +1,70 @@
+"""Workers on several hosts."""
+
+import pytest
+import torch
+from gradwire import rpc
+from gradwire.errors import WorkerLostError
+from gradwire.rpc.transports import settings
+
+from tests.hosts import Network
+from tests.remote_functions import add, identity, wait_for
+
+MIB = 2**20
+
+
+def start(name: str, rank: int, size: int, host: str, store: str) -> None:
+    # The first settings of a name count, so that a host that vanishes is noticed within 2 s rather than 30.
+    for options in (settings.CLIENT_OPTIONS, settings.SERVER_OPTIONS):
+        options[:] = [(key, 1000 if key.startswith("grpc.keepalive_time") else value) for key, value in options]
+    options = rpc.RpcBackendOptions(init_method=f"tcp://{store}:29500", host=host, insecure=True)
+    rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
+
+
+def start_on(net: Network) -> None:
+    """Makes a group of all workers."""
+    started = []
+    for host, members in enumerate(net.hosts):
+        for member in members:
+            arguments = (len(started), len(net.workers), net.address(host), net.address(0))
+            started.append(member.start(start, f"worker{len(started)}", *arguments))
+    for each in started:
+        each.result()
+
+
+def call_each(size: int) -> list[float]:
+    """The sum of a tensor, as computed by all others."""
+    futures = rpc.broadcast_call(["worker1", "worker2"], torch.sum, (torch.ones(size),))
+    return [future.wait().item() for future in futures]
+
+
+def groups() -> int:
+    return rpc.debug_info()["broadcast_groups"]
+
+
+def test_calls_and_broadcasts_between_hosts(hosts):
+    net = hosts(1, 1, 1)
+    start_on(net)
+    first, second, _ = net.workers
+    assert first.run(rpc.rpc_sync, "worker1", add, (1, 2)) == 3
+    assert second.run(rpc.rpc_sync, "worker2", identity, (torch.ones(MIB),)).sum() == MIB
+    assert first.run(call_each, MIB) == [MIB, MIB]
+    assert first.run(groups) == 1
+    net.delay(2, 0.025)
+    assert first.run(call_each, MIB) == [MIB, MIB]
+
+
+def lost_while_waiting_for(worker: str) -> str:
+    with pytest.raises(WorkerLostError) as caught:
+        rpc.rpc_sync(worker, wait_for, ("an event that nobody sets",), timeout=0)
+    return caught.value.worker
+
+
+def test_a_host_that_vanishes_is_a_loss(hosts):
+    net = hosts(1, 1, 1)
+    start_on(net)
+    first = net.workers[0]
+    assert first.run(rpc.rpc_sync, "worker2", add, (1, 2)) == 3
+    waiting = first.start(lost_while_waiting_for, "worker2")
+    net.unplug(2)
+    assert waiting.result() == "worker2"
+    assert first.run(rpc.rpc_sync, "worker1", add, (1, 2)) == 3
