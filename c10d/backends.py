@@ -48,7 +48,7 @@ def _shm(setup: Setup) -> Engine:
 def register_backends() -> None:
     """Makes them known to torch as `gradwire_gloo`, `gradwire_mpi`, `gradwire_nccl` and `gradwire_shm`.
 
-    `gradwire` is the best for each device: shm if all ranks share a host, or else gloo; nccl for CUDA.
+    `gradwire` is the best for each device: shm if all ranks share memory, or else gloo; nccl for CUDA.
     """
     register_engine("gradwire", best_engine, devices=["cpu", "cuda"])
     register_engine("gradwire_gloo", _gloo, devices=["cpu"])

@@ -1,0 +1,199 @@
+"""Tensors of more than 2 GiB, and of more than 2**31 elements, through every engine: is every element right?
+
+    python -m tests.c10d.huge [--engines shm gloo mpi] [--gib 2.2]
+    mpiexec -n 2 python -m tests.c10d.huge                              # of the MPI that this belongs to
+
+Two ranks need eight times as much memory as a tensor takes. Every row of a tensor is another one, and so is each
+rank's, so that what is missing, doubled or in another's place is found.
+"""
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable
+
+import gradwire.c10d
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from gradwire import launch
+from gradwire.c10d.engines.mpi_world import under_mpiexec
+from torch import Tensor
+
+GIB = 2**30
+
+ROW = 2**20 + 7
+"""Elements. Odd, so that rows lie across all limits."""
+
+PATTERN = torch.arange(ROW, dtype=torch.int64).mul_(37).to(torch.uint8)
+
+Operation = Callable[[int, int, int], bool]
+"""Of the tensor's elements, the rank, and the other one; is the result right?"""
+
+
+def row(number: int, rank: int) -> Tensor:
+    """Numbers below 64, whose sums all dtypes hold."""
+    return (PATTERN + (11 * number + 23 * rank) % 256) & 63
+
+
+def filled(elements: int, rank: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """A tensor of this rank's."""
+    tensor = torch.empty(elements, dtype=dtype)
+    for number, part in enumerate(tensor.split(ROW)):
+        part.copy_(row(number, rank)[: len(part)])
+    return tensor
+
+
+def holds(tensor: Tensor, *ranks: int, first: int = 0) -> bool:
+    """Is it the sum of these ranks' tensors, from their row `first` on?"""
+    for number, part in enumerate(tensor.split(ROW), first):
+        wanted = torch.stack([row(number, rank)[: len(part)] for rank in ranks]).sum(0, dtype=tensor.dtype)
+        if not torch.equal(part, wanted):
+            return False
+    return True
+
+
+def broadcast(elements: int, rank: int, other: int) -> bool:
+    tensor = filled(elements, rank)
+    dist.broadcast(tensor, 1)
+    return holds(tensor, 1)
+
+
+def send_and_recv(elements: int, rank: int, other: int) -> bool:
+    tensor = filled(elements, rank)
+    if rank == 0:
+        dist.send(tensor, other)
+    else:
+        dist.recv(tensor, other)
+    return holds(tensor, 0)
+
+
+def all_reduce(elements: int, rank: int, other: int) -> bool:
+    tensor = filled(elements, rank)
+    dist.all_reduce(tensor)
+    return holds(tensor, 0, 1)
+
+
+def all_reduce_bfloat16(elements: int, rank: int, other: int) -> bool:
+    tensor = filled(elements // 2, rank, torch.bfloat16)
+    dist.all_reduce(tensor)
+    return holds(tensor, 0, 1)
+
+
+def reduce(elements: int, rank: int, other: int) -> bool:
+    tensor = filled(elements, rank)
+    dist.reduce(tensor, 1)
+    return rank == 0 or holds(tensor, 0, 1)
+
+
+def all_gather(elements: int, rank: int, other: int) -> bool:
+    """Tensors of half of the size."""
+    tensor = filled(elements // 2, rank)
+    parts = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(parts, tensor)
+    return holds(parts[0], 0) and holds(parts[1], 1)
+
+
+def all_gather_single(elements: int, rank: int, other: int) -> bool:
+    tensor = filled(elements, rank)
+    whole = tensor.new_empty(2 * elements)
+    dist.all_gather_into_tensor(whole, tensor)
+    return holds(whole[:elements], 0) and holds(whole[elements:], 1)
+
+
+def gather(elements: int, rank: int, other: int) -> bool:
+    tensor = filled(elements // 2, rank)
+    parts = [torch.empty_like(tensor) for _ in range(2)] if rank == 0 else None
+    dist.gather(tensor, parts, 0)
+    return parts is None or (holds(parts[0], 0) and holds(parts[1], 1))
+
+
+def scatter(elements: int, rank: int, other: int) -> bool:
+    tensor = torch.empty(elements // 2, dtype=torch.uint8)
+    parts = [filled(elements // 2, to) for to in range(2)] if rank == 1 else None
+    dist.scatter(tensor, parts, 1)
+    return holds(tensor, rank)
+
+
+def reduce_scatter_single(elements: int, rank: int, other: int) -> bool:
+    """Of parts of half of the size."""
+    rows = elements // 2 // ROW
+    whole = filled(2 * rows * ROW, rank)
+    part = whole.new_empty(rows * ROW)
+    dist.reduce_scatter_tensor(part, whole)
+    return holds(part, 0, 1, first=rank * rows)
+
+
+def all_to_all_single(elements: int, rank: int, other: int) -> bool:
+    """Of parts of half of the size."""
+    rows = elements // 2 // ROW
+    whole = filled(2 * rows * ROW, rank)
+    came = torch.empty_like(whole)
+    dist.all_to_all_single(came, whole)
+    parts = came.split(rows * ROW)
+    return holds(parts[0], 0, first=rank * rows) and holds(parts[1], 1, first=rank * rows)
+
+
+OPERATIONS: list[Operation] = [
+    broadcast,
+    send_and_recv,
+    all_reduce,
+    all_reduce_bfloat16,
+    reduce,
+    all_gather,
+    all_gather_single,
+    gather,
+    scatter,
+    reduce_scatter_single,
+    all_to_all_single,
+]
+
+
+def work(rank: int, backend: str, gib: float, only: list[str]) -> None:
+    """One rank. Rank 0 prints what came of each operation."""
+    torch.set_num_threads(1)
+    gradwire.c10d.init_process_group(backend)
+    rank, wrong = dist.get_rank(), 0
+    for operation in OPERATIONS:
+        if only and operation.__name__ not in only:
+            continue
+        began = time.monotonic()
+        try:
+            came = "ok" if operation(int(gib * GIB), rank, 1 - rank) else "WRONG"
+        except Exception as error:
+            came = f"{type(error).__name__}: {str(error)[:300]}"
+        wrong += came != "ok"
+        print(
+            f"{backend} {operation.__name__:24} rank {rank} {time.monotonic() - began:6.1f} s  {came}", flush=True
+        )
+        gc.collect()
+        dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(1 if wrong else 0)
+
+
+def main() -> None:
+    """The exit status is 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=["shm", "gloo", "mpi"], help="(default: %(default)s)")
+    parser.add_argument("--gib", type=float, default=2.2, help="size of a tensor (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], help="operations (default: all)")
+    arguments = parser.parse_args()
+    free = psutil.virtual_memory().available / GIB
+    if free < 8 * arguments.gib:
+        sys.exit(f"this needs {8 * arguments.gib:.0f} GiB of memory, and {free:.0f} are free")
+    if under_mpiexec():
+        work(0, "gradwire_mpi", arguments.gib, arguments.only)
+    failed = False
+    for engine in arguments.engines:
+        try:
+            launch.spawn(work, 2, (f"gradwire_{engine}", arguments.gib, arguments.only))
+        except torch.multiprocessing.ProcessExitedException:
+            failed = True
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
