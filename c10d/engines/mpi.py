@@ -6,7 +6,10 @@ does not know.
 
 Operations are started without waiting and then tested until they are done (mpi_progress.py), so they can time out
 and be failed. MPI cannot forget what was given up: the memory of these tensors stays as long as the process, and
-MPI may still write to it. Messages may have more than 2 GiB; mpi4py sees to that.
+MPI may still write to it.
+
+MPI counts to 2**31 - 1 only before its version 4, which MPICH has and Open MPI has not. There, larger tensors are
+broadcast, reduced, sent and received in pieces, and other operations on them are refused.
 
 If a process of the MPI world dies, the others' operations fail as those of other engines do, but MPI itself can be
 used no more: groups that are made later are refused until the processes are started again.
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from ...errors import CollectiveTimeoutError, ProcessGroupError, RankLostError, UnsupportedOperationError
 from ..liveness import DIED
+from ..pending import All
 from ..reductions import Reduction, finish, prepare
 from .base import Engine, Pending, Setup
 from .memory import as_bytes, flat, join, spread
@@ -71,6 +75,12 @@ _OPS = {
 
 _BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND"}
 
+HIGHEST_COUNT = 2**31 - 1
+"""Of MPI before version 4."""
+
+PIECE = 2**30
+"""Bytes."""
+
 
 @final
 class MpiEngine(Engine):
@@ -88,6 +98,7 @@ class MpiEngine(Engine):
         # The tag keeps groups apart that several threads make at once.
         group = self._world.comm.Get_group().Incl(ranks)
         self._comm = self._world.comm.Create_group(group, zlib.crc32(setup.group.encode()) % 2**15)
+        self._counts_far = min(self._mpi.VERSION, self._mpi.Get_version()[0]) >= 4  # mpi4py's, and the library's
         self._highest_tag = self._comm.Get_attr(self._mpi.TAG_UB)
         group.Free()
 
@@ -95,10 +106,14 @@ class MpiEngine(Engine):
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> Pending | None:
         """Every rank's `tensor` becomes the root's."""
+        if self._is_long(tensor.nbytes):
+            return _in_pieces(tensor, lambda piece: self.broadcast(piece, root, timeout))
         return self._start("broadcast", timeout, self._comm.Ibcast, self._raw(tensor), root, keep=tensor)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> Pending | None:
         """Every rank's `tensor` becomes the reduction of all."""
+        if self._is_long(tensor.nbytes):
+            return _in_pieces(tensor, lambda piece: self.all_reduce(piece, reduction, timeout))
         own = _Reducible.of(tensor, reduction)
         return self._start(
             "all_reduce",
@@ -113,6 +128,8 @@ class MpiEngine(Engine):
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> Pending | None:
         """The root's `tensor` becomes the reduction of all."""
+        if self._is_long(tensor.nbytes):
+            return _in_pieces(tensor, lambda piece: self.reduce(piece, root, reduction, timeout))
         own = _Reducible.of(tensor, reduction)
         here = self.rank == root
         return self._start(
@@ -130,6 +147,7 @@ class MpiEngine(Engine):
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> Pending | None:
         """`outputs[i]` becomes the tensor of rank i; the sizes may differ."""
         sizes = [output.nbytes for output in outputs]
+        self._check_count("all_gather", sum(sizes))
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
         return self._start(
             "all_gather",
@@ -143,6 +161,7 @@ class MpiEngine(Engine):
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending | None:
         """`output` becomes the tensors of all ranks, which have one size."""
+        self._check_count("all_gather", tensor.nbytes)
         if _overlap(output, tensor):  # as FSDP gathers in place; MPI refuses it
             tensor = tensor.clone()
         return self._start(
@@ -156,6 +175,7 @@ class MpiEngine(Engine):
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> Pending | None:
         """On the root, `outputs[i]` becomes the tensor of rank i; the sizes may differ."""
+        self._check_count("gather", sum(output.nbytes for output in outputs) or self.size * tensor.nbytes)
         if self.rank != root:
             return self._start("gather", timeout, self._comm.Igatherv, self._raw(tensor), None, root, keep=tensor)
         sizes = [output.nbytes for output in outputs]
@@ -173,6 +193,7 @@ class MpiEngine(Engine):
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> Pending | None:
         """Rank i's `tensor` becomes the root's `inputs[i]`; the sizes may differ."""
+        self._check_count("scatter", sum(each.nbytes for each in inputs) or self.size * tensor.nbytes)
         sent, whole = None, None
         if self.rank == root:
             whole = join(inputs)
@@ -201,6 +222,7 @@ class MpiEngine(Engine):
     def _reduce_scatter(
         self, tensor: Tensor, whole: Tensor, sizes: Sequence[int], reduction: Reduction, timeout: float
     ) -> Pending | None:
+        self._check_count("reduce_scatter", whole.numel())
         own = _Reducible.of(whole, reduction)
         result = _Reducible.of(tensor, Reduction("sum"))
         return self._start(
@@ -218,6 +240,7 @@ class MpiEngine(Engine):
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> Pending | None:
         """Rank i's `outputs[j]` becomes rank j's `inputs[i]`; the sizes may differ."""
         sizes = [output.nbytes for output in outputs]
+        self._check_count("all_to_all", max(sum(sizes), sum(each.nbytes for each in inputs)))
         sent, received = join(inputs), torch.empty(sum(sizes), dtype=torch.uint8)
         return self._start(
             "all_to_all",
@@ -231,6 +254,7 @@ class MpiEngine(Engine):
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending | None:
         """As all_to_all of equal parts of two tensors."""
+        self._check_count("all_to_all", whole.nbytes // self.size)
         if _overlap(output, whole):
             whole = whole.clone()
         return self._start(
@@ -245,14 +269,34 @@ class MpiEngine(Engine):
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> Pending | None:
         """Sends to `peer`'s `recv` with this tag."""
+        if self._is_long(tensor.nbytes):
+            return _in_pieces(tensor, lambda piece: self.send(piece, peer, tag, timeout))
         self._check_tag("send", tag)
         return self._start("send", timeout, self._comm.Isend, self._raw(tensor), peer, tag, keep=tensor)
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Any:
         """Receives what `peer`, or anyone if it is None, sends with this tag."""
+        if peer is None:  # whose pieces would come between those of others
+            self._check_count("recv from any rank", tensor.nbytes)
+        elif self._is_long(tensor.nbytes):
+            return _in_pieces(tensor, lambda piece: self.recv(piece, peer, tag, timeout))
         self._check_tag("recv", tag)
         source = self._mpi.ANY_SOURCE if peer is None else peer
         return self._start("recv", timeout, self._comm.Irecv, self._raw(tensor), source, tag, keep=tensor)
+
+    def _is_long(self, count: int) -> bool:
+        """Is it more than MPI can count?"""
+        return count > HIGHEST_COUNT and not self._counts_far
+
+    def _check_count(self, operation: str, count: int) -> None:
+        if self._is_long(count):
+            major, minor = self._mpi.Get_version()
+            raise UnsupportedOperationError(
+                self.name,
+                operation,
+                f"MPI {major}.{minor} counts to {HIGHEST_COUNT} only, and this takes {count}: give less at a "
+                "time, or use an MPI 4.0, such as the mpich wheel, or another engine",
+            )
 
     def _check_tag(self, operation: str, tag: int) -> None:
         if not 0 <= tag <= self._highest_tag:
@@ -375,6 +419,12 @@ class _Reducible:
         else:
             finish(reduction, self.wide, size)
             tensor.view(-1).copy_(self.wide)
+
+
+def _in_pieces(tensor: Tensor, begin: Callable[[Tensor], Pending | None]) -> Pending:
+    """Several operations as one."""
+    begun = [begin(piece) for piece in torch.split(tensor.view(-1), PIECE // tensor.itemsize)]
+    return All([pending for pending in begun if pending is not None])
 
 
 def _overlap(first: Tensor, second: Tensor) -> bool:

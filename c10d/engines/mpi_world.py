@@ -67,7 +67,8 @@ class MpiWorld:
         self._address = address
         self._pmi_id = pmi_id
         self._server: PmiServer | None = None
-        self.comm.Set_errhandler(mpi.ERRORS_RETURN)
+        for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):  # mpi4py reports its own errors on the latter
+            comm.Set_errhandler(mpi.ERRORS_RETURN)
         Finalize(None, self._end, exitpriority=50)  # not atexit, which children of multiprocessing do not run
 
     @classmethod

@@ -43,6 +43,7 @@ from tests.c10d.members import (
 
 pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
 
+from gradwire.c10d.engines import mpi as mpi_engine
 from gradwire.c10d.engines import pmi as pmi_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
@@ -204,6 +205,56 @@ def test_tags_that_mpi_does_not_have_are_refused(members):
         first.run(send, 1, 2**31 - 1)
 
 
+def count_to_little() -> None:
+    """As an MPI before version 4 does, but less far."""
+    dist.group.WORLD.engine("cpu")._counts_far = False
+    mpi_engine.HIGHEST_COUNT, mpi_engine.PIECE = 1000, 512
+
+
+def exchange_in_pieces() -> list[bool]:
+    rank = dist.get_rank()
+    numbers = torch.arange(999, dtype=torch.float32).view(27, 37)
+    reduced, sent, averaged = numbers + rank, numbers * rank, (numbers + rank).bfloat16()
+    dist.all_reduce(reduced)
+    dist.broadcast(sent, 1)
+    dist.all_reduce(averaged, dist.ReduceOp.AVG)
+    gathered = torch.empty_like(numbers)
+    sending = dist.isend(numbers + 5 * rank, 1 - rank)
+    source = dist.recv(gathered, 1 - rank)
+    sending.wait()
+    whole = torch.empty(200)  # of which each rank's part is small enough
+    dist.all_gather_into_tensor(whole, numbers.view(-1)[:100].contiguous())
+    return [
+        torch.equal(reduced, 2 * numbers + 1),
+        torch.equal(sent, numbers),
+        torch.allclose(averaged.float(), numbers + 0.5, rtol=0.01),
+        torch.equal(gathered, numbers + 5 * (1 - rank)),
+        source == 1 - rank,
+        torch.equal(whole, numbers.view(-1)[:100].repeat(2)),
+    ]
+
+
+def gather_too_much() -> None:
+    part = torch.ones(200)
+    dist.all_gather([torch.empty(200), torch.empty(200)], part)
+
+
+def receive_too_much() -> None:
+    dist.recv(torch.empty(300))
+
+
+def test_an_mpi_that_does_not_count_far_gets_pieces(members):
+    started = members(2)
+    everywhere(started, count_to_little)
+    assert everywhere(started, exchange_in_pieces) == [[True] * 6] * 2
+    for each in started:
+        with pytest.raises(UnsupportedOperationError, match="counts to 1000 only, and this takes 1600"):
+            each.run(gather_too_much)
+        with pytest.raises(UnsupportedOperationError, match="recv from any rank"):
+            each.run(receive_too_much)
+    assert everywhere(started, total) == [1.0, 1.0]
+
+
 def under_mpiexec(folder: str) -> None:
     """The ranks of torch need not be MPI's."""
     rank = 1 - int(os.environ["PMI_RANK"])
@@ -298,13 +349,13 @@ def ask(address: str, text: str) -> str:
     """All that the server answers on a connection on which this is said; nothing if it ends it."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(text.encode())
         heard = b""
         try:
+            connection.sendall(text.encode())
             connection.shutdown(socket.SHUT_WR)
             while data := connection.recv(4096):
                 heard += data
-        except OSError:  # it has ended the connection already
+        except OSError:  # it has ended it
             return ""
         return heard.decode()
 
