@@ -1,5 +1,6 @@
 """Operations of Gloo that are under way. They are waited for in C++, by the thread that wants the result."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,9 @@ __all__ = ["Collective", "Message"]
 
 Explain = Callable[[RuntimeError, str, float, float], Exception]
 """What an error means: of which operation, how long it may take in seconds, and when (monotonic) it began."""
+
+SPIN_SECONDS = 0.0004
+"""So long a thread that waits for a collective lets others run before it sleeps: to be woken takes long, too."""
 
 
 @final
@@ -31,6 +35,7 @@ class Collective:
         """Waits in C++."""
         work = self._work
         if work is not None:
+            _spin(work)
             try:
                 if timeout is None:
                     work.wait()
@@ -152,3 +157,10 @@ class Message:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+
+
+def _spin(work: TorchWork) -> None:
+    """Returns soon after an operation is over, or after a while."""
+    end = time.monotonic() + SPIN_SECONDS
+    while not work.is_completed() and time.monotonic() < end:
+        os.sched_yield()

@@ -12,8 +12,8 @@ from typing import Any, final
 
 __all__ = ["Operation", "Patience", "Progress"]
 
-SPIN_SECONDS, YIELD_SECONDS = 0.0001, 0.0003
-"""Tests follow each other at once for so long, and then for so long with other threads in between."""
+YIELD_SECONDS = 0.001
+"""For so long tests follow each other with others in between who can run: ranks may be more than cores."""
 
 MOVED_SECONDS = 0.00002
 """A test that takes so long has moved data."""
@@ -39,8 +39,6 @@ class Patience:
         now = time.perf_counter()
         if now - began > MOVED_SECONDS:
             self._since = now
-        if now - self._since < SPIN_SECONDS:
-            return
         if now - self._since < YIELD_SECONDS:
             os.sched_yield()
         else:

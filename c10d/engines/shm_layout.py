@@ -21,7 +21,7 @@ BLOCKS = 8
 TEXT = 512
 """Bytes of the reason why a rank left."""
 
-_CHANNELS = 4 * 1024 * 1024
+_CHANNELS = 8 * 1024 * 1024
 """Bytes of all channels to one rank, as long as blocks are neither larger nor smaller than these."""
 _LARGEST_BLOCK = 256 * 1024
 _SMALLEST_BLOCK = 4 * 1024
@@ -34,7 +34,7 @@ _PAGE = 4096
 class Layout:
     """Numbers of signals and places of data, in bytes from the beginning, for a group of `size` ranks.
 
-    The whole takes up to 5 MiB for each rank of a group of up to 128, of which only what is used becomes memory.
+    The whole takes up to 9 MiB for each rank of a group of up to 128, of which only what is used becomes memory.
     """
 
     size: int
