@@ -30,7 +30,7 @@ from .team import WARM_UP, Team, turns
 PEERS = {"shm": "gloo", "gloo": "ProcessGroupGloo", "mpi": "mpi4py"}
 """By engine, the backend that it is compared with."""
 
-MOST_STEPS = 3000
+FEWEST_STEPS, MOST_STEPS = 3, 3000
 
 KIB, MIB = 2**10, 2**20
 
@@ -116,10 +116,11 @@ def _measure(case: Case, steps: int) -> list[float]:
     mine = torch.zeros(case.size // 4)
     tensors = Tensors(rank, mine, [torch.zeros_like(mine) for _ in range(size)])
     times = []
-    for number in range(WARM_UP + steps):
+    warm_up = min(WARM_UP, steps)
+    for number in range(warm_up + steps):
         start = time.perf_counter()
         step(backend, tensors)
-        if number >= WARM_UP:
+        if number >= warm_up:
             times.append((time.perf_counter() - start) / operations)
     return times
 
@@ -128,8 +129,8 @@ def compare(case: Case, teams: Sequence[Team], rounds: int, seconds: float) -> d
     """By backend and round, the seconds of each step."""
     steps = {}
     for team in turns(teams, 1):
-        one = statistics.median(team.ask_all(_measure, case, 5)[0]) * STEPS[case.operation][1]
-        steps[team.name] = max(5, min(MOST_STEPS, int(seconds / one)))
+        one = statistics.median(team.ask_all(_measure, case, FEWEST_STEPS)[0]) * STEPS[case.operation][1]
+        steps[team.name] = max(FEWEST_STEPS, min(MOST_STEPS, int(seconds / one)))
     measured: dict[str, list[list[float]]] = {team.name: [] for team in teams}
     for team in turns(teams, rounds):
         measured[team.name].append(team.ask_all(_measure, case, steps[team.name])[0])

@@ -38,7 +38,7 @@ def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
         if tensor.layout is not torch.strided:
             raise ValueError(f"{name} takes dense tensors, not {tensor.layout}: call to_dense() first")
     first = tensors[0]
-    for tensor in tensors:
+    for tensor in tensors[1:]:
         if tensor.dtype != first.dtype or tensor.device != first.device:
             raise ValueError(
                 f"{name} takes tensors of one dtype on one device, but got {first.dtype} on {first.device} and "

@@ -69,9 +69,10 @@ class Collectives(TorchProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Every rank's tensor becomes the reduction of all. Sparse COO tensors can be summed and averaged."""
-        if the_one("all_reduce", tensors).layout is torch.sparse_coo:
-            return self._sparse_all_reduce(the_one("all_reduce", tensors), opts, timeout)
-        return self._all_reduce("all_reduce", [the_one("all_reduce", tensors)], opts, timeout)
+        tensor = the_one("all_reduce", tensors)
+        if tensor.layout is torch.sparse_coo:
+            return self._sparse_all_reduce(tensor, opts, timeout)
+        return self._all_reduce("all_reduce", [tensor], opts, timeout)
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any, timeout: Time) -> Result:
         reduction = _reduction(opts)

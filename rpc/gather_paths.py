@@ -176,10 +176,11 @@ class GatherPaths:
 
     def close(self) -> None:
         """Ends all groups, and waits for their threads."""
+        groups = list(self._alive)  # before the last references to them go
         with self._lock:
             self._store = None
             self._sets.clear()
-        for group in list(self._alive):
+        for group in groups:
             group.close()
 
     def _form(

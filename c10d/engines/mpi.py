@@ -93,6 +93,7 @@ class MpiEngine(Engine):
         super().__init__(setup)
         self._world, ranks = MpiWorld.join(setup)
         self._mpi = self._world.mpi
+        self._types = {dtype: getattr(self._mpi, name) for dtype, name in _TYPES.items()}
         self._failure: Exception | None = None
         self._tell_group = setup.failed
         # The tag keeps groups apart that several threads make at once.
@@ -149,12 +150,16 @@ class MpiEngine(Engine):
         sizes = [output.nbytes for output in outputs]
         self._check_count("all_gather", sum(sizes))
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
+        if len(set(sizes)) == 1:  # on one rank as on all
+            begin, into = self._comm.Iallgather, self._raw(whole)
+        else:
+            begin, into = self._comm.Iallgatherv, self._parts(whole, sizes)
         return self._start(
             "all_gather",
             timeout,
-            self._comm.Iallgatherv,
+            begin,
             self._raw(tensor),
-            self._parts(whole, sizes),
+            into,
             keep=(tensor, whole),
             then=lambda: spread(whole, outputs),
         )
@@ -363,7 +368,7 @@ class MpiEngine(Engine):
 
     def _typed(self, numbers: Tensor) -> list[Any]:
         buffer = self._mpi.buffer.fromaddress(numbers.data_ptr(), numbers.nbytes)
-        return [buffer, getattr(self._mpi, _TYPES[numbers.dtype])]
+        return [buffer, self._types[numbers.dtype]]
 
     def _op(self, own: "_Reducible", reduction: Reduction) -> Any:
         return getattr(self._mpi, (_BOOL_OPS if own.bools else _OPS)[reduction.name])

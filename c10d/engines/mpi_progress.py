@@ -15,8 +15,8 @@ __all__ = ["Operation", "Patience", "Progress"]
 YIELD_SECONDS = 0.001
 """For so long tests follow each other with others in between who can run: ranks may be more than cores."""
 
-MOVED_SECONDS = 0.00002
-"""A test that takes so long has moved data."""
+MOVED_SECONDS, MORE_SECONDS = 0.00002, 0.0003
+"""A test that takes so long has moved data, so tests follow each other for so long at least from then on."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.00005, 0.005
 
@@ -33,13 +33,15 @@ class Patience:
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
+        self._sleepless = self._since + YIELD_SECONDS
 
     def pause(self, began: float) -> None:
         """Called after a test that began then, and found nothing done."""
         now = time.perf_counter()
         if now - began > MOVED_SECONDS:
             self._since = now
-        if now - self._since < YIELD_SECONDS:
+            self._sleepless = max(self._sleepless, now + MORE_SECONDS)
+        if now < self._sleepless:
             os.sched_yield()
         else:
             time.sleep(min(max((now - self._since) / 10, SHORTEST_PAUSE), LONGEST_PAUSE))

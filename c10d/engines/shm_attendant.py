@@ -6,6 +6,7 @@ left alone since it came last. It comes at once if somebody wants to be called b
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
@@ -25,10 +26,10 @@ IDLE_SECONDS = 10.0
 
 @final
 class Attendant:
-    """Owned by a mailbox. `left_alone` gives the receives that nobody waits for."""
+    """Owned by a mailbox, of which `left_alone` is a method: it gives the receives that nobody waits for."""
 
     def __init__(self, left_alone: "Callable[[], list[Receive]]") -> None:
-        self._left_alone = left_alone
+        self._left_alone_now = weakref.WeakMethod(left_alone)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -56,7 +57,10 @@ class Attendant:
         self._wake.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        self._left_alone = list  # the mailbox, which is to go with the last reference to it
+
+    def _left_alone(self) -> "list[Receive]":
+        left_alone = self._left_alone_now()
+        return [] if left_alone is None else left_alone()
 
     def _run(self) -> None:
         while not self._closed:

@@ -613,7 +613,7 @@ def test_other_processors_are_refused(monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 64, 128])
 def test_the_memory_is_bounded(size):
     layout = Layout(size)
-    assert layout.total <= 5.5 * 2**20 * size
+    assert layout.total <= 9.5 * 2**20 * size
     assert layout.text(0) == LINE * (1 + layout.taken(size - 1, size - 1))
 
 
