@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from ...errors import CollectiveTimeoutError, ProcessGroupError
+from ...errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
 from ..hosts import INTERFACES, LOOPBACK, address_for_others, hosts_of, share_network
 from ..pending import All, Finishing
 from ..reductions import Reduction, combine, finish, prepare
@@ -207,12 +207,16 @@ class GlooEngine(Engine):
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> Pending | None:
         """Sends to `peer`'s `recv` with this tag."""
+        if peer == self.rank:  # Gloo would break
+            raise UnsupportedOperationError(self.name, "send", "a rank cannot send to itself; copy the tensor")
         return self._point_to_point("send", tensor, (peer, tag), timeout)
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Any:
         """Receives what `peer`, or anyone if it is None, sends with this tag."""
         if peer is None:
             return self._point_to_point("recv_anysource", tensor, (tag,), timeout)
+        if peer == self.rank:
+            raise UnsupportedOperationError(self.name, "recv", "a rank cannot receive from itself")
         return self._point_to_point("recv", tensor, (peer, tag), timeout)
 
     def _point_to_point(self, operation: str, tensor: Tensor, where: tuple[int, ...], timeout: float) -> Pending:

@@ -12,6 +12,7 @@ from gradwire.errors import (
     GroupAbortedError,
     ProcessGroupError,
     RankLostError,
+    UnsupportedOperationError,
 )
 
 from tests.c10d.members import (
@@ -47,6 +48,20 @@ def members(workers, tmp_path):
 
 def test_every_operation_on_every_dtype(members):
     assert everywhere(members(2), wrong_cells) == [[], []]
+
+
+def exchange_with_itself() -> float:
+    """Which is refused, and the group goes on."""
+    rank, tensor = dist.get_rank(), torch.ones(1)
+    with pytest.raises(UnsupportedOperationError, match="send to itself"):
+        dist.isend(tensor, group_dst=rank)
+    with pytest.raises(UnsupportedOperationError, match="receive from itself"):
+        dist.irecv(tensor, group_src=rank)
+    return total()
+
+
+def test_messages_to_itself_are_refused(members):
+    assert everywhere(members(2), exchange_with_itself) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("dies", [0, 2])
