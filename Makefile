@@ -36,7 +36,7 @@ schedules: $(READY)   ## the protocol of references: 10,000 random schedules
 	GRADWIRE_SCHEDULES=10000 $(BIN)/python -m pytest tests/rref/test_schedules.py -k random
 
 gatherings: $(READY)  ## gatherings in which workers die and are late: 100 random runs
-	GRADWIRE_GATHERINGS=100 $(BIN)/python -m pytest tests/rpc/test_gather_groups.py -k random
+	GRADWIRE_GATHERINGS=100 $(BIN)/python -m pytest tests/rpc/test_gather_faults.py -k random
 
 stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations each
 	GRADWIRE_STORE_WORKERS=16 GRADWIRE_STORE_ROUNDS=400 \
