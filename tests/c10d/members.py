@@ -114,3 +114,11 @@ def collect_in_place() -> list[float]:
     part = whole[2 * rank : 2 * rank + 2]
     dist.reduce_scatter_tensor(part, whole)
     return gathered + part.tolist()
+
+
+def numbers(*seed: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same random numbers wherever they are asked for with this seed."""
+    generator = torch.Generator().manual_seed(hash(seed) % 2**31)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator).to(dtype)
+    return torch.randint(-100, 100, (count,), generator=generator).to(dtype)
