@@ -1,11 +1,12 @@
-"""Stores for tests: `@pytest.mark.parametrize("store", ALL_STORES, indirect=True)`."""
+"""Stores for tests: `@pytest.mark.parametrize("store", ALL_STORES, indirect=True)`; and ranks of groups."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from gradwire.c10d import Store
 
+from tests.c10d.members import join_all
 from tests.c10d.stores import KINDS, Opened, open_here
 from tests.workers import Worker
 
@@ -34,6 +35,18 @@ def store_workers(opened, workers):
         started = workers(count)
         workers.each(started, open_here, opened.elsewhere)
         return started
+
+    return start
+
+
+@pytest.fixture
+def ranks(workers, tmp_path) -> Callable[..., list[Worker]]:
+    """Starts workers in a group; `ranks("gradwire_shm", 2)` is [worker, worker]."""
+
+    def start(backend: str, size: int, seconds: float = 60) -> list[Worker]:
+        members = workers(size)
+        join_all(members, tmp_path / "store", backend, seconds)
+        return members
 
     return start
 

@@ -2,6 +2,7 @@
 
 import socket
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -35,15 +36,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 h
 
 
 @pytest.fixture
-def members(workers, tmp_path):
+def members(ranks):
     """Workers in a group on this engine: `members(3)`."""
-
-    def start(size: int):
-        started = workers(size)
-        join_all(started, tmp_path / "store", "gradwire_gloo")
-        return started
-
-    return start
+    return partial(ranks, "gradwire_gloo", seconds=300)
 
 
 def test_every_operation_on_every_dtype(members):

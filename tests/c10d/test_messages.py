@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gradwire.errors import GroupAbortedError, RankLostError
 
-from tests.c10d.members import join_all, receive, send
+from tests.c10d.members import receive, send
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
@@ -19,18 +19,14 @@ ENGINES = ["shm", "gloo", "mpi"]
 
 
 @pytest.fixture(params=ENGINES)
-def pair(request, workers, tmp_path):
+def pair(request, ranks):
     """Two ranks."""
-    started = workers(2)
-    join_all(started, tmp_path / "store", f"gradwire_{request.param}", 60)
-    return started
+    return ranks(f"gradwire_{request.param}", 2)
 
 
 @pytest.fixture
-def pair_on_shm(workers, tmp_path):
-    started = workers(2)
-    join_all(started, tmp_path / "store", "gradwire_shm", 60)
-    return started
+def pair_on_shm(ranks):
+    return ranks("gradwire_shm", 2)
 
 
 def ask_for_the_later_one_first() -> list[float]:

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,15 +51,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 h
 
 
 @pytest.fixture
-def members(workers, tmp_path):
+def members(ranks):
     """Workers in a group on this engine: `members(3)`."""
-
-    def start(size: int):
-        started = workers(size)
-        join_all(started, tmp_path / "store", "gradwire_mpi")
-        return started
-
-    return start
+    return partial(ranks, "gradwire_mpi", seconds=300)
 
 
 def test_every_operation_on_every_dtype(members):

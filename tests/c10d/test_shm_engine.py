@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.c10d.members import everywhere, join_all, numbers
-from tests.workers import Worker
+from tests.c10d.members import everywhere, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
@@ -22,15 +22,9 @@ SUM = Reduction("sum")
 
 
 @pytest.fixture
-def group(workers, tmp_path):
+def group(ranks):
     """Starts workers in a group; `group(2)` is [worker, worker]."""
-
-    def start(size: int) -> list[Worker]:
-        members = workers(size)
-        join_all(members, tmp_path / "store", "gradwire_shm", 60)
-        return members
-
-    return start
+    return partial(ranks, "gradwire_shm")
 
 
 def in_order_of_ranks(tensors: Sequence[Tensor], reduction: Reduction = SUM) -> Tensor:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,16 @@ from gradwire.errors import (
     UnsupportedOperationError,
 )
 
-from tests.c10d.members import everywhere, join_all, numbers, total
+from tests.c10d.members import everywhere, numbers, total
 from tests.workers import Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
 
 @pytest.fixture
-def group(workers, tmp_path):
+def group(ranks):
     """Starts workers in a group; `group(2)` is [worker, worker]."""
-
-    def start(size: int) -> list[Worker]:
-        members = workers(size)
-        join_all(members, tmp_path / "store", "gradwire_shm", 60)
-        return members
-
-    return start
+    return partial(ranks, "gradwire_shm")
 
 
 def results_of(pending: Sequence[Any]) -> list[Any]:
