@@ -40,7 +40,7 @@ class Layout:
     size: int
 
     def left(self, rank: int) -> int:
-        """Signal: 1 once the rank has left the group."""
+        """Signal: not 0 once the rank has left the group."""
         return 1 + rank
 
     def bell(self, rank: int) -> int:

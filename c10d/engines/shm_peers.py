@@ -12,6 +12,9 @@ from .shm_signals import Signals
 
 __all__ = ["Peers"]
 
+_LEFT, _LEFT_WITHOUT = 1, 2
+"""What a rank posts when it leaves: the one, or the other and the number of the rank that it has lost."""
+
 
 @final
 class Peers:
@@ -34,10 +37,11 @@ class Peers:
         if self._failure is not None:
             return
         self._failure = error
-        text = str(error).encode()[:TEXT]
+        cause = error if isinstance(error, RankLostError) else None
+        text = (cause.reason if cause else str(error)).encode()[:TEXT]
         place = self._layout.text(self.rank)
         self._segment.bytes.numpy()[place : place + len(text)] = memoryview(text)
-        self._signals.post(self._layout.left(self.rank), 1)
+        self._signals.post(self._layout.left(self.rank), _LEFT if cause is None else _LEFT_WITHOUT + cause.rank)
         self._signals.disturb()
 
     def check(self) -> None:
@@ -52,6 +56,10 @@ class Peers:
         died = self.died(ranks)
         if died is not None or not left:
             return died
+        # A process that is killed may be missed by another rank's watch before its end is to be seen from here.
+        cause = self._signals.value(self._layout.left(left[0])) - _LEFT_WITHOUT
+        if cause >= 0 and cause != self._global_ranks[self.rank]:
+            return RankLostError(cause, self._text(left[0]))
         return RankLostError(self._global_ranks[left[0]], f"it left the group: {self._text(left[0])}")
 
     def died(self, ranks: Sequence[int]) -> RankLostError | None:
