@@ -1,7 +1,7 @@
 """How an agent behaves."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -183,22 +183,15 @@ def _check_threads(value: Any) -> Any:
     return value
 
 
-def _check_channels(value: Any) -> Any:
-    if not isinstance(value, ChannelOptions):
-        raise TypeError(f"channels is {value!r}: give a ChannelOptions")
-    return value
+def _check_kind(name: str, kind: type) -> Callable[[Any], Any]:
+    """What checks that the option of this name is one of these."""
 
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r}: give a {kind.__name__}")
+        return value
 
-def _check_broadcasts(value: Any) -> Any:
-    if not isinstance(value, BroadcastOptions):
-        raise TypeError(f"broadcasts is {value!r}: give a BroadcastOptions")
-    return value
-
-
-def _check_gatherings(value: Any) -> Any:
-    if not isinstance(value, GatheringOptions):
-        raise TypeError(f"gatherings is {value!r}: give a GatheringOptions")
-    return value
+    return check
 
 
 def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
@@ -239,9 +232,9 @@ _CHECKS = {
     "rpc_timeout": check_rpc_timeout,
     "init_timeout": _check_init_timeout,
     "num_worker_threads": _check_threads,
-    "channels": _check_channels,
-    "broadcasts": _check_broadcasts,
-    "gatherings": _check_gatherings,
+    "channels": _check_kind("channels", ChannelOptions),
+    "broadcasts": _check_kind("broadcasts", BroadcastOptions),
+    "gatherings": _check_kind("gatherings", GatheringOptions),
     "device_maps": _check_device_maps,
     "devices": _check_devices,
 }

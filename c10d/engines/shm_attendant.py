@@ -29,7 +29,7 @@ class Attendant:
     """Owned by a mailbox, of which `left_alone` is a method: it gives the receives that nobody waits for."""
 
     def __init__(self, left_alone: "Callable[[], list[Receive]]") -> None:
-        self._left_alone_now = weakref.WeakMethod(left_alone)
+        self._find_left_alone = weakref.WeakMethod(left_alone)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -59,8 +59,8 @@ class Attendant:
             thread.join()
 
     def _left_alone(self) -> "list[Receive]":
-        left_alone = self._left_alone_now()
-        return [] if left_alone is None else left_alone()
+        find = self._find_left_alone()
+        return [] if find is None else find()  # the mailbox may be gone
 
     def _run(self) -> None:
         while not self._closed:

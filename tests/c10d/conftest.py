@@ -40,8 +40,8 @@ def store_workers(opened, workers):
 
 
 @pytest.fixture
-def ranks(workers, tmp_path) -> Callable[..., list[Worker]]:
-    """Starts workers in a group; `ranks("gradwire_shm", 2)` is [worker, worker]."""
+def group_on(workers, tmp_path) -> Callable[..., list[Worker]]:
+    """Starts workers in a group; `group_on("gradwire_shm", 2)` is [worker, worker]."""
 
     def start(backend: str, size: int, seconds: float = 60) -> list[Worker]:
         members = workers(size)

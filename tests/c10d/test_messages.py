@@ -19,14 +19,14 @@ ENGINES = ["shm", "gloo", "mpi"]
 
 
 @pytest.fixture(params=ENGINES)
-def pair(request, ranks):
+def pair(request, group_on):
     """Two ranks."""
-    return ranks(f"gradwire_{request.param}", 2)
+    return group_on(f"gradwire_{request.param}", 2)
 
 
 @pytest.fixture
-def pair_on_shm(ranks):
-    return ranks("gradwire_shm", 2)
+def pair_on_shm(group_on):
+    return group_on("gradwire_shm", 2)
 
 
 def ask_for_the_later_one_first() -> list[float]:

@@ -51,9 +51,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 h
 
 
 @pytest.fixture
-def members(ranks):
+def members(group_on):
     """Workers in a group on this engine: `members(3)`."""
-    return partial(ranks, "gradwire_mpi", seconds=300)
+    return partial(group_on, "gradwire_mpi", seconds=300)
 
 
 def test_every_operation_on_every_dtype(members):

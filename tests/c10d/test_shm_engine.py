@@ -22,9 +22,9 @@ SUM = Reduction("sum")
 
 
 @pytest.fixture
-def group(ranks):
+def group(group_on):
     """Starts workers in a group; `group(2)` is [worker, worker]."""
-    return partial(ranks, "gradwire_shm")
+    return partial(group_on, "gradwire_shm")
 
 
 def in_order_of_ranks(tensors: Sequence[Tensor], reduction: Reduction = SUM) -> Tensor:

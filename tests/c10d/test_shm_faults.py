@@ -36,9 +36,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 h
 
 
 @pytest.fixture
-def group(ranks):
+def group(group_on):
     """Starts workers in a group; `group(2)` is [worker, worker]."""
-    return partial(ranks, "gradwire_shm")
+    return partial(group_on, "gradwire_shm")
 
 
 def results_of(pending: Sequence[Any]) -> list[Any]:
