@@ -185,9 +185,14 @@ def test_tensors_that_share_memory_do_not_at_the_receivers(workers):
     a.run(call)
 
 
+def named_segments() -> set[str]:
+    """Shared memory that has a name; without MPI's, which tests beside this one come and go with."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("mpich")}
+
+
 def test_a_large_tensor_leaves_its_worker_once(workers):
     a, b, c, d = workers.rpc(4)
-    before = os.listdir("/dev/shm")
+    before = named_segments()
 
     def call() -> None:
         tensor = ramp(4 * MIB)  # 16 MiB
@@ -209,7 +214,7 @@ def test_a_large_tensor_leaves_its_worker_once(workers):
     for worker in workers.all:
         names = worker.run(lambda: [thread.name for thread in threading.enumerate()])
         assert not [name for name in names if "broadcast" in name]
-    assert os.listdir("/dev/shm") == before
+    assert named_segments() <= before
 
 
 def scaled(weight: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
