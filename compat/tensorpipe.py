@@ -1,6 +1,6 @@
 """TensorPipe's options and its backend, which is gradwire's here."""
 
-import warnings
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +14,7 @@ __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions", "register"]
 
 NAME = "TENSORPIPE"
 
-_ignored: set[str] = set()
-"""The options that a warning has been given for."""
+log = logging.getLogger(__name__)
 
 
 class RpcBackendOptions(rpc.RpcBackendOptions):
@@ -32,7 +31,7 @@ class RpcBackendOptions(rpc.RpcBackendOptions):
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """The options of the backend TENSORPIPE: see `gradwire.rpc.RpcBackendOptions`.
 
-    `_transports` and `_channels` are ignored, since gradwire chooses its own; a warning says so once.
+    `_transports` and `_channels` name parts of TensorPipe and are ignored, which is logged at level DEBUG.
     """
 
     def __init__(
@@ -50,8 +49,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.num_worker_threads = num_worker_threads
         self.device_maps = device_maps or {}
         self.devices = devices or ()
-        _warn_once("_transports", _transports)
-        _warn_once("_channels", _channels)
+        for option, value in (("_transports", _transports), ("_channels", _channels)):
+            if value is not None:
+                log.debug("%s=%r is ignored: it names parts of TensorPipe", option, value)
 
 
 def register() -> None:
@@ -86,12 +86,3 @@ def _start_agent(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, but it is {rpc_backend_options!r}"
         )
     return start_agent(store, name, rank, world_size, rpc_backend_options)
-
-
-def _warn_once(name: str, value: object) -> None:
-    if value is not None and name not in _ignored:
-        _ignored.add(name)
-        warnings.warn(
-            f"{name} of TensorPipeRpcBackendOptions is ignored: gradwire chooses transports and channels itself",
-            stacklevel=3,
-        )

@@ -55,6 +55,7 @@ class _Sent:
     kind: str
     payload: Any
     done: Done
+    expected: tuple[type[Exception], ...] = ()
     attempts: int = 0
 
 
@@ -93,7 +94,14 @@ class ControlMessages:
         """The kinds of messages that are known here."""
         return self._handlers.keys()
 
-    def send(self, worker: WorkerInfo, kind: str, payload: Any, done: Done = lambda _error: None) -> None:
+    def send(
+        self,
+        worker: WorkerInfo,
+        kind: str,
+        payload: Any,
+        done: Done = lambda _error: None,
+        expected: tuple[type[Exception], ...] = (),
+    ) -> None:
         """Sends a message until it is acknowledged.
 
         Args:
@@ -102,8 +110,9 @@ class ControlMessages:
             payload: anything that pickles.
             done: called by a task with None, or with what the handler raised, or a
                 WorkerLostError when the receiver is gone.
+            expected: classes of errors by which the handler answers a question; others are logged as failures.
         """
-        self._scheduler.submit(lambda: self._begin(worker, kind, payload, done))
+        self._scheduler.submit(lambda: self._begin(_Sent(worker, 0, kind, payload, done, expected)))
 
     def run(self, task: Task) -> None:
         """Runs a task after everything that was asked for before, and never beside another."""
@@ -123,11 +132,10 @@ class ControlMessages:
 
     # Sending: all by tasks of the scheduler.
 
-    def _begin(self, worker: WorkerInfo, kind: str, payload: Any, done: Done) -> None:
-        number = self._numbers[worker.id]
-        self._numbers[worker.id] += 1
-        sent = _Sent(worker, number, kind, payload, done)
-        self._unacknowledged[worker.id][number] = sent
+    def _begin(self, sent: _Sent) -> None:
+        sent.number = self._numbers[sent.worker.id]
+        self._numbers[sent.worker.id] += 1
+        self._unacknowledged[sent.worker.id][sent.number] = sent
         self._attempt(sent)
 
     def _attempt(self, sent: _Sent) -> None:
@@ -154,7 +162,7 @@ class ControlMessages:
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(sent.attempts - 1, 16))
             self._scheduler.call_later(pause, lambda: self._attempt(sent))
             return
-        if error is not None and not isinstance(error, WorkerLostError | NotInitializedError):
+        if error is not None and not isinstance(error, (WorkerLostError, NotInitializedError, *sent.expected)):
             log.warning("control message %s to %s failed: %s", sent.kind, sent.worker.name, error)
         self._settle(sent, error)
 

@@ -18,6 +18,7 @@ docs/rref.md draws the states.
 """
 
 import concurrent.futures
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,8 @@ from .owner_table import Entry, OwnerTable
 from .rref import Hold, OwnerHandle, RRef, UserHandle
 
 __all__ = ["Fork", "References"]
+
+log = logging.getLogger(__name__)
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -419,10 +422,11 @@ class References(Extension):
         creator, identifier = self.agent.worker(entry.id.worker), entry.id
 
         def answered(error: Exception | None) -> None:
-            if isinstance(error, RRefError):
-                self.table.give_up(identifier, error)
+            # Mostly the creating message has come while the question was on its way, and the value has gone since.
+            if isinstance(error, RRefError) and self.table.give_up(identifier, error):
+                log.warning("a message names a value that cannot come any more: %s", error)
 
-        self.agent.control.send(creator, "rref.await", tuple(identifier), answered)
+        self.agent.control.send(creator, "rref.await", tuple(identifier), answered, expected=(RRefError,))
 
     # The rest.
 

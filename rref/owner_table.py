@@ -123,15 +123,16 @@ class OwnerTable:
             if entry is not None and fork in entry.forks:
                 self._release(entry, fork)
 
-    def give_up(self, identifier: GlobalId, error: RRefError) -> None:
-        """The message that creates an awaited value will not come."""
+    def give_up(self, identifier: GlobalId, error: RRefError) -> bool:
+        """The message that creates an awaited value will not come; False if it has come by now."""
         with self._lock:
             entry = self._awaited.pop(identifier, None)
             if entry is None:
-                return
+                return False
             entry.forks.clear()
             self._held.pop(identifier, None)
         entry.fail(error)
+        return True
 
     def drop_worker(self, worker: int, reason: str) -> None:
         """A worker is lost, and its references with it."""

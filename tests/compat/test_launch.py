@@ -68,6 +68,7 @@ def test_children_may_import_in_any_order(first):
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )
     assert done.stdout == "gradwire.rpc.calls gradwire.rref.rref\n"
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--nonsense"]])

@@ -211,11 +211,11 @@ def test_options_are_torchs(workers):
     (worker,) = workers(1)
 
     def look(torch_rpc):
-        with pytest.warns(UserWarning, match="_transports of TensorPipeRpcBackendOptions is ignored"):
-            options = torch_rpc.TensorPipeRpcBackendOptions(_transports=["uv"], num_worker_threads=2)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            torch_rpc.TensorPipeRpcBackendOptions(_transports=["uv"])  # warned once
+            options = torch_rpc.TensorPipeRpcBackendOptions(
+                _transports=["uv"], _channels=["basic"], num_worker_threads=2
+            )
         options.rpc_timeout = 3
         options.set_device_map("worker1", {"cuda:0": "cuda:1"})
         assert options.device_maps == {"worker1": {torch.device("cuda:0"): torch.device("cuda:1")}}

@@ -5,9 +5,12 @@ import random
 
 import pytest
 from gradwire import rpc
+from gradwire.errors import RRefError
 from gradwire.rpc.agent import current_agent, holder
 from gradwire.rpc.messages import MessageType
 from gradwire.rref.forks import References
+from gradwire.rref.ids import GlobalId
+from gradwire.rref.owner_table import Entry
 
 from tests.bad_network import BadNetwork, hurry
 from tests.remote_functions import add, wait_until
@@ -74,3 +77,20 @@ def test_no_early_delete_and_no_leak(agents, monkeypatch, seed):
         return not any(any(agent.extension(References).live_objects().values()) for agent in made)
 
     wait_until(clean, 60)
+
+
+def test_a_question_that_has_answered_itself_is_no_failure(agents, caplog):
+    """The owner asks whether a value will be created; meanwhile it has been, and has been deleted."""
+    creator, owner = agents(2)
+    identifier = GlobalId(creator.info.id, 1000)
+    owner.extension(References)._ask_creator(Entry(identifier))
+    wait_until(lambda: owner.control.pending() == 0 and owner.control._numbers[creator.info.id])
+    assert not caplog.records
+
+
+def test_a_value_that_cannot_come_is_told(agents, caplog):
+    creator, owner = agents(2)
+    entry = owner.extension(References).entry(GlobalId(creator.info.id, 1000))
+    with pytest.raises(RRefError, match="is gone: 'agent1' has deleted the value"):
+        entry.wait(60)
+    wait_until(lambda: "a message names a value that cannot come any more: reference" in caplog.text)

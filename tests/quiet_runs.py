@@ -1,0 +1,194 @@
+"""What correct programs print on stderr: nothing that torch's own agent would not print.
+
+    python -m tests.quiet_runs --runs 100
+
+runs two programs written for torch.distributed.rpc (a parameter server and a pipeline) on gradwire and a few times on
+torch's agent, whose lines are allowed; and gradwire's own example of a parameter server, which is to print nothing. The
+processes of a run are forked from one that has torch loaded, and end as those of a script do: with the interpreter.
+`--spawned` also runs the scripts as a user does, which takes several seconds each.
+"""
+
+import argparse
+import importlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["PROGRAMS", "Report", "quiet_runs"]
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ("tests.compat.programs.parameter_server", "tests.compat.programs.pipeline")
+EXAMPLE = "examples.parameter_server"
+
+STOCK_RUNS = 5
+"""How often torch's agent runs a program: what it prints, it prints each time."""
+
+RUN_SECONDS = 100.0
+"""The longest that a run may take."""
+
+
+@dataclass
+class Report:
+    """What some runs of one program have printed.
+
+    program: the name of its module.
+    agent: "gradwire", "torch", or "example" for one that needs no layer.
+    runs: how many there were.
+    failed: what went wrong in those that failed.
+    lines: what was printed on stderr, with numbers and addresses left out, and how often.
+    """
+
+    program: str
+    agent: str
+    runs: int
+    failed: list[str] = field(default_factory=list)
+    lines: Counter[str] = field(default_factory=Counter)
+
+    def add(self, stderr: str) -> None:
+        """Counts the lines of one process."""
+        self.lines.update(_shape(line) for line in stderr.splitlines() if line.strip())
+
+
+def quiet_runs(program: str, agent: str, runs: int) -> Report:
+    """Runs a program `runs` times, its processes forked from one that has it loaded."""
+    report = Report(program, agent, runs)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", __spec__.name, "--serve", program, agent, str(runs), folder]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        report.add(done.stderr)
+        for output in Path(folder).glob("*.stderr"):
+            report.add(output.read_text(errors="replace"))
+        statuses = Path(folder, "statuses").read_text().split() if done.returncode == 0 else [done.stderr]
+        report.failed = [status for status in statuses if status != "0"]
+    return report
+
+
+def spawned_runs(program: str, agent: str, runs: int) -> Report:
+    """Runs a program `runs` times as a user does."""
+    report = Report(program, agent, runs)
+    path = str(ROOT.joinpath(*program.split(".")).with_suffix(".py"))
+    layer = ["-m", "gradwire.compat"] if agent == "gradwire" else []
+    arguments = ["--epochs", "1", "--quiet"] if agent == "example" else []
+    for _ in range(runs):
+        command = [sys.executable, *layer, path, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
+        report.add(done.stderr)
+        if done.returncode:
+            report.failed.append(done.stderr)
+    return report
+
+
+def new_lines(report: Report, allowed: Report | None) -> dict[str, int]:
+    """The lines that torch's agent does not print, and how often each came."""
+    known = allowed.lines if allowed is not None else {}
+    return {line: count for line, count in report.lines.items() if line not in known}
+
+
+def _shape(line: str) -> str:
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", line.strip())
+
+
+# In the process from which those of a run are forked.
+
+
+def serve(program: str, agent: str, runs: int, folder: Path) -> None:
+    """Runs a program again and again. Returns in this process, and in each that it has forked."""
+    if agent == "gradwire":
+        from gradwire import compat
+
+        compat.install()
+    module = importlib.import_module(program)
+    part, size = _example_part(module) if agent == "example" else (module.main, module.WORLD_SIZE)
+    statuses = []
+    for run in range(runs):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                _write_to(folder / f"{run}-{rank}")
+                part(rank, port)
+                return
+            children.append(child)
+        statuses += [_status_of(child) for child in children]
+    (folder / "statuses").write_text(" ".join(map(str, statuses)))
+
+
+def _example_part(module: object) -> tuple[Callable[[int, int], None], int]:
+    """What a process of the example does."""
+    trainers = 2
+    arguments = argparse.Namespace(
+        epochs=1, trainers=trainers, batch_size=256, lr=0.03, momentum=0.9, seed=0, plot=None, quiet=True
+    )
+
+    def part(rank: int, port: int) -> None:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(2 + trainers), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        module.work(rank, arguments)  # type: ignore[attr-defined]
+
+    return part, 2 + trainers
+
+
+def _write_to(path: Path) -> None:
+    for number, stream in ((1, "stdout"), (2, "stderr")):
+        output = os.open(f"{path}.{stream}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        os.dup2(output, number)
+        os.close(output)
+
+
+def _status_of(child: int) -> int:
+    """The exit code of a process, which is killed if it takes too long."""
+    deadline = time.monotonic() + RUN_SECONDS
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+        time.sleep(0.005)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100, help="of each program (default 100)")
+    parser.add_argument("--spawned", type=int, default=0, help="runs of each script as a user runs it (default 0)")
+    runs = parser.parse_args()
+    loud = False
+    for program in (*PROGRAMS, EXAMPLE):
+        agent = "example" if program == EXAMPLE else "gradwire"
+        for way, count in ((quiet_runs, runs.runs), (spawned_runs, runs.spawned)):
+            if not count:
+                continue
+            allowed = way(program, "torch", min(count, STOCK_RUNS)) if agent == "gradwire" else None
+            started = time.monotonic()
+            report = way(program, agent, count)
+            extra = new_lines(report, allowed)
+            loud |= bool(extra or report.failed)
+            print(
+                f"{program} on {agent}, {way.__name__}: {count} runs in {time.monotonic() - started:.0f} s, "
+                f"{len(report.failed)} failures, {sum(extra.values())} lines that torch's agent does not print",
+                flush=True,
+            )
+            for line, number in sorted(extra.items()):
+                print(f"  {number} x {line}")
+            for failure in report.failed[:3]:
+                print(f"  failed: {failure}")
+    return int(loud)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))
+    else:
+        sys.exit(main())
