@@ -6,8 +6,11 @@ from .api import (
     debug_info,
     get_rpc_timeout,
     get_worker_info,
+    get_worker_infos,
     init_rpc,
     is_available,
+    on_worker_joined,
+    on_worker_left,
     require_initialized,
     set_rpc_timeout,
     shutdown,
@@ -28,6 +31,7 @@ from .options import BroadcastOptions, ChannelOptions, GatheringOptions, RpcBack
 from .streams import RpcStream, rpc_stream
 from .wait_all import wait_all
 from .worker import WorkerInfo
+from .worker_events import WorkerEventHandle, WorkerJoined, WorkerLeft
 
 # Last, because rref builds on the modules above. Whatever of gradwire is imported, `gradwire/__init__.py` runs
 # first and comes here, through autograd, before it comes to rref.
@@ -46,7 +50,10 @@ __all__ = [
     "RpcAgent",
     "RpcBackendOptions",
     "RpcStream",
+    "WorkerEventHandle",
     "WorkerInfo",
+    "WorkerJoined",
+    "WorkerLeft",
     "aio",
     "all_gather",
     "backend_registered",
@@ -59,11 +66,14 @@ __all__ = [
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
+    "get_worker_infos",
     "grpc_backend",
     "init_backend",
     "init_rpc",
     "is_available",
     "is_initialized",
+    "on_worker_joined",
+    "on_worker_left",
     "register_backend",
     "remote",
     "require_initialized",

@@ -17,6 +17,7 @@ from .futures import Future
 from .messages import Extension, Incoming, MessageType
 from .options import RpcBackendOptions
 from .worker import WorkerInfo
+from .worker_events import WorkerEvents
 
 __all__ = ["CurrentAgent", "Destination", "RpcAgent", "current_agent", "holder", "is_initialized"]
 
@@ -32,6 +33,8 @@ class RpcAgent(ABC):
     info: WorkerInfo
     options: RpcBackendOptions
     control: ControlMessages
+    worker_events: WorkerEvents
+    """What is told of workers that join and leave."""
     rpc_timeout: float
     """Seconds that a call without a timeout of its own may take, 0 for any."""
 
@@ -165,7 +168,12 @@ class RpcAgent(ABC):
 
     @abstractmethod
     def all_gather(
-        self, topic: str, value: object, workers: Sequence[WorkerInfo], timeout: float
+        self,
+        topic: str,
+        value: object,
+        workers: Sequence[WorkerInfo],
+        timeout: float,
+        operation: str = "all_gather",
     ) -> Mapping[int, Any]:
         """Brings the values of several workers, this one among them, together on all of them.
 
@@ -175,6 +183,7 @@ class RpcAgent(ABC):
             value: this worker's, anything that pickles.
             workers: who takes part.
             timeout: seconds, 0 for none.
+            operation: what errors and the log call it: the function that the user has called.
 
         Returns:
             The values of those that live, by worker id.

@@ -15,13 +15,17 @@ from .agent import Destination, RpcAgent, current_agent, holder
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
 from .options import RpcBackendOptions, check_rpc_timeout
 from .worker import WorkerInfo, check_worker_name
+from .worker_events import WorkerEvent, WorkerEventHandle, WorkerJoined, WorkerLeft
 
 __all__ = [
     "debug_info",
     "get_rpc_timeout",
     "get_worker_info",
+    "get_worker_infos",
     "init_rpc",
     "is_available",
+    "on_worker_joined",
+    "on_worker_left",
     "require_initialized",
     "set_rpc_timeout",
     "shutdown",
@@ -125,6 +129,78 @@ def get_worker_info(worker_name: Destination | None = None) -> WorkerInfo:
     """
     agent = current_agent()
     return agent.info if worker_name is None else agent.worker(worker_name)
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """Returns the workers of the group by id, this one among them.
+
+    Those of a static group are all that were in it from the beginning, lost or not; those of a dynamic group are
+    the current members.
+
+    Raises:
+        NotInitializedError: this process is no worker.
+    """
+    return list(current_agent().workers())
+
+
+def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> WorkerEventHandle:
+    """Has a function called with each worker that joins the group from now on.
+
+    `workers` of the returned handle are those that are present at this moment: a worker is either among them or
+    the callback is called for it, exactly once. Nobody joins a static group once `init_rpc` has returned.
+
+    All callbacks of this worker, of this function and `on_worker_left`, run one after another in the order of the
+    events, on a thread that runs incoming calls: they may make calls, and one that blocks holds up the others.
+    What a callback raises is logged. None begins after `shutdown`.
+
+    Args:
+        callback: called with the worker, which can be called by then.
+
+    Returns:
+        A handle; `handle.remove()` removes the callback, as the end of a `with` block of the handle does.
+
+    Raises:
+        NotInitializedError: this process is no worker.
+        TypeError: the callback cannot be called.
+    """
+
+    def tell(event: WorkerEvent) -> None:
+        if isinstance(event, WorkerJoined):
+            callback(event.worker)
+
+    return _subscribe(callback, tell)
+
+
+def on_worker_left(callback: Callable[[WorkerInfo, str], object]) -> WorkerEventHandle:
+    """Has a function called with each worker that shuts down, or is lost, from now on, and with the reason.
+
+    Every worker among `workers` of the returned handle, and every worker that joins later, is told of exactly once
+    when it goes. This worker connects to all others for that, since a loss shows by a connection. Of a group that
+    shuts down gracefully together, workers may or may not be told of the others. See `on_worker_joined` for when
+    and where callbacks run.
+
+    Args:
+        callback: called with the worker, which can be called no more, and the reason as a WorkerLostError has it.
+
+    Returns:
+        A handle; `handle.remove()` removes the callback, as the end of a `with` block of the handle does.
+
+    Raises:
+        NotInitializedError: this process is no worker.
+        TypeError: the callback cannot be called.
+    """
+
+    def tell(event: WorkerEvent) -> None:
+        if isinstance(event, WorkerLeft):
+            callback(event.worker, event.reason)
+
+    return _subscribe(callback, tell)
+
+
+def _subscribe(callback: object, tell: Callable[[WorkerEvent], object]) -> WorkerEventHandle:
+    if not callable(callback):
+        raise TypeError(f"callback is {callback!r}, which cannot be called")
+    return current_agent().worker_events.subscribe(tell)
 
 
 def get_rpc_timeout() -> float:

@@ -38,6 +38,15 @@ def all_gather(
         ValueError: this worker is not among `worker_names`.
         RpcTimeoutError: not everybody came in time; it says who.
     """
+    return _gather("all_gather", obj, worker_names, timeout)
+
+
+def barrier(worker_names: Collection[str] | None = None) -> None:
+    """Returns when all of these workers have called it. Takes and raises what `all_gather` does."""
+    _gather("barrier", None, worker_names, UNSET_RPC_TIMEOUT)
+
+
+def _gather(operation: str, obj: Any, worker_names: Collection[str] | None, timeout: float) -> dict[str, Any]:
     agent = current_agent()
     workers: Sequence[WorkerInfo] = agent.workers()
     if worker_names:
@@ -45,10 +54,6 @@ def all_gather(
     if agent.info not in workers:
         raise ValueError(f"{agent.info.name!r} is not among the workers {[worker.name for worker in workers]}")
     seconds = check_timeout(timeout)
-    values = agent.all_gather("user", obj, workers, agent.rpc_timeout if seconds is None else seconds)
+    seconds = agent.rpc_timeout if seconds is None else seconds
+    values = agent.all_gather("user", obj, workers, seconds, operation)
     return {worker.name: values[worker.id] for worker in workers if worker.id in values}
-
-
-def barrier(worker_names: Collection[str] | None = None) -> None:
-    """Returns when all of these workers have called it. Takes and raises what `all_gather` does."""
-    all_gather(None, worker_names)

@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -56,7 +57,7 @@ ASK = "gather.ask"
 TELL = "gather.tell"
 """Kinds of control messages: what came out of a round? This."""
 
-WHAT = ("the topic", "the number", "the members", "the value", "the standing", "the attempt")
+WHAT = ("the topic", "the number", "the members", "obj", "the standing", "the attempt")
 """The items of a GATHER request, in words."""
 
 log = logging.getLogger(__name__)
@@ -122,23 +123,30 @@ class Gatherings:
         value: object,
         members: Sequence[WorkerInfo],
         timeout: float,
-        still_waiting: Callable[[Sequence[str]], None] = lambda _names: None,
+        operation: str = "all_gather",
+        still_waiting: Callable[[Sequence[str]], None] | None = None,
     ) -> dict[int, Any]:
         """The values of all living members, by worker id: see `RpcAgent.all_gather`.
 
-        `still_waiting` is called every now and then with the names of those that are missing.
+        `still_waiting` is called every now and then with the names of those that are missing; by default that is
+        logged.
         """
+        if still_waiting is None:
+            still_waiting = partial(self._log_wait, operation)
         by_id = {worker.id: worker for worker in sorted(members, key=lambda worker: worker.id)}
         ids = tuple(by_id)
         deadline = time.monotonic() + timeout if timeout else None
-        with self._turn(topic, ids, timeout) as number:
-            outcome = self._go_through((topic, number, ids), value, by_id, timeout, deadline, still_waiting)
+        with self._turn(topic, ids, timeout, operation) as number:
+            try:
+                outcome = self._go_through((topic, number, ids), value, by_id, timeout, deadline, still_waiting)
+            except RpcTimeoutError as error:
+                raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
         if not outcome.flat:
             return dict(outcome.values)
         return {identifier: self._messaging.unflatten(flat) for identifier, flat in outcome.values.items()}
 
     @contextlib.contextmanager
-    def _turn(self, topic: str, ids: tuple[int, ...], timeout: float) -> Iterator[int]:
+    def _turn(self, topic: str, ids: tuple[int, ...], timeout: float, operation: str) -> Iterator[int]:
         """The number of the next round, which begins when the one before is over on this worker.
 
         So who is in a round needs no result older than that of the round before.
@@ -147,7 +155,7 @@ class Gatherings:
             turn = self._turns[topic, ids]
         with self._agent.blocking():
             if not turn.acquire(timeout=timeout or -1):
-                what = f"{topic!r}, as an earlier round of the same workers is not over on"
+                what = f"{operation} waits for an earlier collective among the same workers to end on"
                 raise RpcTimeoutError(self._agent.info.name, timeout, what)
         try:
             number = self._rounds[topic, ids]
@@ -188,7 +196,7 @@ class Gatherings:
     ) -> tuple[bool, Outcome | None]:
         """Has a round been tried, and its outcome if it went through the group."""
         with self._not_begun(key):
-            flat = self._messaging.flatten(value, "the value", members[self._leader(key)])
+            flat = self._messaging.flatten(value, "obj", members[self._leader(key)])
         # The other half of the time is for going by messages, and for finding out who is missing.
         seconds = (deadline - time.monotonic()) / 2 if deadline is not None else LONGEST
         try:
@@ -236,7 +244,7 @@ class Gatherings:
             return None
         except RpcTimeoutError:
             missing = self._ask_who_is_missing(members, leader, key)
-            raise RpcTimeoutError(", ".join(missing), timeout, f"{topic!r}, which awaits") from None
+            raise RpcTimeoutError(", ".join(missing), timeout) from None
         self._finish(key, outcome)
         return outcome
 
@@ -249,6 +257,9 @@ class Gatherings:
             topic, _, ids = key
             self._rounds[topic, ids] -= 1
             raise
+
+    def _log_wait(self, operation: str, names: Sequence[str]) -> None:
+        log.info("%s of worker %s waits for %s", operation, self._agent.info.name, ", ".join(names))
 
     def _leader(self, key: Key) -> int:
         return next(i for i in key[2] if i == self._agent.info.id or self._agent.why_lost(i) is None)

@@ -35,6 +35,7 @@ from .requests import Requests
 from .roster import RosterLog
 from .service import Service
 from .worker import WorkerInfo
+from .worker_events import WorkerEvents
 
 __all__ = ["GrpcAgent"]
 
@@ -73,6 +74,7 @@ class GrpcAgent(RpcAgent):
         }
         self._activity = Activity()
         self._executor = parts.executor(options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread)
+        self.worker_events = WorkerEvents(self._executor.submit, self.connect)
         self._messaging = Messaging(info, options, self._handlers)
         self._gatherings = Gatherings(self, self._messaging)
         self._handlers.update(self._gatherings.handlers())
@@ -95,6 +97,7 @@ class GrpcAgent(RpcAgent):
         gather often do so through process groups.
         """
         self._network.open(members)
+        self.worker_events.open([member.info for member in members])
         if store is not None:
             self._network.broadcasts.open(
                 Surroundings(
@@ -207,10 +210,15 @@ class GrpcAgent(RpcAgent):
         return next(extension for extension in self._messaging.extensions if isinstance(extension, kind))
 
     def all_gather(
-        self, topic: str, value: object, workers: Sequence[WorkerInfo], timeout: float
+        self,
+        topic: str,
+        value: object,
+        workers: Sequence[WorkerInfo],
+        timeout: float,
+        operation: str = "all_gather",
     ) -> dict[int, Any]:
         """See `Gatherings.all_gather`."""
-        return self._gatherings.all_gather(topic, value, workers, timeout)
+        return self._gatherings.all_gather(topic, value, workers, timeout, operation)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -239,8 +247,13 @@ class GrpcAgent(RpcAgent):
         """A message cannot be read."""
         self._executor.submit(self._refuse, source, envelope, error)
 
+    def joined(self, worker: WorkerInfo) -> None:
+        """A worker has joined the dynamic group."""
+        self.worker_events.joined(worker)
+
     def lost(self, worker: WorkerInfo, reason: str) -> None:
         """A worker is gone for good."""
+        self.worker_events.left(worker, reason)
         self._executor.submit(self._worker_lost, worker, reason)
 
     def _expire(self, identifier: int) -> None:
@@ -309,6 +322,7 @@ class GrpcAgent(RpcAgent):
 
     def _close(self) -> None:
         self._closed = True
+        self.worker_events.close()
         self._network.leave()
         for extension in self._messaging.extensions:
             extension.close()

@@ -55,6 +55,9 @@ class Receiver(Protocol):
     def vanished(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """The payloads of a message will not come, because its sender is gone."""
 
+    def joined(self, worker: WorkerInfo) -> None:
+        """A worker has joined the dynamic group after this one. Said once for each."""
+
     def lost(self, worker: WorkerInfo, reason: str) -> None:
         """A worker is gone for good. Said once for each."""
 
@@ -155,10 +158,12 @@ class Network:
             return
         self._roster.learn(entries)
         # All that are missing here: the roster may know some from the store, where `leave` reads of them.
-        for member in self._roster.members():
-            if member.info.id not in self._members:
-                self._add(member)
+        joined = [member for member in self._roster.members() if member.info.id not in self._members]
+        for member in joined:
+            self._add(member)
         self._let_in()
+        for member in joined:
+            self._receiver.joined(member.info)
 
     @property
     def lost(self) -> Mapping[int, str]:

@@ -55,7 +55,7 @@ class Quiescence:
             workers = self._agent.workers()
             try:
                 totals = self._gatherings.all_gather(
-                    "shutdown", self._activity.total, workers, left, self._say_who_is_awaited
+                    "shutdown", self._activity.total, workers, left, "shutdown", self._say_who_is_awaited
                 )
             except RpcTimeoutError as error:
                 raise RpcTimeoutError(error.worker, timeout, "shutdown waits for others to shut down:") from None

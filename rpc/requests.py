@@ -34,10 +34,19 @@ log = logging.getLogger(__name__)
 
 DOING = {
     MessageType.CALL: "a call to worker",
+    MessageType.CONTROL: "a control message to worker",
+    MessageType.GATHER: "the value for a collective, sent to worker",
+    MessageType.GATHER_STATUS: "the question who is missing in a collective, to worker",
+    MessageType.GREETING: "the announcement of a new worker to worker",
     MessageType.RREF_CREATE: "RRef creation via remote() on worker",
     MessageType.RREF_FETCH: "to_here() of a value on worker",
+    MessageType.RREF_BACKWARD: "RRef.backward() from a value on worker",
+    MessageType.BACKWARD: "the part of a backward pass on worker",
+    MessageType.CLOSURE: "the preparation of a backward pass on worker",
+    MessageType.SENDS: "the preparation of a backward pass on worker",
+    MessageType.STREAM_OPEN: "the request of a stream from worker",
 }
-"""What a request does, in words."""
+"""What each request does, in words that users know."""
 
 
 @dataclass(slots=True)
@@ -274,4 +283,4 @@ class Requests:
 
 
 def _doing(kind: MessageType.ValueType) -> str:
-    return DOING.get(kind) or f"a {MessageType.Name(kind)} request to worker"
+    return DOING.get(kind, "a request to worker")

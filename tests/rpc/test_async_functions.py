@@ -1,9 +1,13 @@
 """Functions that answer later, waiting for all calls of a block, and gatherings that users call."""
 
+import logging
+import threading
+
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
+from gradwire.rpc import gather
 
 from tests.remote_functions import add, assert_clean, event, identity, set_event, wait_for
 
@@ -182,10 +186,36 @@ def test_all_gather_and_barrier(trio, workers):
 
 def test_who_is_missing_is_named(trio):
     def gather():
-        with pytest.raises(RpcTimeoutError, match="awaits 'worker1, worker2'"):
+        with pytest.raises(RpcTimeoutError, match="all_gather waits for 'worker1, worker2'"):
             rpc.all_gather(1, timeout=0.5)
 
     trio[0].run(gather)
+
+
+def test_a_timeout_of_a_barrier_is_said_to_be_one(trio):
+    def wait():
+        rpc.set_rpc_timeout(0.5)
+        with pytest.raises(RpcTimeoutError, match="barrier waits for 'worker1'") as caught:
+            rpc.barrier(["worker0", "worker1"])
+        assert (caught.value.worker, caught.value.seconds) == ("worker1", 0.5)
+
+    trio[0].run(wait)
+
+
+def test_who_waits_in_a_collective_logs_for_whom(trio):
+    def wait():
+        gather.PATIENCE = 0.1
+        logging.basicConfig(level=logging.INFO)
+        logged = threading.Event()
+        logging.getLogger("gradwire.rpc.gather").addFilter(lambda record: logged.set() or True)
+        waiting = threading.Thread(target=rpc.barrier, args=(["worker0", "worker2"],))
+        waiting.start()
+        assert logged.wait(30)
+        rpc.rpc_sync("worker2", rpc.barrier, (["worker0", "worker2"],))
+        waiting.join()
+
+    trio[0].run(wait)
+    assert "barrier of worker worker0 waits for worker2" in trio[0].log.read_text()
 
 
 def test_shutdown_says_who_it_waits_for(trio):

@@ -17,6 +17,8 @@ from gradwire.errors import (
     UnknownWorkerError,
 )
 from gradwire.rpc import network
+from gradwire.rpc.messages import MessageType
+from gradwire.rpc.requests import DOING
 
 from tests.remote_functions import add, identity, set_event, wait_for
 
@@ -384,3 +386,12 @@ def test_numpy_travels_in_the_pickle(pair):
         assert np.array_equal(rpc.rpc_sync("worker1", identity, (array,)), array)
 
     pair.run(check)
+
+
+def test_errors_call_no_request_by_the_name_of_its_message_type(agents):
+    (agent,) = agents(1)
+    one_way = {"GRADIENTS", "STREAM_OPENED", "STREAM_ITEM", "STREAM_CREDIT"}
+    asked = {MessageType.Name(kind) for kind in agent._handlers} - one_way
+    assert asked == {MessageType.Name(kind) for kind in DOING}
+    names = [MessageType.Name(number) for number in MessageType.values()]
+    assert not [text for text in DOING.values() if any(name in text for name in names)]

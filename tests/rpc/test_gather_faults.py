@@ -132,7 +132,7 @@ def test_a_timeout_says_who_is_missing(workers):
     a, b, c = grouped(workers, 3)
 
     def time_out() -> None:
-        with pytest.raises(RpcTimeoutError, match="which awaits 'worker2'") as caught:
+        with pytest.raises(RpcTimeoutError, match="all_gather waits for 'worker2'") as caught:
             rpc.all_gather("in time", timeout=1.0)
         assert caught.value.seconds == 1.0
         assert caught.value.worker == "worker2"
