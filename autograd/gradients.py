@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from ..torch_internals import holders_of_storage
 from .partial import add
 
 __all__ = ["GradLoans", "LeafGradients"]
@@ -165,8 +166,7 @@ def _is_alone(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
         return False
     if gradient.stride() != torch.empty_like(leaf, device="meta").stride():
         return False
-    storage = gradient.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) == 2  # `storage` is one
+    return holders_of_storage(gradient) == 2
 
 
 def _copy(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:

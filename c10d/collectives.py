@@ -173,6 +173,21 @@ class Collectives(TorchProcessGroup):
         step = Step("gather", aliases, source, root)
         return self._start("gather", [step], staging, [tensor], outputs, [outputs], opts, timeout, root=root)
 
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Result:  # noqa: A002
+        """On the root, `output` becomes the tensors of all ranks, one after another; they have one size."""
+        name = "gather_single"
+        root = self._root(name, opts)
+        check_tensors(name, [input, output])
+        staging = Staging()
+        source = staging.input(input)
+        parts: list[Tensor] = []
+        if self.rank() == root:
+            check_whole(name, "output", output, "input", input, self.size())
+            parts = list(staging.output(output).view(self.size(), *input.shape).unbind())
+        step = Step("gather", parts, source, root)
+        written = [output] if parts else []
+        return self._start(name, [step], staging, [input], written, written, opts, None, root=root)
+
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
         """Each rank's tensor becomes one of the root's inputs."""
         tensor = the_one("scatter", output_tensors)

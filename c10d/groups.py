@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ProcessGroupError
+from ..torch_internals import default_timeout
 from .backends import OWN
 from .engines.mpi_world import under_mpiexec
 from .mpiexec import meet_under_mpiexec
@@ -60,7 +61,7 @@ def init_process_group(
         RendezvousError: the ranks cannot find each other.
         ValueError: an unknown backend.
     """
-    limit = dist.distributed_c10d.default_pg_timeout if timeout is None else _timedelta(timeout)
+    limit = default_timeout if timeout is None else _timedelta(timeout)
     if store is None and init_method is None and under_mpiexec() and "MASTER_ADDR" not in os.environ:
         met = meet_under_mpiexec(limit, insecure=insecure)
     else:

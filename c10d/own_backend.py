@@ -4,13 +4,14 @@ torch's groups consist of one backend for each device, and torch.distributed loo
 groups, connects devices early, or picks the device for objects and barriers.
 """
 
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Backend
-from torch.distributed.distributed_c10d import BackendConfig
 
+from ..torch_internals import BackendConfig
 from .collectives import Collectives
 
 __all__ = ["OwnBackend"]
@@ -23,14 +24,18 @@ class OwnBackend(Collectives):
     supports_coalescing = False  # by torch's calls around others; what is given as a list goes as one anyway
     supports_shrinking = False
     supports_time_estimate = False
+    _supports_time_estimate = False  # as torch calls it from 2.15 on
+
+    expected_devices: Sequence[torch.device] = ()
+    """What `_device_types` are as long as torch does not know the group. torch asks for those of a part."""
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Those that the group's configuration has engines for; none as long as torch does not know the group."""
+        """Those that the group's configuration has engines for."""
         try:
             configuration = dist.get_backend_config(self)
         except (TypeError, ValueError):
-            return []
+            return list(self.expected_devices)
         return [torch.device(name) for name in BackendConfig(Backend(configuration)).get_device_backend_map()]
 
     def _get_backend(self, device: torch.device | str) -> Self:  # type: ignore[override]  # no Backend of C++

@@ -17,9 +17,9 @@ from typing import Any, cast, final
 
 import torch
 import torch.profiler
-from torch._C._autograd import _profiler_enabled
 
 from ..errors import GroupAbortedError, RankLostError, UnsupportedOperationError
+from ..torch_internals import profiler_enabled
 from .call import Call
 from .debug.consistency import ConsistencyCheck
 from .debug.flight_recorder import Entry, FlightRecorder, write
@@ -140,7 +140,7 @@ class ProcessGroup(OwnBackend):
             if self._check is not None and call.peer is None:
                 self._check.check(call, seconds)
             engine = self.engine(call.device.type)
-            if _profiler_enabled():
+            if profiler_enabled():
                 with torch.profiler.record_function(f"{engine.name}:{call.name}"):  # named as torch names its own
                     pending = self._begin(call, engine, seconds, entry)
             else:
@@ -311,7 +311,7 @@ class ProcessGroup(OwnBackend):
         opts: GroupOptions | None = None,
         group_name: str | None = None,
         group_desc: str | None = None,
-        device_types: Sequence[torch.device] | None = None,  # noqa: ARG002  # engines are made when they are used
+        device_types: Sequence[torch.device] | None = None,
     ) -> "ProcessGroup | None":
         """Makes a group of some ranks, which all of them call; None on others.
 
@@ -323,7 +323,7 @@ class ProcessGroup(OwnBackend):
             opts: this group's if None.
             group_name: not used before in this group.
             group_desc: what it is for.
-            device_types: not used; torch registers which devices the group is for.
+            device_types: what it is for; those of this group if None. Engines are made when they are used.
         """
         if self.rank() not in ranks:
             return None
@@ -331,6 +331,7 @@ class ProcessGroup(OwnBackend):
         part = self._make_part(ranks, name, timeout or self._timeout, opts or self._options)
         part._set_group_name(name)
         part._set_group_desc(group_desc or "undefined")
+        part.expected_devices = self._device_types if device_types is None else device_types
         return part
 
     @property

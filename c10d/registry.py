@@ -13,10 +13,19 @@ from typing import Any, final
 
 import torch.distributed
 from torch.distributed import Backend
-from torch.distributed.distributed_c10d import BackendConfig
 
+from ..errors import UnsupportedOperationError
+from ..torch_internals import (
+    HAS_PYTHON_BACKENDS,
+    BackendConfig,
+    backend_devices,
+    backend_maker,
+    backend_names,
+    register_group_backend,
+)
 from .collectives import Collectives
 from .engines.base import EngineFactory, Setup
+from .group_backend import GroupBackend
 from .group_options import GroupOptions
 from .process_group import ProcessGroup
 from .stores.prefix import PrefixStore
@@ -62,6 +71,10 @@ class GroupMaker:
         Its engine for the CPU, if this backend takes CPU tensors, is made now, while all ranks are here; those of
         other devices with the first tensor there, for only then torch says which they are.
         """
+        if getattr(options, "enable_reconfigure", False):
+            raise UnsupportedOperationError(
+                self.name, "change the ranks of a group", "leave out enable_reconfigure, and make the group anew"
+            )
         if not isinstance(group_options, GroupOptions | None):
             raise TypeError(f"pg_options is {group_options!r}: give gradwire.c10d.GroupOptions")
         store = _fresh(options)
@@ -77,10 +90,12 @@ class GroupMaker:
             make_engine=lambda device, group: _factory(device, group)(_setup(device, options, store, group)),
         )
         weakref.finalize(group, store.close).atexit = False  # with all stores that look into it
+        if HAS_PYTHON_BACKENDS:
+            register_group_backend(group, GroupBackend(group), _all_devices())
         try:
             if options.group_size > 1:
                 group.watch()
-            if "cpu" in Backend.backend_capability[self.name]:
+            if "cpu" in backend_devices(self.name):
                 group.adopt("cpu", self.factory(_setup("cpu", options, store, group)))
         except BaseException:
             group.shutdown()
@@ -114,6 +129,12 @@ class _PartOptions:
     timeout: timedelta
     group_id: str
     global_ranks_in_group: Sequence[int]
+
+
+def _all_devices() -> set[str]:
+    """The types of devices that any of the engines takes: all that tensors of a group can be on."""
+    makers = [name for name in backend_names() if isinstance(backend_maker(name), GroupMaker)]
+    return {device for name in makers for device in backend_devices(name)}
 
 
 def _global_ranks(options: Any) -> tuple[int, ...]:
@@ -154,11 +175,8 @@ def _factory(device: str, group: ProcessGroup) -> EngineFactory:
             f"the group has no backend for {device} tensors, only {configuration!r}: name one, as in "
             f'"{configuration},{device}:..."'
         )
-    maker = Backend._plugins.get(name.upper())
-    if maker is None:
-        maker = Backend._plugins.get(f"GRADWIRE_{name.upper()}")  # torch's own, as in "cpu:gloo,cuda:..."
-    if maker is None or not isinstance(maker.creator_fn, GroupMaker):
-        raise ValueError(
-            f"gradwire cannot use backend {name!r} for {device} tensors: it is not one of its engines"
-        )
-    return maker.creator_fn.factory
+    # torch's own are gradwire's here, as in "cpu:gloo,cuda:..."
+    for maker in (backend_maker(name), backend_maker(f"gradwire_{name}")):
+        if isinstance(maker, GroupMaker):
+            return maker.factory
+    raise ValueError(f"gradwire cannot use backend {name!r} for {device} tensors: it is not one of its engines")

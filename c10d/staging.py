@@ -6,6 +6,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..torch_internals import neg_view
+
 __all__ = ["Staging"]
 
 
@@ -82,7 +84,7 @@ def _normal(tensor: Tensor) -> Tensor:
         alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.is_conj():
             alias = alias.conj()
-        return torch._neg_view(alias) if tensor.is_neg() else alias
+        return neg_view(alias) if tensor.is_neg() else alias
 
 
 def _is_plain(tensor: Tensor) -> bool:

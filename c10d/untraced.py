@@ -6,7 +6,7 @@ as a broadcast that DDP asks for, are not part of the program: they cannot be tr
 
 import inspect
 
-from torch._C._dynamo import eval_frame
+from ..torch_internals import run_untraced
 
 __all__ = ["leave_untraced"]
 
@@ -16,8 +16,5 @@ def leave_untraced(*classes: type) -> None:
 
     As torch.compiler.disable does, which would import the compiler, and costs time with every call.
     """
-    skip = eval_frame._FrameAction.SKIP
     for each in classes:
-        for method in vars(each).values():
-            if inspect.isfunction(method):
-                eval_frame.set_code_exec_strategy(method.__code__, eval_frame._FrameExecStrategy(skip, skip))
+        run_untraced(method for method in vars(each).values() if inspect.isfunction(method))

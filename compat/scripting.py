@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..torch_internals import script_methods
+
 __all__ = ["script"]
 
 _compile: Any = torch.jit.script
@@ -50,6 +52,5 @@ def _graphs(scripted: Any) -> list[Any]:
     if isinstance(scripted, torch.jit.ScriptFunction):
         return [scripted.inlined_graph]
     if isinstance(scripted, torch.jit.ScriptModule):
-        names = scripted._c._method_names()
-        return [getattr(scripted, name).inlined_graph for name in names]
+        return [method.inlined_graph for method in script_methods(scripted)]
     return []

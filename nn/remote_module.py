@@ -7,8 +7,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from torch.jit._script import RecursiveScriptModule
-from torch.utils._pytree import tree_map_only
 
 from ..rpc.agent import current_agent
 from ..rpc.calls import check_call, rpc_async, rpc_sync
@@ -17,6 +15,7 @@ from ..rpc.messages import Extension, register_extension
 from ..rpc.options import Device
 from ..rref.api import remote
 from ..rref.rref import RRef
+from ..torch_internals import RecursiveScriptModule, tree_map_only
 from .placement import Placement
 from .script import check_interface, compile_module, reduce_script_module, scriptable
 

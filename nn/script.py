@@ -13,13 +13,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._jit_internal import FunctionModifiers, createResolutionCallbackFromClosure
-from torch._sources import parse_def
-from torch.jit._recursive import ScriptMethodStub
-from torch.jit._script import RecursiveScriptModule
 from torch.jit.frontend import build_def
 
 from ..rpc.script import reduce_script_module as reduce_any_script_module
+from ..torch_internals import (
+    FunctionModifiers,
+    RecursiveScriptModule,
+    ScriptMethodStub,
+    compile_script,
+    createResolutionCallbackFromClosure,
+    parse_def,
+)
 
 __all__ = ["check_interface", "compile_module", "reduce_script_module", "scriptable"]
 
@@ -39,8 +43,7 @@ def check_interface(interface: object) -> None:
 def compile_module(module: nn.Module) -> nn.Module:
     """The module, compiled by `torch.jit.script`."""
     with _compiling:
-        compiled: nn.Module = torch.jit.script(module)
-    return compiled
+        return compile_script(module)
 
 
 def reduce_script_module(module: RecursiveScriptModule) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from typing import Any, cast, final
 import torch
 
 from ..errors import RpcError
+from ..torch_internals import AnyFuture
 from .agent import Destination, current_agent
 from .functions import is_async_execution
 from .futures import Future, when_done
@@ -78,7 +79,7 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     result = function(*args, **kwargs)
     if not is_async_execution(function):
         return result
-    if not isinstance(result, torch._C.Future):  # what `then` returns is no torch.futures.Future
+    if not isinstance(result, AnyFuture):  # what `then` returns is no torch.futures.Future
         name = getattr(function, "__qualname__", function)
         raise RpcError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.autograd.profiler_legacy import _parse_legacy_records
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from ..proto.v1 import agent_pb2
+from ..torch_internals import parse_legacy_records
 
 __all__ = [
     "REMOTE_PREFIX",
@@ -34,7 +34,7 @@ def encode_records(records: list[list[Any]], node: int) -> list[agent_pb2.Profil
     if start is None:
         return []
     epoch_us = start.start_us()
-    return [_encode(event, node, epoch_us) for event in _parse_legacy_records(records)]
+    return [_encode(event, node, epoch_us) for event in parse_legacy_records(records)]
 
 
 def decode_events(

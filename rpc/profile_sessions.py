@@ -14,12 +14,18 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd import profiler, profiler_legacy
 from torch.autograd.profiler import record_function
 
 from ..proto.v1 import agent_pb2
+from ..torch_internals import (
+    ExperimentalConfig,
+    ProfilerConfig,
+    ProfilerState,
+    disable_legacy_profiler,
+    enable_legacy_profiler,
+    profiler_enabled,
+)
 from .profile_events import encode_records, merge_events, relabel
 
 __all__ = ["Call", "Session", "TorchHooks", "current_session", "hooks"]
@@ -81,7 +87,7 @@ class Session:
 
     def run(self, node: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a function with torch's legacy profiler on. The session stays open for calls under way."""
-        _enable_profiler_legacy(_torch_config(self.config))
+        enable_legacy_profiler(_torch_config(self.config))
         _mine.session = self
         try:
             return function(*args)
@@ -90,11 +96,11 @@ class Session:
             with self._lock:
                 # What ends from now on torch does not write down.
                 self._recording = False
-                if _profiler_enabled():  # not if the function has switched it off
+                if profiler_enabled():  # not if the function has switched it off
                     self._take_records(node)
 
     def _take_records(self, node: int) -> None:
-        records = _disable_profiler_legacy()
+        records = disable_legacy_profiler()
         try:
             self._events.extend(encode_records(records, node))
         except Exception:  # torch's parser found them odd: the call is not to fail for it
@@ -252,5 +258,5 @@ def _torch_config(config: agent_pb2.ProfileHeader) -> Any:
         config.stack,
         config.flops,
         config.modules,
-        _ExperimentalConfig(),
+        ExperimentalConfig(),
     )

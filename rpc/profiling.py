@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, Protocol, final
 
 import torch
-from torch._C._autograd import _profiler_enabled
 
 from ..proto.v1 import agent_pb2
+from ..torch_internals import find_builtin, profiler_enabled, qualified_name, set_profiler_node_id
 from .agent import RpcAgent
 from .messages import Deferred, Extension, Incoming, MessageType, Outgoing, register_extension
 from .profile_events import REMOTE_PREFIX, events_from_tensor, events_to_tensor
@@ -68,7 +68,7 @@ def profiled_call(
     agent: RpcAgent, mode: RPCExecMode, function: Callable[..., Any], worker: WorkerInfo
 ) -> AbstractContextManager[None]:
     """Around sending one call: makes it an event if this thread profiles. Else costs one look."""
-    if not _profiler_enabled():
+    if not profiler_enabled():
         return _NOTHING
     session = current_session()
     if session is None or (session.kineto and not agent.extension(Profiling).kineto):
@@ -95,7 +95,7 @@ class Profiling(Extension):
         self._calls: dict[int, Call] = {}
         self._collectors: list[Collector] = []
         hooks.hold()
-        _set_node_id(agent.info.id)
+        set_profiler_node_id(agent.info.id)
 
     def collect(self, collector: Collector) -> None:
         """Has the calls that arrive from now on profiled for a collector."""
@@ -199,7 +199,7 @@ class _Served:
         """For the caller, when the call is over."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if _profiler_enabled():  # an earlier function left a profile open on this thread
+        if profiler_enabled():  # an earlier function left a profile open on this thread
             return function(*args)
         session = Session(self._config)
         try:
@@ -223,15 +223,9 @@ class _Served:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    builtin: str | None = torch.jit._builtins._find_builtin(function)
+    builtin: str | None = find_builtin(function)
     if builtin is not None:
         return builtin
     if isinstance(function, torch.jit.ScriptFunction):
-        return str(torch._jit_internal._qualified_name(function))
+        return str(qualified_name(function))
     return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _set_node_id(node: int) -> None:
-    """Puts this worker's id into the events of torch's legacy profiler, where it stays until the next."""
-    if torch.distributed.rpc.is_available():
-        torch._C._distributed_rpc._set_profiler_node_id(node)

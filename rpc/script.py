@@ -3,15 +3,13 @@
 A script function goes by name where it has one that can be imported, else with its code, as modules do.
 """
 
-import io
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
-import torch
-
 from ..errors import RpcError
+from ..torch_internals import load_script, save_script
 
 __all__ = ["not_scriptable", "reduce_script_function", "reduce_script_module"]
 
@@ -38,22 +36,16 @@ def reduce_script_function(function: Any) -> tuple[Any, ...]:
     module, _, name = function.qualified_name.removeprefix(_PREFIX).rpartition(".")
     if getattr(sys.modules.get(module), name, None) is function:
         return _named, (module, name)
-    return _load, (_save(function),)
+    return _load, (save_script(function),)
 
 
 def reduce_script_module(module: Any) -> tuple[Any, ...]:
     """How to pickle a scripted module: with code, parameters and buffers."""
-    return _load, (_save(module),)
-
-
-def _save(scripted: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.jit.save(scripted, stream)
-    return stream.getvalue()
+    return _load, (save_script(module),)
 
 
 def _load(data: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
+    return load_script(data)
 
 
 def _named(module: str, name: str) -> Any:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch.jit._script import RecursiveScriptModule
 
 from ..errors import SerializationError
+from ..torch_internals import RecursiveScriptModule
 from .device_maps import NO_DEVICES, DeviceMap
 from .script import reduce_script_function, reduce_script_module
 from .tensors import Buffer, check_sendable

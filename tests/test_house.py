@@ -23,7 +23,7 @@ MAY_IMPORT = {
 }
 NO_MODULES = [ROOT / "proto" / "v1", ROOT / "compat" / "site"]
 """What is generated, and what runs at the start of other processes."""
-TOP = [ROOT / "__init__.py", ROOT / "errors.py", ROOT / "launch.py"]
+TOP = [ROOT / "__init__.py", ROOT / "errors.py", ROOT / "launch.py", ROOT / "torch_internals.py"]
 MODULES = sorted(
     path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.parent not in NO_MODULES
 )
@@ -48,12 +48,58 @@ def test_imports_point_one_way(path):
     allowed = set(MAY_IMPORT[package])
     if path == ROOT / "rpc" / "__init__.py":
         allowed.add("rref")  # a face: it hands on RRef and remote
-    assert packages_imported(path) <= allowed
+    assert packages_imported(path) - {"torch_internals"} <= allowed
+
+
+def private_names(code: str) -> list[str]:
+    """What a module uses of torch that has a leading underscore, as far as it can be seen without running it."""
+    of_torch: set[str] = set()
+    found: list[str] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names if alias.name.partition(".")[0] == "torch"]
+            of_torch.update(alias.asname or "torch" for alias in node.names if alias.name in modules)
+            found += [module for module in modules if "._" in module]
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "torch":
+            of_torch.update(alias.asname or alias.name for alias in node.names)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name for name in names if "._" in name or "distributed_c10d" in name]
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"_[^_].*|distributed_c10d", node.attr):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in of_torch:
+                found.append(f"{ast.unparse(node)}")
+    return found
+
+
+TORCH_INTERNALS = [ROOT / "torch_internals.py", ROOT / "c10d" / "torch_types.py"]
+"""The modules for torch's private names; the second has types only, which torch hides from mypy."""
+
+
+@pytest.mark.parametrize("path", [*MODULES, *TOP], ids=lambda p: str(p.relative_to(ROOT)))
+def test_torchs_private_names_are_used_in_one_module(path):
+    assert bool(private_names(path.read_text())) == (path in TORCH_INTERNALS)
 
 
 @pytest.mark.parametrize(
-    "path", [*MODULES, *(ROOT / name for name in ("__init__.py", "errors.py", "launch.py"))], ids=str
+    "code",
+    [
+        "import torch\ntorch._C.Future",
+        "import torch.distributed as dist\ndist.group._x.y",
+        "from torch._C import Future",
+        "from torch.jit import _script",
+        "from torch.distributed.distributed_c10d import BackendConfig",
+        "import torch.utils._pytree",
+        "from torch.distributed import Backend\nBackend._plugins",
+    ],
 )
+def test_private_names_are_seen(code):
+    assert private_names(code)
+
+
+@pytest.mark.parametrize("path", [*MODULES, *TOP], ids=str)
 def test_every_module_says_what_it_offers(path):
     if path.name == "generate.py" or path.parent == ROOT / "proto":
         return

@@ -7,8 +7,7 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import distributed_c10d
-
+from ...torch_internals import known_groups
 from ..process_group import ProcessGroup
 from .flight_recorder import write
 
@@ -17,8 +16,7 @@ __all__ = ["dump_flight_recorder", "dump_flight_recorder_on_signal"]
 
 def dump_flight_recorder(folder: Path | str) -> Path:
     """Writes the last operations of all of gradwire's groups in this process to a file in `folder`; its path."""
-    known = distributed_c10d._world.pg_map  # torch keeps the register of groups
-    return write([group for group in known if isinstance(group, ProcessGroup)], Path(folder))
+    return write([group for group in known_groups() if isinstance(group, ProcessGroup)], Path(folder))
 
 
 def dump_flight_recorder_on_signal(folder: Path | str, number: int = signal.SIGUSR1) -> None:

@@ -19,9 +19,9 @@ from typing import Any, ClassVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from ...errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
+from ...torch_internals import AllgatherOptions
 from ..hosts import INTERFACES, LOOPBACK, address_for_others, hosts_of, share_network
 from ..pending import All, Finishing
 from ..reductions import Reduction, combine, finish, prepare

@@ -77,11 +77,13 @@ def split_as_torch_does() -> list[float] | None:
     assert group.options == world.options
     tensor = torch.tensor([float(c10d.get_rank()), 1.0])
     c10d.all_reduce(tensor, group=group)
-    assert c10d.get_process_group_ranks(group) == ([0, 2] if group.size() == 2 else [1])
+    # In the order given from torch 2.14 on, and sorted before.
+    assert sorted(c10d.get_process_group_ranks(group)) == ([0, 2] if group.size() == 2 else [1])
     c10d.destroy_process_group(group)
     return tensor.tolist()
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 splits groups for CUDA only")
 def test_torchs_own_function_splits_a_group(workers, three):
     assert workers.each(three, split_as_torch_does) == [[2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]
 

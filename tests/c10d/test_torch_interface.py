@@ -1,0 +1,132 @@
+"""What torch's own functions, its C++ and its register of backends find in gradwire's groups."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire.c10d.backends import register_backends
+from gradwire.c10d.collectives import Collectives
+from gradwire.c10d.group_backend import OPERATIONS
+from gradwire.errors import UnsupportedOperationError
+from gradwire.torch_internals import HAS_PYTHON_BACKENDS, TorchBackend, backend_names
+
+from tests.c10d.members import everywhere, join_all
+
+from_2_14 = pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="torch has no interface for backends before 2.14")
+
+GROUP = "torch.distributed.backends"
+NAMES = ["gradwire", "gradwire_gloo", "gradwire_mpi", "gradwire_nccl", "gradwire_shm"]
+
+
+def test_every_engine_has_an_entry_point():
+    # Once each, though an editable install may be on the path twice.
+    points = {point.name: point for point in entry_points(group=GROUP) if point.value.startswith("gradwire.")}
+    assert sorted(points) == NAMES
+    assert {point.load() for point in points.values()} == {register_backends}
+    register_backends()  # again, as torch does where somebody has imported gradwire
+    assert set(NAMES) <= set(backend_names())
+
+
+WITHOUT_IMPORT = """
+import sys
+import torch
+import torch.distributed as dist
+
+assert dist.is_backend_available(sys.argv[2].rpartition(":")[2])
+dist.init_process_group(sys.argv[2], init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+print(type(dist.group.WORLD).__module__, dist.get_backend(), tensor.tolist())
+dist.destroy_process_group()
+"""
+
+
+@from_2_14
+@pytest.mark.parametrize("backend", ["gradwire_shm", "cpu:gradwire_gloo"])
+def test_torch_finds_an_engine_without_an_import(tmp_path, backend):
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_IMPORT, str(tmp_path / "met"), backend]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout.split() == ["gradwire.c10d.process_group", backend, "[1.0,", "1.0]"], done.stderr
+
+
+@pytest.fixture
+def three(workers, tmp_path):
+    members = workers(3)
+    join_all(members, tmp_path / "met", "gradwire_shm")
+    return members
+
+
+def operate_from_below() -> tuple[list[float], str]:
+    """As C++ starts operations: through the dispatcher, and the backend of the group."""
+    world = dist.group.WORLD
+    tensor = torch.full((2,), float(dist.get_rank()))
+    asynchronous = True
+    torch.ops.c10d.broadcast_([tensor], world.boxed(), 1, 0, asynchronous, -1)[1].wait()
+    with pytest.raises(ValueError, match="root is 3, but the group has the ranks 0 to 2"):
+        torch.ops.c10d.broadcast_([tensor], world.boxed(), 3, 0, asynchronous, -1)
+    return tensor.tolist(), type(dist.get_backend_impl()).__name__
+
+
+@from_2_14
+def test_operations_that_cpp_starts_reach_the_group(three):
+    assert everywhere(three, operate_from_below) == [([1.0, 1.0], "ProcessGroup")] * 3
+
+
+def test_a_backend_hands_on_all_that_cpp_calls():
+    both = {name for name in vars(Collectives) if hasattr(TorchBackend, name) and name[0] != "_"}
+    assert both - {"rank", "size", "alltoall_base"} <= set(OPERATIONS)
+    assert set(OPERATIONS) <= set(vars(Collectives))
+
+
+@from_2_14
+def test_a_group_that_is_to_change_its_ranks_is_refused(tmp_path):
+    with pytest.raises(UnsupportedOperationError, match="cannot change the ranks of a group: leave out enable_"):
+        dist.init_process_group(
+            "gradwire_shm",
+            init_method=f"file://{tmp_path / 'met'}",
+            rank=0,
+            world_size=1,
+            enable_reconfigure=True,
+        )
+    assert not dist.is_initialized()
+
+
+def gather_into_one() -> list[float]:
+    """The root's tensor is not contiguous."""
+    options = dist.GatherOptions()
+    options.rootRank = 2
+    rank = dist.get_rank()
+    output = torch.zeros(6, 2)[:, 0] if rank == 2 else torch.empty(0)
+    dist.group.WORLD.gather_single(output, torch.tensor([rank, rank + 10.0]), options).wait()
+    return output.tolist()
+
+
+WHOLE = [0.0, 10.0, 1.0, 11.0, 2.0, 12.0]
+
+
+def test_tensors_are_gathered_into_one(three):
+    assert everywhere(three, gather_into_one) == [[], [], WHOLE]
+
+
+def gather_into_one_by_torch() -> list[list[float]] | None:
+    rank = dist.get_rank()
+    output = torch.zeros(3, 2) if rank == 1 else None
+    dist.gather_single(torch.tensor([rank, rank + 10.0]), output, dst=1)
+    return None if output is None else output.flatten().tolist()
+
+
+@from_2_14
+def test_torchs_own_function_gathers_into_one(three):
+    assert everywhere(three, gather_into_one_by_torch) == [None, WHOLE, None]
+
+
+def gather_into_too_little() -> None:
+    dist.group.WORLD.gather_single(torch.zeros(5), torch.zeros(2))
+
+
+def test_one_tensor_must_hold_all(three):
+    with pytest.raises(ValueError, match="must have 3 times the elements of the input, but they have 5 and 2"):
+        three[0].run(gather_into_too_little)
