@@ -1,13 +1,17 @@
 """The runner of torch's suites: that it runs them, and tells good from bad."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from gradwire import rpc
+from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
 
 from tests.conformance.fork_server import Outcome
 from tests.conformance.report import Report
+from tests.conformance.suites import gpus_needed
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,6 +27,29 @@ def test_a_test_of_torch_runs_on_gradwire():
     assert "RpcTest.test_py_raise_in_user_func_escaped_str" in done.stdout
     assert str(Path(rpc.__file__).with_name("calls.py")) in done.stdout  # in the traceback that the callee prints
     assert "1 tests in" in done.stdout
+
+
+def test_tests_for_one_gpu_are_listed_and_say_why_they_are_skipped():
+    command = [sys.executable, "-m", "tests.conformance", "--module", "cuda"]
+    listed = subprocess.run(
+        [*command, "--list"], capture_output=True, text=True, check=True, cwd=ROOT, timeout=110
+    )
+    assert len(listed.stdout.split()) == 42  # one of them needs no GPU
+    needy = [*command, "-k", "CudaDistAutogradTest.test_gpu_simple", "-k", "test_device_map_cpu_to_gpu_default"]
+    done = subprocess.run(needy, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if not torch.cuda.is_available():
+        assert done.stdout.count(": Need at least 1 CUDA device") == 2
+
+
+def test_how_many_gpus_a_test_needs():
+    @functools.wraps(print)
+    def wrapper(x):
+        return x
+
+    assert gpus_needed(print) == gpus_needed(wrapper) == 0
+    assert gpus_needed(skip_if_lt_x_gpu(2)(print)) == 2
+    assert gpus_needed(functools.wraps(skip_if_lt_x_gpu(4)(print))(wrapper)) == 4
 
 
 def test_the_workers_of_a_test_that_fails_are_heard():

@@ -78,6 +78,7 @@ class TestRun:
 def run_module(module: Module, run: TestRun, report: Connection) -> None:
     """Runs the wanted tests of a module, sends an Outcome for each, and None at the end."""
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(run.timeout)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to look for GPUs in a way that does not forbid forking
     script = functools.partial(torch.jit.script)  # no object that compat knows
     if not run.stock:
         import gradwire.compat
@@ -93,8 +94,9 @@ def run_module(module: Module, run: TestRun, report: Connection) -> None:
     gc.freeze()
     waiting = [name for name in tests if not run.words or any(word in name for word in run.words)]
     running: list[_RunningTest] = []
+    jobs = min(run.jobs, module.max_jobs or run.jobs)
     while waiting or running:
-        while waiting and len(running) < run.jobs:
+        while waiting and len(running) < jobs:
             name = waiting.pop(0)
             running.append(_RunningTest(name, tests[name], run))
         wait([test.sentinel for test in running], timeout=1)
@@ -141,6 +143,9 @@ def _run_test(case: unittest.TestCase, log: Path, answer: Connection) -> None:
     os.dup2(output, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     faulthandler.enable()
+    if torch.cuda._is_in_bad_fork():
+        answer.send(("failed", "CUDA was initialized before the tests were forked, so they cannot use it"))
+        return
     result = unittest.TestResult()
     case.run(result)
     if failures := [*result.failures, *result.errors]:

@@ -3,13 +3,18 @@
 The suites come from `torch.testing._internal.distributed`, inside the torch wheel. A module is loaded in a process
 of its own: torch registers the fault-injecting backend globally, and with it loaded two other tests fail.
 
+Of the suites for CUDA, the tests for which one GPU is enough are here. Without a GPU, torch skips them.
+
 To run more suites, add their names here.
 """
 
+import inspect
 import unittest
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["MODULES", "Module", "load"]
+__all__ = ["MODULES", "Module", "gpus_needed", "load"]
 
 RPC = "torch.testing._internal.distributed.rpc"
 
@@ -21,11 +26,15 @@ class Module:
     name: what the module is called on the command line.
     fixture: the module and class of torch's fixture, which says which backend is tested and how.
     suites: names of classes in `torch.testing._internal.distributed.rpc_utils`.
+    max_gpus: tests that need more GPUs are left out.
+    max_jobs: how many of the tests run at once at most.
     """
 
     name: str
     fixture: tuple[str, str]
     suites: tuple[str, ...]
+    max_gpus: int | None = None
+    max_jobs: int | None = None
 
 
 MODULES = (
@@ -45,6 +54,20 @@ MODULES = (
             "DdpUnderDistAutogradTest",
             "DdpComparisonTest",
         ),
+    ),
+    Module(
+        "cuda",
+        (f"{RPC}.tensorpipe_rpc_agent_test_fixture", "TensorPipeRpcAgentTestFixture"),
+        (
+            "CudaRpcTest",
+            "TensorPipeAgentCudaRpcTest",
+            "CudaDistAutogradTest",
+            "TensorPipeCudaDistAutogradTest",
+            "CudaRemoteModuleTest",
+            "CudaDdpComparisonTest",
+        ),
+        max_gpus=1,
+        max_jobs=4,  # each has four workers with some 500 MiB of GPU memory, beside its tensors
     ),
     Module(
         "faulty",
@@ -72,4 +95,14 @@ def load(module: Module) -> dict[str, unittest.TestCase]:
         f"{suite}.{name}": getattr(home, suite)(name)
         for suite in module.suites
         for name in loader.getTestCaseNames(getattr(home, suite))
+        if module.max_gpus is None or gpus_needed(getattr(getattr(home, suite), name)) <= module.max_gpus
     }
+
+
+def gpus_needed(test: Callable[..., Any]) -> int:
+    """The number of GPUs that a test says it needs, by torch's decorator `skip_if_lt_x_gpu`; 0 without it."""
+    while (wrapped := getattr(test, "__wrapped__", None)) is not None:
+        if test.__code__.co_qualname.startswith("skip_if_lt_x_gpu."):
+            return int(inspect.getclosurevars(test).nonlocals["x"])
+        test = wrapped
+    return 0
