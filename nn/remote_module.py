@@ -163,7 +163,7 @@ class RemoteModule(nn.Module):
         """
         return self.forward_async(*args, **kwargs).wait()
 
-    def forward_async(self, *args: Any, **kwargs: Any) -> Future:
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Calls the module on its worker and returns a future of what it returns."""
         return _forward_async(self.module_rref, self.device, *args, **kwargs)
 
@@ -223,9 +223,9 @@ class RemoteModule(nn.Module):
         return scriptable(self.module_interface_cls, self.forward_async)
 
 
-def _forward_async(module_rref: ModuleReference, device: str, *args: Any, **kwargs: Any) -> Future:
+def _forward_async(module_rref: ModuleReference, device: str, *args: Any, **kwargs: Any) -> Future[Any]:
     if device == "cpu":  # a proxy names the module by its id, which costs no fork of the reference
-        future: Future = module_rref.rpc_async().__call__(*args, **kwargs)
+        future: Future[Any] = module_rref.rpc_async().__call__(*args, **kwargs)
         return future
     to_cpu = torch.device(device) not in _device_map(module_rref).values()
     return rpc_async(module_rref.owner(), _call_on_device, (module_rref, device, to_cpu, args, kwargs))

@@ -65,7 +65,7 @@ class RpcAgent(ABC):
         what: str | Sequence[str] = "the value",
         header: Callable[[agent_pb2.Envelope], None] | None = None,
         keep: object = None,
-    ) -> Future:
+    ) -> Future[Any]:
         """Sends a request.
 
         Args:
@@ -96,7 +96,7 @@ class RpcAgent(ABC):
         timeout: float | None = None,
         what: str | Sequence[str] = "the value",
         around: Callable[[WorkerInfo], AbstractContextManager[None]] = lambda _worker: nullcontext(),
-    ) -> list[Future]:
+    ) -> list[Future[Any]]:
         """Sends one request to several workers, as `request` does to each, and its bytes as seldom as possible.
 
         Args:

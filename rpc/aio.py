@@ -14,7 +14,7 @@ the call, as `future.cancel()` does; `asyncio.shield` keeps it from that.
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, TypeVarTuple, final, overload
 
 import torch
 
@@ -25,6 +25,60 @@ from .worker import WorkerInfo
 from .worker_events import WorkerEvent, WorkerEventBuffer
 
 __all__ = ["WorkerEventStream", "call", "wait", "worker_events"]
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+
+@overload
+async def call(
+    to: Destination,
+    func: Callable[[*Ts], R],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> R: ...
+
+
+@overload
+async def call(
+    to: Destination,
+    func: Callable[[], R],
+    args: tuple[()] | None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> R: ...
+
+
+@overload
+async def call(
+    to: Destination,
+    func: Callable[..., R],
+    args: list[Any],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> R: ...
+
+
+@overload
+async def call(
+    to: Destination,
+    func: Callable[..., R],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float = ...,
+) -> R: ...
+
+
+@overload
+async def call(
+    to: Destination,
+    func: Callable[..., R],
+    args: Sequence[Any] | None = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+) -> R: ...
 
 
 async def call(
@@ -41,7 +95,7 @@ async def call(
     return await rpc_async(to, func, args, kwargs, timeout)
 
 
-async def wait(future: torch.futures.Future[Any]) -> Any:
+async def wait(future: torch.futures.Future[R]) -> R:
     """Waits for any torch future, such as one that `then` or `collect_all` has made.
 
     Returns:

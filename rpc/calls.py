@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast, final
+from typing import Any, TypeVar, TypeVarTuple, cast, final, overload
 
 import torch
 
@@ -31,6 +31,9 @@ __all__ = [
     "run_function",
     "send_call",
 ]
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 UNSET_RPC_TIMEOUT = -1.0
 """As a timeout: that of the options."""
@@ -118,6 +121,57 @@ def check_call(
     return function, tuple(args or ()), dict(kwargs or {})
 
 
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[[*Ts], R],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> Future[R]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[[], R],
+    args: tuple[()] | None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> Future[R]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., R],
+    args: list[Any],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> Future[R]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., R],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float = ...,
+) -> Future[R]: ...
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., R],
+    args: Sequence[Any] | None = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+) -> Future[R]: ...
+
+
 @not_scriptable
 def rpc_async(
     to: Destination,
@@ -125,7 +179,7 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> Future:
+) -> Future[Any]:
     """Runs a function on a worker and returns a future of its result at once.
 
     Args:
@@ -157,7 +211,7 @@ def send_call(
     *,
     mode: RPCExecMode = RPCExecMode.ASYNC,
     keep: object = None,
-) -> Future:
+) -> Future[Any]:
     """Does what `rpc_async` does, but `wait_all` does not see it. `keep` is kept until the call is over."""
     agent = current_agent()
     worker = agent.worker(to)
@@ -165,6 +219,57 @@ def send_call(
     seconds = check_timeout(timeout)
     with profiled_call(agent, mode, func, worker):
         return agent.request(worker, MessageType.CALL, call, timeout=seconds, what=CALL_PARTS, keep=keep)
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[[*Ts], R],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> R: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[[], R],
+    args: tuple[()] | None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> R: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., R],
+    args: list[Any],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> R: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., R],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float = ...,
+) -> R: ...
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., R],
+    args: Sequence[Any] | None = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+) -> R: ...
 
 
 @not_scriptable
@@ -179,6 +284,57 @@ def rpc_sync(
     return send_call(to, func, args, kwargs, timeout, mode=RPCExecMode.SYNC).wait()
 
 
+@overload
+def broadcast_call(
+    names: Iterable[Destination],
+    func: Callable[[*Ts], R],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> list[Future[R]]: ...
+
+
+@overload
+def broadcast_call(
+    names: Iterable[Destination],
+    func: Callable[[], R],
+    args: tuple[()] | None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> list[Future[R]]: ...
+
+
+@overload
+def broadcast_call(
+    names: Iterable[Destination],
+    func: Callable[..., R],
+    args: list[Any],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> list[Future[R]]: ...
+
+
+@overload
+def broadcast_call(
+    names: Iterable[Destination],
+    func: Callable[..., R],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float = ...,
+) -> list[Future[R]]: ...
+
+
+@overload
+def broadcast_call(
+    names: Iterable[Destination],
+    func: Callable[..., R],
+    args: Sequence[Any] | None = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+) -> list[Future[R]]: ...
+
+
 @not_scriptable
 def broadcast_call(
     names: Iterable[Destination],
@@ -186,7 +342,7 @@ def broadcast_call(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> list[Future]:
+) -> list[Future[Any]]:
     """Runs a function on several workers with the same arguments, and returns futures of the results at once.
 
     It does what `rpc_async` does to each of them, but pickles the arguments once, and in a static group large CPU

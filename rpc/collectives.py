@@ -2,13 +2,15 @@
 
 import threading
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .agent import current_agent
 from .calls import UNSET_RPC_TIMEOUT, check_timeout
 from .worker import WorkerInfo
 
 __all__ = ["AllGatherStates", "all_gather", "barrier"]
+
+T = TypeVar("T")
 
 
 class AllGatherStates:
@@ -20,8 +22,8 @@ class AllGatherStates:
 
 
 def all_gather(
-    obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> dict[str, Any]:
+    obj: T, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, T]:
     """Brings the objects of several workers together on all of them. All must call it, in the same order.
 
     Args:
@@ -46,7 +48,7 @@ def barrier(worker_names: Collection[str] | None = None) -> None:
     _gather("barrier", None, worker_names, UNSET_RPC_TIMEOUT)
 
 
-def _gather(operation: str, obj: Any, worker_names: Collection[str] | None, timeout: float) -> dict[str, Any]:
+def _gather(operation: str, obj: T, worker_names: Collection[str] | None, timeout: float) -> dict[str, T]:
     agent = current_agent()
     workers: Sequence[WorkerInfo] = agent.workers()
     if worker_names:

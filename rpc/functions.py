@@ -1,16 +1,19 @@
 """Remote functions that answer later."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar, cast
+
+import torch
 
 __all__ = ["async_execution", "is_async_execution"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _MARK = "_wrapped_async_rpc_function"
 
 
-def async_execution(fn: F) -> F:
+def async_execution(fn: Callable[P, torch.futures.Future[R]]) -> Callable[P, R]:
     """Marks a function that returns a `torch.futures.Future` of its result.
 
     When such a function is called remotely, the caller gets the value of the future when there is one, and no
@@ -22,13 +25,14 @@ def async_execution(fn: F) -> F:
         def add_twice(to, x, y):
             return rpc.rpc_async(to, torch.add, (x, y)).then(lambda sum: sum.wait() + y)
 
-    Called directly, the function is what it was.
+    Called directly, the function is what it was, and returns the future. For a type checker it returns the value,
+    as it does for those who call it remotely.
     """
     try:
         setattr(fn, _MARK, fn)
     except AttributeError:
         raise TypeError(f"{fn!r} cannot be marked: give a function that is written in Python") from None
-    return fn
+    return cast(Callable[P, R], fn)
 
 
 def is_async_execution(fn: object) -> bool:

@@ -9,7 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Future", "error_of", "wait_in_loop", "when_done"]
 
+T = TypeVar("T")
 
-class Future(torch.futures.Future[Any]):
+
+class Future(torch.futures.Future[T]):
     """A torch future that tells the agent's executor when one of its threads waits.
 
     Waiting inside a remote function then never starves the calls that the wait depends on. In an asyncio
     program the future can be awaited; a task that is cancelled meanwhile cancels the call.
     """
 
-    def __new__(cls, executor: "Executor", cancel: Callable[[], bool] | None = None) -> "Future":  # noqa: ARG004
+    def __new__(cls, executor: "Executor", cancel: Callable[[], bool] | None = None) -> Self:  # noqa: ARG004
         """The C++ side takes no arguments."""
         return super().__new__(cls)
 
@@ -48,10 +50,10 @@ class Future(torch.futures.Future[Any]):
         """
         return self._cancel is not None and self._cancel()
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, T]:
         return wait_in_loop(self).__await__()
 
-    def wait(self) -> Any:
+    def wait(self) -> T:
         """The call's result, or its exception raised here. Blocks until there is one."""
         try:
             if self.done():
@@ -62,12 +64,12 @@ class Future(torch.futures.Future[Any]):
             error.__traceback__ = None
             raise copy_error(error) from error.__cause__
 
-    def set_exception(self, result: Exception) -> None:
+    def set_exception(self, result: Exception) -> None:  # type: ignore[override] # torch says: a value
         """Fails the future."""
-        super().set_exception(result.with_traceback(None))
+        super().set_exception(result.with_traceback(None))  # type: ignore[arg-type]
 
 
-async def wait_in_loop(future: torch.futures.Future[Any]) -> Any:
+async def wait_in_loop(future: torch.futures.Future[T]) -> T:
     """The result of a future, awaited on the running event loop. Cancelling the wait cancels a call."""
     if not future.done():
         loop = asyncio.get_running_loop()
@@ -96,11 +98,11 @@ def error_of(future: torch.futures.Future[Any]) -> Exception | None:
     return None
 
 
-def when_done(future: torch.futures.Future[Any]) -> "concurrent.futures.Future[Any]":
+def when_done(future: torch.futures.Future[T]) -> "concurrent.futures.Future[T]":
     """A future of Python's that gets the outcome of torch's."""
-    outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-    def done(future: torch.futures.Future[Any]) -> None:
+    def done(future: torch.futures.Future[T]) -> None:
         if (error := error_of(future)) is not None:
             outcome.set_exception(error)
         else:

@@ -155,7 +155,7 @@ class GrpcAgent(RpcAgent):
         what: str | Sequence[str] = "the value",
         header: Callable[[agent_pb2.Envelope], None] | None = None,
         keep: object = None,
-    ) -> Future:
+    ) -> Future[Any]:
         """Sends a request; a future of its answer."""
         self._check_open()
         seconds = self.rpc_timeout if timeout is None else timeout
@@ -170,7 +170,7 @@ class GrpcAgent(RpcAgent):
         timeout: float | None = None,
         what: str | Sequence[str] = "the value",
         around: Callable[[WorkerInfo], AbstractContextManager[None]] = lambda _worker: nullcontext(),
-    ) -> list[Future]:
+    ) -> list[Future[Any]]:
         """Sends a request to several workers; futures of their answers."""
         self._check_open()
         seconds = self.rpc_timeout if timeout is None else timeout

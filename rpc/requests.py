@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from ..errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
 from ..proto.v1 import agent_pb2
@@ -54,7 +54,7 @@ class Pending:
     """A request that is not answered yet."""
 
     identifier: int
-    future: Future
+    future: Future[Any]
     worker: WorkerInfo
     kind: MessageType.ValueType
     timeout: float
@@ -95,7 +95,7 @@ class Requests:
         what: str | Sequence[str],
         header: Callable[[agent_pb2.Envelope], None] | None,
         keep: object,
-    ) -> Future:
+    ) -> Future[Any]:
         """Sends a request: see `RpcAgent.request`."""
         packed = self._messaging.pack(value, what, worker, None)
         return self._send(worker, kind, packed, seconds, header, keep, None)
@@ -109,7 +109,7 @@ class Requests:
         *,
         what: str | Sequence[str],
         around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
-    ) -> list[Future]:
+    ) -> list[Future[Any]]:
         """Sends a request to several workers: see `RpcAgent.request_all`."""
         packs: dict[frozenset[tuple[Device, Device]], Packed] = {}  # by device map
         devices = [frozenset(self._messaging.device_map(worker, None).items()) for worker in workers]
@@ -144,13 +144,14 @@ class Requests:
         header: Callable[[agent_pb2.Envelope], None] | None,
         keep: object,
         broadcast: Broadcast | None,
-    ) -> Future:
+    ) -> Future[Any]:
         device_map = device_map_to_proto(self._messaging.device_map(worker, None))
         envelope = agent_pb2.Envelope(id=next(self._ids), type=kind, device_map=device_map)
         if header is not None:
             header(envelope)
         handler = self._handlers[kind]
-        future = Future(self._executor, partial(self.cancel, envelope.id) if handler.cancellable else None)
+        cancel = partial(self.cancel, envelope.id) if handler.cancellable else None
+        future: Future[Any] = Future(self._executor, cancel)
         if handler.user_values:
             self._activity.begin()
         pending = self.pending[envelope.id] = Pending(envelope.id, future, worker, kind, seconds)

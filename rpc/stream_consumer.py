@@ -45,7 +45,7 @@ class Consumer:
         self._changed = threading.Condition()
         self._window = agent_pb2.StreamHeader(items=items, nbytes=nbytes)
         self._wakers: set[Callable[[], None]] = set()
-        self._answer: Future | None = None
+        self._answer: Future[Any] | None = None
         self._buffer: dict[int, tuple[Any, Exception | None, int]] = {}
         self._taken = 0
         self._taken_bytes = 0
@@ -64,7 +64,7 @@ class Consumer:
         self.id = envelope.id
         envelope.stream.CopyFrom(self._window)
 
-    def answered_by(self, answer: Future) -> None:
+    def answered_by(self, answer: Future[Any]) -> None:
         """The future of the answer to STREAM_OPEN, which comes when the stream is over."""
         self._answer = answer
         answer.add_done_callback(lambda _: self._end(answer))
@@ -86,7 +86,7 @@ class Consumer:
             self.buffered_bytes += nbytes
             self._tell()
 
-    def _end(self, answer: Future) -> None:
+    def _end(self, answer: Future[Any]) -> None:
         error, count = error_of(answer), None
         if error is None:
             count, failure = answer.value()

@@ -8,10 +8,10 @@ less than a window is unconsumed.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Generic, Self, TypeVar, TypeVarTuple, final, overload
 
 from ..errors import NotInitializedError, RpcTimeoutError, WorkerLostError
 from ..proto.v1 import agent_pb2
@@ -24,6 +24,13 @@ from .stream_producer import Producer, items_of
 from .worker import WorkerInfo
 
 __all__ = ["RpcStream", "Streams", "rpc_stream"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Ts = TypeVarTuple("Ts")
+
+Items = Iterable[T] | AsyncIterable[T]
+"""What a function that can be streamed returns."""
 
 WINDOW_BYTES = 16 * MIB
 WINDOW_ITEMS = 1024
@@ -180,7 +187,7 @@ register_extension(Streams)
 
 
 @final
-class RpcStream:
+class RpcStream(Generic[T_co]):
     """The items of a generator that runs on another worker. Iterate over it, once, with `for` or `async for`.
 
     It is a context manager, ordinary and asynchronous, that closes itself. A stream that nobody refers to any
@@ -195,7 +202,7 @@ class RpcStream:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T_co:
         """The next item; waits for it.
 
         Raises:
@@ -206,7 +213,8 @@ class RpcStream:
         """
         while True:
             try:
-                return self._consumer.take()
+                item: T_co = self._consumer.take()
+                return item
             except NothingYetError:
                 pass
             with self._agent.blocking():
@@ -217,11 +225,12 @@ class RpcStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> T_co:
         """The next item, as `next` gives and raises. Cancelling the wait loses no item."""
         while True:
             try:
-                return self._consumer.take()
+                item: T_co = self._consumer.take()
+                return item
             except StopIteration:
                 raise StopAsyncIteration from None
             except NothingYetError:
@@ -280,6 +289,71 @@ class RpcStream:
             self._agent.control.run(self._consumer.close)  # elsewhere: a finalizer takes no lock
 
 
+@overload
+def rpc_stream(
+    to: Destination,
+    func: Callable[[*Ts], Items[T]],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = ...,
+    *,
+    window: int = ...,
+    window_items: int = ...,
+) -> RpcStream[T]: ...
+
+
+@overload
+def rpc_stream(
+    to: Destination,
+    func: Callable[[], Items[T]],
+    args: tuple[()] | None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+    *,
+    window: int = ...,
+    window_items: int = ...,
+) -> RpcStream[T]: ...
+
+
+@overload
+def rpc_stream(
+    to: Destination,
+    func: Callable[..., Items[T]],
+    args: list[Any],
+    kwargs: None = None,
+    timeout: float = ...,
+    *,
+    window: int = ...,
+    window_items: int = ...,
+) -> RpcStream[T]: ...
+
+
+@overload
+def rpc_stream(
+    to: Destination,
+    func: Callable[..., Items[T]],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float = ...,
+    *,
+    window: int = ...,
+    window_items: int = ...,
+) -> RpcStream[T]: ...
+
+
+@overload
+def rpc_stream(
+    to: Destination,
+    func: Callable[..., Items[T]],
+    args: Sequence[Any] | None = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+    window: int = ...,
+    window_items: int = ...,
+) -> RpcStream[T]: ...
+
+
 def rpc_stream(
     to: Destination,
     func: Callable[..., Any],
@@ -289,7 +363,7 @@ def rpc_stream(
     *,
     window: int = WINDOW_BYTES,
     window_items: int = WINDOW_ITEMS,
-) -> RpcStream:
+) -> RpcStream[Any]:
     """Runs a generator on a worker and returns a stream of its items at once.
 
     The generator runs ahead of its consumer, but is not advanced while `window` bytes or `window_items`

@@ -1,7 +1,7 @@
 """Calls whose results stay where they are."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 from ..rpc.agent import Destination, current_agent
 from ..rpc.calls import UNSET_RPC_TIMEOUT, check_call, check_timeout
@@ -11,6 +11,60 @@ from .forks import References
 from .rref import RRef
 
 __all__ = ["remote"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[[*Ts], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[[], T],
+    args: tuple[()] | None = None,
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: list[Any],
+    kwargs: None = None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float = ...,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = ...,
+) -> RRef[T]: ...
 
 
 @not_scriptable

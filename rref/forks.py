@@ -73,7 +73,7 @@ class Fork:
     hold: Hold | None = None
     """What keeps it from being given up."""
     dropped: bool = False
-    created: Future | None = None
+    created: Future[Any] | None = None
     """Of the creating worker: done when the call that makes the value is over."""
 
 
@@ -165,7 +165,7 @@ class References(Extension):
         call: Call,
         timeout: float | None,
         keep: object = None,
-    ) -> Future:
+    ) -> Future[Any]:
         created = _reference(identifier, fork, owner.id)
         return self.agent.request(
             owner,

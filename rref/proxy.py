@@ -1,7 +1,7 @@
 """Methods and attributes of a value, through its reference."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 
@@ -17,9 +17,12 @@ from .rref import OwnerHandle, RRef
 
 __all__ = ["RRefProxy", "ask_type", "call_with_values"]
 
+K = TypeVar("K")
+"""What a method called through a proxy returns: its result, a future of it, or a reference to it."""
+
 
 @final
-class RRefProxy:
+class RRefProxy(Generic[K]):
     """Has every method of the referenced value; an attribute that is no method is a method that returns it."""
 
     __slots__ = ("__how", "__rref", "__timeout")
@@ -29,11 +32,12 @@ class RRefProxy:
         self.__how = how
         self.__timeout = timeout
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., K]:
         rref, how, timeout = self.__rref, self.__how, self.__timeout
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return _call(rref, how, timeout, (name, args, kwargs))
+        def call(*args: Any, **kwargs: Any) -> K:
+            result: K = _call(rref, how, timeout, (name, args, kwargs))
+            return result
 
         return call
 
@@ -47,7 +51,7 @@ def ask_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[type]:
     return _send(rref, _rref_typeof_on_owner, (), timeout)
 
 
-def call_with_values(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], *args: Any) -> Future:
+def call_with_values(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], *args: Any) -> Future[Any]:
     """Calls `function(values, *args)` on the worker that owns all of some references, which costs no forks.
 
     Returns:
@@ -76,7 +80,7 @@ def _send(
     args: tuple[Any, ...],
     timeout: float,
     mode: RPCExecMode = RPCExecMode.ASYNC,
-) -> Future:
+) -> Future[Any]:
     """Calls `function(id of the value, *args)` on the owner."""
     name, keep = _name_and_hold(rref)
     return send_call(rref.owner(), function, (name, *args), timeout=timeout, mode=mode, keep=keep)

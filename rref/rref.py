@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, final
 
 import torch
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Hold", "OwnerHandle", "RRef", "UserHandle"]
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @final
@@ -30,7 +30,7 @@ class OwnerHandle:
 
     __slots__ = ("agent", "created", "entry")
 
-    def __init__(self, agent: RpcAgent, entry: Entry, created: Future | None = None) -> None:
+    def __init__(self, agent: RpcAgent, entry: Entry, created: Future[Any] | None = None) -> None:
         self.agent = agent
         self.entry = entry
         self.created = created
@@ -78,7 +78,7 @@ class UserHandle:
 
 
 @final
-class RRef(Generic[T]):
+class RRef(Generic[T_co]):
     """A reference to a value on some worker, its owner.
 
     `RRef(value)` makes one to a value here; `remote` makes one to a value elsewhere. A reference can be
@@ -94,7 +94,7 @@ class RRef(Generic[T]):
     _handle: OwnerHandle | UserHandle
     _type: torch.futures.Future[type] | None
 
-    def __init__(self, value: T, type_hint: object = None) -> None:  # noqa: ARG002
+    def __init__(self, value: T_co, type_hint: object = None) -> None:  # noqa: ARG002
         from .forks import References  # here, because it makes RRefs
 
         self._handle = current_agent().extension(References).own(value)
@@ -125,7 +125,7 @@ class RRef(Generic[T]):
         handle = self._handle
         return isinstance(handle, OwnerHandle) or handle.fork.confirmed
 
-    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
         """The value: a copy of it, or itself on the owner. Waits until it is there.
 
         Args:
@@ -141,14 +141,14 @@ class RRef(Generic[T]):
         seconds = check_timeout(timeout)
         if isinstance(handle, OwnerHandle):
             return self._wait(handle, handle.agent.rpc_timeout if seconds is None else seconds)
-        value: T = self._fetch(handle, seconds).wait()
+        value: T_co = self._fetch(handle, seconds).wait()
         return value
 
-    async def to_here_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+    async def to_here_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
         """What `to_here` does, for asyncio programs. Cancelling it gives the request up, not the value."""
         handle = self._handle
         seconds = check_timeout(timeout)
-        value: T
+        value: T_co
         if isinstance(handle, OwnerHandle):
             seconds = handle.agent.rpc_timeout if seconds is None else seconds
             there = asyncio.shield(asyncio.wrap_future(handle.entry.future))
@@ -162,7 +162,7 @@ class RRef(Generic[T]):
             value = await self._fetch(handle, seconds)
         return value
 
-    def local_value(self) -> T:
+    def local_value(self) -> T_co:
         """The value itself, on its owner. Waits until it is there.
 
         Raises:
@@ -204,15 +204,16 @@ class RRef(Generic[T]):
             raise AutogradError(f"RRef should contain a tensor for .backward(), but {self} has {value!r}")
         value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> "RRefProxy":
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
         """`rref.rpc_sync().method(*args)` runs a method of the value on its owner; the result comes back."""
-        return self._proxy("rpc_sync", timeout)
+        proxy: Any = self._proxy("rpc_sync", timeout)  # which has the methods of a T, so for users it is one
+        return cast(T_co, proxy)
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> "RRefProxy":
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> "RRefProxy[Future[Any]]":
         """`rref.rpc_async().method(*args)` does so too, and returns a future."""
         return self._proxy("rpc_async", timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> "RRefProxy":
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> "RRefProxy[RRef[Any]]":
         """`rref.remote().method(*args)` does so too, leaves the result there and returns an RRef to it."""
         return self._proxy("remote", timeout)
 
@@ -248,12 +249,12 @@ class RRef(Generic[T]):
             self._type = None  # the next may have more luck
             raise
 
-    def _proxy(self, how: str, timeout: float) -> "RRefProxy":
+    def _proxy(self, how: str, timeout: float) -> "RRefProxy[Any]":
         from .proxy import RRefProxy  # here, because it calls with RRefs
 
         return RRefProxy(self, how, timeout)
 
-    def _fetch(self, handle: UserHandle, seconds: float | None) -> Future:
+    def _fetch(self, handle: UserHandle, seconds: float | None) -> Future[Any]:
         handle.check_usable(self, "to_here()")
         identifier = tuple(handle.fork.reference)
         try:
@@ -265,10 +266,10 @@ class RRef(Generic[T]):
                 f"{error}. {self} is gone: Cannot call to_here() on it after deletion."
             ) from None
 
-    def _wait(self, handle: OwnerHandle, seconds: float) -> T:
+    def _wait(self, handle: OwnerHandle, seconds: float) -> T_co:
         try:
             with handle.agent.blocking():
-                value: T = handle.entry.wait(seconds)
+                value: T_co = handle.entry.wait(seconds)
         except ValueNotThereError:
             raise _too_late(handle, seconds) from None
         return value
@@ -296,7 +297,7 @@ class RRef(Generic[T]):
         )
 
 
-def _failure_of(created: Future | None) -> Exception | None:
+def _failure_of(created: Future[Any] | None) -> Exception | None:
     """Why a value could not be made, if that is known."""
     return error_of(created) if created is not None and created.done() else None
 
