@@ -6,3 +6,7 @@ from .errors import GradwireError
 __all__ = ["GradwireError", "autograd", "c10d", "launch", "nn", "optim", "rpc", "rref"]
 
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

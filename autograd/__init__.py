@@ -3,3 +3,7 @@
 from .api import backward, context, get_gradients
 
 __all__ = ["backward", "context", "get_gradients"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -65,4 +65,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(torch.distributed)})
+    return sorted({*__all__, *(name for name in dir(torch.distributed) if not name.startswith("_"))})

@@ -27,3 +27,7 @@ __all__ = [
     "reduce_scatter",
     "scatter",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

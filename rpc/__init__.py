@@ -85,3 +85,7 @@ __all__ = [
     "shutdown",
     "wait_all",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -26,6 +26,7 @@ __all__ = [
     "check_call",
     "check_timeout",
     "logged",
+    "name_of",
     "rpc_async",
     "rpc_sync",
     "run_function",
@@ -121,6 +122,14 @@ def check_call(
     return function, tuple(args or ()), dict(kwargs or {})
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """Returns what people call a function, or anything else that can be called."""
+    name = getattr(function, "__qualname__", "").rpartition("<locals>.")[2]
+    if name.startswith("_"):  # torch's functions are methods of a private class
+        name = name.rpartition(".")[2]
+    return name or type(function).__name__
+
+
 @overload
 def rpc_async(
     to: Destination,
@@ -211,14 +220,20 @@ def send_call(
     *,
     mode: RPCExecMode = RPCExecMode.ASYNC,
     keep: object = None,
+    name: str | None = None,
 ) -> Future[Any]:
-    """Does what `rpc_async` does, but `wait_all` does not see it. `keep` is kept until the call is over."""
+    """Does what `rpc_async` does, but `wait_all` does not see it.
+
+    `keep` is kept until the call is over. `name` is what the future calls the function if not by its own name.
+    """
     agent = current_agent()
     worker = agent.worker(to)
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
     with profiled_call(agent, mode, func, worker):
-        return agent.request(worker, MessageType.CALL, call, timeout=seconds, what=CALL_PARTS, keep=keep)
+        future = agent.request(worker, MessageType.CALL, call, timeout=seconds, what=CALL_PARTS, keep=keep)
+    future.operation = f"rpc_{mode.value} {name or name_of(func)}"
+    return future
 
 
 @overload
@@ -382,5 +397,6 @@ def broadcast_call(
         around=lambda worker: profiled_call(agent, RPCExecMode.ASYNC, func, worker),
     )
     for future in futures:
+        future.operation = f"broadcast_call {name_of(func)}"
         note_future(future)
     return futures

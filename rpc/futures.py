@@ -30,12 +30,22 @@ class Future(torch.futures.Future[T]):
     program the future can be awaited; a task that is cancelled meanwhile cancels the call.
     """
 
-    def __new__(cls, executor: "Executor", cancel: Callable[[], bool] | None = None) -> Self:  # noqa: ARG004
+    def __new__(cls, *_: object) -> Self:
         """The C++ side takes no arguments."""
         return super().__new__(cls)
 
-    def __init__(self, executor: "Executor", cancel: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        executor: "Executor",
+        cancel: Callable[[], bool] | None = None,
+        worker: str = "",
+        operation: str = "request",
+    ) -> None:
         super().__init__()
+        self.worker = worker
+        """The name of the worker that was asked."""
+        self.operation = operation
+        """What it was asked, for people: such as `rpc_async add`."""
         self._executor = executor
         self._cancel = cancel
 
@@ -49,6 +59,15 @@ class Future(torch.futures.Future[T]):
             Was the call cancelled? False if it was over already.
         """
         return self._cancel is not None and self._cancel()
+
+    def __repr__(self) -> str:
+        if not self.done():
+            state = "pending"
+        elif (error := error_of(self)) is not None:
+            state = f"failed: {type(error).__name__}"
+        else:
+            state = "done"
+        return f"Future({self.operation} on {self.worker!r}, {state})"
 
     def __await__(self) -> Generator[Any, None, T]:
         return wait_in_loop(self).__await__()

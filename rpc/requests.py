@@ -32,6 +32,14 @@ __all__ = ["Pending", "Requests"]
 
 log = logging.getLogger(__name__)
 
+OPERATIONS = {
+    MessageType.CALL: "rpc_async",
+    MessageType.RREF_CREATE: "remote",
+    MessageType.RREF_FETCH: "to_here",
+    MessageType.STREAM_OPEN: "rpc_stream",
+}
+"""The functions that users call for each request."""
+
 DOING = {
     MessageType.CALL: "a call to worker",
     MessageType.CONTROL: "a control message to worker",
@@ -127,7 +135,7 @@ class Requests:
                     try:
                         future = self._send(worker, kind, packs[key], seconds, None, broadcast, broadcast)
                     except Exception as error:  # to the other workers it goes all the same
-                        future = Future(self._executor)
+                        future = Future(self._executor, None, worker.name, _operation(kind))
                         future.set_exception(error)
                 futures.append(future)
             return futures
@@ -151,7 +159,7 @@ class Requests:
             header(envelope)
         handler = self._handlers[kind]
         cancel = partial(self.cancel, envelope.id) if handler.cancellable else None
-        future: Future[Any] = Future(self._executor, cancel)
+        future: Future[Any] = Future(self._executor, cancel, worker.name, _operation(kind))
         if handler.user_values:
             self._activity.begin()
         pending = self.pending[envelope.id] = Pending(envelope.id, future, worker, kind, seconds)
@@ -281,6 +289,10 @@ class Requests:
     def _ended(self, kind: MessageType.ValueType) -> None:
         if self._handlers[kind].user_values:
             self._activity.end()
+
+
+def _operation(kind: MessageType.ValueType) -> str:
+    return OPERATIONS.get(kind, "request")
 
 
 def _doing(kind: MessageType.ValueType) -> str:

@@ -199,6 +199,10 @@ class RpcStream(Generic[T_co]):
         self._consumer = consumer
         self._timeout = timeout
 
+    def __repr__(self) -> str:
+        state = "over" if self._consumer.over else "open"
+        return f"RpcStream(from {self._consumer.producer.name!r}, {state})"
+
     def __iter__(self) -> Self:
         return self
 

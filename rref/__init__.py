@@ -4,3 +4,7 @@ from .api import remote
 from .rref import RRef
 
 __all__ = ["RRef", "remote"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -32,7 +32,7 @@ import torch
 from ..errors import RemoteError, RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from ..rpc.agent import RpcAgent
-from ..rpc.calls import logged, run_function
+from ..rpc.calls import logged, name_of, run_function
 from ..rpc.failures import without_frames
 from ..rpc.futures import Future, error_of
 from ..rpc.messages import (
@@ -75,6 +75,17 @@ class Fork:
     dropped: bool = False
     created: Future[Any] | None = None
     """Of the creating worker: done when the call that makes the value is over."""
+
+    def state(self) -> str:
+        """Returns how it stands with the reference, in words."""
+        error = self.error
+        if error is None and self.created is not None and self.created.done():
+            error = error_of(self.created)
+        if error is not None:
+            return f"failed: {type(error).__name__}"
+        if self.hold is None:
+            return "deleted"
+        return "confirmed" if self.confirmed else "pending" if self.creating else "unconfirmed"
 
 
 @final
@@ -121,7 +132,7 @@ class References(Extension):
         """A reference to the result of a call on `owner`."""
         identifier, fork_id = self._ids.next(), self._ids.next()
         if owner == self.agent.info:
-            return RRef._of(self._create_here(identifier, fork_id, call, timeout))
+            return RRef._of(self._create_here(identifier, fork_id, call, timeout), call[0])
         fork = Fork(identifier, fork_id, owner, creating=True)
         handle = self._take_hold(fork)
         if fork.hold is not None:
@@ -136,7 +147,7 @@ class References(Extension):
         fork.created.add_done_callback(
             lambda done: self.agent.control.run(partial(self._confirm, fork, error_of(done)))
         )
-        return RRef._of(handle)
+        return RRef._of(handle, call[0])
 
     def _create_here(
         self, identifier: GlobalId, fork_id: GlobalId, call: Call, timeout: float | None
@@ -167,7 +178,7 @@ class References(Extension):
         keep: object = None,
     ) -> Future[Any]:
         created = _reference(identifier, fork, owner.id)
-        return self.agent.request(
+        future = self.agent.request(
             owner,
             MessageType.RREF_CREATE,
             call,
@@ -176,6 +187,8 @@ class References(Extension):
             header=lambda envelope: envelope.created.CopyFrom(created),
             keep=keep,
         )
+        future.operation = f"remote {name_of(call[0])}"
+        return future
 
     def _take_hold(self, fork: Fork) -> UserHandle:
         self._users.add(fork)

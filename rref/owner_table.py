@@ -34,6 +34,13 @@ class Entry:
         self.forks: dict[GlobalId, int] = {}
         """The fork's id, and the worker that holds it."""
 
+    def state(self) -> str:
+        """Returns how it stands with the value: `here`, `pending`, or `failed: ` and the class of its error."""
+        if not self.future.done():
+            return "pending"
+        error = self.future.exception()
+        return "here" if error is None else f"failed: {type(error).__name__}"
+
     def resolve(self, value: Any) -> None:
         """Gives the value, unless it has failed."""
         with contextlib.suppress(InvalidStateError):

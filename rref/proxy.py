@@ -68,8 +68,8 @@ def _call(rref: RRef[Any], how: str, timeout: float, method: tuple[Any, ...]) ->
             _send(rref, _require_attribute, method[:1], timeout).wait()
         return remote(rref.owner(), _call_method, (rref, *method), timeout=timeout)
     if how == "rpc_sync":
-        return _send(rref, _call_method_by_id, method, timeout, RPCExecMode.SYNC).wait()
-    future = _send(rref, _call_method_by_id, method, timeout)
+        return _send(rref, _call_method_by_id, method, timeout, RPCExecMode.SYNC, method[0]).wait()
+    future = _send(rref, _call_method_by_id, method, timeout, method=method[0])
     note_future(future)
     return future
 
@@ -80,10 +80,11 @@ def _send(
     args: tuple[Any, ...],
     timeout: float,
     mode: RPCExecMode = RPCExecMode.ASYNC,
+    method: str | None = None,
 ) -> Future[Any]:
     """Calls `function(id of the value, *args)` on the owner."""
     name, keep = _name_and_hold(rref)
-    return send_call(rref.owner(), function, (name, *args), timeout=timeout, mode=mode, keep=keep)
+    return send_call(rref.owner(), function, (name, *args), timeout=timeout, mode=mode, keep=keep, name=method)
 
 
 def _name_and_hold(rref: RRef[Any]) -> tuple[tuple[int, ...], object]:

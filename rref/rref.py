@@ -89,21 +89,25 @@ class RRef(Generic[T_co]):
         type_hint: the value's type, for readers and type checkers.
     """
 
-    __slots__ = ("__weakref__", "_handle", "_type")
+    __slots__ = ("__weakref__", "_handle", "_made_by", "_type")
 
     _handle: OwnerHandle | UserHandle
+    _made_by: type | None
+    """The class of the value, where it is known from the call that has made it."""
     _type: torch.futures.Future[type] | None
 
     def __init__(self, value: T_co, type_hint: object = None) -> None:  # noqa: ARG002
         from .forks import References  # here, because it makes RRefs
 
         self._handle = current_agent().extension(References).own(value)
+        self._made_by = None
         self._type = None
 
     @classmethod
-    def _of(cls, handle: OwnerHandle | UserHandle) -> "RRef[Any]":
+    def _of(cls, handle: OwnerHandle | UserHandle, function: object = None) -> "RRef[Any]":
         rref: RRef[Any] = cls.__new__(cls)
         rref._handle = handle
+        rref._made_by = function if isinstance(function, type) else None
         rref._type = None
         return rref
 
@@ -249,6 +253,13 @@ class RRef(Generic[T_co]):
             self._type = None  # the next may have more luck
             raise
 
+    def _known_type(self) -> type | None:
+        """The type of another worker's value, as far as this worker knows it."""
+        asked = self._type
+        if asked is not None and asked.done() and error_of(asked) is None:
+            return asked.value()
+        return self._made_by
+
     def _proxy(self, how: str, timeout: float) -> "RRefProxy[Any]":
         from .proxy import RRefProxy  # here, because it calls with RRefs
 
@@ -277,12 +288,15 @@ class RRef(Generic[T_co]):
     def __repr__(self) -> str:
         handle = self._handle
         if isinstance(handle, OwnerHandle):
-            return f"OwnerRRef({handle.agent.info.name}, id={handle.entry.id.worker}.{handle.entry.id.number})"
-        fork = handle.fork
-        return (
-            f"UserRRef({fork.owner.name}, id={fork.reference.worker}.{fork.reference.number}, "
-            f"fork={fork.id.worker}.{fork.id.number})"
-        )
+            identifier, kind, state = handle.entry.id, None, handle.entry.state()
+            if state == "here":
+                kind = type(handle.entry.future.result())
+        else:
+            identifier, kind, state = handle.fork.reference, self._known_type(), handle.fork.state()
+        parts = [f"owner={self.owner_name()!r}", f"id={identifier.worker}.{identifier.number}"]
+        if kind is not None:
+            parts.append(f"type={kind.__name__}")
+        return f"RRef({', '.join([*parts, state])})"
 
     def __str__(self) -> str:
         handle = self._handle

@@ -142,3 +142,16 @@ def test_every_package_is_installed():
         for path in (ROOT / package).rglob("__init__.py")
     }
     assert listed == found | {"gradwire"}
+
+
+@pytest.mark.parametrize("name", ["autograd", "nn", "optim", "rpc", "rref"])
+def test_a_face_shows_its_public_names_and_nothing_else(name):
+    face = importlib.import_module(f"gradwire.{name}")
+    assert dir(face) == sorted(face.__all__)
+
+
+def test_the_other_faces_show_no_modules_of_their_making():
+    assert dir(gradwire) == sorted([*gradwire.__all__, "__version__"])
+    shown = set(dir(gradwire.c10d))
+    assert shown >= {*gradwire.c10d.__all__, "all_reduce", "ReduceOp"}
+    assert not shown & {"collectives", "process_group", "torch_types", "Any"}

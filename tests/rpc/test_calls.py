@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from gradwire import rpc
+from gradwire.errors import RpcTimeoutError
 
 from tests.remote_functions import add, identity, process_id, set_event, wait_for
 
@@ -233,3 +234,31 @@ def test_the_number_of_threads_of_operations_holds_in_calls(workers):
     threads = os.cpu_count() + 1  # not what a thread begins with
     b.run(torch.set_num_threads, threads)
     assert a.run(rpc.rpc_sync, "worker1", threads_of_operations) == threads
+
+
+def test_a_future_says_what_was_asked_of_whom(workers):
+    a, _ = workers.rpc(2)
+
+    def check() -> None:
+        waiting = rpc.rpc_async("worker1", wait_for, ("go",))
+        assert repr(waiting) == "Future(rpc_async wait_for on 'worker1', pending)"
+        (many,) = rpc.broadcast_call(["worker1"], torch.add, (torch.ones(1), 1))
+        many.wait()
+        assert repr(many) == "Future(broadcast_call add on 'worker1', done)"
+        rpc.rpc_sync("worker1", set_event, ("go",))
+        waiting.wait()
+        assert repr(waiting) == "Future(rpc_async wait_for on 'worker1', done)"
+        timed_out = rpc.rpc_async("worker1", wait_for, ("never",), timeout=0.01)
+        with pytest.raises(RpcTimeoutError):
+            timed_out.wait()
+        assert repr(timed_out) == "Future(rpc_async wait_for on 'worker1', failed: RpcTimeoutError)"
+        point = rpc.remote("worker1", Point, (1,))
+        method = point.rpc_async().origin()
+        method.wait()
+        assert repr(method) == "Future(rpc_async origin on 'worker1', done)"
+        created = point._get_future()
+        created.wait()
+        assert repr(created) == "Future(remote Point on 'worker1', done)"
+        rpc.rpc_sync("worker1", set_event, ("never",))
+
+    a.run(check)

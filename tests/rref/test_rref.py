@@ -1,6 +1,7 @@
 """References, as users see them."""
 
 import pickle
+import re
 import threading
 
 import pytest
@@ -85,11 +86,67 @@ def test_a_reference_to_a_remote_result(trio):
         assert rref.owner() == rpc.get_worker_info("worker1")
         assert rref.owner_name() == "worker1"
         wait_until(rref.confirmed_by_owner)
-        assert repr(rref).startswith("UserRRef(worker1")
         with pytest.raises(RRefError, match="Call it on owner .*worker1.*to_here"):
             rref.local_value()
 
     trio.run(check)
+
+
+def failing() -> None:
+    raise ValueError("no value")
+
+
+def test_a_reference_says_what_it_refers_to(trio):
+    def check() -> None:
+        rref = rpc.remote("worker1", torch.nn.Linear, (2, 3))
+        identifier = "owner='worker1', id={}.{}".format(*rref._handle.fork.reference)
+        assert repr(rref) in (
+            f"RRef({identifier}, type=Linear, pending)",
+            f"RRef({identifier}, type=Linear, confirmed)",
+        )
+        wait_until(rref.confirmed_by_owner)
+        assert repr(rref) == f"RRef({identifier}, type=Linear, confirmed)"
+
+        made = rpc.remote("worker1", add, (1, 2))
+        made.to_here()
+        wait_until(made.confirmed_by_owner)
+        assert re.fullmatch(r"RRef\(owner='worker1', id=0\.\d+, confirmed\)", repr(made))
+        made._get_type()
+        assert "type=int, confirmed)" in repr(made)
+
+        failed = rpc.remote("worker1", failing)
+        with pytest.raises(ValueError, match="no value"):
+            failed.to_here()
+        wait_until(lambda: repr(failed).endswith("confirmed)"))  # its error is what it refers to
+
+        assert re.fullmatch(
+            r"RRef\(owner='worker0', id=0\.\d+, type=Tensor, here\)", repr(rpc.RRef(torch.ones(1)))
+        )
+        mine = rpc.remote("worker0", failing)
+        with pytest.raises(ValueError, match="no value"):
+            mine.to_here()
+        assert repr(mine).endswith("failed: ValueError)")
+        waiting = rpc.remote("worker0", wait_for, ("shown",))
+        assert repr(waiting).endswith("pending)")
+        set_event("shown")
+
+    trio.run(check)
+
+
+def test_a_reference_that_has_outlived_its_agent_can_be_shown(workers):
+    a, b = workers.rpc(2)
+
+    def check() -> str:
+        mine, theirs = rpc.RRef(1), rpc.remote("worker1", add, (1, 2))
+        assert theirs.to_here() == 3
+        rpc.shutdown()
+        return repr(mine) + repr(theirs)
+
+    leaving = b.start(rpc.shutdown)
+    shown = a.run(check)
+    leaving.result()
+    assert "owner='worker0'" in shown
+    assert "owner='worker1'" in shown
 
 
 def test_a_reference_to_a_value_here(trio):
