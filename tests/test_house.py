@@ -23,7 +23,7 @@ MAY_IMPORT = {
 }
 NO_MODULES = [ROOT / "proto" / "v1", ROOT / "compat" / "site"]
 """What is generated, and what runs at the start of other processes."""
-TOP = [ROOT / "__init__.py", ROOT / "errors.py", ROOT / "launch.py", ROOT / "torch_internals.py"]
+TOP = [ROOT / name for name in ("__init__.py", "__main__.py", "errors.py", "launch.py", "torch_internals.py")]
 MODULES = sorted(
     path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.parent not in NO_MODULES
 )

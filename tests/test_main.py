@@ -1,0 +1,59 @@
+"""`python -m gradwire` says what there is."""
+
+import re
+import subprocess
+import sys
+
+import gradwire
+import pytest
+import torch
+from gradwire.__main__ import COMMANDS, describe, main
+from gradwire.c10d import availability
+from gradwire.c10d.availability import why_unavailable
+from gradwire.c10d.backends import OWN
+from gradwire.errors import ProcessGroupError
+
+
+def test_the_command_tells_versions_engines_and_commands():
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire"], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"gradwire {gradwire.__version__} in ")
+    assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", done.stdout, re.M)
+    for engine in OWN:
+        assert re.search(rf"^  {engine} +(available|not available: \S.*)$", done.stdout, re.M), done.stdout
+    assert re.search("^  gloo +available$", done.stdout, re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_exist(command):
+    module = re.match(r"python -m (\S+)", command)[1]
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert module in done.stdout
+
+
+def test_an_engine_that_cannot_run_here_says_why(monkeypatch):
+    def fail() -> None:
+        raise ProcessGroupError("it needs\n  a library: " + "x" * 1000)
+
+    monkeypatch.setattr(availability, "_check_mpi", fail)
+    assert why_unavailable("mpi").startswith("it needs a library: x")
+    (line,) = re.findall("^  mpi .*$", describe(), re.M)
+    assert "not available: it needs a library:" in line
+    assert len(line) < 250
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(ValueError, match="engine is 'ucc': the engines are gloo, mpi, nccl, shm"):
+        why_unavailable("ucc")
+
+
+def test_arguments_are_refused(capsys):
+    with pytest.raises(SystemExit, match="takes no arguments, but was given --frobnicate"):
+        main(["--frobnicate"])
+    main(["--help"])
+    assert "python -m gradwire" in capsys.readouterr().out
