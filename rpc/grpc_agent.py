@@ -286,6 +286,7 @@ class GrpcAgent(RpcAgent):
             "agent.num_idle_threads": self._executor.idle,
             "agent.num_pending_requests": self._executor.queued,
             "agent.client_active_calls": len(self._requests.pending),
+            "unanswered_calls": dict(self._requests.unanswered()),
             "agent.server_active_calls": self._service.running.running,
             "agent.server_active_async_calls": self._service.deferred.running,
             "executor_threads": self._executor.threads,

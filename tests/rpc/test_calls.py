@@ -242,6 +242,7 @@ def test_a_future_says_what_was_asked_of_whom(workers):
     def check() -> None:
         waiting = rpc.rpc_async("worker1", wait_for, ("go",))
         assert repr(waiting) == "Future(rpc_async wait_for on 'worker1', pending)"
+        assert rpc.debug_info()["unanswered_calls"] == {"worker1": 1}
         (many,) = rpc.broadcast_call(["worker1"], torch.add, (torch.ones(1), 1))
         many.wait()
         assert repr(many) == "Future(broadcast_call add on 'worker1', done)"
