@@ -5,14 +5,16 @@ groups, connects devices early, or picks the device for objects and barriers.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Backend
 
-from ..torch_internals import BackendConfig
+from ..torch_internals import HAS_PYTHON_BACKENDS, BackendConfig
 from .collectives import Collectives
+from .group_backend import GroupBackend
 
 __all__ = ["OwnBackend"]
 
@@ -38,12 +40,17 @@ class OwnBackend(Collectives):
             return list(self.expected_devices)
         return [torch.device(name) for name in BackendConfig(Backend(configuration)).get_device_backend_map()]
 
-    def _get_backend(self, device: torch.device | str) -> Self:  # type: ignore[override]  # no Backend of C++
-        """Itself, as the backend of a device."""
+    @cached_property
+    def as_backend(self) -> GroupBackend:
+        """Itself as a Backend, from torch 2.14 on."""
+        return GroupBackend(self)
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        """The backend of a device: itself, from torch 2.14 on as a Backend, which torch hands to its C++."""
         types = [each.type for each in self._device_types]
         if types and torch.device(device).type not in types:
             raise RuntimeError(f"the group has no backend for {device}, only for {', '.join(types)}")
-        return self
+        return self.as_backend if HAS_PYTHON_BACKENDS else self
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Remembers the device of this rank. Engines connect with the first operation."""

@@ -25,7 +25,6 @@ from ..torch_internals import (
 )
 from .collectives import Collectives
 from .engines.base import EngineFactory, Setup
-from .group_backend import GroupBackend
 from .group_options import GroupOptions
 from .process_group import ProcessGroup
 from .stores.prefix import PrefixStore
@@ -91,7 +90,7 @@ class GroupMaker:
         )
         weakref.finalize(group, store.close).atexit = False  # with all stores that look into it
         if HAS_PYTHON_BACKENDS:
-            register_group_backend(group, GroupBackend(group), _all_devices())
+            register_group_backend(group, group.as_backend, _all_devices())
         try:
             if options.group_size > 1:
                 group.watch()

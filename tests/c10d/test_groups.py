@@ -10,6 +10,7 @@ from gradwire import c10d
 from gradwire.c10d.groups import full_names
 from gradwire.c10d.stores import lifetime
 from gradwire.errors import RendezvousError
+from gradwire.torch_internals import HAS_PYTHON_BACKENDS, TorchBackend
 
 
 def test_one_import_serves():
@@ -88,14 +89,34 @@ def test_torchs_own_function_splits_a_group(workers, three):
     assert workers.each(three, split_as_torch_does) == [[2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]
 
 
+def make_groups_on_a_device() -> list[float | None]:
+    """As on ranks that gave init_process_group a `device_id`: torch splits new groups from the default one."""
+    torch.distributed.group.WORLD.eager_connect_single_device(torch.device("cuda", 0))
+    found = []
+    for ranks in ([0, 2], [1]):
+        group = torch.distributed.new_group(ranks)
+        tensor = torch.ones(1)
+        if c10d.get_rank() in ranks:
+            c10d.all_reduce(tensor, group=group)
+        found.append(tensor.item())
+    return found
+
+
+def test_groups_are_made_on_a_device(workers, group_on):
+    members = group_on("gradwire", 3)
+    assert workers.each(members, make_groups_on_a_device) == [[2.0, 1.0], [1.0, 1.0], [2.0, 1.0]]
+
+
 def describe_backends() -> None:
     world = torch.distributed.group.WORLD
     assert world._device_types == [torch.device("cpu")]
-    assert world._get_backend(torch.device("cpu")) is world
+    backend = world._get_backend(torch.device("cpu"))
+    assert isinstance(backend, TorchBackend) if HAS_PYTHON_BACKENDS else backend is world
     with pytest.raises(RuntimeError, match="no backend for cuda, only for cpu"):
         world._get_backend(torch.device("cuda"))
-    assert world.supports_splitting
-    assert not world.supports_coalescing
+    assert backend.supports_splitting
+    assert not backend.supports_coalescing
+    assert (backend.rank(), backend.size()) == (0, 3)
 
 
 def test_a_group_is_its_own_backend(three):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.metadata import entry_points
 
 import pytest
@@ -72,7 +73,7 @@ def operate_from_below() -> tuple[list[float], str]:
 
 @from_2_14
 def test_operations_that_cpp_starts_reach_the_group(three):
-    assert everywhere(three, operate_from_below) == [([1.0, 1.0], "ProcessGroup")] * 3
+    assert everywhere(three, operate_from_below) == [([1.0, 1.0], "GroupBackend")] * 3
 
 
 def test_a_backend_hands_on_all_that_cpp_calls():
@@ -81,17 +82,29 @@ def test_a_backend_hands_on_all_that_cpp_calls():
     assert set(OPERATIONS) <= set(vars(Collectives))
 
 
+def ask_for_reconfigure(url: str) -> None:
+    dist.init_process_group("gradwire_shm", init_method=url, rank=0, world_size=1, enable_reconfigure=True)
+
+
 @from_2_14
-def test_a_group_that_is_to_change_its_ranks_is_refused(tmp_path):
+def test_a_group_that_is_to_change_its_ranks_is_refused(workers, tmp_path):
     with pytest.raises(UnsupportedOperationError, match="cannot change the ranks of a group: leave out enable_"):
-        dist.init_process_group(
-            "gradwire_shm",
-            init_method=f"file://{tmp_path / 'met'}",
-            rank=0,
-            world_size=1,
-            enable_reconfigure=True,
-        )
-    assert not dist.is_initialized()
+        workers(1)[0].run(ask_for_reconfigure, f"file://{tmp_path / 'met'}")
+
+
+def describe_backend() -> dict[str, object]:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    told = {name: getattr(backend, name) for name in dir(TorchBackend) if "supports_" in name}
+    told["options"] = (backend.options.backend, backend.options._timeout)
+    told["name"] = backend.name()
+    return {name: value for name, value in told.items() if isinstance(value, bool | str | tuple) and value}
+
+
+@from_2_14
+def test_a_backend_tells_what_it_supports(three):
+    options = ("gradwire_shm", timedelta(seconds=300))
+    told = {"supports_splitting": True, "options": options, "name": "gradwire_shm"}
+    assert three[0].run(describe_backend) == told
 
 
 def gather_into_one() -> list[float]:
