@@ -63,7 +63,7 @@ lint: $(READY)   ## style and types
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/lint && ln -sfn "$(CURDIR)" $(VENV)/lint/gradwire
 	cd $(VENV)/lint && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml \
-	    -m gradwire.__main__ -m gradwire.errors -m gradwire.launch $(TYPED:%=-p gradwire.%)
+	    -m gradwire.__main__ -m gradwire.errors -m gradwire.launch -m gradwire.torch_internals $(TYPED:%=-p gradwire.%)
 
 proto: $(READY)  ## regenerate proto/v1 from the .proto files
 	$(BIN)/python -m gradwire.proto.generate

@@ -5,9 +5,10 @@ What the releases differ in:
     2.11, 2.12   collectives on one tensor are `_allgather_base`, `_reduce_scatter_base` and `alltoall_base`
     2.13         they are `all_gather_single`, `reduce_scatter_single` and `all_to_all_single`
     2.14         torch finds backends by the entry points `torch.distributed.backends`, and registers its own so;
-                 a Backend may be a Python class; there is `gather_single`; the options of backends say
-                 `enable_reconfigure`; functions of torch.jit warn with FutureWarning, which Python shows, instead
-                 of DeprecationWarning
+                 a Backend may be a Python class, and new_group hands that of the default group to C++ if that has a
+                 device; there is `gather_single`; the options of backends say `enable_reconfigure`; split_group
+                 keeps the order of ranks; functions of torch.jit warn with FutureWarning, which Python shows,
+                 instead of DeprecationWarning
     2.15         `supports_time_estimate` is `_supports_time_estimate`; split_group asks a group that torch does
                  not know yet for its `_device_types`
 """
@@ -25,6 +26,7 @@ from torch._C._autograd import _enable_profiler_legacy as enable_legacy_profiler
 from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._distributed_c10d import AllgatherOptions
 from torch._C._distributed_c10d import Backend as TorchBackend
+from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 from torch._C._dynamo import eval_frame
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
@@ -33,12 +35,12 @@ from torch._jit_internal import _qualified_name as qualified_name
 from torch._sources import parse_def
 from torch.autograd.profiler_legacy import _parse_legacy_records as parse_legacy_records
 from torch.distributed import Backend, distributed_c10d
-from torch.distributed.distributed_c10d import BackendConfig
+from torch.distributed.distributed_c10d import BackendConfig, DebugLevel, get_debug_level
 from torch.distributed.distributed_c10d import default_pg_timeout as default_timeout
 from torch.distributed.rendezvous import _create_store_from_options as create_store_from_options
 from torch.jit._builtins import _find_builtin as find_builtin
 from torch.jit._recursive import ScriptMethodStub, wrap_cpp_module
-from torch.jit._script import RecursiveScriptModule, _script_impl
+from torch.jit._script import RecursiveScriptModule
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "AllgatherOptions",
     "AnyFuture",
     "BackendConfig",
+    "DebugLevel",
     "ExperimentalConfig",
     "FunctionModifiers",
     "ProfilerConfig",
@@ -53,6 +56,7 @@ __all__ = [
     "RecursiveScriptModule",
     "ScriptMethodStub",
     "TorchBackend",
+    "TorchPrefixStore",
     "backend_devices",
     "backend_maker",
     "backend_names",
@@ -63,6 +67,7 @@ __all__ = [
     "disable_legacy_profiler",
     "enable_legacy_profiler",
     "find_builtin",
+    "get_debug_level",
     "holders_of_storage",
     "known_groups",
     "load_script",
@@ -81,7 +86,7 @@ __all__ = [
 
 M = TypeVar("M")
 
-HAS_PYTHON_BACKENDS = torch.__version__ >= (2, 14)
+HAS_PYTHON_BACKENDS = torch.__version__ >= "2.14"  # which torch compares as versions
 """May a Backend be a Python class?"""
 
 
@@ -123,7 +128,8 @@ def register_group_backend(group: Any, backend: TorchBackend, devices: Iterable[
 
 def compile_script(module: torch.nn.Module) -> torch.nn.Module:
     """As torch.jit.script."""
-    return cast(torch.nn.Module, _script_impl(module))  # type: ignore[no-untyped-call]
+    compiler: Any = torch.jit._script  # its stub lacks the function
+    return cast(torch.nn.Module, compiler._script_impl(module))
 
 
 def save_script(scripted: Any) -> bytes:

@@ -80,7 +80,7 @@ class GroupBackend(TorchBackend):
 
     def getBackendName(self) -> str:  # noqa: N802
         """The name under which the group's backend is registered."""
-        return self._there().getBackendName()
+        return str(self._there().getBackendName())
 
     def abort(self) -> None:
         """Ends what is in flight with GroupAbortedError."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from torch.distributed import DebugLevel, get_debug_level
+from ..torch_internals import DebugLevel, get_debug_level
 
 __all__ = ["GroupOptions"]
 

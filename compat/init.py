@@ -8,13 +8,12 @@ their errors are what they were, and a program can use one MASTER_PORT, or one f
 import itertools
 from typing import Any
 
-from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from .. import rpc
 from ..c10d.torch_types import TorchStore
 from ..rpc.backend_registry import BackendType
-from ..torch_internals import create_store_from_options
+from ..torch_internals import TorchPrefixStore, create_store_from_options
 
 __all__ = ["init_rpc", "init_rpc_backend"]
 
@@ -73,4 +72,4 @@ def _meet(options: Any, rank: int, world_size: int | None) -> tuple[TorchStore, 
     else:
         store = create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
         _meetings[:] = [store]
-    return PrefixStore(f"rpc_prefix_{next(_calls)}", store), rank, world_size or None
+    return TorchPrefixStore(f"rpc_prefix_{next(_calls)}", store), rank, world_size or None
