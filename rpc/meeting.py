@@ -90,7 +90,7 @@ class Seat:
                     self._engine.fail(self._left)
 
     def stop_meeting(self) -> None:
-        """Has `take` wait no more for the others, if it meets them at a store of gradwire's."""
+        """Has `take` wait no more for the others."""
         if (store := self._store) is not None:
             _close(store)
 

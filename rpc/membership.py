@@ -4,11 +4,11 @@ import contextlib
 import json
 import uuid
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
 
+from ..c10d.stores.foreign import wait
 from ..c10d.torch_types import TorchStore
 from ..errors import RendezvousError
 from .worker import WorkerInfo
@@ -83,7 +83,7 @@ def _wait_for_all(store: TorchStore, prefix: str, me: WorkerInfo, world_size: in
     try:
         found = _look(store, prefix, me, world_size)
         if arrived < world_size:
-            store.wait([f"{prefix}/settled"], timedelta(seconds=timeout))
+            wait(store, [f"{prefix}/settled"], timeout)
             found = _look(store, prefix, me, world_size)
     except RendezvousError:
         store.set(f"{prefix}/settled", "")  # the others are to find out as well

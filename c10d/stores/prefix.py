@@ -1,5 +1,6 @@
 """A store inside another store."""
 
+import threading
 from typing import Any, cast, final
 
 from ...proto.v1 import store_pb2
@@ -18,8 +19,8 @@ class PrefixStore(Store):
     As in torch, `num_keys` counts the keys of the whole underlying store, and `list_keys` lists this one's.
     The timeout is its own (torch's sets the underlying store's); it begins as the underlying store's.
 
-    Closing it leaves the underlying store open, and what waits there waits on. A gradwire store that closes
-    also closes those on top of it.
+    Closing it leaves the underlying store open. What waits there waits on if that is a gradwire store, which, when it
+    closes, also closes those on top of it; what waits for keys of another store fails.
     """
 
     def __init__(self, prefix: str, store: TorchStore) -> None:
@@ -31,6 +32,7 @@ class PrefixStore(Store):
         self._prefix = f"{prefix}/"
         self._store = cast(Any, store)  # torch's stubs lack timeout, clone and has_extended_api
         self._own_clone: Store | None = None
+        self._ended = threading.Event()
         super().__init__(self._store.timeout, holder=store if isinstance(store, Store) else None)
 
     @property
@@ -51,6 +53,7 @@ class PrefixStore(Store):
         return twin
 
     def _release(self) -> None:
+        self._ended.set()
         if self._own_clone is not None:
             self._own_clone.close()
 
@@ -60,7 +63,7 @@ class PrefixStore(Store):
             self._store._check_usable()
             outcome = self._store._execute(operation, seconds)
         else:
-            outcome = execute(self._store, operation, seconds)
+            outcome = execute(self._store, operation, seconds, self._ended)
         if outcome.missing:
             outcome.missing[:] = [key.removeprefix(self._prefix) for key in outcome.missing]
         if operation.kind == store_pb2.LIST_KEYS:

@@ -1,9 +1,11 @@
 """Stores inside stores."""
 
+import threading
+
 import pytest
 import torch.distributed
 from gradwire.c10d import FileStore, HashStore, PrefixStore
-from gradwire.errors import StoreError
+from gradwire.errors import StoreError, StoreTimeoutError
 
 
 @pytest.fixture
@@ -88,6 +90,37 @@ def test_a_store_under_it_that_is_gone():
         with pytest.raises(StoreError, match="TCPStore: "):
             for _ in range(100):  # the first may still be taken by the socket
                 view.set("k", "v")
+
+
+def test_a_wait_in_a_store_of_torchs_ends_when_it_is_closed(capfd):
+    """And when its server goes next, the store prints no trace of it."""
+    master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    view = PrefixStore("a", torch.distributed.TCPStore("127.0.0.1", master.port, wait_for_workers=False))
+    errors = []
+
+    def wait() -> None:
+        try:
+            view.get("never")
+        except StoreError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    view.close()
+    waiting.join(10)
+    assert errors
+    del master, view
+    assert capfd.readouterr().err == ""
+
+
+def test_a_wait_in_a_store_of_torchs_that_is_in_vain_prints_nothing(capfd):
+    master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with PrefixStore("a", master) as view:
+        with pytest.raises(StoreTimeoutError, match="0.05 s waiting for 'k'"):
+            view.wait(["k"], 0.05)
+        view.set("k", "v")
+        view.wait(["k"], 0.05)
+    assert capfd.readouterr().err == ""
 
 
 def test_wrong_arguments(root):
