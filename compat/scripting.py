@@ -21,7 +21,7 @@ def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kw
     """Compiles a function, a class or a module: torch.jit.script.
 
     Warns if there is a remote call in it, or if it takes references. That is no error yet: many a module compiles
-    what nobody calls. torch.distributed does so itself when it is imported, and what would call it is gradwire's here.
+    what nobody calls. So does torch.distributed itself when it is imported, which is therefore no reason to warn.
     """
     scripted = _compile(obj, optimize, _frames_up + 1, *args, **kwargs)
     if str(getattr(obj, "__module__", "")).startswith("torch.distributed."):

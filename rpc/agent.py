@@ -17,6 +17,7 @@ from .futures import Future
 from .messages import Extension, Incoming, MessageType
 from .options import RpcBackendOptions
 from .worker import WorkerInfo
+from .worker_end import WorkerEnd
 from .worker_events import WorkerEvents
 
 __all__ = ["CurrentAgent", "Destination", "RpcAgent", "current_agent", "holder", "is_initialized"]
@@ -218,6 +219,14 @@ class RpcAgent(ABC):
     @abstractmethod
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
         """Leaves the group, if `graceful` after `join(timeout)`. Doing it again does nothing."""
+
+    def leave_at_exit(self, end: WorkerEnd) -> None:  # noqa: ARG002
+        """Leaves the group at once, because the process ends without `shutdown`.
+
+        Args:
+            end: how it ends, which the other workers are to be told.
+        """
+        self.shutdown(graceful=False, timeout=0)
 
 
 @final

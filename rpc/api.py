@@ -1,10 +1,10 @@
 """Joining and leaving a group of workers."""
 
-import atexit
 import functools
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from multiprocessing.util import Finalize
 from typing import Any, ParamSpec, TypeVar
 
 from ..c10d.addresses import is_loopback
@@ -15,6 +15,7 @@ from .agent import Destination, RpcAgent, current_agent, holder
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
 from .options import RpcBackendOptions, check_rpc_timeout
 from .worker import WorkerInfo, check_worker_name
+from .worker_end import WorkerEnd, last_uncaught_error
 from .worker_events import WorkerEvent, WorkerEventHandle, WorkerJoined, WorkerLeft
 
 __all__ = [
@@ -33,6 +34,9 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+LEAVE_PRIORITY = 110
+"""At the end of a process agents leave before process groups and stores are closed, whose numbers are lower."""
 
 _joining = threading.Lock()
 
@@ -95,9 +99,10 @@ def init_rpc(
             world_size=met.world_size,
             rpc_backend_options=options,
         )
-        # gRPC must not be torn down while it runs: a program that ends without shutdown leaves at once.
-        leave = atexit.register(functools.partial(_leave_at_exit, agent))
-        opened.callback(atexit.unregister, leave)
+        # gRPC must not be torn down while it runs: a program that ends without shutdown leaves at once. Unlike
+        # atexit, Finalize also runs in the children of multiprocessing, and not in those forked from this process.
+        leave = Finalize(None, _leave_at_exit, (agent, last_uncaught_error()), exitpriority=LEAVE_PRIORITY)
+        opened.callback(leave.cancel)
         holder.set_default(agent, opened.pop_all())
 
 
@@ -233,8 +238,8 @@ def require_initialized(func: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def _leave_at_exit(agent: RpcAgent) -> None:
-    agent.shutdown(graceful=False, timeout=0)
+def _leave_at_exit(agent: RpcAgent, stale: BaseException | None) -> None:
+    agent.leave_at_exit(WorkerEnd.of_this_process(stale))
     holder.forget(agent)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import RemoteError, RemoteUnpicklableError, rebuild
 from ..proto.v1 import agent_pb2
 
-__all__ = ["copy_error", "decode_failure", "encode_failure", "without_frames"]
+__all__ = ["copy_error", "decode_failure", "encode_failure", "text_of", "without_frames"]
 
 MAX_TEXT = 256 * 1024
 """Characters of a message or traceback that travel; what is in the middle of a longer one is left out."""
@@ -18,7 +18,7 @@ def encode_failure(error: BaseException) -> bytes:
     """The body of an ERROR envelope. Never raises."""
     failure = agent_pb2.RemoteFailure(
         type_name=type(error).__qualname__,
-        text=_shorten(_text(error)),
+        text=_shorten(text_of(error)),
         traceback=_shorten("".join(traceback.format_exception(error))),
     )
     # SystemExit and KeyboardInterrupt end a program: they must not do so to the caller's.
@@ -65,7 +65,9 @@ def without_frames(error: Exception, worker: str) -> Exception:
     """
     kept = copy_error(error)
     trace = "".join(traceback.format_exception(error))
-    kept.__cause__ = RemoteError(worker, f"{type(error).__qualname__}: {_shorten(_text(error))}", _shorten(trace))
+    kept.__cause__ = RemoteError(
+        worker, f"{type(error).__qualname__}: {_shorten(text_of(error))}", _shorten(trace)
+    )
     return kept.with_traceback(None)
 
 
@@ -86,7 +88,8 @@ def _is_plain(error: Exception) -> bool:
     return not has_fields and not own_way and type(error).__reduce_ex__ is object.__reduce_ex__
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """What an exception says. Never raises."""
     try:
         return str(error)
     except Exception:

@@ -35,6 +35,7 @@ from .options import RpcBackendOptions
 from .parts import Parts
 from .transports.base import Transport, TransportClosedError
 from .worker import WorkerInfo
+from .worker_end import WorkerEnd
 
 __all__ = ["CONTROL_KINDS", "MESSAGE_NAMES", "FaultyRpcBackendOptions", "start_faulty_agent"]
 
@@ -185,13 +186,13 @@ class _FaultyTransport:
     def connect(self) -> None:
         self._transport.connect()
 
-    async def close(self, drain: float) -> None:
+    async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
         """What is late leaves now."""
         for timer, envelope in list(self._late.items()):
             timer.cancel()
             self._send_late(envelope)
         self._late.clear()
-        await self._transport.close(drain)
+        await self._transport.close(drain, end, dial=dial)
 
     def _send_at(self, when: float, envelope: bytes) -> None:
         def leave() -> None:

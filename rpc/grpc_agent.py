@@ -35,12 +35,16 @@ from .requests import Requests
 from .roster import RosterLog
 from .service import Service
 from .worker import WorkerInfo
+from .worker_end import SHUT_DOWN, EndKind, WorkerEnd
 from .worker_events import WorkerEvents
 
 __all__ = ["GrpcAgent"]
 
 CLOSE_SECONDS = 5.0
 """How long a closing agent waits for threads that still run users' functions."""
+
+MAX_NAMED = 8
+"""How many missing workers a line names."""
 
 E = TypeVar("E", bound=Extension)
 
@@ -66,6 +70,10 @@ class GrpcAgent(RpcAgent):
         self.rpc_timeout = options.rpc_timeout
         self._dynamic = roster is not None
         self._closed = False
+        self._failed: dict[int, str] = {}
+        """The ids of workers that were lost other than by leaving, and why they are."""
+        self._told: set[int] = set()
+        """Of which of them `join` has said so."""
         self._shutdown = threading.Lock()
         self.control = ControlMessages(self, parts.scheduler)
         self._handlers: dict[MessageType.ValueType, Handler] = {
@@ -251,10 +259,13 @@ class GrpcAgent(RpcAgent):
         """A worker has joined the dynamic group."""
         self.worker_events.joined(worker)
 
-    def lost(self, worker: WorkerInfo, reason: str) -> None:
+    def lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """A worker is gone for good."""
-        self.worker_events.left(worker, reason)
-        self._executor.submit(self._worker_lost, worker, reason)
+        self.worker_events.left(worker, end.reason)
+        # Who leaves a dynamic group need not tell a worker that it has never talked to.
+        if not end.orderly and not (self._dynamic and end.kind is EndKind.UNREACHABLE):
+            self._failed[worker.id] = end.reason
+        self._executor.submit(self._worker_lost, worker, end.reason)
 
     def _expire(self, identifier: int) -> None:
         # Not taken here: what is still pending when the executor closes is failed then.
@@ -270,7 +281,8 @@ class GrpcAgent(RpcAgent):
             self._service.refuse(source, envelope, error)
 
     def _worker_lost(self, worker: WorkerInfo, reason: str) -> None:
-        log.info("worker %s is lost: %s", worker.name, reason)
+        level = logging.WARNING if worker.id in self._failed else logging.INFO
+        log.log(level, "worker %s is lost: %s", worker.name, reason)
         self._requests.worker_lost(worker, reason)
         self._gatherings.worker_lost(worker)
         for extension in self._messaging.extensions:
@@ -306,7 +318,17 @@ class GrpcAgent(RpcAgent):
         if self._dynamic:
             quiescence.wait_here(timeout)
         else:
-            quiescence.wait_everywhere(timeout)
+            self._tell_missing(quiescence.wait_everywhere(timeout, self._failed))
+
+    def _tell_missing(self, failed: Mapping[int, str]) -> None:
+        """Says once for each worker that has failed that it is not there to shut down."""
+        new = [worker for worker in self.workers() if worker.id in failed.keys() - self._told]
+        missing = [f"{worker.name} ({failed[worker.id]})" for worker in new]
+        self._told.update(failed)
+        if missing:
+            more = f", and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+            names = ", ".join(missing[:MAX_NAMED])
+            log.warning("worker %s shuts down without %s%s", self.info.name, names, more)
 
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
         """Leaves the group, when everybody does if `graceful`."""
@@ -315,20 +337,34 @@ class GrpcAgent(RpcAgent):
         with self._shutdown:
             if self._closed:
                 return
+            end = SHUT_DOWN
             try:
                 if graceful:
                     self.join(timeout)
+            except Exception:
+                raise
+            except BaseException as error:  # such as Ctrl-C, which ends the program
+                end = WorkerEnd.by_error(error)
+                raise
             finally:
-                self._close()
+                self._close(end)
 
-    def _close(self) -> None:
+    def leave_at_exit(self, end: WorkerEnd) -> None:
+        """Leaves the group at once."""
+        if os.getpid() != self._process:
+            return
+        with self._shutdown:
+            if not self._closed:
+                self._close(end)
+
+    def _close(self, end: WorkerEnd) -> None:
         self._closed = True
         self.worker_events.close()
         self._network.leave()
         for extension in self._messaging.extensions:
             extension.close()
         self._gatherings.paths.close()
-        self._network.disconnect()
+        self._network.disconnect(end)
         self.control.close()
         self._deadlines.close()
         self._requests.close(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))

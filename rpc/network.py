@@ -26,11 +26,15 @@ from .transports.grpc_stream import GrpcStreams
 from .transports.loopback import LoopbackTransport
 from .transports.settings import MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
 from .worker import WorkerInfo
+from .worker_end import WorkerEnd
 
 __all__ = ["Network", "Receiver"]
 
 DRAIN_SECONDS = 5.0
 """How long a closing worker waits for its peers to take what is queued for them."""
+
+FAREWELL_DIALS = 16
+"""To how many workers one that fails says so though it has no connection to them."""
 
 GRACE_SECONDS = 1.0
 """How long peers that are leaving too may take to end their streams; then they are cut."""
@@ -58,7 +62,7 @@ class Receiver(Protocol):
     def joined(self, worker: WorkerInfo) -> None:
         """A worker has joined the dynamic group after this one. Said once for each."""
 
-    def lost(self, worker: WorkerInfo, reason: str) -> None:
+    def lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """A worker is gone for good. Said once for each."""
 
 
@@ -281,14 +285,14 @@ class Network:
 
         arrived.add_done_callback(collected)
 
-    def closed(self, peer: WorkerInfo, reason: str) -> None:
+    def closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """The connection to a worker is over. Called by transports on the loop."""
         if self._closing or peer.id in self._lost:
             return
-        self._lost[peer.id] = reason
+        self._lost[peer.id] = end.reason
         for channel in self._router.channels:
-            channel.drop(peer.id, reason)
-        self._receiver.lost(peer, reason)
+            channel.drop(peer.id, end.reason)
+        self._receiver.lost(peer, end)
 
     def leave(self) -> None:
         """Leaves a dynamic group; who joins from now on does not look for this worker."""
@@ -296,17 +300,20 @@ class Network:
             with contextlib.suppress(RuntimeError):  # the store may have gone before
                 self._roster.leave(self.me.id)
 
-    def disconnect(self) -> None:
-        """Sends what is queued, says goodbye to all peers and stops serving."""
+    def disconnect(self, end: WorkerEnd) -> None:
+        """Sends what is queued, says goodbye to all peers and stops serving. `end` is how this worker ends."""
         self._closing = True
         self.broadcasts.stop()
-        self._events.run(self._disconnect())
+        self._events.run(self._disconnect(end))
 
     def release(self) -> None:
         """Gives the event loop back."""
         self._events.release()
 
-    async def _disconnect(self) -> None:
-        await asyncio.gather(*(t.close(DRAIN_SECONDS) for t in self._transports.values()))
+    async def _disconnect(self, end: WorkerEnd) -> None:
+        # A failure is told also to workers that this one has never talked to: to those that lead gatherings.
+        told = () if end.orderly else sorted(self._transports.keys() - self._lost.keys())[:FAREWELL_DIALS]
+        transports = self._transports.items()
+        await asyncio.gather(*(t.close(DRAIN_SECONDS, end, dial=peer in told) for peer, t in transports))
         await asyncio.gather(*(channel.close() for channel in self._router.channels))
         await self._server.stop(GRACE_SECONDS)

@@ -38,11 +38,18 @@ class Quiescence:
         """Returns when this worker has no calls under way. Raises RpcTimeoutError after `timeout` seconds."""
         self._wait_here(time.monotonic() + timeout if timeout else None, timeout)
 
-    def wait_everywhere(self, timeout: float) -> None:
+    def wait_everywhere(self, timeout: float, failed: Mapping[int, str]) -> Mapping[int, str]:
         """Returns when no worker has calls under way and none can arise.
 
         Every worker waits until nothing runs on it and tells how many calls there have been. Two rounds with
         the same numbers mean that nothing happened in between. (After Mattern's four-counter method.)
+
+        Args:
+            timeout: seconds, 0 for none.
+            failed: the ids of the workers whose failure is known here, and why they failed; it may grow meanwhile.
+
+        Returns:
+            Those whose failure is known to any worker.
 
         Raises:
             RpcTimeoutError: it took more than `timeout` seconds.
@@ -54,13 +61,19 @@ class Quiescence:
             left = max(1e-3, deadline - time.monotonic()) if deadline else 0.0
             workers = self._agent.workers()
             try:
-                totals = self._gatherings.all_gather(
-                    "shutdown", self._activity.total, workers, left, "shutdown", self._say_who_is_awaited
+                told = self._gatherings.all_gather(
+                    "shutdown",
+                    (self._activity.total, dict(failed)),
+                    workers,
+                    left,
+                    "shutdown",
+                    self._say_who_is_awaited,
                 )
             except RpcTimeoutError as error:
                 raise RpcTimeoutError(error.worker, timeout, "shutdown waits for others to shut down:") from None
+            totals = {worker: total for worker, (total, _) in told.items()}
             if totals == before:
-                return
+                return {worker: why for _, known in told.values() for worker, why in known.items()}
             before = totals
 
     def _wait_here(self, deadline: float | None, timeout: float) -> None:

@@ -2,10 +2,10 @@
 
     python -m tests.quiet_runs --runs 100
 
-runs two programs written for torch.distributed.rpc (a parameter server and a pipeline) on gradwire and a few times on
-torch's agent, whose lines are allowed; and gradwire's own example of a parameter server, which is to print nothing. The
-processes of a run are forked from one that has torch loaded, and end as those of a script do: with the interpreter.
-`--spawned` also runs the scripts as a user does, which takes several seconds each.
+runs two programs written for torch.distributed.rpc (a parameter server and a pipeline) on gradwire and a few times
+on torch's agent, whose lines are allowed; and gradwire's own example of a parameter server, which is to print
+nothing. The processes of a run are forked from one that has torch loaded, and end as those of a script do: with
+the interpreter. `--spawned` also runs the scripts as a user does, which takes several seconds each.
 """
 
 import argparse

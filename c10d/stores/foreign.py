@@ -1,7 +1,7 @@
 """Operations on stores that are not gradwire's: torch's C++ ones, and anybody's Python ones.
 
-A wait asks the store again and again. One inside a store of torch's could be ended by nothing, not even by Ctrl-C, and
-would print a C++ trace when its time is up or its server goes.
+A wait asks the store again and again. One inside a store of torch's could be ended by nothing, not even by Ctrl-C,
+and would print a C++ trace when its time is up or its server goes.
 """
 
 import threading

@@ -19,8 +19,8 @@ class PrefixStore(Store):
     As in torch, `num_keys` counts the keys of the whole underlying store, and `list_keys` lists this one's.
     The timeout is its own (torch's sets the underlying store's); it begins as the underlying store's.
 
-    Closing it leaves the underlying store open. What waits there waits on if that is a gradwire store, which, when it
-    closes, also closes those on top of it; what waits for keys of another store fails.
+    Closing it leaves the underlying store open. What waits in a gradwire store underneath waits on; what waits for
+    keys of another store fails. A gradwire store that closes also closes those on top of it.
     """
 
     def __init__(self, prefix: str, store: TorchStore) -> None:

@@ -232,6 +232,7 @@ class Frame(google.protobuf.message.Message):
     HELLO_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
+    DEPARTURE_FIELD_NUMBER: builtins.int
     goodbye: builtins.bool
     """the sender closes on purpose; without it a closed stream is a lost worker"""
     @property
@@ -240,6 +241,10 @@ class Frame(google.protobuf.message.Message):
     def hello(self) -> Global___Hello: ...
     @property
     def welcome(self) -> Global___Welcome: ...
+    @property
+    def departure(self) -> Global___Departure:
+        """with a goodbye: how the sender ends"""
+
     def __init__(
         self,
         *,
@@ -247,13 +252,55 @@ class Frame(google.protobuf.message.Message):
         hello: Global___Hello | None = ...,
         welcome: Global___Welcome | None = ...,
         goodbye: builtins.bool = ...,
+        departure: Global___Departure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["hello", b"hello", "welcome", b"welcome"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["departure", b"departure", "hello", b"hello", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["envelopes", b"envelopes", "goodbye", b"goodbye", "hello", b"hello", "welcome", b"welcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["departure", b"departure", "envelopes", b"envelopes", "goodbye", b"goodbye", "hello", b"hello", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Frame: typing_extensions.TypeAlias = Frame
+
+@typing.final
+class Departure(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Kind:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _KindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Departure._Kind.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        SHUTDOWN: Departure._Kind.ValueType  # 0
+        """it called shutdown"""
+        EXCEPTION: Departure._Kind.ValueType  # 1
+        """an exception that nobody caught ended its program"""
+        EXIT: Departure._Kind.ValueType  # 2
+        """its program ended without shutdown"""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    SHUTDOWN: Departure.Kind.ValueType  # 0
+    """it called shutdown"""
+    EXCEPTION: Departure.Kind.ValueType  # 1
+    """an exception that nobody caught ended its program"""
+    EXIT: Departure.Kind.ValueType  # 2
+    """its program ended without shutdown"""
+
+    KIND_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    kind: Global___Departure.Kind.ValueType
+    reason: builtins.str
+    """in words, unless it called shutdown: "it ended by ValueError: ..." """
+    def __init__(
+        self,
+        *,
+        kind: Global___Departure.Kind.ValueType = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kind", b"kind", "reason", b"reason"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Departure: typing_extensions.TypeAlias = Departure
 
 @typing.final
 class Envelope(google.protobuf.message.Message):

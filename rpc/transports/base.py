@@ -4,6 +4,7 @@ from typing import ClassVar, Protocol
 
 from ...proto.v1 import agent_pb2
 from ..worker import WorkerInfo
+from ..worker_end import WorkerEnd
 
 __all__ = ["Transport", "TransportClosedError", "TransportListener"]
 
@@ -36,8 +37,14 @@ class Transport(Protocol):
     def connect(self) -> None:
         """Connects now rather than at the first send, so that the loss of the peer is noticed."""
 
-    async def close(self, drain: float) -> None:
-        """Sends what is queued, for at most `drain` seconds, then releases the connection."""
+    async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
+        """Sends what is queued and a goodbye, then releases the connection.
+
+        Args:
+            drain: seconds that it may take.
+            end: how this worker ends, for the goodbye.
+            dial: whether to say it also to a peer to which there is no connection.
+        """
 
 
 class TransportListener(Protocol):
@@ -46,5 +53,5 @@ class TransportListener(Protocol):
     def deliver(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """An envelope has arrived."""
 
-    def closed(self, peer: WorkerInfo, reason: str) -> None:
+    def closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """The connection is over: nothing that is queued or outstanding will be answered."""

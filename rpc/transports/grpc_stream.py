@@ -24,6 +24,7 @@ from ...proto.v1 import agent_pb2
 from ..framing import bytes_field
 from ..handshake import Handshake, RefusedError
 from ..worker import WorkerInfo
+from ..worker_end import SHUT_DOWN, EndKind, WorkerEnd
 from .base import TransportClosedError, TransportListener
 from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
 
@@ -88,6 +89,10 @@ class GrpcStreams:
         except (DecodeError, RefusedError) as refusal:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
         stream = self._streams[peer.id]
+        if stream.goodbye:
+            await context.write(stream.goodbye)
+            stream.taken_leave()
+            return
         if stream.closed_because is not None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, stream.closed_because)
         accepted = stream.yields_to_peer()
@@ -112,25 +117,22 @@ class GrpcStream:
         self._lock = threading.Lock()
         self._tickets = itertools.count()
         self._queue: OrderedDict[int, bytes] = OrderedDict()
-        self._closed_because: str | None = None
+        self.closed_because: str | None = None
+        """Why the stream is over."""
         # What follows is touched on the loop only.
         self._state = _State.IDLE
         self._filled = asyncio.Event()
         self._ended = asyncio.Event()
-        self._closing = False
+        self.goodbye = b""
+        """The frame that ends the stream, once this worker leaves."""
         self._dialing: asyncio.Task[None] | None = None
         self._carrier: asyncio.Task[Any] | None = None
-
-    @property
-    def closed_because(self) -> str | None:
-        """Why the stream is over, or about to be."""
-        return "it has shut down" if self._closing else self._closed_because
 
     def send(self, envelope: bytes) -> int:
         """Queues one envelope."""
         with self._lock:
-            if self._closed_because is not None:
-                raise TransportClosedError(self._closed_because)
+            if self.closed_because is not None:
+                raise TransportClosedError(self.closed_because)
             ticket = next(self._tickets)
             self._queue[ticket] = bytes_field(agent_pb2.Frame.ENVELOPES_FIELD_NUMBER, len(envelope)) + envelope
             first = len(self._queue) == 1
@@ -147,25 +149,32 @@ class GrpcStream:
         """Opens the stream if it is not open."""
         self._loop.call_soon_threadsafe(self._start_or_wake)
 
-    async def close(self, drain: float) -> None:
+    async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
         """Sends what is queued and a goodbye, waits for the peer's, then ends the stream."""
-        self._closing = True
+        if self._state is _State.IDLE and dial:
+            self._start_or_wake()
+        self.goodbye = agent_pb2.Frame(goodbye=True, departure=end.to_proto()).SerializeToString()
         if self._state is _State.IDLE:
-            self._finish("it has shut down", report=False)
+            self._finish(SHUT_DOWN, report=False)
             return
         self._filled.set()
         try:
             await asyncio.wait_for(self._ended.wait(), drain)
         except TimeoutError:
-            self._finish("it has shut down", report=False)
+            self._finish(SHUT_DOWN, report=False)
         if self._dialing is not None:
             self._dialing.cancel()
 
     def abort(self, reason: str) -> None:
         """The peer cannot be used any more, although this connection stands: ends it. Called on the loop."""
-        self._finish(reason)
+        self._finish(WorkerEnd(EndKind.DISCONNECTED, reason))
         if self._carrier is not None:
             self._carrier.cancel()
+
+    def taken_leave(self) -> None:
+        """The peer knows that this worker leaves: what it was to open a stream for. Called on the loop."""
+        if self._state is _State.AWAITED:
+            self._finish(SHUT_DOWN, report=False)
 
     def yields_to_peer(self) -> bool:
         """Does the stream that the peer has just opened stand? If so, the caller carries it."""
@@ -185,15 +194,16 @@ class GrpcStream:
         self._carrier = asyncio.current_task()
         writer = self._loop.create_task(self._write_frames(write, first))
         reason = "its connection closed without a goodbye; the process has died or was cut off"
+        departed: WorkerEnd | None = None
         try:
             while (data := await read()) is not aio.EOF:
                 frame = agent_pb2.Frame.FromString(data)
                 for envelope in frame.envelopes:
                     self._streams.listener.deliver(self._peer, envelope)
                 if frame.goodbye:
-                    reason = "it has shut down"
+                    departed = WorkerEnd.from_proto(frame.departure)
                     break
-            if self._closing:
+            if self.goodbye:
                 await writer
         except aio.AioRpcError as error:
             reason = f"its connection broke: {error.details()}"
@@ -206,10 +216,10 @@ class GrpcStream:
             reason = f"its connection broke: {error!r}"
         finally:
             writer.cancel()
-            self._finish("it has shut down" if self._closing else reason)
+            self._finish(SHUT_DOWN if self.goodbye else departed or WorkerEnd(EndKind.DISCONNECTED, reason))
 
     def _start_or_wake(self) -> None:
-        if self._state is _State.IDLE and not self._closing:
+        if self._state is _State.IDLE and not self.goodbye:
             self._state = _State.DIALING
             self._dialing = self._loop.create_task(self._dial())
         else:
@@ -223,11 +233,12 @@ class GrpcStream:
                     self._await_peer()
                 return
             except aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == DIAL_ATTEMPTS:
-                    self._finish(_why(error, self._address))
+                unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+                if not unavailable or self.goodbye or attempt == DIAL_ATTEMPTS:
+                    self._finish(_end_of(error, self._address))
                     return
             except Exception as error:
-                self._finish(f"connecting to it failed: {error!r}")
+                self._finish(WorkerEnd(EndKind.UNREACHABLE, f"connecting to it failed: {error!r}"))
                 return
             await asyncio.sleep(pause)
             pause *= 2
@@ -242,7 +253,11 @@ class GrpcStream:
                 first = await call.read()
                 if first is aio.EOF:
                     await _raise_status(call)
-                if agent_pb2.Frame.FromString(first).welcome.duplicate:
+                welcome = agent_pb2.Frame.FromString(first)
+                if welcome.goodbye:
+                    self._finish(WorkerEnd.from_proto(welcome.departure))
+                    return True
+                if welcome.welcome.duplicate:
                     return False
                 await self.carry(call.read, lambda data: _write(call, data))
                 with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
@@ -268,8 +283,8 @@ class GrpcStream:
             while True:
                 if frame := self._next_frame():
                     await write(frame)
-                elif self._closing:
-                    await write(agent_pb2.Frame(goodbye=True).SerializeToString())
+                elif self.goodbye:
+                    await write(self.goodbye)
                     return
                 else:
                     await self._filled.wait()
@@ -293,16 +308,16 @@ class GrpcStream:
                     self._queue.popitem(last=False)
         return b"".join(taken)
 
-    def _finish(self, reason: str, *, report: bool = True) -> None:
+    def _finish(self, end: WorkerEnd, *, report: bool = True) -> None:
         if self._state is _State.CLOSED:
             return
         self._state = _State.CLOSED
         with self._lock:
-            self._closed_because = reason
+            self.closed_because = end.reason
             self._queue.clear()
         self._ended.set()
         if report:
-            self._streams.listener.closed(self._peer, reason)
+            self._streams.listener.closed(self._peer, end)
 
 
 async def _write(call: Any, data: bytes) -> None:
@@ -319,7 +334,8 @@ async def _raise_status(call: Any) -> None:
     )
 
 
-def _why(error: aio.AioRpcError, address: str) -> str:
+def _end_of(error: aio.AioRpcError, address: str) -> WorkerEnd:
+    """What is known of a peer to which no stream can be opened."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return f"it cannot be reached at {address} ({error.details()})"
-    return f"{REFUSED}: {error.details()}"
+        return WorkerEnd(EndKind.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
+    return WorkerEnd(EndKind.DISCONNECTED, f"{REFUSED}: {error.details()}")

@@ -5,6 +5,7 @@ from typing import ClassVar, final
 
 from ...proto.v1 import agent_pb2
 from ..worker import WorkerInfo
+from ..worker_end import SHUT_DOWN, WorkerEnd
 from .base import TransportClosedError, TransportListener
 
 __all__ = ["LoopbackTransport"]
@@ -25,7 +26,7 @@ class LoopbackTransport:
     def send(self, envelope: bytes) -> int:
         """Delivers a copy."""
         if self._closed:
-            raise TransportClosedError("it has shut down")
+            raise TransportClosedError(SHUT_DOWN.reason)
         message = agent_pb2.Envelope.FromString(envelope)
         self._loop.call_soon_threadsafe(self._listener.deliver, self._me, message)
         return 0
@@ -37,6 +38,6 @@ class LoopbackTransport:
     def connect(self) -> None:
         """Is always connected."""
 
-    async def close(self, drain: float) -> None:  # noqa: ARG002
+    async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:  # noqa: ARG002
         """Refuses what comes later."""
         self._closed = True

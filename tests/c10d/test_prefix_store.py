@@ -109,7 +109,7 @@ def test_a_wait_in_a_store_of_torchs_ends_when_it_is_closed(capfd):
     view.close()
     waiting.join(10)
     assert errors
-    del master, view
+    del master
     assert capfd.readouterr().err == ""
 
 

@@ -28,6 +28,7 @@ from gradwire.rpc.messages import MessageType
 from gradwire.rpc.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.parts import Parts
 from gradwire.rpc.worker import WorkerInfo
+from gradwire.rpc.worker_end import EndKind, WorkerEnd
 
 ANSWERS = (MessageType.RESULT, MessageType.ERROR)
 REASON = "it was killed"
@@ -450,7 +451,7 @@ class World:
         self._notices.remove((knower, dead))
         self.flights = [f for f in self.flights if not (f.source is dead and f.target is knower)]
         knower.network.lost[dead.info.id] = REASON
-        knower.network.receiver.lost(dead.info, REASON)
+        knower.network.receiver.lost(dead.info, WorkerEnd(EndKind.DISCONNECTED, REASON))
 
 
 def _take(tasks: deque[Task], index: int) -> Task:

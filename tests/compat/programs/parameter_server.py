@@ -6,9 +6,9 @@ import threading
 
 import torch
 import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
 

@@ -6,12 +6,11 @@ import threading
 
 import torch
 import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import RRef
-
 
 WORLD_SIZE = 3
 
@@ -68,7 +67,9 @@ def main(rank: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=16, _channels=["basic"])
-    rpc.init_rpc("master" if rank == 0 else f"worker{rank}", rank=rank, world_size=WORLD_SIZE, rpc_backend_options=options)
+    rpc.init_rpc(
+        "master" if rank == 0 else f"worker{rank}", rank=rank, world_size=WORLD_SIZE, rpc_backend_options=options
+    )
     if rank == 0:
         run_master()
     rpc.shutdown()

@@ -1,0 +1,203 @@
+"""How a worker ended, as those that survive are told."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing
+from gradwire import rpc
+from gradwire.errors import WorkerLostError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.worker_end import MAX_REASON, EndKind, WorkerEnd
+
+from tests.remote_functions import add, set_event, wait_for, wait_until
+from tests.workers import _context, _init_rpc
+
+
+def join(name: str, rank: int, size: int, url: str) -> None:
+    _init_rpc(name, rank, size, url, {})
+
+
+def come_and_go(url: str, how: str, output: str) -> None:
+    """A worker that has been called, has called, and comes to an end in one way or another."""
+    sys.stderr = open(output, "w")  # noqa: SIM115 - as long as the process
+    join("worker1", 1, 3, url)
+    assert rpc.rpc_sync("worker0", add, (1, 1)) == 2
+    wait_for("end")
+    end_in_some_way(how)
+
+
+def end_in_some_way(how: str) -> None:
+    match how:
+        case "raise":
+            raise ValueError("no\nbread")
+        case "raise after a failure":
+            try:
+                raise ValueError("no\nbread")
+            except ValueError:
+                sys.exit(1)
+        case "exit":
+            sys.exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "leave":
+            rpc.shutdown(graceful=False)
+            raise ValueError("of no interest")
+
+
+ENDS = {
+    "raise": "it ended by ValueError: no bread",
+    "raise after a failure": "it ended by ValueError: no bread",
+    "exit": "it exited with status 3 without calling shutdown",
+    "return": "it exited without calling shutdown",
+    "interrupt": "it ended by KeyboardInterrupt",
+    "kill": r"its connection (closed without a goodbye; .*|broke: .*)",
+    "leave": "it has shut down",
+}
+
+
+def call_and_lose(why: str) -> str:
+    """The pending call and a later one say why there is no answer."""
+    pending = rpc.rpc_async("worker1", wait_for, ("never",), timeout=0)
+    rpc.rpc_sync("worker1", set_event, ("end",))
+    reasons = []
+    for call in (pending.wait, lambda: rpc.rpc_sync("worker1", add, (1, 1))):
+        with pytest.raises(WorkerLostError) as caught:
+            call()
+        reasons.append(caught.value.reason)
+    assert rpc.debug_info()["lost_workers"]["worker1"] == reasons[0] == reasons[1]
+    assert re.fullmatch(why, reasons[0])
+    return reasons[0]
+
+
+def told(log: Path) -> list[str]:
+    """What a worker has printed of others; logging prints warnings if nobody configures it."""
+    return [line for line in log.read_text().splitlines() if "worker1" in line]
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_survivors_are_told_how_a_worker_ended(workers, tmp_path, how):
+    """The one that has talked to it at once; the one that has not, when it shuts down at the latest."""
+    survivors = workers(2)
+    url = f"file://{tmp_path}/meeting"
+    victim = _context.Process(target=come_and_go, args=(url, how, str(tmp_path / "victim")), daemon=True)
+    victim.start()
+    joining = [survivors[number].start(join, f"worker{2 * number}", 2 * number, 3, url) for number in range(2)]
+    for each in joining:
+        each.result()
+    why = survivors[0].run(call_and_lose, ENDS[how])
+    workers.each(survivors, rpc.shutdown)
+    victim.join(30)
+    for number, survivor in ((0, survivors[0]), (2, survivors[1])):
+        lost = [line for line in told(survivor.log) if line == f"worker worker1 is lost: {why}"]
+        missing = f"worker worker{number} shuts down without worker1 ({why})"
+        if how == "leave":
+            assert told(survivor.log) == []
+        else:
+            assert len(lost) == 1 or (how == "kill" and number == 2)
+            assert told(survivor.log) == [*lost, missing]
+
+
+def fail_in_turn(rank: int, url: str) -> None:
+    join(f"worker{rank}", rank, 2, url)
+    if rank == 1:
+        rpc.rpc_sync("worker0", set_event, ("met",))
+        end_in_some_way("raise")
+    wait_for("met")
+    with pytest.raises(WorkerLostError, match="'worker1' is lost: it ended by ValueError: no bread"):
+        wait_until(lambda: rpc.rpc_sync("worker1", add, (1, 1)) is None)
+    rpc.shutdown()
+
+
+def test_processes_of_torchs_launcher(tmp_path):
+    context = torch.multiprocessing.start_processes(
+        fail_in_turn, (f"file://{tmp_path}/meeting",), 2, join=False, start_method="forkserver"
+    )
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="ValueError: no\nbread") as caught:
+        while not context.join(grace_period=30):
+            pass
+    assert caught.value.error_index == 1
+    assert context.processes[0].exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        ("{}['bread']", "it ended by KeyError: 'bread'"),
+        ("raise KeyboardInterrupt", "it ended by KeyboardInterrupt"),
+        ("sys.exit('no bread')", "it exited without calling shutdown"),
+    ],
+)
+def test_scripts(workers, tmp_path, last, why):
+    """They end with the interpreter."""
+    (survivor,) = workers(1)
+    script = f"""
+        import sys
+        from gradwire import rpc
+        options = rpc.RpcBackendOptions(init_method="file://{tmp_path}/meeting")
+        rpc.init_rpc("worker1", rank=1, world_size=2, rpc_backend_options=options)
+        {last}
+    """
+    joining = survivor.start(join, "worker0", 0, 2, f"file://{tmp_path}/meeting")
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, check=False)
+    assert done.returncode != 0
+    joining.result()
+    survivor.run(wait_until, lambda: rpc.debug_info()["lost_workers"] == {"worker1": why})
+
+
+def shut_down_interruptibly() -> None:
+    signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    rpc.shutdown()
+
+
+def is_interruptible() -> bool:
+    return signal.getsignal(signal.SIGUSR2) is signal.default_int_handler
+
+
+def wait_until_the_other_is_interruptible() -> None:
+    wait_until(lambda: rpc.rpc_sync("worker1", is_interruptible))
+
+
+def test_a_shutdown_that_is_interrupted(workers):
+    a, b = workers.rpc(2)
+    pending = b.start(shut_down_interruptibly)
+    a.run(wait_until_the_other_is_interruptible)
+    os.kill(b.pid, signal.SIGUSR2)
+    with pytest.raises(KeyboardInterrupt):
+        pending.result()
+    a.run(wait_until, lambda: rpc.debug_info()["lost_workers"] == {"worker1": "it ended by KeyboardInterrupt"})
+
+
+def test_what_a_peer_says_is_bounded():
+    said = agent_pb2.Departure(kind=agent_pb2.Departure.EXCEPTION, reason="\x1b[31m" + "a\r\nb" * 10_000_000)
+    end = WorkerEnd.from_proto(said)
+    assert len(end.reason) <= MAX_REASON + 1
+    assert end.reason.startswith("[31ma ba b")
+    assert end.reason.isprintable()
+    assert (
+        WorkerEnd.from_proto(agent_pb2.Departure(kind=77, reason="")).reason == "it ended without calling shutdown"
+    )
+    assert WorkerEnd.from_proto(agent_pb2.Departure(reason="no such thing")).reason == "it has shut down"
+
+
+def test_an_error_whose_text_cannot_be_made():
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert WorkerEnd.by_error(Mute()).kind is EndKind.EXCEPTION
+
+
+def test_an_error_in_a_prompt_ends_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "last_value", ValueError("typed an hour ago"), raising=False)
+    monkeypatch.setattr(sys, "last_exc", ValueError("typed an hour ago"), raising=False)
+    assert WorkerEnd.of_this_process(None).kind is EndKind.EXCEPTION
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert WorkerEnd.of_this_process(None).kind is EndKind.EXIT
