@@ -48,5 +48,5 @@ class _Printer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and (error := record.exc_info[1]) is not None:
-            text = "".join(traceback.format_exception(error))
+            text = "".join(traceback.format_exception(*record.exc_info))
             print(f"On {self._worker}:\n{error!r}\n{text}", file=sys.stderr)

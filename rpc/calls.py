@@ -16,6 +16,7 @@ from .futures import Future, when_done
 from .messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
 from .profiling import RPCExecMode, profiled_call, run_profiled
 from .script import not_scriptable
+from .tracebacks import users_traceback
 from .wait_all import note_future
 from .worker import WorkerInfo
 
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 
 CALL_PARTS = ("the function", "args", "kwargs")
 
+CALLS_USERS = ("run_function",)
+"""See tracebacks.py."""
+
 
 @final
 class Calls(Extension):
@@ -65,8 +69,9 @@ def logged(message: Incoming) -> Iterator[None]:
     """Logs what a function raises that another worker calls: it may be of more use here than there."""
     try:
         yield
-    except BaseException:
-        log.info("a call from worker %s failed", message.source.name, exc_info=True)
+    except BaseException as error:
+        trace = (type(error), error, users_traceback(error))
+        log.info("a call from worker %s failed", message.source.name, exc_info=trace)
         raise
 
 

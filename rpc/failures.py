@@ -2,11 +2,11 @@
 
 import copy
 import pickle
-import traceback
 from typing import Any
 
 from ..errors import RemoteError, RemoteUnpicklableError, rebuild
 from ..proto.v1 import agent_pb2
+from .tracebacks import format_error
 
 __all__ = ["copy_error", "decode_failure", "encode_failure", "text_of", "without_frames"]
 
@@ -19,7 +19,7 @@ def encode_failure(error: BaseException) -> bytes:
     failure = agent_pb2.RemoteFailure(
         type_name=type(error).__qualname__,
         text=_shorten(text_of(error)),
-        traceback=_shorten("".join(traceback.format_exception(error))),
+        traceback=_shorten(format_error(error)),
     )
     # SystemExit and KeyboardInterrupt end a program: they must not do so to the caller's.
     if isinstance(error, Exception):
@@ -64,7 +64,7 @@ def without_frames(error: Exception, worker: str) -> Exception:
     A traceback would keep the frames of the call, and of all its callers, with what they have at hand.
     """
     kept = copy_error(error)
-    trace = "".join(traceback.format_exception(error))
+    trace = format_error(error)
     kept.__cause__ = RemoteError(
         worker, f"{type(error).__qualname__}: {_shorten(text_of(error))}", _shorten(trace)
     )

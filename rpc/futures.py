@@ -8,6 +8,7 @@ frame. So exceptions are kept here without a traceback, and `wait` raises a copy
 import asyncio
 import concurrent.futures
 import contextlib
+import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -78,6 +79,8 @@ class Future(torch.futures.Future[T]):
             if self.done():
                 return super().wait()
             with self._executor.blocking():
+                if threading.current_thread() is threading.main_thread():
+                    _wait_interruptibly(self)
                 return super().wait()
         except Exception as error:
             error.__traceback__ = None
@@ -86,6 +89,14 @@ class Future(torch.futures.Future[T]):
     def set_exception(self, result: Exception) -> None:  # type: ignore[override] # torch says: a value
         """Fails the future."""
         super().set_exception(result.with_traceback(None))  # type: ignore[arg-type]
+
+
+def _wait_interruptibly(future: torch.futures.Future[Any]) -> None:
+    """Returns when a future is done; Ctrl-C, which C++ would not notice before that, ends the wait."""
+    done = threading.Lock()
+    done.acquire()
+    future.add_done_callback(lambda _future: done.release())
+    done.acquire()
 
 
 async def wait_in_loop(future: torch.futures.Future[T]) -> T:

@@ -19,6 +19,9 @@ from .messages import Incoming, MessageType
 
 __all__ = ["Producer", "items_of"]
 
+CALLS_USERS = ("_next_item", "step")
+"""See tracebacks.py."""
+
 log = logging.getLogger(__name__)
 
 
@@ -103,10 +106,13 @@ class Producer:
             self._advancing = True
             return True
 
+    def _next_item(self) -> Any:
+        return next(self._items)
+
     def _step(self) -> bytes | None:
         """Sends one item. If there is none any more, the failure that ended them, empty if none did."""
         try:
-            item = next(self._items)
+            item = self._next_item()
             nbytes = self._agent.post(
                 self.consumer,
                 MessageType.STREAM_ITEM,

@@ -106,6 +106,7 @@ def serve(program: str, agent: str, runs: int, folder: Path) -> None:
 
         compat.install()
     module = importlib.import_module(program)
+    importlib.import_module("torch._dynamo")  # which torch.optim loads on the first step
     part, size = _example_part(module) if agent == "example" else (module.main, module.WORLD_SIZE)
     statuses = []
     for run in range(runs):
