@@ -1,5 +1,7 @@
 """RPC and distributed autograd for PyTorch, over gRPC."""
 
+from . import grpc_setup as grpc_setup  # isort: split
+
 from . import autograd, c10d, launch, nn, optim, rpc, rref
 from .errors import GradwireError
 

@@ -11,6 +11,7 @@ from .. import rpc
 from ..errors import RpcTimeoutError
 from ..rpc.agent import current_agent
 from ..rpc.calls import UNSET_RPC_TIMEOUT
+from ..rpc.worker_end import WorkerEnd
 from ..rref.forks import References
 
 __all__ = ["all_gather", "delete_references", "destroy_references", "shutdown", "wait_all_workers"]
@@ -44,6 +45,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
                 destroy_references(ignore_leak=False)
             finally:
                 agent.join(timeout)  # all look before any leaves, because who leaves drops what it holds
+    except KeyboardInterrupt as error:
+        agent.leave_at_exit(WorkerEnd.by_error(error))
+        raise KeyboardInterrupt from None  # without the frames of the wait
     finally:
         rpc.shutdown(graceful=False)
 

@@ -1,5 +1,6 @@
 """Joining and leaving a group of workers."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping
@@ -91,14 +92,17 @@ def init_rpc(
             dynamic=True,
         )
         opened.callback(met.close)
-        agent = init_backend(
-            kind,
-            store=met.store,
-            name=name,
-            rank=met.rank,
-            world_size=met.world_size,
-            rpc_backend_options=options,
-        )
+        try:
+            agent = init_backend(
+                kind,
+                store=met.store,
+                name=name,
+                rank=met.rank,
+                world_size=met.world_size,
+                rpc_backend_options=options,
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # without the frames of the wait
         # gRPC must not be torn down while it runs: a program that ends without shutdown leaves at once. Unlike
         # atexit, Finalize also runs in the children of multiprocessing, and not in those forked from this process.
         leave = Finalize(None, _leave_at_exit, (agent, last_uncaught_error()), exitpriority=LEAVE_PRIORITY)
@@ -122,6 +126,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     agent = current_agent()
     try:
         agent.shutdown(graceful=graceful, timeout=timeout)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None  # without the frames of the wait
     finally:
         holder.forget(agent)
 
@@ -239,7 +245,8 @@ def require_initialized(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def _leave_at_exit(agent: RpcAgent, stale: BaseException | None) -> None:
-    agent.leave_at_exit(WorkerEnd.of_this_process(stale))
+    with contextlib.suppress(KeyboardInterrupt):  # pressed again: then not all is told to everybody
+        agent.leave_at_exit(WorkerEnd.of_this_process(stale))
     holder.forget(agent)
 
 

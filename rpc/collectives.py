@@ -57,5 +57,8 @@ def _gather(operation: str, obj: T, worker_names: Collection[str] | None, timeou
         raise ValueError(f"{agent.info.name!r} is not among the workers {[worker.name for worker in workers]}")
     seconds = check_timeout(timeout)
     seconds = agent.rpc_timeout if seconds is None else seconds
-    values = agent.all_gather("user", obj, workers, seconds, operation)
+    try:
+        values = agent.all_gather("user", obj, workers, seconds, operation)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None  # without the frames of the wait
     return {worker.name: values[worker.id] for worker in workers if worker.id in values}

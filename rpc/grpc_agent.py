@@ -43,6 +43,9 @@ __all__ = ["GrpcAgent"]
 CLOSE_SECONDS = 5.0
 """How long a closing agent waits for threads that still run users' functions."""
 
+FAILED_CLOSE_SECONDS = 0.5
+"""The same if an error, or Ctrl-C, ends the program."""
+
 MAX_NAMED = 8
 """How many missing workers a line names."""
 
@@ -368,7 +371,7 @@ class GrpcAgent(RpcAgent):
         self.control.close()
         self._deadlines.close()
         self._requests.close(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
-        self._executor.close(CLOSE_SECONDS)
+        self._executor.close(CLOSE_SECONDS if end.orderly else FAILED_CLOSE_SECONDS)
         self._network.release()
 
 

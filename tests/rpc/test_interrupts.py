@@ -1,0 +1,136 @@
+"""Ctrl-C: the program ends soon, and shows where its user's functions were."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gradwire import compat, rpc
+
+from tests.remote_functions import wait_for
+from tests.workers import _context, _init_rpc
+
+SOON = 15.0
+"""Seconds within which a process ends, on a busy machine."""
+
+
+def call() -> None:
+    rpc.rpc_sync("worker1", wait_for, ("never",), timeout=0)
+
+
+def call_for_a_value() -> None:
+    rpc.remote("worker1", wait_for, ("never",), timeout=0).to_here()
+
+
+def wait_for_calls() -> None:
+    with rpc.wait_all():
+        rpc.rpc_async("worker1", wait_for, ("never",), timeout=0)
+
+
+def gather() -> None:
+    rpc.all_gather(1, timeout=0)
+
+
+def shut_down() -> None:
+    rpc.shutdown()
+
+
+def shut_down_as_in_torch() -> None:
+    compat.install()
+    import torch.distributed.rpc
+
+    torch.distributed.rpc.shutdown()
+
+
+def interrupted(doing: Callable[..., Any], url: str, stderr: str, ready: Any) -> None:
+    """The process of a worker whose user presses Ctrl-C. Like a shell, this process's parent may ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY, 0o600), 2)
+    arguments = (url,)
+    if doing is not join_in_vain:
+        _init_rpc("worker0", 0, 2, url, {})
+        arguments = ()
+    threading.Thread(target=set_when_waiting, args=(doing.__name__, ready), daemon=True).start()
+    doing(*arguments)
+
+
+def set_when_waiting(name: str, ready: Any) -> None:
+    """Sets an event when the main thread waits inside a function: nothing tells when a thread begins to."""
+    seen: list[Any] = []
+    while len(seen) < 20:
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        if not any(each.name == name for each in stack) or (seen and stack != seen[-1]):
+            seen.clear()
+        seen.append(stack)
+        time.sleep(0.01)
+    ready.set()
+
+
+def join_in_vain(url: str) -> None:
+    _init_rpc("worker0", 0, 2, url, {})
+
+
+def end_by_interrupt(doing: Callable[..., Any], tmp_path: Any, url: str) -> tuple[list[str], float]:
+    """The functions in the traceback that a worker leaves, and the seconds it took to end."""
+    ready = _context.Event()
+    errors = tmp_path / "stderr"
+    process = _context.Process(target=interrupted, args=(doing, url, str(errors), ready), daemon=True)
+    process.start()
+    assert ready.wait(60)
+    started = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 1
+    text = errors.read_text()
+    assert text.count("Traceback") == 1
+    assert text.splitlines()[-1] == "KeyboardInterrupt"
+    found = re.findall(r"^  File .*, in (\w+)$", text, re.M)
+    return found[found.index("interrupted") + 1 :], time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    "doing", [call, call_for_a_value, wait_for_calls, gather, shut_down, shut_down_as_in_torch]
+)
+def test_a_wait_for_others_is_interrupted(workers, tmp_path, doing):
+    url = f"file://{tmp_path}/meeting"
+    (other,) = workers(1)
+    joining = other.start(_init_rpc, "worker1", 1, 2, url, {})
+    frames, seconds = end_by_interrupt(doing, tmp_path, url)
+    joining.result()
+    assert frames[0] == doing.__name__
+    assert len(frames) <= 7
+    assert seconds < SOON
+
+
+def test_joining_is_interrupted(tmp_path):
+    frames, seconds = end_by_interrupt(join_in_vain, tmp_path, f"file://{tmp_path}/meeting")
+    assert frames == ["join_in_vain", "_init_rpc", "init_rpc"]
+    assert seconds < SOON
+
+
+def fork_children() -> None:
+    for _ in range(5):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def test_forks_print_nothing(workers):
+    """While gRPC is busy, as with the workers of a DataLoader."""
+    a, _ = workers.rpc(2)
+
+    def fork_meanwhile() -> None:
+        futures = [rpc.rpc_async("worker1", os.getpid) for _ in range(20)]
+        fork_children()
+        for future in futures:
+            future.wait()
+
+    a.run(fork_meanwhile)
+    assert a.log.read_text() == ""
