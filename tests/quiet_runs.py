@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 __all__ = ["PROGRAMS", "Report", "quiet_runs"]
 
 ROOT = Path(__file__).parent.parent
@@ -135,6 +137,7 @@ def _example_part(module: object) -> tuple[Callable[[int, int], None], int]:
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(2 + trainers), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
+        torch.set_num_threads(1)
         module.work(rank, arguments)  # type: ignore[attr-defined]
 
     return part, 2 + trainers
@@ -164,9 +167,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100, help="of each program (default 100)")
     parser.add_argument("--spawned", type=int, default=0, help="runs of each script as a user runs it (default 0)")
+    parser.add_argument("programs", nargs="*", default=[*PROGRAMS, EXAMPLE], help="modules (default: all)")
     runs = parser.parse_args()
     loud = False
-    for program in (*PROGRAMS, EXAMPLE):
+    for program in runs.programs:
         agent = "example" if program == EXAMPLE else "gradwire"
         for way, count in ((quiet_runs, runs.runs), (spawned_runs, runs.spawned)):
             if not count:
