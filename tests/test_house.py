@@ -24,8 +24,7 @@ MAY_IMPORT = {
 NO_MODULES = [ROOT / "proto" / "v1", ROOT / "compat" / "site"]
 """What is generated, and what runs at the start of other processes."""
 TOP = [
-    ROOT / f"{name}.py"
-    for name in ("__init__", "__main__", "errors", "grpc_setup", "launch", "torch_internals")
+    ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "grpc_setup", "launch", "torch_internals")
 ]
 MODULES = sorted(
     path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.parent not in NO_MODULES
