@@ -8,8 +8,9 @@ its last.
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar, final
 
 __all__ = ["EventLoop", "acquire_event_loop"]
@@ -46,6 +47,11 @@ class EventLoop:
         except BaseException:  # too late, or Ctrl-C in this thread; a coroutine's own error cancels nothing
             future.cancel()
             raise
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Has the loop's thread call `callback`, which must not wait. Takes no lock: finalizers may call this."""
+        with suppress(RuntimeError):  # the loop is closed, as the process ends
+            self.loop.call_soon_threadsafe(callback)
 
     def release(self) -> None:
         """Gives the hold back. The last one stops the loop and ends its thread. Repeating it does nothing."""

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..torch_internals import default_timeout
 from .backends import OWN
 from .engines.mpi_world import under_mpiexec
 from .mpiexec import meet_under_mpiexec
+from .process_group import ProcessGroup
 from .rendezvous import Rendezvous, rendezvous
 from .stores.base import Timeout, to_seconds
 from .stores.prefix import PrefixStore
@@ -87,7 +89,11 @@ def init_process_group(
         met.close()
         raise
     # C++ holds the stores, but not what makes them Python objects; they end with the group.
-    weakref.finalize(dist.group.WORLD, _close, met, root)
+    world: Any = dist.group.WORLD
+    if isinstance(world, ProcessGroup):
+        world.at_end(partial(_close, met, root))
+    else:  # of a backend that is not gradwire's
+        weakref.finalize(world, _close, met, root)
 
 
 def _outlast_others(met: Rendezvous) -> None:

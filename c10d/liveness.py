@@ -35,6 +35,10 @@ from .torch_types import TorchStore
 __all__ = ["Liveness"]
 
 DIED = "its process died or ended without leaving the group, or its host cannot be reached"
+LEFT = "left the group"
+DROPPED = "dropped the group: nothing in its program refers to it any more"
+"""Why a rank that said goodbye has gone; it says the first word."""
+
 UNREACHABLE_SECONDS = 5
 """So often the kernel asks a host that says nothing. It is taken for dead after four times as long."""
 
@@ -96,19 +100,24 @@ class Liveness:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Says goodbye, and ends the watch. Repeating it does nothing; a notice may not do it."""
+    def close(self, why: str = LEFT) -> None:
+        """Says goodbye, and ends the watch. Repeating it does nothing; a notice may not do it.
+
+        why: LEFT or DROPPED.
+        """
         self._at_exit.cancel()
         if not self._closing:
-            self._leave()
+            self._leave(why)
             self._loop.release()
         for thread in self._threads:
             thread.join()
+        # asyncio keeps this object a while longer; what it told goes now.
+        self._on_lost = self._on_left = _tell_nobody
 
-    def _leave(self) -> None:
+    def _leave(self, why: str = LEFT) -> None:
         self._closing = True
         with suppress(OSError):  # or late; the others see the connection end
-            self._loop.run(self._say_goodbye(), GOODBYE_SECONDS)
+            self._loop.run(self._say_goodbye(_word(why)), GOODBYE_SECONDS)
 
     @classmethod
     def let_go_in_child(cls) -> None:
@@ -183,36 +192,47 @@ class Liveness:
         """Reads what a peer says, until the connection ends."""
         with suppress(OSError, ValueError):  # a broken connection, or one on which something else is said
             while line := await reader.readline():
-                what, rank = line.split()
-                self._note(int(rank) if peer == 0 else peer, left=what == b"left")
-        self._note(peer, left=False)
+                what, rank = line.decode().split()
+                self._note(int(rank) if peer == 0 else peer, _REASONS.get(what))
+        self._note(peer, None)
 
-    def _note(self, rank: int, *, left: bool) -> None:
+    def _note(self, rank: int, left: str | None) -> None:
         """A rank is gone; the others must know."""
         if self._closing or rank in self._gone or rank == self._rank:
             return
         self._gone.add(rank)
         for other, writer in self._writers.items():
             if self._rank == 0 and other not in self._gone:
-                writer.write(f"{'left' if left else 'lost'} {rank}\n".encode())
-        notice, why = (self._on_left, "it left the group") if left else (self._on_lost, DIED)
+                writer.write(f"{_word(left) if left else 'lost'} {rank}\n".encode())
+        notice, why = (self._on_left, f"it {left}") if left else (self._on_lost, DIED)
         # The group fails its engines, which may take long: not on the loop.
         thread = threading.Thread(target=notice, args=(rank, why), name="gradwire-liveness", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    async def _say_goodbye(self) -> None:
+    async def _say_goodbye(self, word: str) -> None:
         for task in list(self._tasks):
             task.cancel()
         if self._server is not None:
             self._server.close()
         for writer in self._writers.values():
             if not writer.is_closing():
-                writer.write(f"left {self._rank}\n".encode())
+                writer.write(f"{word} {self._rank}\n".encode())
                 writer.close()
         for writer in self._writers.values():
             with suppress(OSError):
                 await writer.wait_closed()
+
+
+def _tell_nobody(rank: int, why: str) -> None:
+    """Takes the notices of a watch that is closed; there are none."""
+
+
+def _word(why: str) -> str:
+    return why.partition(" ")[0]
+
+
+_REASONS = {_word(why): why for why in (LEFT, DROPPED)}
 
 
 os.register_at_fork(after_in_child=Liveness.let_go_in_child)

@@ -25,6 +25,7 @@ from ..torch_internals import (
 )
 from .collectives import Collectives
 from .engines.base import EngineFactory, Setup
+from .group_core import GroupCore
 from .group_options import GroupOptions
 from .process_group import ProcessGroup
 from .stores.prefix import PrefixStore
@@ -35,7 +36,7 @@ from .work import GroupWork
 __all__ = ["GroupMaker", "register_engine"]
 
 
-leave_untraced(Collectives, ProcessGroup, GroupWork)
+leave_untraced(Collectives, GroupCore, ProcessGroup, GroupWork)
 
 
 def register_engine(name: str, factory: EngineFactory, devices: Sequence[str] = ("cpu",)) -> None:
@@ -77,25 +78,25 @@ class GroupMaker:
         if not isinstance(group_options, GroupOptions | None):
             raise TypeError(f"pg_options is {group_options!r}: give gradwire.c10d.GroupOptions")
         store = _fresh(options)
-        group = ProcessGroup(
+        core = GroupCore(
             store,
             options.group_rank,
-            options.group_size,
             global_ranks=_global_ranks(options),
             backend=self.name,
             timeout=options.timeout,
             options=group_options or GroupOptions(),
-            make_part=partial(self._part, options),
-            make_engine=lambda device, group: _factory(device, group)(_setup(device, options, store, group)),
+            make_engine=lambda device, core: _factory(device, found())(_setup(device, options, store, core)),
         )
-        weakref.finalize(group, store.close).atexit = False  # with all stores that look into it
+        core.at_end(store.close)  # with all stores that look into it
+        group = ProcessGroup(core, partial(self._part, options))
+        found = weakref.ref(group)  # engines are made while somebody calls the group
         if HAS_PYTHON_BACKENDS:
             register_group_backend(group, group.as_backend, _all_devices())
         try:
             if options.group_size > 1:
-                group.watch()
+                core.watch()
             if "cpu" in backend_devices(self.name):
-                group.adopt("cpu", self.factory(_setup("cpu", options, store, group)))
+                core.adopt("cpu", self.factory(_setup("cpu", options, store, core)))
         except BaseException:
             group.shutdown()
             raise
@@ -151,7 +152,7 @@ def _fresh(options: Any) -> PrefixStore:
     return PrefixStore(f"time/{times}", options.store)
 
 
-def _setup(device: str, options: Any, store: PrefixStore, group: ProcessGroup) -> Setup:
+def _setup(device: str, options: Any, store: PrefixStore, core: GroupCore) -> Setup:
     return Setup(
         store=PrefixStore(f"engine/{device}", store),
         rank=options.group_rank,
@@ -160,11 +161,11 @@ def _setup(device: str, options: Any, store: PrefixStore, group: ProcessGroup) -
         device=device,
         global_ranks=_global_ranks(options),
         group=options.group_id,
-        failed=group.fail_for_engine,
+        failed=core.fail_for_engine,
     )
 
 
-def _factory(device: str, group: ProcessGroup) -> EngineFactory:
+def _factory(device: str, group: ProcessGroup | None) -> EngineFactory:
     """The engine that the group's configuration names for a device."""
     configuration = torch.distributed.get_backend_config(group)
     backends = BackendConfig(Backend(configuration)).get_device_backend_map()

@@ -9,7 +9,7 @@ import torch
 from torch.futures import Future
 
 from .engines.base import Pending
-from .torch_types import TorchWork
+from .torch_types import TorchProcessGroup, TorchWork
 
 __all__ = ["GroupWork"]
 
@@ -21,16 +21,23 @@ class GroupWork(TorchWork):
     A `wait` whose timeout is over raises TimeoutError, and the operation goes on.
 
     `devices` are those on whose streams the operation goes on after `wait`; its future makes streams wait, too.
+    `group` is kept until the operation is over, so that the group does not end before.
     """
 
     def __init__(
-        self, operation: str, outputs: Any, pending: Pending | None, devices: Sequence[torch.device] = ()
+        self,
+        operation: str,
+        outputs: Any,
+        pending: Pending | None,
+        devices: Sequence[torch.device] = (),
+        group: TorchProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self._operation = operation
         self._outputs = outputs
         self._pending = pending
         self._devices = devices
+        self._group = None if pending is None else group
         self._futures_lock = threading.Lock()
         self._future: Future[Any] | None = None
 
@@ -45,6 +52,10 @@ class GroupWork(TorchWork):
                 self._pending.wait(seconds if seconds is not None and seconds > 0 else None)
             except TimeoutError:
                 raise TimeoutError(f"{self._operation} is not done after {seconds:g} s; it goes on") from None
+            except Exception:
+                self._group = None
+                raise
+            self._group = None
         return True
 
     def synchronize(self) -> None:
@@ -53,7 +64,10 @@ class GroupWork(TorchWork):
 
     def is_completed(self) -> bool:
         """Is it over, well or badly?"""
-        return self._pending is None or self._pending.done()
+        if self._pending is None or self._pending.done():
+            self._group = None
+            return True
+        return False
 
     def is_success(self) -> bool:
         """Is it over, and well?"""

@@ -20,15 +20,16 @@ from .source import Place, caller
 
 __all__ = ["Entry", "FlightRecorder", "Recorded", "write"]
 
-_WAY = 4
-"""So many calls at least are gradwire's: `begin`, the group's `start`, and two in the module of the operation."""
+_WAY = 5
+"""So many calls at least are gradwire's: `begin`, `start` of the group and its core, and two in the module of the
+operation."""
 
 
 @final
 class Entry:
     """One operation of a group, as one rank called it. It keeps no tensors."""
 
-    __slots__ = ("_began", "_ended", "_error", "_shown", "name", "number", "peer", "pending", "place")
+    __slots__ = ("_began", "_ended", "_error", "_over", "_shown", "name", "number", "peer", "pending", "place")
 
     def __init__(self, number: int, call: Call, place: Place) -> None:
         self.number = number
@@ -47,6 +48,7 @@ class Entry:
         )
         self._began = time.time()
         self._ended: float | None = None
+        self._over = False
         self._error: str | None = None
 
     def end(self, error: BaseException | None = None) -> None:
@@ -59,8 +61,14 @@ class Entry:
         """`"under way"`, `"done"` or `"failed"`."""
         if self._error is not None:
             return "failed"
-        done = self._ended is not None or (self.pending is not None and self.pending.done())
+        done = self._ended is not None or self._over or (self.pending is not None and self.pending.done())
         return "done" if done else "under way"
+
+    def settle(self) -> None:
+        """Keeps what is known of the operation, and no more the operation, for its group has ended."""
+        pending, self.pending = self.pending, None
+        if self._ended is None and pending is not None and self.peer is None and pending.done():
+            self._over = True
 
     def as_json(self) -> dict[str, Any]:
         """For a file. Times are seconds since 1970; `ended` is missing where nobody looked when it was over."""
@@ -104,6 +112,19 @@ class FlightRecorder:
     def peers_under_way(self) -> set[int | None]:
         """The peers of the operations that are not over; None is that of collectives, -1 is any rank."""
         return {entry.peer for entry in list(self._entries) if entry.state() == "under way"}
+
+    def in_flight(self) -> list[Pending]:
+        """The operations that are not over, without receives."""
+        return [
+            entry.pending
+            for entry in list(self._entries)
+            if entry.pending is not None and entry.name != "recv" and entry.state() == "under way"
+        ]
+
+    def settle(self) -> None:
+        """Lets go of all operations, which refer to engines; what is known of them stays."""
+        for entry in list(self._entries):
+            entry.settle()
 
     def entries(self) -> list[dict[str, Any]]:
         """As JSON, the oldest first."""

@@ -193,6 +193,8 @@ class StoreCommunicator:
     def take(self, key: str) -> bytes:
         """What is posted there. Asks, for torch's TCPStore lets nobody else in while one waits."""
         while not self.store.check([key]):
+            if self.ended:
+                raise RuntimeError("the communicator was aborted")
             self.pause.wait(0.0005)
         return self.store.get(key)
 

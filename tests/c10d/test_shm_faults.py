@@ -246,7 +246,7 @@ def test_timeouts_name_the_ranks_that_did_not_come(group):
 
 def abort_while_waiting(kind: str) -> None:
     group = dist.group.WORLD
-    engine = group._engines["cpu"]
+    engine = group.engine("cpu")
     asleep = threading.Event()
     sleep = Signals._sleep
 

@@ -8,6 +8,7 @@ ranks on one GPU, which NCCL does not bear.
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Final, final
@@ -66,14 +67,14 @@ class Meeting:
         library: NCCL.
         gpus: the GPUs of this process.
         store: of the group's engine.
-        check: raises what the engine has failed with, if it has.
+        check: raises what the engine has failed with, if it has; a method, whose object is not kept alive.
     """
 
     def __init__(self, library: Library, gpus: Gpus, store: TorchStore, check: Callable[[], None]) -> None:
         self._library = library
         self._gpus = gpus
         self._store = store
-        self._check = check
+        self._find_check = weakref.WeakMethod(check)
 
     def join(self, name: str, processes: Sequence[int], here: int, gpus: Sequence[int], seconds: float) -> Clique:
         """Makes a communicator of some GPUs of these processes, as many of each; all must call it alike.
@@ -146,7 +147,9 @@ class Meeting:
         """Is it there in time? The store is asked again and again: one that waits may let nobody else in."""
         pause = 0.001
         while not self._store.check([key]):
-            self._check()
+            check = self._find_check()
+            if check is not None:
+                check()
             if time.monotonic() > deadline:
                 return False
             PAUSE.wait(pause)

@@ -1,6 +1,7 @@
 """The thread that sees what nobody waits for."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import final
 
@@ -13,13 +14,13 @@ class Watchdog:
 
     Args:
         name: of the thread.
-        look: does so, and says whether to look again.
+        look: does so, and says whether to look again; a method, whose object is not kept alive.
         interval: seconds.
     """
 
     def __init__(self, name: str, look: Callable[[], bool], interval: float) -> None:
         self._name = name
-        self._look = look
+        self._find_look = weakref.WeakMethod(look)
         self._interval = interval
         self._changed = threading.Condition()
         self._awake = False
@@ -53,6 +54,8 @@ class Watchdog:
                 if self._changed.wait_for(lambda: self._closed, self._interval):
                     return
                 self._awake = False  # who wakes it from here on is seen the next time
-            if self._look():
+            look = self._find_look()
+            if look is not None and look():
                 with self._changed:
                     self._awake = True
+            del look  # not to be kept while this thread sleeps

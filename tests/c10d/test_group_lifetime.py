@@ -1,0 +1,305 @@
+"""Groups end with the last reference to them, or when they are destroyed, and the other ranks are told."""
+
+import gc
+import os
+import socket
+import threading
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import c10d
+from gradwire.c10d import FileStore, PrefixStore, register_engine
+from gradwire.c10d.event_loop import acquire_event_loop
+from gradwire.errors import RankLostError
+
+from tests.c10d.members import everywhere
+from tests.c10d.nccl_double import make_engine
+
+BACKENDS = ["gradwire_shm", "gradwire_gloo", "gradwire_mpi", "nccl_double"]
+TOLD_SECONDS = 2.0
+"""So long others may take to hear that a rank has dropped its group."""
+
+here: dict[str, Any] = {}
+"""What a worker process keeps between two functions that it runs."""
+
+
+def open_store(path: Path, rank: int, size: int) -> None:
+    register_engine("nccl_double", make_engine, devices=["cpu"])
+    torch.set_num_threads(1)
+    here.update(store=FileStore(str(path), size), rank=rank, size=size)
+
+
+def make_group(backend: str, name: str) -> Any:
+    """A group that torch's register does not know."""
+    options = SimpleNamespace(
+        store=PrefixStore(name, here["store"]),
+        group_rank=here["rank"],
+        group_size=here["size"],
+        timeout=timedelta(seconds=60),
+        group_id=name,
+        global_ranks_in_group=[],
+    )
+    return dist.Backend._plugins[backend.upper()].creator_fn(options)
+
+
+@pytest.fixture
+def without_groups(workers, tmp_path):
+    """Workers that have a store and no groups yet."""
+
+    def start(size: int = 2):
+        started = workers(size)
+        for each in [worker.start(open_store, tmp_path / "store", i, size) for i, worker in enumerate(started)]:
+            each.result()
+        return started
+
+    return start
+
+
+def use(group: Any) -> None:
+    """Has all threads of a group start."""
+    group.allreduce([torch.ones(4)]).wait()
+    assert group.allreduce([torch.ones(4)]).get_future().wait()[0].tolist() == [2.0] * 4
+    if group.rank() == 0:
+        group.send([torch.ones(3)], 1, 3).wait()
+    else:
+        group.recv([torch.ones(3)], 0, 3).wait()
+
+
+def held() -> tuple[int, int]:
+    """How many threads, C++ ones included, and open files this process has."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def more_in_the_end(before: tuple[int, int]) -> list[int]:
+    """How much more it holds than before, once that is nothing: the kernel takes a while to end a thread."""
+    deadline = time.monotonic() + 10
+    while any(more := [max(now - then, 0) for now, then in zip(held(), before, strict=True)]):
+        if time.monotonic() > deadline:
+            break
+        threading.Event().wait(0.005)
+    return more
+
+
+def make_and_drop(backend: str) -> tuple[int, list[int]]:
+    """Ten groups: how many are alive afterwards, and how much more the process holds than before."""
+    if backend == "gradwire_mpi":  # MPI's world stays until the process ends
+        first = make_group(backend, "world")
+        use(first)
+        first.shutdown()
+        del first
+    gc.collect()
+    gc.disable()  # they go by reference counting
+    before = held()
+    groups = [make_group(backend, f"group {number}") for number in range(10)]
+    alive = [weakref.ref(group) for group in groups]
+    parts = [weakref.ref(part) for group in groups for part in (group._core, group.engine("cpu"))]
+    over = [threading.Event() for _ in groups]
+    for group, event in zip(groups, over, strict=True):
+        use(group)
+        group.at_end(event.set)
+    assert held() > before
+    here["store"].barrier("used", here["size"])
+    del group
+    groups.clear()
+    left = sum(each() is not None for each in alive)
+    assert all(event.wait(10) for event in over)
+    more = more_in_the_end(before)
+    return left + sum(part() is not None for part in parts), more
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ten_groups_that_are_dropped_leave_nothing(without_groups, backend):
+    assert everywhere(without_groups(), make_and_drop, backend) == [(0, [0, 0])] * 2
+
+
+def make_and_destroy(path: Path, rank: int, backend: str) -> tuple[int, list[int]]:
+    open_store(path, rank, 2)
+    gc.collect()
+    gc.disable()
+    before = held()
+    alive = []
+    dist.init_process_group(backend, store=here["store"], rank=rank, world_size=2)
+    for _ in range(3):
+        group = dist.new_group()
+        use(group)
+        alive.append(weakref.ref(group))
+        dist.destroy_process_group(group)
+        del group
+        assert alive[-1]() is None
+    for _ in range(3):
+        alive.append(weakref.ref(dist.new_group()))
+    alive.append(weakref.ref(dist.group.WORLD))
+    dist.destroy_process_group()
+    left = sum(each() is not None for each in alive)
+    return left, more_in_the_end(before)
+
+
+@pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
+def test_groups_that_are_destroyed_leave_nothing(workers, tmp_path, backend):
+    pending = [w.start(make_and_destroy, tmp_path / "store", i, backend) for i, w in enumerate(workers(2))]
+    assert [each.result() for each in pending] == [(0, [0, 0])] * 2
+
+
+def make_one(backend: str) -> None:
+    here["group"] = make_group(backend, "one")
+    use(here["group"])
+
+
+def drop() -> float:
+    del here["group"]
+    return time.time()
+
+
+def reduce_until_told() -> tuple[str, str, float]:
+    """What a collective that was begun raises, and what the next one does."""
+    with pytest.raises(RankLostError) as first:
+        here["group"].allreduce([torch.ones(4)]).wait()
+    told = time.time()
+    with pytest.raises(RankLostError) as second:
+        here["group"].allreduce([torch.ones(4)]).wait()
+    assert first.value.rank == 1
+    return str(first.value), str(second.value), told
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_others_are_told_who_dropped_the_group(without_groups, backend):
+    first, second = started = without_groups()
+    everywhere(started, make_one, backend)
+    pending = first.start(reduce_until_told)
+    dropped = second.run(drop)
+    *texts, told = pending.result()
+    for text in texts:
+        assert "rank 1 is lost: " in text
+        assert "dropped the group" in text
+    assert told - dropped < TOLD_SECONDS
+
+
+def reduce_later() -> str:
+    here["group"].set_timeout(timedelta(seconds=20))
+    with pytest.raises(RankLostError) as raised:
+        here["group"].allreduce([torch.ones(4)]).wait()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
+def test_a_rank_is_told_of_one_that_rank_0_saw_go(without_groups, backend):
+    started = without_groups(3)
+    everywhere(started, make_unused, backend)
+    started[2].run(drop)
+    for text in everywhere(started[:2], reduce_later):
+        assert "rank 2 is lost: " in text
+        assert "dropped the group" in text
+
+
+def make_unused(backend: str) -> None:
+    here["group"] = make_group(backend, "one")
+
+
+def begin_and_drop() -> bool:
+    """Begins to receive and drops the group; is it alive?"""
+    here["received"] = torch.zeros(3)
+    here["work"] = here["group"].recv([here["received"]], 1, 7)
+    here["alive"] = weakref.ref(here["group"])
+    del here["group"]
+    return here["alive"]() is not None
+
+
+def send() -> None:
+    here["group"].send([torch.full((3,), 5.0)], 0, 7).wait()
+
+
+def finish() -> tuple[list[float], bool]:
+    here["work"].wait()
+    return here["received"].tolist(), here["alive"]() is not None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_work_keeps_its_group_until_it_is_over(without_groups, backend):
+    first, second = started = without_groups()
+    everywhere(started, make_one, backend)
+    assert first.run(begin_and_drop)
+    second.run(send)
+    assert first.run(finish) == ([5.0] * 3, False)
+
+
+def reduce_now() -> list[float]:
+    return here["group"].allreduce([torch.ones(4)]).get_future().wait()[0].tolist()
+
+
+def begin_and_drop_both() -> None:
+    here["group"].allreduce([torch.ones(4)])
+    if here["rank"] == 0:
+        here["group"].send([torch.full((3,), 7.0)], 1, 5)
+    del here["group"]
+
+
+def reduce_and_receive() -> tuple[list[float], list[float]]:
+    received = torch.zeros(3)
+    here["group"].recv([received], 0, 5).wait()
+    return reduce_now(), received.tolist()
+
+
+@pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
+def test_what_was_begun_before_the_group_was_dropped_gets_done(without_groups, backend):
+    first, second = started = without_groups()
+    everywhere(started, make_one, backend)
+    first.run(begin_and_drop_both)
+    assert second.run(reduce_and_receive) == ([2.0] * 4, [7.0] * 3)
+
+
+def forget_in_a_cycle() -> None:
+    """Has the collector find the group on the thread that its end is handed over to."""
+    gc.disable()
+    cycle: dict[str, Any] = {"group": here.pop("group")}
+    cycle["itself"] = cycle
+    over = threading.Event()
+    cycle["group"].at_end(over.set)
+    loop = acquire_event_loop()
+    del cycle
+    loop.loop.call_soon_threadsafe(gc.collect)
+    assert over.wait(10)
+    loop.release()
+
+
+def test_a_group_may_be_collected_on_any_thread(without_groups):
+    started = without_groups()
+    everywhere(started, make_one, "gradwire_gloo")
+    everywhere(started, forget_in_a_cycle)
+
+
+def drop_in_a_fork() -> int:
+    """A child that drops what it was forked with; the parent's group goes on."""
+    child = os.fork()
+    if not child:
+        here.pop("group")
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_fork_that_drops_a_group_ends_nothing(without_groups):
+    started = without_groups()
+    everywhere(started, make_one, "gradwire_shm")
+    assert everywhere(started, drop_in_a_fork) == [0, 0]
+    assert everywhere(started, reduce_now) == [[2.0] * 4] * 2
+
+
+def meet_at_one_port_twice() -> int:
+    groups = []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for _ in range(2):
+        c10d.init_process_group("gloo", f"tcp://localhost:{port}", rank=0, world_size=1)
+        groups.append(dist.group.WORLD)
+        c10d.destroy_process_group()
+    return len(groups)
+
+
+def test_a_destroyed_group_gives_its_port_back_though_somebody_holds_it(workers):
+    assert workers(1)[0].run(meet_at_one_port_twice) == 2
