@@ -2,9 +2,11 @@
 
 GradwireError
 ├── StoreError                    a store refused an operation, or its server cannot be reached
+│   ├── StoreNetworkError         the server cannot be reached, or cannot listen where it should
 │   ├── StoreTimeoutError         .missing: the keys that did not appear in time
 │   └── QueueEmptyError           a queue has nothing to take, and the caller does not want to wait
 ├── RendezvousError               workers cannot find each other: a bad URL, a missing variable, ranks that clash
+│   └── RendezvousNetworkError    the place where they meet cannot be reached, or is taken
 ├── ProcessGroupError             an operation of a process group failed
 │   ├── UnsupportedOperationError .engine, .operation: the engine cannot do this
 │   ├── CollectiveTimeoutError    .operation, .seconds: the other ranks did not take part in time
@@ -27,13 +29,16 @@ GradwireError
     └── AutogradError             a backward pass that cannot run
         └── UnknownContextError   .context_id: no such context on this worker
 
+Those of stores, rendezvous and process groups are also of the class that torch.distributed raises in their place:
+DistStoreError, DistNetworkError, QueueEmptyError or DistBackendError.
+
 A remote exception whose class can be rebuilt arrives as that class; its `__cause__` is the RemoteError.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch.distributed import DistBackendError, DistStoreError
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
 
 __all__ = [
@@ -51,12 +56,14 @@ __all__ = [
     "RemoteError",
     "RemoteUnpicklableError",
     "RendezvousError",
+    "RendezvousNetworkError",
     "RpcCancelledError",
     "RpcError",
     "RpcTimeoutError",
     "SendFailedError",
     "SerializationError",
     "StoreError",
+    "StoreNetworkError",
     "StoreTimeoutError",
     "UnknownContextError",
     "UnknownWorkerError",
@@ -89,12 +96,16 @@ class StoreError(GradwireError, DistStoreError):
     """A store refused an operation, or its server cannot be reached."""
 
 
+class StoreNetworkError(StoreError, DistNetworkError):
+    """The server of a store cannot be reached, or cannot listen where it should."""
+
+
 class StoreTimeoutError(StoreError):
     """Keys did not appear in time."""
 
     def __init__(self, missing: Sequence[str], seconds: float, doing: str = "waiting for") -> None:
         shown = ", ".join(repr(key) for key in missing[:8]) + (", …" if len(missing) > 8 else "")
-        super().__init__(f"timed out after {seconds:g} s {doing} {shown}")
+        super().__init__(f"Wait timeout: timed out after {seconds:g} s {doing} {shown}")
         self.missing = list(missing)
         self.seconds = seconds
 
@@ -103,8 +114,12 @@ class QueueEmptyError(StoreError, TorchQueueEmptyError):
     """A queue has nothing to take, and the caller does not want to wait."""
 
 
-class RendezvousError(GradwireError):
+class RendezvousError(GradwireError, DistStoreError):
     """Workers cannot find each other."""
+
+
+class RendezvousNetworkError(RendezvousError, DistNetworkError):
+    """The place where workers meet cannot be reached, or is taken by somebody else."""
 
 
 class ProcessGroupError(GradwireError, DistBackendError):
@@ -124,7 +139,10 @@ class CollectiveTimeoutError(ProcessGroupError):
     """The other ranks did not take part in an operation in time. The group can be used no more."""
 
     def __init__(self, operation: str, seconds: float, waiting_for: str = "the other ranks") -> None:
-        super().__init__(f"{operation} timed out after {seconds:g} s, waiting for {waiting_for}")
+        super().__init__(
+            f"{operation} timed out after {seconds:g} s, waiting for {waiting_for} (the timeout of the call, "
+            "or else of the group)"
+        )
         self.operation = operation
         self.seconds = seconds
 
@@ -144,7 +162,7 @@ class RankLostError(ProcessGroupError):
     """A rank died, or left, while others waited for it. The group can be used no more."""
 
     def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} is lost: {reason}")
+        super().__init__(f"rank {rank} is lost: {reason} (Connection closed by peer)")
         self.rank = rank
         self.reason = reason
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C import Future as AnyFuture
 from torch._C._autograd import _disable_profiler_legacy as disable_legacy_profiler
 from torch._C._autograd import _enable_profiler_legacy as enable_legacy_profiler
+from torch._C._autograd import _enable_record_function as enable_record_function
 from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._distributed_c10d import AllgatherOptions
 from torch._C._distributed_c10d import Backend as TorchBackend
@@ -30,6 +31,7 @@ from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 from torch._C._dynamo import eval_frame
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
+from torch._C._profiler import _RecordFunctionFast as RecordFunction
 from torch._jit_internal import FunctionModifiers, createResolutionCallbackFromClosure
 from torch._jit_internal import _qualified_name as qualified_name
 from torch._sources import parse_def
@@ -53,6 +55,7 @@ __all__ = [
     "FunctionModifiers",
     "ProfilerConfig",
     "ProfilerState",
+    "RecordFunction",
     "RecursiveScriptModule",
     "ScriptMethodStub",
     "TorchBackend",
@@ -66,6 +69,7 @@ __all__ = [
     "default_timeout",
     "disable_legacy_profiler",
     "enable_legacy_profiler",
+    "enable_record_function",
     "find_builtin",
     "get_debug_level",
     "holders_of_storage",

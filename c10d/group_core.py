@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, cast, final
 
 import torch
-import torch.profiler
 
 from ..errors import GroupAbortedError, RankLostError, UnsupportedOperationError
 from ..torch_internals import profiler_enabled
@@ -32,6 +31,7 @@ from .group_options import GroupOptions
 from .lane import Lane
 from .liveness import DROPPED, LEFT, Liveness
 from .pending import Done
+from .profile_events import OperationEvent
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 
@@ -57,7 +57,8 @@ class GroupCore:
         backend: what the group is registered as.
         timeout: how long operations may take that do not say it themselves.
         options: how the group behaves.
-        make_engine: makes the engine for a type of device; called only while somebody calls the group.
+        make_engine: makes the engine for a type of device, and names its backend; called only while somebody calls
+            the group.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class GroupCore:
         backend: str,
         timeout: timedelta,
         options: GroupOptions,
-        make_engine: "Callable[[str, GroupCore], Engine]",
+        make_engine: "Callable[[str, GroupCore], tuple[str, Engine]]",
     ) -> None:
         self.store: Final = store  # C++ does not hold a store that is a Python object
         self.rank: Final = rank
@@ -89,6 +90,7 @@ class GroupCore:
         )
         self._make_engine = make_engine
         self._engines: dict[str, Engine] = {}
+        self._backends: dict[str, str] = {}
         self._lanes: dict[tuple[str, str, int], Lane] = {}
         self._lock = threading.Lock()
         self._making = threading.Lock()  # another one, for the group may fail while an engine is made
@@ -107,13 +109,14 @@ class GroupCore:
             with self._making:
                 engine = self._engines.get(device_type)
                 if engine is None:
-                    engine = self._make_engine(device_type, self)
-                    self.adopt(device_type, engine)
+                    backend, engine = self._make_engine(device_type, self)
+                    self.adopt(device_type, engine, backend)
         return engine
 
-    def adopt(self, device_type: str, engine: Engine) -> None:
-        """Takes an engine for a type of device, which has none yet."""
+    def adopt(self, device_type: str, engine: Engine, backend: str) -> None:
+        """Takes the engine of a backend for a type of device, which has none yet."""
         with self._lock:
+            self._backends[device_type] = backend
             self._engines[device_type] = engine
             failure = self._failure
         if failure is not None:
@@ -149,8 +152,7 @@ class GroupCore:
                 self._check.check(call, seconds)
             engine = self.engine(call.device.type)
             if profiler_enabled():
-                with torch.profiler.record_function(f"{engine.name}:{call.name}"):  # named as torch names its own
-                    pending = self._begin(call, engine, seconds, entry)
+                pending = self._begin_recorded(call, engine, seconds, entry)
             else:
                 pending = self._begin(call, engine, seconds, entry)
         except Exception as error:
@@ -161,6 +163,20 @@ class GroupCore:
         if pending is None:
             entry.end()
         return pending
+
+    def _begin_recorded(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
+        """As `_begin`, with an event for profilers."""
+        event = OperationEvent(self._backends[call.device.type], call)
+        try:
+            with event.alone():
+                pending = self._begin(call, engine, seconds, entry)
+        except BaseException:
+            event.end()
+            raise
+        if pending is None or call.now:
+            event.end()
+            return pending
+        return event.follow(pending, message=call.peer is not None)
 
     def _begin(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
         """Starts it, and waits for it if the caller would; None if it is over."""
@@ -269,6 +285,16 @@ class GroupCore:
         """Has `function` called when the group has shut down or been dropped. The last one given comes first."""
         self._finally.append(function)
 
+    def collectives(self) -> int:
+        """How many have been called."""
+        return self._recorder.collectives
+
+    def wait_for_all(self) -> None:
+        """Waits for what is in flight, but for receives, however it ends."""
+        for pending in self._recorder.in_flight():
+            with suppress(Exception):  # which works raise
+                pending.wait(None)
+
     def abort(self) -> None:
         """Ends all that is in flight with GroupAbortedError, on this rank; the others notice that it is gone."""
         self.fail(GroupAbortedError(f"rank {self.rank} aborted the group"))
@@ -298,9 +324,7 @@ class GroupCore:
         Somebody may wait for what this rank has still to send. Nobody asks for what it was to receive, because
         works keep their group.
         """
-        for pending in self._recorder.in_flight():
-            with suppress(Exception):  # there is nobody to tell
-                pending.wait(None)
+        self.wait_for_all()
         self._drain()
         self.fail(GroupAbortedError(f"rank {self.rank} {DROPPED}"))
         self._close(DROPPED)

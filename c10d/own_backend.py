@@ -61,3 +61,12 @@ class OwnBackend(Collectives):
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: gradwire counts for itself."""
+
+    def _has_hooks(self) -> bool:
+        """Has anybody registered what is to be called when works are over? That is NCCL's alone in torch."""
+        return False
+
+    @property
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        """Does symmetric memory meet through this group? Through its store, as with most of torch's own."""
+        return False

@@ -14,10 +14,12 @@ from typing import Any, final
 import torch
 
 from .call import Call
+from .debug.store_barrier import StoreBarrier
 from .engines.base import Engine
 from .group_core import GroupCore
 from .group_options import GroupOptions
 from .own_backend import OwnBackend
+from .stores.base import Timeout, to_seconds
 from .torch_types import TorchStore
 from .work import GroupWork
 
@@ -43,7 +45,7 @@ class ProcessGroup(OwnBackend):
         super().__init__(core.rank, core.size)
         self._core = core
         self._make_part = make_part
-        self._barriers = 0
+        self._barrier = StoreBarrier(core.store, core.rank, core.global_ranks)
         self._finalizer = weakref.finalize(self, core.hand_over)
         self._finalizer.atexit = False  # a process that ends says goodbye by itself
 
@@ -78,11 +80,6 @@ class ProcessGroup(OwnBackend):
     def record(self) -> dict[str, Any]:
         """What the flight recorder has, as JSON."""
         return self._core.record()
-
-    def next_barrier(self) -> int:
-        """The number of a monitored barrier, the same on all ranks."""
-        self._barriers += 1
-        return self._barriers
 
     # What torch asks of a group.
 
@@ -120,6 +117,32 @@ class ProcessGroup(OwnBackend):
         part._set_group_desc(group_desc or "undefined")
         part.expected_devices = self._device_types if device_types is None else device_types
         return part
+
+    def monitored_barrier(
+        self,
+        timeout: Timeout | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        """Returns once all ranks have called it, as barrier does, but goes through the group's store.
+
+        Args:
+            timeout: a timedelta or seconds; that of the group if None.
+            wait_all_ranks: the error on rank 0 names all missing ranks in torch's words as well.
+
+        Raises:
+            CollectiveTimeoutError: ranks did not come in time; it names every one, on all ranks that came.
+        """
+        self._barrier.wait(
+            self.timeout.total_seconds() if timeout is None else to_seconds(timeout), all_ranks=wait_all_ranks
+        )
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has called."""
+        return self._core.collectives()
+
+    def _wait_for_pending_works(self) -> None:
+        """Waits for what is in flight, but for receives, however it ends."""
+        self._core.wait_for_all()
 
     @property
     def timeout(self) -> timedelta:

@@ -24,7 +24,7 @@ from ..torch_internals import (
     register_group_backend,
 )
 from .collectives import Collectives
-from .engines.base import EngineFactory, Setup
+from .engines.base import Engine, EngineFactory, Setup
 from .group_core import GroupCore
 from .group_options import GroupOptions
 from .process_group import ProcessGroup
@@ -77,15 +77,16 @@ class GroupMaker:
             )
         if not isinstance(group_options, GroupOptions | None):
             raise TypeError(f"pg_options is {group_options!r}: give gradwire.c10d.GroupOptions")
+        group_options = group_options or GroupOptions()
         store = _fresh(options)
         core = GroupCore(
             store,
             options.group_rank,
             global_ranks=_global_ranks(options),
             backend=self.name,
-            timeout=options.timeout,
-            options=group_options or GroupOptions(),
-            make_engine=lambda device, core: _factory(device, found())(_setup(device, options, store, core)),
+            timeout=group_options.timeout_instead_of(options.timeout),
+            options=group_options,
+            make_engine=lambda device, core: _maker(device, found()).make(_setup(device, options, store, core)),
         )
         core.at_end(store.close)  # with all stores that look into it
         group = ProcessGroup(core, partial(self._part, options))
@@ -96,11 +97,15 @@ class GroupMaker:
             if options.group_size > 1:
                 core.watch()
             if "cpu" in backend_devices(self.name):
-                core.adopt("cpu", self.factory(_setup("cpu", options, store, core)))
+                core.adopt("cpu", self.factory(_setup("cpu", options, store, core)), self.name)
         except BaseException:
             group.shutdown()
             raise
         return group
+
+    def make(self, setup: Setup) -> tuple[str, Engine]:
+        """The name, and an engine."""
+        return self.name, self.factory(setup)
 
     def _part(
         self, options: Any, ranks: Sequence[int], name: str, timeout: timedelta, group_options: GroupOptions
@@ -165,8 +170,8 @@ def _setup(device: str, options: Any, store: PrefixStore, core: GroupCore) -> Se
     )
 
 
-def _factory(device: str, group: ProcessGroup | None) -> EngineFactory:
-    """The engine that the group's configuration names for a device."""
+def _maker(device: str, group: ProcessGroup | None) -> "GroupMaker":
+    """The backend that the group's configuration names for a device."""
     configuration = torch.distributed.get_backend_config(group)
     backends = BackendConfig(Backend(configuration)).get_device_backend_map()
     name = backends.get(device)
@@ -178,5 +183,5 @@ def _factory(device: str, group: ProcessGroup | None) -> EngineFactory:
     # torch's own are gradwire's here, as in "cpu:gloo,cuda:..."
     for maker in (backend_maker(name), backend_maker(f"gradwire_{name}")):
         if isinstance(maker, GroupMaker):
-            return maker.factory
+            return maker
     raise ValueError(f"gradwire cannot use backend {name!r} for {device} tensors: it is not one of its engines")

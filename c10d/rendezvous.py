@@ -11,7 +11,7 @@ from typing import final
 
 import torch.distributed
 
-from ..errors import RendezvousError, StoreError
+from ..errors import RendezvousError, RendezvousNetworkError, StoreError, StoreNetworkError
 from .addresses import format_address, require_trusted
 from .rendezvous_url import Place, parse_url
 from .stores.base import DEFAULT_TIMEOUT, Timeout, to_seconds
@@ -90,7 +90,8 @@ def rendezvous(
         met, close = _open(place, seconds, insecure)
     except StoreError as error:
         hint = _TORCH_IS_THERE if place.rank == 0 and torch.distributed.is_initialized() else ""
-        raise RendezvousError(f"rank {place.rank} cannot meet its group at {place.url}: {error}{hint}") from error
+        kind = RendezvousNetworkError if isinstance(error, StoreNetworkError) else RendezvousError
+        raise kind(f"rank {place.rank} cannot meet its group at {place.url}: {error}{hint}") from error
     try:
         return _register(place, met, close)
     except BaseException:
@@ -129,7 +130,9 @@ def _open_launcher_store(place: Place, seconds: float, insecure: bool) -> tuple[
         )
     except RuntimeError as error:
         where = format_address(place.host, place.port)
-        raise StoreError(f"torchrun's store does not answer on {where}: {str(error).splitlines()[0]}") from error
+        raise StoreNetworkError(
+            f"torchrun's store does not answer on {where}: {str(error).splitlines()[0]}"
+        ) from error
     # The launcher's store outlives the workers: a restarted group must not read what its predecessor wrote.
     attempt = PrefixStore(f"gradwire/attempt/{place.launcher_attempt}", agent_store)
     return attempt, attempt.close

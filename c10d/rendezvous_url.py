@@ -16,6 +16,10 @@ _FORMS = {
 }
 
 
+_YES = {"true", "1"}
+"""torchrun writes "True"; people write others."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -64,7 +68,7 @@ class Place:
                 f"{self.url} needs the environment variables {', '.join(missing)}, which are not set: set "
                 "them, start the workers with torchrun, or give another URL (or rank= and world_size=)"
             )
-        launched = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        launched = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in _YES
         return replace(
             self,
             rank=_integer("RANK", environment) if self.rank < 0 else self.rank,

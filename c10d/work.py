@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any, final
 
 import torch
+from torch._C._distributed_c10d import OpType
 from torch.futures import Future
 
 from .engines.base import Pending
@@ -89,13 +90,21 @@ class GroupWork(TorchWork):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Of a receive: the rank of the group that sent. Waits until it is done."""
+        """Of a receive: the rank of the group that sent. Waits until it is done.
+
+        Raises:
+            RuntimeError: this is no receive.
+        """
+        if self._operation != "recv" or self._pending is None:
+            raise RuntimeError(f"sourceRank() is of receives only: {self._operation} receives from no one rank")
         self.wait()
-        if self._pending is None:
-            raise RuntimeError(f"{self._operation} receives from nobody in particular")
         return self._pending.source()
 
     _source_rank = source_rank
+
+    def _get_op_type(self) -> int:
+        """The number of the operation among those that torch knows."""
+        return _OP_TYPES.get(self._operation, int(OpType.UNKNOWN))
 
     def get_future(self) -> Future[Any]:
         """A future of `result()`. Its callbacks may wait for other operations."""
@@ -114,6 +123,28 @@ class GroupWork(TorchWork):
         # DDP's reducer reads that as tensors.
         self.wait()
         return self._outputs
+
+
+_OP_TYPES = {
+    "all_gather": int(OpType.ALLGATHER),
+    "all_gather_coalesced": int(OpType.ALLGATHER_COALESCED),
+    "all_gather_into_tensor": int(OpType._ALLGATHER_BASE),
+    "all_gather_into_tensor_coalesced": int(OpType.COALESCED),
+    "all_reduce": int(OpType.ALLREDUCE),
+    "all_reduce_coalesced": int(OpType.ALLREDUCE_COALESCED),
+    "all_to_all": int(OpType.ALLTOALL),
+    "all_to_all_single": int(OpType.ALLTOALL_BASE),
+    "barrier": int(OpType.BARRIER),
+    "broadcast": int(OpType.BROADCAST),
+    "gather": int(OpType.GATHER),
+    "recv": int(OpType.RECV),
+    "reduce": int(OpType.REDUCE),
+    "reduce_scatter": int(OpType.REDUCE_SCATTER),
+    "reduce_scatter_tensor": int(OpType._REDUCE_SCATTER_BASE),
+    "reduce_scatter_tensor_coalesced": int(OpType.REDUCE_SCATTER_TENSOR_COALESCED),
+    "scatter": int(OpType.SCATTER),
+    "send": int(OpType.SEND),
+}
 
 
 def _resolve(future: Future[None]) -> None:

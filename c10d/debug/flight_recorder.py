@@ -95,16 +95,22 @@ class Entry:
 
 @final
 class FlightRecorder:
-    """The last operations of one group on this rank. Used from any thread."""
+    """The last operations of one group on this rank. Used from any thread.
+
+    collectives: how many have been called; one thread after another calls those of a group.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._entries: deque[Entry] = deque(maxlen=capacity)
-        self._collectives = itertools.count(1)
+        self.collectives = 0
         self._messages = itertools.count(1)
 
     def begin(self, call: Call) -> Entry:
         """A call begins. Collectives are numbered in the order of their calls, and so are messages."""
-        number = next(self._collectives if call.peer is None else self._messages)
+        if call.peer is None:
+            number = self.collectives = self.collectives + 1
+        else:
+            number = next(self._messages)
         entry = Entry(number, call, caller(skip=_WAY))
         self._entries.append(entry)
         return entry

@@ -4,7 +4,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ...errors import CollectiveTimeoutError
 from ..process_group import ProcessGroup
 from ..stores.base import Timeout, to_seconds
 from ..torch_types import TorchProcessGroup
@@ -22,7 +21,7 @@ def monitored_barrier(
     Args:
         group: the default group if None.
         timeout: a timedelta or seconds; that of the group if None.
-        wait_all_ranks: not needed here: all missing ranks are named in any case.
+        wait_all_ranks: the error on rank 0 names all missing ranks in torch's words as well.
 
     Raises:
         CollectiveTimeoutError: ranks did not come in time; it names every one, on all ranks that came.
@@ -32,15 +31,4 @@ def monitored_barrier(
         limit = None if timeout is None else timedelta(seconds=to_seconds(timeout))
         dist.monitored_barrier(found, limit, wait_all_ranks)
         return
-    seconds = found.timeout.total_seconds() if timeout is None else to_seconds(timeout)
-    number = found.next_barrier()
-    store, rank, size = found.get_group_store(), found.rank(), found.size()
-    keys = [f"monitored_barrier/{number}/{other}" for other in range(size)]
-    store.set(keys[rank], "")
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError as error:
-        missing = [found.global_ranks[other] for other in range(size) if not store.check([keys[other]])]
-        raise CollectiveTimeoutError(
-            "monitored_barrier", seconds, f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        ) from error
+    found.monitored_barrier(timeout, wait_all_ranks)

@@ -184,7 +184,7 @@ class Store(TorchStore):
         try:
             return self._wait(operation, 0).values[0]
         except StoreTimeoutError:
-            raise QueueEmptyError(f"the queue {key!r} is empty") from None
+            raise QueueEmptyError(f"queue is empty: {key!r}") from None
 
     def queue_len(self, key: str) -> int:
         """How many items are in a queue."""

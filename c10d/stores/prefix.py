@@ -40,6 +40,14 @@ class PrefixStore(Store):
         """The store whose keys these are."""
         return cast(TorchStore, self._store)
 
+    @property
+    def _underlying_non_prefix_store(self) -> TorchStore:
+        """The store under all prefixes, by torch's name."""
+        store: Any = self._store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return cast(TorchStore, store)
+
     def has_extended_api(self) -> bool:
         """Are append, multi_get and multi_set supported by the underlying store?"""
         return bool(self._store.has_extended_api())

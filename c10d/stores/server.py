@@ -9,7 +9,7 @@ from typing import Any, final
 import grpc
 import grpc.aio
 
-from ...errors import StoreError
+from ...errors import StoreError, StoreNetworkError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..addresses import format_address, resolve
@@ -61,7 +61,7 @@ class StoreServer:
         """Listens; returns the port, which is a free one if `port` is 0.
 
         Raises:
-            StoreError: the port is taken, or the host is not this machine.
+            StoreNetworkError: the port is taken, or the host is not this machine.
         """
         handler = grpc.unary_unary_rpc_method_handler(
             self._serve,
@@ -171,9 +171,12 @@ def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
                 bound = 0
                 break
     if not bound:
-        where = format_address(host, port)
+        where, why = (
+            format_address(host, port),
+            f"{os.strerror(problem)} ({errno.errorcode.get(problem, problem)})",
+        )
         hint = "; the host must be an address of this machine" if problem in _NO_SUCH_ADDRESS else ""
-        raise StoreError(f"a store cannot listen on {where}: {os.strerror(problem)}{hint}")
+        raise StoreNetworkError(f"a store cannot listen on {where}: {why}{hint}")
     return bound
 
 

@@ -4,18 +4,15 @@ from typing import Protocol, final
 
 import grpc
 
-from ...errors import StoreError
+from ...errors import StoreError, StoreNetworkError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..addresses import format_address, require_trusted
-from ..event_loop import EventLoop, acquire_event_loop
 from .base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
-from .server import EXECUTE, MESSAGE_OPTIONS, StoreServer
+from .hosted import ANSWER_SECONDS, Hosted, take_over
+from .server import EXECUTE, MESSAGE_OPTIONS
 
 __all__ = ["TCPStore"]
-
-_PATIENCE = 60.0
-"""Seconds that the server may take for an answer, beyond what the operation is to wait."""
 
 _CLIENT_OPTIONS = [
     *MESSAGE_OPTIONS,
@@ -45,6 +42,9 @@ class TCPStore(Store):
         is_master: bool = False,
         timeout: Timeout = DEFAULT_TIMEOUT,
         wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,  # noqa: ARG002  # torch's argument
         *,
         insecure: bool = False,
     ) -> None:
@@ -57,10 +57,15 @@ class TCPStore(Store):
             is_master: host it.
             timeout: how long waiting operations, and this constructor, wait.
             wait_for_workers: the master waits here until `world_size` users have connected.
+            multi_tenant: several masters of this process may open the store on one port, and share it.
+            master_listen_fd: a listening socket, whose place the master's server takes. It is closed.
+            use_libuv: not used; the server is always gRPC's.
             insecure: allow an address that is not a loopback one, though there are no credentials.
 
         Raises:
-            StoreError: the port is taken, no store answers, not all workers came, or the address is refused.
+            StoreNetworkError: the port is taken, or no store answers.
+            StoreError: not all workers came, or the address is refused.
+            ValueError: an argument that cannot be; `master_listen_fd` is no socket on `port`.
         """
         seconds = to_seconds(timeout)
         _check(host_name, port, world_size, is_master)
@@ -70,8 +75,11 @@ class TCPStore(Store):
         self._insecure = insecure
         self._connection: _Connection
         if is_master:
-            self._connection = _Hosted(host_name, port, world_size if wait_for_workers else None)
-            self._port = self._connection.port
+            if master_listen_fd is not None:
+                port = take_over(master_listen_fd, port)
+            make = Hosted.shared if multi_tenant else Hosted
+            hosted = make(host_name, port, world_size if wait_for_workers else None)
+            self._connection, self._port = hosted, hosted.port
         else:
             self._connection = _Remote(host_name, port)
         try:
@@ -90,6 +98,11 @@ class TCPStore(Store):
     def port(self) -> int:
         """The master's port."""
         return self._port
+
+    @property
+    def libuvBackend(self) -> bool:  # noqa: N802
+        """Is the server torch's, on libuv? It never is."""
+        return False
 
     def clone(self) -> "TCPStore":
         """Another connection to the same master."""
@@ -133,46 +146,6 @@ class _Connection(Protocol):
 
 
 @final
-class _Hosted:
-    """The master's side: the server, called without a detour over the network."""
-
-    def __init__(self, host: str, port: int, world_size: int | None) -> None:
-        self._world_size = world_size
-        self._loop: EventLoop = acquire_event_loop()
-        self._server = StoreServer()
-        try:
-            self.port = self._loop.run(self._server.start(host, port))
-        except BaseException:
-            self._loop.release()
-            raise
-
-    def join(self, seconds: float) -> None:
-        self.execute(Operation(kind=store_pb2.JOIN), 0)
-        if self._world_size is None:
-            return
-        if not self._loop.run(self._server.wait_joined(self._world_size, seconds)):
-            raise StoreError(
-                f"{self._server.joined} of {self._world_size} workers, the master included, joined the store "
-                f"on port {self.port} within {seconds:g} s: start the others, or give world_size=None"
-            )
-
-    def execute(self, operation: Operation, seconds: float) -> Outcome:
-        try:
-            return self._loop.run(self._server.execute(operation), seconds + _PATIENCE)
-        except TimeoutError:
-            raise StoreError(
-                f"the store on port {self.port}, in this process, did not answer within "
-                f"{seconds + _PATIENCE:g} s: something blocks the event loop"
-            ) from None
-
-    def close(self) -> None:
-        try:
-            self._loop.run(self._server.stop())
-        finally:
-            self._loop.release()
-
-
-@final
 class _Remote:
     """The others' side."""
 
@@ -189,22 +162,23 @@ class _Remote:
         try:
             self._call(Operation(kind=store_pb2.JOIN), timeout=seconds, wait_for_ready=True)
         except grpc.RpcError as error:
-            raise StoreError(
-                f"no store answered on {self._address} within {seconds:g} s ({_details(error)}): is the "
-                "master running, with this address and port?"
+            raise StoreNetworkError(
+                f"no store answered on {self._address} within {seconds:g} s: connect() timed out. Is the master "
+                f"running, with this address and port? ({_details(error)})"
             ) from error
 
     def execute(self, operation: Operation, seconds: float) -> Outcome:
         try:
-            outcome: Outcome = self._call(operation, timeout=seconds + _PATIENCE)
+            outcome: Outcome = self._call(operation, timeout=seconds + ANSWER_SECONDS)
         except grpc.RpcError as error:
+            kind: type[StoreError] = StoreNetworkError
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                problem = f"did not answer within {seconds + _PATIENCE:g} s"
+                problem = f"did not answer within {seconds + ANSWER_SECONDS:g} s"
             elif error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                problem = f"is gone ({_details(error)})"
+                problem = f"is gone: Connection closed by peer ({_details(error)})"
             else:
-                problem = f"failed ({_details(error)})"
-            raise StoreError(f"the store on {self._address} {problem}") from error
+                kind, problem = StoreError, f"failed ({_details(error)})"
+            raise kind(f"the store on {self._address} {problem}") from error
         except ValueError as error:  # what gRPC says when another thread has closed the channel
             raise StoreError(f"the connection to {self._address} is closed") from error
         return outcome

@@ -113,7 +113,26 @@ def come_or_not(late: tuple[int, ...]) -> str | None:
 @pytest.mark.parametrize(("late", "named"), [((1,), "rank 1"), ((1, 2), "ranks 1, 2")])
 def test_monitored_barrier_names_every_missing_rank(workers, group, late, named):
     texts = workers.each(group(), come_or_not, late)
-    assert texts[0].endswith(f"waiting for {named}")
+    assert f"waiting for {named}. " in texts[0]
+    # In torch's words, which say of the first missing rank only, unless they are asked for all.
+    assert "Rank 0 timed out in monitoredBarrier after 300 ms: Rank 1 failed to pass monitoredBarrier" in texts[0]
+    if len(late) == 1:
+        assert "Rank 2 successfully reached monitoredBarrier, but received errors while waiting" in texts[2]
+
+
+def miss_both() -> str | None:
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+    if dist.get_rank():
+        return None
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist.group.WORLD.monitored_barrier(timedelta(0), wait_all_ranks=True)
+    return str(caught.value)
+
+
+def test_groups_have_the_monitored_barrier_of_torch(workers, group):
+    started = group()
+    text = workers.each(started, miss_both)[0]
+    assert "Ranks 1, 2 failed to pass monitoredBarrier" in text
 
 
 def hang(folder: Path) -> Path | None:
@@ -175,14 +194,42 @@ def test_a_signal_writes_the_recorders_which_keep_the_last(workers, group, tmp_p
     assert seen == [["2 barrier done", "3 barrier done"]] * SIZE
 
 
+def events() -> list[tuple[str, bool, list[list[int]]]]:
+    """What a profiler records of operations: name, whether it is asynchronous, and the shapes."""
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(3, 2))
+        dist.all_reduce(torch.ones(4), async_op=True).wait()
+        dist.all_gather([torch.ones(2) for _ in range(3)], torch.ones(2))
+        if dist.get_rank() < 2:
+            (dist.send if dist.get_rank() else dist.recv)(torch.ones(5), 1 - dist.get_rank())
+        dist.barrier()
+    found = [event for event in profile.function_events if event.name.partition(":")[0] == dist.get_backend()]
+    return [(event.name, event.is_async, event.input_shapes) for event in found]
+
+
+@pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
+def test_profilers_show_operations_as_torch_shows_its_own(workers, group_on, backend):
+    shown = workers.each(group_on(backend, 3), events)
+    for rank, found in enumerate(shown):
+        message = [("recv", [[5]]), ("send", [[5]])][rank : rank + 1]
+        wanted = [
+            ("all_reduce", [[3, 2]]),
+            ("all_reduce", [[4]]),
+            ("all_gather", [[2]]),
+            *message,
+            ("barrier", []),
+        ]
+        assert found == [(f"{backend}:{name}", True, shapes) for name, shapes in wanted]
+
+
 def spans() -> set[str]:
     with torch.profiler.profile() as profile:
         dist.all_reduce(torch.ones(1))
     return {event.key for event in profile.key_averages()}
 
 
-def test_profilers_show_collectives_as_torch_names_its_own(workers, group):
-    assert all("store:all_reduce" in names for names in workers.each(group(), spans))
+def test_profilers_show_engines_of_others_by_their_backend(workers, group):
+    assert all("slow_store:all_reduce" in names for names in workers.each(group(), spans))
 
 
 def test_bad_options_are_refused(tmp_path):

@@ -197,7 +197,9 @@ def test_a_host_beside_torch_is_advised(free_port, workers):
         torch.distributed.init_process_group("gloo", init_method=url, rank=0, world_size=1)
         rendezvous(url, rank=0, world_size=1)
 
-    with pytest.raises(RendezvousError, match=r"already in use\. torch\.distributed is initialized"):
+    with pytest.raises(
+        RendezvousError, match=r"already in use \(EADDRINUSE\)\. torch\.distributed is initialized"
+    ):
         worker.run(both)
 
 
