@@ -66,7 +66,7 @@ class OwnBackend(Collectives):
         """Has anybody registered what is to be called when works are over? That is NCCL's alone in torch."""
         return False
 
-    @property
+    @property  # type: ignore[misc]  # torch's can be set
     def use_pg_for_symm_mem_rendezvous(self) -> bool:
         """Does symmetric memory meet through this group? Through its store, as with most of torch's own."""
         return False

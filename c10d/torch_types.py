@@ -1,13 +1,15 @@
 """torch's own stores, groups and works, for the type checker too: torch.distributed hides them from mypy."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    OpType: Any  # which the stubs lack
     from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
     from torch._C._distributed_c10d import Store as TorchStore
     from torch._C._distributed_c10d import TCPStore as TorchTCPStore
     from torch._C._distributed_c10d import Work as TorchWork
 else:
+    from torch._C._distributed_c10d import OpType
     from torch.distributed import ProcessGroup as TorchProcessGroup
     from torch.distributed import Store as TorchStore
     from torch.distributed import TCPStore as TorchTCPStore
@@ -15,4 +17,4 @@ else:
 
 from torch.distributed import QueueEmptyError as TorchQueueEmptyError
 
-__all__ = ["TorchProcessGroup", "TorchQueueEmptyError", "TorchStore", "TorchTCPStore", "TorchWork"]
+__all__ = ["OpType", "TorchProcessGroup", "TorchQueueEmptyError", "TorchStore", "TorchTCPStore", "TorchWork"]

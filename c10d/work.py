@@ -6,11 +6,10 @@ from datetime import timedelta
 from typing import Any, final
 
 import torch
-from torch._C._distributed_c10d import OpType
 from torch.futures import Future
 
 from .engines.base import Pending
-from .torch_types import TorchProcessGroup, TorchWork
+from .torch_types import OpType, TorchProcessGroup, TorchWork
 
 __all__ = ["GroupWork"]
 
