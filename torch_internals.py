@@ -5,8 +5,8 @@ What the releases differ in:
     2.11, 2.12   collectives on one tensor are `_allgather_base`, `_reduce_scatter_base` and `alltoall_base`
     2.13         they are `all_gather_single`, `reduce_scatter_single` and `all_to_all_single`
     2.14         torch finds backends by the entry points `torch.distributed.backends`, and registers its own so;
-                 a Backend may be a Python class, and new_group hands that of the default group to C++ if that has a
-                 device; there is `gather_single`; the options of backends say `enable_reconfigure`; split_group
+                 a Backend may be a Python class, and new_group hands that of the default group to C++ if that has
+                 a device; there is `gather_single`; the options of backends say `enable_reconfigure`; split_group
                  keeps the order of ranks; functions of torch.jit warn with FutureWarning, which Python shows,
                  instead of DeprecationWarning
     2.15         `supports_time_estimate` is `_supports_time_estimate`; split_group asks a group that torch does
