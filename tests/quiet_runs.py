@@ -9,6 +9,7 @@ the interpreter. `--spawned` also runs the scripts as a user does, which takes s
 """
 
 import argparse
+import gc
 import importlib
 import os
 import re
@@ -109,6 +110,7 @@ def serve(program: str, agent: str, runs: int, folder: Path) -> None:
         compat.install()
     module = importlib.import_module(program)
     importlib.import_module("torch._dynamo")  # which torch.optim loads on the first step
+    gc.freeze()  # what is loaded by now stays: the end of a forked process need not look at it
     part, size = _example_part(module) if agent == "example" else (module.main, module.WORLD_SIZE)
     statuses = []
     for run in range(runs):
