@@ -300,6 +300,11 @@ def test_every_snippet_of_the_readme_and_the_docs_is_python():
             compile(code, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+def test_the_readme_names_the_supported_torch():
+    first, below = re.search(r'"torch>=(\d+\.\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
+    assert f"PyTorch {first} to 2.{int(below) - 1}" in (ROOT / "README.md").read_text()
+
+
 def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
