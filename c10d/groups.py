@@ -18,11 +18,14 @@ from .engines.mpi_world import under_mpiexec
 from .mpiexec import meet_under_mpiexec
 from .process_group import ProcessGroup
 from .rendezvous import Rendezvous, rendezvous
+from .start_barrier import Purpose
 from .stores.base import Timeout, to_seconds
 from .stores.prefix import PrefixStore
 from .torch_types import TorchProcessGroup, TorchStore
 
 __all__ = ["full_names", "init_process_group", "new_group", "split_group"]
+
+_PROCESS_GROUP = Purpose("group", "pass insecure=True to gradwire.c10d.init_process_group")
 
 OUTLAST_SECONDS = 2.0
 """How long the host of the store waits for others when no group can be made."""
@@ -57,10 +60,11 @@ def init_process_group(
         group_name: not used, as in torch.
         pg_options: a GroupOptions.
         device_id: of this rank, if it uses only one.
-        insecure: allow addresses that are not loopback ones, though there are no credentials.
+        insecure: allow addresses that are not loopback ones, though there are no credentials. Ranks on several
+            hosts need it: see docs/hosts.md.
 
     Raises:
-        RendezvousError: the ranks cannot find each other.
+        RendezvousError: the ranks cannot find each other, or contradict each other; then all ranks raise the same.
         ValueError: an unknown backend.
     """
     limit = default_timeout if timeout is None else _timedelta(timeout)
@@ -68,11 +72,18 @@ def init_process_group(
         met = meet_under_mpiexec(limit, insecure=insecure)
     else:
         met = rendezvous(
-            init_method, rank=rank, world_size=world_size, store=store, timeout=limit, insecure=insecure
+            init_method,
+            rank=rank,
+            world_size=world_size,
+            store=store,
+            timeout=limit,
+            insecure=insecure,
+            purpose=_PROCESS_GROUP,
         )
     assert met.world_size is not None
     root = PrefixStore("process_groups", met.store)
     try:
+        met.wait_for_all(limit)
         dist.init_process_group(
             full_names(backend),
             timeout=limit,

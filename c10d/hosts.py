@@ -25,7 +25,9 @@ __all__ = [
     "Host",
     "address_for_others",
     "hosts_of",
+    "is_local",
     "listen",
+    "network_name",
     "share_memory",
     "share_network",
 ]
@@ -99,12 +101,25 @@ def listen(hosts: Sequence[Host], store: TorchStore) -> tuple[socket.socket, str
     return socket.create_server((address, 0), family=family), address
 
 
-def address_for_others(store: TorchStore | None = None) -> str:
+def network_name() -> str:
+    """What processes have in common if they reach each other on the loopback address (see Host)."""
+    try:
+        return Host.here().network
+    except OSError:  # no /proc: then a host has one network
+        return socket.gethostname()
+
+
+def address_for_others(store: TorchStore | None = None, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
     """The address of this host at which processes on other hosts reach it.
 
     It is that of the interface that GLOO_SOCKET_IFNAME names first. Without one, it is that from which this host
     reaches the store, if it is a TCPStore, where others are too; or else that of the host's name; or else that of
-    the default route. The loopback address is taken only if there is no other.
+    the default route; or else that of the first interface that has one. The loopback address is taken only if
+    there is no other.
+
+    Args:
+        store: where the others are to be found.
+        family: IPv4 or IPv6, if it must be one of them.
 
     Raises:
         ProcessGroupError: GLOO_SOCKET_IFNAME names an interface that has no address.
@@ -114,17 +129,22 @@ def address_for_others(store: TorchStore | None = None) -> str:
         return _of_interface(interface)
     for goal in (_host_of(store), socket.gethostname(), *_ELSEWHERE):
         with suppress(OSError, UnicodeError):  # an unknown name, or no way there
-            for family, kind, _, _, there in socket.getaddrinfo(goal, 9, type=socket.SOCK_DGRAM) if goal else ():
-                with socket.socket(family, kind) as way:
+            found = socket.getaddrinfo(goal, 9, family, socket.SOCK_DGRAM) if goal else ()
+            for kind, form, _, _, there in found:
+                with socket.socket(kind, form) as way:
                     way.connect(there)  # of UDP: looks for the way, and sends nothing
                     address = str(way.getsockname()[0])
-                if not _is_local(address):
+                if not is_local(address):
                     return address
+    for _, name in socket.if_nameindex():
+        with suppress(ProcessGroupError):  # it has no IPv4 address
+            if family != socket.AF_INET6 and not is_local(address := _of_interface(name)):
+                return address
     return LOOPBACK
 
 
-def _is_local(address: str) -> bool:
-    """Does it mean something on this host only?"""
+def is_local(address: str) -> bool:
+    """Does a numeric address mean something on this host only?"""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return parsed.is_loopback or (parsed.version == 6 and parsed.is_link_local)
 

@@ -1,12 +1,9 @@
 """How a worker finds its group: from a URL, the environment or a store, to (store, rank, world size)."""
 
 import os
-import socket
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from typing import final
 
 import torch.distributed
@@ -14,6 +11,7 @@ import torch.distributed
 from ..errors import RendezvousError, RendezvousNetworkError, StoreError, StoreNetworkError
 from .addresses import format_address, require_trusted
 from .rendezvous_url import Place, parse_url
+from .start_barrier import Claim, Purpose, StartBarrier
 from .stores.base import DEFAULT_TIMEOUT, Timeout, to_seconds
 from .stores.file import FileStore
 from .stores.prefix import PrefixStore
@@ -21,6 +19,11 @@ from .stores.tcp import TCPStore
 from .torch_types import TorchStore, TorchTCPStore
 
 __all__ = ["Rendezvous", "rendezvous"]
+
+RIVAL_SECONDS = 1.0
+"""How long a rank 0 that cannot listen looks for another rank 0 that does."""
+
+_DIRECT = Purpose(consent="pass insecure=True to gradwire.c10d.rendezvous")
 
 
 @final
@@ -37,6 +40,18 @@ class Rendezvous:
     rank: int
     world_size: int | None
     _close: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    _barrier: StartBarrier | None = field(default=None, repr=False, compare=False)
+
+    def wait_for_all(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Waits until all workers of a static group have come here. In a dynamic group it does nothing.
+
+        A wait of 10 s and more is logged at level WARNING, with the ranks that are missing.
+
+        Raises:
+            RendezvousError: some did not come in time, or contradict each other; everybody raises the same.
+        """
+        if self._barrier is not None:
+            self._barrier.wait("", to_seconds(timeout))
 
     def close(self) -> None:
         """Closes what rendezvous opened, but not a store that it was given. Doing it again does nothing."""
@@ -52,8 +67,10 @@ def rendezvous(
     timeout: Timeout = DEFAULT_TIMEOUT,
     insecure: bool = False,
     dynamic: bool = False,
+    name: str = "",
+    purpose: Purpose = _DIRECT,
 ) -> Rendezvous:
-    """Finds the group of this worker.
+    """Finds the group of this worker. It does not wait for the others: see `Rendezvous.wait_for_all`.
 
     Args:
         url: one of
@@ -71,10 +88,13 @@ def rendezvous(
         insecure: allow addresses that are not loopback ones, though there are no credentials.
         dynamic: if nobody says the world size, the group is a dynamic one, whose members come and go. With a
             tcp URL, the member with rank 0 hosts the store and must stay as long as others join.
+        name: what to call this worker in errors, beside its rank.
+        purpose: what kind of group it is.
 
     Raises:
         RendezvousError: the URL, the environment and the arguments do not say where and who, or contradict
-            each other; no store could be opened there; another worker has this rank or another world size.
+            each other; no store could be opened there; another worker has this rank or another world size, which
+            then all raise.
     """
     seconds = to_seconds(timeout)
     if store is not None:
@@ -83,17 +103,22 @@ def rendezvous(
         if not isinstance(store, TorchStore):
             raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
         place = Place("the store", "store").with_identity(rank, world_size).checked(dynamic=dynamic)
-        return _register(place, store, lambda: None)
+        return _register(place, store, lambda: None, name, purpose)
     place = parse_url("env://" if url is None else url).with_identity(rank, world_size)
     place = place.from_environment(os.environ, dynamic=dynamic).checked(dynamic=dynamic)
+    if place.host:
+        doing = "hosting a store on" if place.rank == 0 and place.launcher_attempt is None else "meeting at"
+        _require_trusted(place, insecure, doing, purpose)
     try:
         met, close = _open(place, seconds, insecure)
     except StoreError as error:
+        if place.rank == 0 and place.host and place.launcher_attempt is None:
+            _contradict_rival(place, insecure, name, purpose)
         hint = _TORCH_IS_THERE if place.rank == 0 and torch.distributed.is_initialized() else ""
         kind = RendezvousNetworkError if isinstance(error, StoreNetworkError) else RendezvousError
         raise kind(f"rank {place.rank} cannot meet its group at {place.url}: {error}{hint}") from error
     try:
-        return _register(place, met, close)
+        return _register(place, met, close, name, purpose)
     except BaseException:
         close()
         raise
@@ -105,7 +130,7 @@ def _open(place: Place, seconds: float, insecure: bool) -> tuple[TorchStore, Cal
         file = FileStore(place.path, place.world_size, timeout=seconds)
         return file, file.close
     if place.launcher_attempt is not None:
-        return _open_launcher_store(place, seconds, insecure)
+        return _open_launcher_store(place, seconds)
     tcp = TCPStore(
         place.host,
         place.port,
@@ -118,8 +143,14 @@ def _open(place: Place, seconds: float, insecure: bool) -> tuple[TorchStore, Cal
     return tcp, tcp.close
 
 
-def _open_launcher_store(place: Place, seconds: float, insecure: bool) -> tuple[TorchStore, Callable[[], None]]:
-    require_trusted(place.host, insecure=insecure, doing="dialling torchrun's store on")
+def _require_trusted(place: Place, insecure: bool, doing: str, purpose: Purpose) -> None:
+    try:
+        require_trusted(place.host, insecure=insecure, doing=doing, consent=purpose.consent)
+    except StoreError as error:
+        raise RendezvousError(f"rank {place.rank} cannot meet its group at {place.url}: {error}") from error
+
+
+def _open_launcher_store(place: Place, seconds: float) -> tuple[TorchStore, Callable[[], None]]:
     try:
         agent_store = TorchTCPStore(
             place.host,
@@ -138,55 +169,35 @@ def _open_launcher_store(place: Place, seconds: float, insecure: bool) -> tuple[
     return attempt, attempt.close
 
 
-def _register(place: Place, store: TorchStore, close: Callable[[], None]) -> Rendezvous:
+def _register(
+    place: Place, store: TorchStore, close: Callable[[], None], name: str, purpose: Purpose
+) -> Rendezvous:
     """Says in the store who this is, and reads there whether somebody contradicts."""
-    rank, world_size = place.rank, place.world_size
-    me = _process_name(os.getpid())
+    claim = Claim(name=name, rank=place.rank, world_size=place.world_size)
+    barrier = StartBarrier(store, claim, purpose)
     try:
-        first = store.compare_set("gradwire/rendezvous/world_size", "", f"{world_size} {rank}").decode()
-        other_size, _, other_rank = first.partition(" ")
-        if world_size == -1 and other_size == "-1":
-            return Rendezvous(store, rank, None, close)  # the group itself sees to it that ranks do not clash
-        holder = store.compare_set(f"gradwire/rendezvous/rank/{rank}", "", me).decode()
+        barrier.register()
+    except RendezvousError:
+        raise
     except RuntimeError as error:
-        raise RendezvousError(f"rank {rank} cannot use {place.url}: {str(error).splitlines()[0]}") from error
-    if -1 in (world_size, int(other_size)):
-        raise RendezvousError(
-            "RPC group mixes statically and dynamically initialized members which is not supported. "
-            f"Rank {rank} was started {_with(world_size)}, rank {other_rank} {_with(int(other_size))}{_STALE}"
-        )
-    if other_size != str(world_size):
-        raise RendezvousError(
-            f"rank {rank} was started with world_size={world_size} and rank {other_rank} with "
-            f"world_size={other_size}: give all workers of a group the same{_STALE}"
-        )
-    if holder != me:
-        raise RendezvousError(
-            f"two workers have rank {rank}: {_shown(holder)} and {_shown(me)}; give each its own{_STALE}"
-        )
-    return Rendezvous(store, rank, world_size, close)
+        raise RendezvousError(f"{claim} cannot use {place.url}: {str(error).splitlines()[0]}") from error
+    dynamic = place.world_size == -1
+    return Rendezvous(
+        store, place.rank, None if dynamic else place.world_size, close, None if dynamic else barrier
+    )
+
+
+def _contradict_rival(place: Place, insecure: bool, name: str, purpose: Purpose) -> None:
+    """A rank 0 that cannot host the store looks whether another one does, and then tells everybody so."""
+    try:
+        store = TCPStore(place.host, place.port, timeout=RIVAL_SECONDS, insecure=insecure)
+    except StoreError:
+        return
+    with store:
+        StartBarrier(store, Claim(name=name, rank=0, world_size=place.world_size), purpose).check_rival()
 
 
 _TORCH_IS_THERE = (
     ". torch.distributed is initialized in this process: if it meets at this address, choose another port, or "
     "pass the store that it was given as store="
 )
-
-_STALE = (
-    ". If the other is of an earlier run, this store is left over from it: use a new one (another file, "
-    "another port, a PrefixStore for each run)"
-)
-
-
-def _with(world_size: int) -> str:
-    return "without a world_size" if world_size == -1 else f"with world_size={world_size}"
-
-
-@cache
-def _process_name(pid: int) -> str:
-    """Names this process, differently from all others that ever were."""
-    return f"process {pid} on {socket.gethostname()} #{uuid.uuid4().hex}"
-
-
-def _shown(name: str) -> str:
-    return name.partition(" #")[0]

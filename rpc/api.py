@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from typing import Any, ParamSpec, TypeVar
 
-from ..c10d.addresses import is_loopback
 from ..c10d.rendezvous import rendezvous
+from ..c10d.start_barrier import Purpose
 from ..c10d.torch_types import TorchStore
 from ..errors import RpcError
+from .addresses import check_consent
 from .agent import Destination, RpcAgent, current_agent, holder
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
 from .options import RpcBackendOptions, check_rpc_timeout
@@ -59,7 +60,12 @@ def init_rpc(
     """Joins the group of workers.
 
     In a static group, whose size is known, it returns when all workers have joined. In a dynamic one workers
-    join and leave at any time, and it returns when the members of the moment know the new one.
+    join and leave at any time, and it returns when the members of the moment know the new one. While it waits, a
+    warning in the log says for whom, after 10 seconds and then at intervals that double.
+
+    Workers on several hosts need `rpc_backend_options=rpc.RpcBackendOptions(insecure=True)`, all of them, and a
+    MASTER_ADDR or an `init_method` at which all reach rank 0; `host` of the same options is for hosts that have
+    several addresses (docs/hosts.md).
 
     Args:
         name: this worker's, unique in the group.
@@ -72,13 +78,13 @@ def init_rpc(
         store: meet through this store instead of the options' `init_method`. Any torch store; it stays open.
 
     Raises:
-        RendezvousError: the workers cannot find each other, or contradict each other.
+        RendezvousError: the workers cannot find each other, or contradict each other; then all raise the same.
         RpcError: this process is a worker already.
         TypeError, ValueError: an argument cannot be.
     """
     kind, options = _choose(backend, rpc_backend_options)
     check_worker_name(name)
-    _check_host(options)
+    check_consent(options)
     with _joining, ExitStack() as opened:
         if (running := holder.get()) is not None:
             raise RpcError(f"RPC is already initialized: this process is worker {running.info.name!r}")
@@ -90,6 +96,8 @@ def init_rpc(
             timeout=options.init_timeout,
             insecure=options.insecure,
             dynamic=True,
+            name=name,
+            purpose=Purpose("rpc", options.CONSENT),
         )
         opened.callback(met.close)
         try:
@@ -288,11 +296,3 @@ def _backend_of(options: RpcBackendOptions | None) -> BackendType:
 def _find_backend_of(options: RpcBackendOptions) -> BackendType | None:
     candidates = (each for each in BackendType if type(construct_rpc_backend_options(each)) is type(options))
     return next(candidates, None)
-
-
-def _check_host(options: RpcBackendOptions) -> None:
-    if not options.insecure and not is_loopback(options.host):
-        raise RpcError(
-            f"host is {options.host!r}, which other machines can reach, and whoever reaches a worker can run "
-            "code in it: use a loopback address, or, on a network where you trust everybody, insecure=True"
-        )

@@ -8,7 +8,7 @@ import torch
 from ..errors import RendezvousError
 from ..proto.v1 import agent_pb2
 from .membership import Member
-from .options import Device, RpcBackendOptions
+from .options import Device
 from .worker import WorkerInfo
 
 __all__ = ["NO_DEVICES", "DeviceMap", "check_device_maps", "device_map_of_answer", "device_map_to_proto"]
@@ -19,7 +19,11 @@ NO_DEVICES: DeviceMap = MappingProxyType({})
 
 
 def check_device_maps(
-    me: WorkerInfo, options: RpcBackendOptions, members: Sequence[Member], *, dynamic: bool = False
+    me: WorkerInfo,
+    device_maps: Mapping[str, Mapping[Device, Device]],
+    members: Sequence[Member],
+    *,
+    dynamic: bool = False,
 ) -> None:
     """Checks a worker's device maps against its group; of a dynamic one, who is not there yet may come later.
 
@@ -27,7 +31,7 @@ def check_device_maps(
         RendezvousError: they name a worker that is not in the group, or devices that are not there.
     """
     counts = {member.info.name: member.device_count for member in members}
-    for to, device_map in options.device_maps.items():
+    for to, device_map in device_maps.items():
         if to not in counts and not dynamic:
             raise RendezvousError(
                 f"Node {me.name} has invalid target node names in its device maps: {to!r} is not one of "

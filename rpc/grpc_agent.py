@@ -19,6 +19,7 @@ from ..c10d.torch_types import TorchStore
 from ..errors import NotInitializedError
 from ..proto.v1 import agent_pb2
 from .accounting import Activity
+from .addresses import ListenAddress
 from .agent import Destination, RpcAgent, holder
 from .channels.broadcast import Surroundings
 from .channels.router import Arrived
@@ -97,9 +98,9 @@ class GrpcAgent(RpcAgent):
         )
         self._network = self._messaging.network = parts.network(info, options, group, self, roster)
 
-    def listen(self) -> str:
-        """Starts serving on an ephemeral port; returns the address, host:port."""
-        return self._network.listen()
+    def listen(self, where: ListenAddress = ListenAddress()) -> str:  # noqa: B008 - a frozen value
+        """Starts serving on an ephemeral port; returns the address at which others dial, host:port."""
+        return self._network.listen(where)
 
     def open(self, members: Sequence[Member], store: TorchStore | None = None) -> None:
         """Makes the extensions, and lets the members of the group in.

@@ -1,18 +1,24 @@
 """Starting gRPC agents: the backend GRADWIRE."""
 
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from ..c10d.hosts import is_local, network_name
+from ..c10d.start_barrier import Claim, Purpose, StartBarrier
 from ..c10d.stores.prefix import PrefixStore
 from ..c10d.torch_types import TorchStore
+from ..c10d.waiting import wait_with_warnings
 from ..errors import RendezvousError, WorkerLostError
+from .addresses import choose_address, unreachable_members
 from .backend_registry import register_backend
 from .device_maps import check_device_maps
 from .grpc_agent import GrpcAgent
-from .membership import Member, join, name_group
+from .membership import Member, exchange_members, introduce
 from .messages import MessageType
 from .options import RpcBackendOptions
 from .roster import RosterLog
@@ -52,17 +58,41 @@ def start_agent(
     if world_size is None:
         return _join_dynamic(store, name, rank, rpc_backend_options, make_agent)
     options = rpc_backend_options
-    group = name_group(store, rank)
+    deadline = time.monotonic() + options.init_timeout
+    claim = Claim(name=name, rank=rank, world_size=world_size)
+    barrier = StartBarrier(store, claim, Purpose("rpc", options.CONSENT))
+    barrier.register()
+    group, networks = introduce(barrier, options.init_timeout)
     agent = make_agent(WorkerInfo(name, rank), options, group)
     try:
-        me = Member(agent.info, agent.listen())
-        members = join(store, group, me, world_size, options.init_timeout)
-        check_device_maps(agent.info, options, members)
+        try:
+            address = agent.listen(choose_address(options, store, networks))
+        except Exception as error:
+            barrier.tell(f"{claim} cannot start: {error}")
+            raise
+        me = Member(agent.info, address, network=networks[rank], process=claim.shown)
+        maps = {to: {str(d): str(t) for d, t in each.items()} for to, each in options.device_maps.items()}
+        left = max(0.0, deadline - time.monotonic())
+        members = exchange_members(barrier, me, {"device_maps": maps}, partial(_contradictions, options), left)
         agent.open(members, PrefixStore(f"rpc/{group}", store))
     except BaseException:
         agent.shutdown(graceful=False, timeout=0)
         raise
     return agent
+
+
+def _contradictions(
+    options: RpcBackendOptions, members: Sequence[Member], records: Sequence[Mapping[str, Any]]
+) -> str:
+    """What contradicts among the members of a static group; empty if nothing does."""
+    if problem := unreachable_members(members, options.CONSENT):
+        return problem
+    try:
+        for member, record in zip(members, records, strict=True):
+            check_device_maps(member.info, record["device_maps"], members)
+    except RendezvousError as error:
+        return str(error)
+    return ""
 
 
 def _join_dynamic(
@@ -78,8 +108,12 @@ def _join_dynamic(
         epoch = log.epoch
         agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
         try:
-            me = Member(agent.info, agent.listen())
-            check_device_maps(agent.info, options, [*log.members(), me], dynamic=True)
+            address = agent.listen(choose_address(options, store, None))
+            me = Member(agent.info, address, process=Claim(rank=rank, world_size=-1).shown)
+            everybody = [*log.members(), me]
+            if problem := unreachable_members(everybody, options.CONSENT):
+                raise RendezvousError(problem)
+            check_device_maps(agent.info, options.device_maps, everybody, dynamic=True)
             # Somebody may be faster; another try is needed only if that contradicts what was chosen.
             while not (joined := log.join(me)):
                 if log.epoch != epoch or log.choose(name, rank) != agent.info:
@@ -96,9 +130,11 @@ def _join_dynamic(
 
 def _is_dead(member: Member) -> bool:
     """Does nobody listen any more where this member did? A worker started again finds its own old self."""
-    host, _, port = member.address.rpartition(":")
+    if is_local(member.host) and member.network != network_name():
+        return False  # it is on another host, where that address means something else
+    port = member.address.rpartition(":")[2]
     try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+        socket.create_connection((member.host, int(port)), PROBE_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -113,6 +149,13 @@ def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) ->
     greetings = [(worker, agent.request(worker, MessageType.GREETING, None, timeout=left)) for worker in others]
     for worker, greeting in greetings:
         try:
+            answered = threading.Event()
+            greeting.add_done_callback(lambda _, answered=answered: answered.set())
+            wait_with_warnings(
+                answered.wait,
+                left,
+                lambda worker=worker: f"{agent.info.name!r} waits for member {worker.name!r} to let it in",
+            )
             greeting.wait()
         except WorkerLostError as error:
             if error.reason.startswith(REFUSED):

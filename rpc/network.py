@@ -11,6 +11,7 @@ from ..c10d.addresses import format_address
 from ..c10d.event_loop import acquire_event_loop
 from ..errors import SerializationError, UnknownWorkerError, WorkerLostError
 from ..proto.v1 import agent_pb2
+from .addresses import ListenAddress
 from .channels.broadcast import BroadcastChannel
 from .channels.broadcast_sending import Broadcast
 from .channels.chunked import ChunkedChannel
@@ -122,15 +123,15 @@ class Network:
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
-    def listen(self) -> str:
-        """Starts serving on an ephemeral port; returns the address, host:port."""
+    def listen(self, where: ListenAddress) -> str:
+        """Starts serving on an ephemeral port; returns the address at which others dial, host:port."""
 
         async def start() -> int:
-            port: int = self._server.add_insecure_port(format_address(self._options.host, 0))
+            port: int = self._server.add_insecure_port(format_address(where.bind, 0))
             await self._server.start()
             return port
 
-        return format_address(self._options.host, self._events.run(start()))
+        return format_address(where.advertised, self._events.run(start()))
 
     def open(self, members: Sequence[Member]) -> None:
         """Makes the members known; nobody is let in before `admit`."""

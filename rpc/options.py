@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -109,9 +109,11 @@ class RpcBackendOptions:
     init_timeout: seconds to wait for all workers to join.
     num_worker_threads: threads that run incoming calls side by side. More are started while these wait for
         other calls, so nesting never runs dry.
-    host: the address to listen on and to be called at. By default the loopback address.
-    insecure: allow a host that other machines can reach, although nothing proves who calls. Anybody who
-        reaches a worker can run code in it.
+    host: a name or address of this machine, to listen on and to be called at; a wildcard ("0.0.0.0", "::")
+        listens on all of them, and is called at one. None, the default, is the loopback address; with `insecure`,
+        and among workers on several hosts, that at which the other hosts reach this one.
+    insecure: allow workers on several hosts, or an `init_method` or `host` that other machines can reach, although
+        nothing proves who calls. Anybody who reaches a worker can run code in it. All workers need it alike.
     channels: where tensor bytes travel.
     broadcasts: when tensors for several workers travel to all of them at once.
     gatherings: when `all_gather` and `barrier` go through shared memory, or what else a process group uses.
@@ -120,11 +122,14 @@ class RpcBackendOptions:
     devices: this worker's CUDA devices that take part in calls. By default those in `device_maps`.
     """
 
+    CONSENT: ClassVar[str] = "pass rpc_backend_options=rpc.RpcBackendOptions(insecure=True) to init_rpc"
+    """How users allow addresses that are not loopback ones, for messages."""
+
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
     init_method: str = DEFAULT_INIT_METHOD
     init_timeout: float = 300.0
     num_worker_threads: int = 16
-    host: str = "127.0.0.1"
+    host: str | None = None
     insecure: bool = False
     channels: ChannelOptions = field(default_factory=ChannelOptions)
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
@@ -174,6 +179,18 @@ def _as_it_is(value: Any) -> Any:
 def _check_init_timeout(value: Any) -> Any:
     if not 0 < value < math.inf:
         raise ValueError(f"init_timeout is {value!r}: give seconds, more than 0")
+    return value
+
+
+def _check_host(value: Any) -> Any:
+    if value is not None and not (isinstance(value, str) and value):
+        raise ValueError(f"host is {value!r}: give a name or address of this machine, or None")
+    return value.removeprefix("[").removesuffix("]") if value else value  # as IPv6 addresses stand in URLs
+
+
+def _check_insecure(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise TypeError(f"insecure is {value!r}: give True or False")
     return value
 
 
@@ -231,6 +248,8 @@ def _check_devices(value: Any) -> list[torch.device]:
 _CHECKS = {
     "rpc_timeout": check_rpc_timeout,
     "init_timeout": _check_init_timeout,
+    "host": _check_host,
+    "insecure": _check_insecure,
     "num_worker_threads": _check_threads,
     "channels": _check_kind("channels", ChannelOptions),
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),

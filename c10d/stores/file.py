@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import final
 
 from ...proto.v1 import store_pb2
@@ -57,6 +58,10 @@ class FileStore(Store):
         """The file's absolute path."""
         return self._replica.log.path
 
+    def keep_until(self, keys: Sequence[str]) -> None:
+        """Has the file stay when this process is the last to leave, unless all of these keys are there by then."""
+        self._replica.kept_until = tuple(keys)
+
     def clone(self) -> "FileStore":
         """Another FileStore on the same file. The two count as one user."""
         twin = FileStore.__new__(FileStore)
@@ -87,12 +92,14 @@ class _Replica:
     """This process's copy of what is in the file, and its hold on it. Shared by a FileStore and its clones.
 
     guard: held while `execute` runs.
+    kept_until: keys without which the file is not removed.
     """
 
     def __init__(self, path: str, world_size: int) -> None:
         self.guard = threading.Lock()
         self._world_size = world_size
         self._sharers = 1
+        self.kept_until: tuple[str, ...] = ()
         self._state = KeyValueState()
         self.log = self._join(path)
 
@@ -111,7 +118,8 @@ class _Replica:
             try:
                 with self.log.lock(exclusive=True):
                     users = self._change(self.log, Operation(kind=store_pb2.LEAVE)).number
-                    if users == 0 and self._state.left >= self._world_size and self.log.is_current():
+                    everybody = users == 0 and self._state.left >= self._world_size
+                    if everybody and self._has(self.kept_until) and self.log.is_current():
                         self.log.remove()
             finally:
                 self.log.close()
@@ -127,6 +135,9 @@ class _Replica:
             return self._state.apply(operation)  # waiting for a queue's item goes on, without any lock
         with self.log.lock(exclusive=True):
             return self._change(self.log, operation)
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return bool(self._state.apply(Operation(kind=store_pb2.CHECK, keys=keys)).number)
 
     def _join(self, path: str) -> OperationLog:
         while True:

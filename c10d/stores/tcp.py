@@ -1,5 +1,6 @@
 """A store in one process, reached by the others over gRPC."""
 
+import time
 from typing import Protocol, final
 
 import grpc
@@ -7,7 +8,8 @@ import grpc
 from ...errors import StoreError, StoreNetworkError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import format_address, require_trusted
+from ..addresses import format_address, host_for_listening, require_trusted
+from ..waiting import wait_with_warnings
 from .base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
 from .hosted import ANSWER_SECONDS, Hosted, take_over
 from .server import EXECUTE, MESSAGE_OPTIONS
@@ -51,7 +53,9 @@ class TCPStore(Store):
         """Hosts the store, or connects to it, trying again until the master is there.
 
         Args:
-            host_name: the master's name or address; the master listens on this one alone.
+            host_name: the master's name or address; the master listens on this one alone. Only with `insecure`,
+                and if its host's name leads to the loopback address on the host itself (as Debian's do), it
+                listens on all addresses.
             port: the master's; 0, for the master only, takes a free one.
             world_size: how many users there will be, the master included; None if that is not known.
             is_master: host it.
@@ -78,7 +82,8 @@ class TCPStore(Store):
             if master_listen_fd is not None:
                 port = take_over(master_listen_fd, port)
             make = Hosted.shared if multi_tenant else Hosted
-            hosted = make(host_name, port, world_size if wait_for_workers else None)
+            listening = host_for_listening(host_name, insecure=insecure)
+            hosted = make(listening, port, world_size if wait_for_workers else None)
             self._connection, self._port = hosted, hosted.port
         else:
             self._connection = _Remote(host_name, port)
@@ -159,8 +164,17 @@ class _Remote:
         )
 
     def join(self, seconds: float) -> None:
+        began = time.monotonic()
+        connected = grpc.channel_ready_future(self._channel)
+        wait_with_warnings(
+            lambda left: _is_done(connected, left),
+            seconds,
+            lambda: f"no store answers on {self._address}, where rank 0, or whoever hosts it, should be",
+        )
+        connected.cancel()
+        left = max(0.001, began + seconds - time.monotonic())
         try:
-            self._call(Operation(kind=store_pb2.JOIN), timeout=seconds, wait_for_ready=True)
+            self._call(Operation(kind=store_pb2.JOIN), timeout=left, wait_for_ready=True)
         except grpc.RpcError as error:
             raise StoreNetworkError(
                 f"no store answered on {self._address} within {seconds:g} s: connect() timed out. Is the master "
@@ -185,6 +199,14 @@ class _Remote:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _is_done(future: grpc.Future, seconds: float) -> bool:
+    try:
+        future.result(seconds)
+    except grpc.FutureTimeoutError:
+        return False
+    return True
 
 
 def _details(error: grpc.RpcError) -> str:

@@ -350,7 +350,7 @@ def test_a_worker_that_does_not_come(workers, tmp_path):
         options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meet", init_timeout=0.2)
         rpc.init_rpc("a", rank=0, world_size=3, rpc_backend_options=options)
 
-    with pytest.raises(RendezvousError, match="ranks 1, 2 did not join within"):
+    with pytest.raises(RendezvousError, match="ranks 1, 2 of 3 did not join within"):
         a.run(join)
 
 

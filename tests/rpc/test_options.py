@@ -57,14 +57,14 @@ def test_devices():
 def test_device_maps_are_checked_against_the_group():
     me, other = rpc.WorkerInfo("a", 0), rpc.WorkerInfo("b", 1)
     group = [Member(me, "", 2), Member(other, "", 1)]
-    check_device_maps(me, rpc.RpcBackendOptions(device_maps={"b": {1: 0}}), group)
+    check_device_maps(me, rpc.RpcBackendOptions(device_maps={"b": {1: 0}}).device_maps, group)
     for device_maps, problem in (
         ({"c": {0: 0}}, "invalid target node names in its device maps: 'c' is not one of a, b"),
         ({"b": {2: 0}}, "unexpected source devices in its device map for b: a has no cuda:2"),
         ({"b": {0: 1}}, "unexpected target devices in its device map for b: b has no cuda:1, it has 1 "),
     ):
         with pytest.raises(RendezvousError, match=problem):
-            check_device_maps(me, rpc.RpcBackendOptions(device_maps=device_maps), group)
+            check_device_maps(me, rpc.RpcBackendOptions(device_maps=device_maps).device_maps, group)
 
 
 def test_where_tensors_go():
