@@ -84,7 +84,10 @@ def start_agent(
     faults = FaultyRpcBackendOptions(
         rpc_timeout=options.rpc_timeout,
         init_method=options.init_method,
+        init_timeout=options.init_timeout,
         num_worker_threads=options.num_worker_threads,
+        host=options.host,
+        insecure=options.insecure,
         messages_to_fail=sorted({_translate(message) for message in options.messages_to_fail}),
         num_fail_sends=options.num_fail_sends,
         messages_to_delay=delays,

@@ -11,6 +11,7 @@ from ..autograd.functions import RecvRpc, SendRpc
 from ..rpc.messages import register_extension
 from ..rref.rref import RRef
 from .contexts import NODE_METHODS
+from .defaults import defaults
 from .imports import when_imported
 from .messages import TorchHabits
 from .names import TABLES
@@ -24,16 +25,25 @@ FIRST = ("torch.distributed.rpc", "torch.distributed.autograd", "torch.distribut
 in C++ that inherit from some that are moved. Other modules take their turn when the program imports them."""
 
 
-def install() -> None:
+def install(*, insecure: bool = False, host: str | None = None) -> None:
     """Makes the names of torch.distributed.rpc, of its submodules, and of what is built on it, gradwire's.
 
-    Modules that have imported such names already get gradwire's too. Doing it again does nothing.
+    Modules that have imported such names already get gradwire's too. Doing it again only changes the defaults that
+    it is given.
+
+    Args:
+        insecure: the default of the option that torch does not have, for workers on several hosts. See
+            `gradwire.rpc.RpcBackendOptions`, and docs/hosts.md.
+        host: likewise.
     """
+    defaults.insecure = insecure or defaults.insecure
+    defaults.host = host or defaults.host
     _installation.begin()
 
 
 def uninstall() -> None:
     """Gives torch its names back."""
+    defaults.insecure, defaults.host = False, None
     _installation.end()
 
 

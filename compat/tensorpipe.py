@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from .. import rpc
 from ..c10d.torch_types import TorchStore
 from ..rpc.backend_registry import backend_registered, register_backend
 from ..rpc.grpc_backend import start_agent
 from ..rpc.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, Device
+from .defaults import defaults
 
 __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions", "register"]
 
@@ -18,14 +19,21 @@ log = logging.getLogger(__name__)
 
 
 class RpcBackendOptions(rpc.RpcBackendOptions):
-    """What torch's base class of options takes."""
+    """What torch's base class of options takes. `insecure` and `host`, which it lacks, can be set later."""
+
+    CONSENT: ClassVar[str] = (
+        "start the program by `python -m gradwire.compat --insecure`, call gradwire.compat.install(insecure=True) "
+        "before init_rpc, or set `insecure = True` on the rpc_backend_options"
+    )
 
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD) -> None:
         if isinstance(rpc_timeout, bool) or not isinstance(rpc_timeout, int | float):
             raise TypeError(
                 f"incompatible constructor arguments: rpc_timeout is {rpc_timeout!r}, give a number of seconds"
             )
-        super().__init__(rpc_timeout=rpc_timeout, init_method=init_method)
+        super().__init__(
+            rpc_timeout=rpc_timeout, init_method=init_method, insecure=defaults.insecure, host=defaults.host
+        )
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):

@@ -8,6 +8,11 @@ updates the parameters where they are. The two trainers do so asynchronously.
     python examples/parameter_server.py                          # starts all processes itself
     torchrun --nproc-per-node 4 examples/parameter_server.py     # one process per role
 
+On several hosts, start each process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or torchrun on each host,
+and say that the network between them is trusted:
+
+    RANK=1 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python examples/parameter_server.py --insecure
+
 The data are the 1,797 digits of 8 x 8 pixels that ship with scikit-learn (Alpaydin and Kaynak, 1998).
 """
 
@@ -191,7 +196,8 @@ def role(rank: int) -> str:
 def work(rank: int, args: argparse.Namespace) -> None:
     """One process of the group."""
     name = role(rank)
-    rpc.init_rpc(name)  # rank, number of processes and where they meet are in the environment
+    # Rank, number of processes and where they meet are in the environment.
+    rpc.init_rpc(name, rpc_backend_options=rpc.RpcBackendOptions(insecure=args.insecure))
     try:
         if name == COORDINATOR:
             coordinate(args)
@@ -213,6 +219,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD (default 0.9)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (default 0)")
     parser.add_argument("--plot", type=Path, help="draw loss and accuracy into this PNG file")
+    parser.add_argument(
+        "--insecure", action="store_true", help="allow other hosts; whoever reaches a process can run code in it"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args()
     if args.trainers < 1 or args.epochs < 1 or args.batch_size < 1:

@@ -37,13 +37,14 @@ def _watch_for_torch() -> None:
             return
         try:
             from gradwire import compat
+            from gradwire.compat.defaults import inherited
         except ModuleNotFoundError as error:
             message = (
                 f"{sys.executable} was started by a program that runs on gradwire, but has no gradwire: install "
                 f"it there, or take {_HERE} out of PYTHONPATH"
             )
             raise ImportError(message) from error
-        compat.install()
+        compat.install(**inherited(os.environ))
 
     imports.when_imported("torch", install)
     imports.when_imported("gradwire", install)

@@ -1,0 +1,278 @@
+"""Workers on several hosts find each other by MASTER_ADDR and one option, or hear what is missing."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from gradwire import autograd, rpc
+from gradwire.compat import __main__ as compat_main
+from gradwire.errors import RendezvousError, RpcError
+from gradwire.optim import DistributedOptimizer
+from torch import distributed
+
+from examples import parameter_server
+from tests.hosts import NETWORK, Network
+from tests.remote_functions import add
+from tests.workers import Pending, Worker
+
+PORT = "29500"
+LAUNCHED = Path(__file__).parent.parent / "compat" / "programs" / "launched.py"
+
+
+def join(rank: int, size: int | None, variables: dict[str, str], **options: Any) -> None:
+    os.environ.update(variables)
+    settings = rpc.RpcBackendOptions(**{"init_timeout": 40, **options})
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=settings)
+
+
+def master(address: str) -> dict[str, str]:
+    return {"MASTER_ADDR": address, "MASTER_PORT": PORT}
+
+
+def join_all(
+    members: Sequence[Worker], variables: dict[str, str], each: Sequence[dict[str, Any]] = (), **options: Any
+) -> list[Pending[None]]:
+    """Makes a static group of workers; `each` has further options of the single ones."""
+    further = each or [{}] * len(members)
+    return [
+        member.start(join, rank, len(members), variables, **options, **further[rank])
+        for rank, member in enumerate(members)
+    ]
+
+
+def call(others: Sequence[str]) -> None:
+    for other in others:
+        assert rpc.rpc_sync(other, add, (1, 2)) == 3
+
+
+def train(others: Sequence[str]) -> None:
+    """Calls, references, a backward pass and an optimizer over other workers."""
+    for other in others:
+        assert rpc.rpc_sync(other, torch.sum, (torch.ones(2**20),)) == 2**20
+    weights = [rpc.remote(other, torch.ones, (2,), {"requires_grad": True}) for other in others]
+    optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=0.5)
+    with autograd.context() as context_id:
+        loss = sum((weight.to_here() * 2).sum() for weight in weights)
+        autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+    assert all((weight.to_here() == 0).all() for weight in weights)
+
+
+def call_all(members: Sequence[Worker], function: Callable[[Sequence[str]], None] = call) -> None:
+    """Every worker calls all others, one after the other."""
+    for rank, member in enumerate(members):
+        member.run(function, [f"worker{other}" for other in range(len(members)) if other != rank])
+
+
+def listening() -> set[str]:
+    """The addresses on which this process listens."""
+    there = [each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"]
+    return {address.removeprefix("::ffff:") for address in there}
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1, 1)])
+def test_the_address_of_rank_0_and_one_option_are_enough(hosts, counts):
+    net: Network = hosts(*counts)
+    for each in join_all(net.workers, master(net.address(0)), insecure=True):
+        each.result()
+    call_all(net.workers, train)
+    assert net.hosts[-1][0].run(listening) == {net.address(len(counts) - 1)}
+
+
+def test_workers_of_one_host_are_reached_from_nowhere_else(hosts):
+    net = hosts(2)
+    for each in join_all(net.workers, master(net.address(0)), insecure=True):
+        each.result()
+    call_all(net.workers)
+    assert net.workers[1].run(listening) == {"127.0.0.1"}
+
+
+def same_error(pending: Sequence[Pending[None]]) -> str:
+    """What all of them raise."""
+    texts = set()
+    for each in pending:
+        with pytest.raises(RendezvousError) as caught:
+            each.result()
+        texts.add(str(caught.value))
+    (text,) = texts
+    return text
+
+
+def test_without_the_option_it_is_named(hosts):
+    net = hosts(1, 1)
+    fix = r"pass rpc_backend_options=rpc.RpcBackendOptions\(insecure=True\) to init_rpc"
+    for each in join_all(net.workers, master(net.address(0))):
+        with pytest.raises(RendezvousError, match=f"'10.91.0.1' is refused.* {fix}"):
+            each.result()
+
+
+@pytest.mark.parametrize("own", [NETWORK, None], ids=["containers", "hosts"])
+def test_a_file_between_hosts(hosts, own, tmp_path):
+    net = hosts(1, 1) if own is None else hosts(1, 1, own=own)
+    url = f"file://{tmp_path}/meet"
+    text = same_error(join_all(net.workers, {}, init_method=url))
+    for rank in range(2):
+        assert f"'worker{rank}' (rank {rank}, process {net.workers[rank].pid} on host{rank}) on 127.0.0.1" in text
+    assert "pass rpc_backend_options=rpc.RpcBackendOptions(insecure=True)" in text
+    for each in join_all(net.workers, {}, init_method=url, insecure=True):  # the same processes may try again
+        each.result()
+    call_all(net.workers)
+
+
+def test_one_that_the_others_cannot_reach_is_named(hosts, tmp_path):
+    net = hosts(1, 1, 1)
+    each = [{"insecure": True}, {}, {"insecure": True}]
+    text = same_error(join_all(net.workers, {}, each, init_method=f"file://{tmp_path}/meet"))
+    assert f"only: 'worker1' (rank 1, process {net.workers[1].pid} on host1) on 127.0.0.1. On every" in text
+
+
+def test_a_host_that_is_no_address_of_the_machine_is_told_to_all(hosts):
+    net = hosts(1, 1)
+    pending = join_all(net.workers, master(net.address(0)), insecure=True, host=net.address(0))
+    with pytest.raises(
+        RpcError, match=r"host is '10.91.0.1', where this worker cannot listen \(Cannot assign requested address\)"
+    ):
+        pending[1].result()
+    with pytest.raises(
+        RendezvousError, match=r"'worker1' \(rank 1, .* on host1\) cannot start: host is '10.91.0.1'"
+    ):
+        pending[0].result()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "address"])
+def test_a_host_may_be_said(hosts, host):
+    net = hosts(1, 1)
+    each = [{"host": net.address(number) if host == "address" else host} for number in range(2)]
+    for pending in join_all(net.workers, master(net.address(0)), each, insecure=True):
+        pending.result()
+    call_all(net.workers)
+
+
+def know(folder: Path, net: Network, names: dict[str, str]) -> None:
+    """All hosts learn further names."""
+    for number in range(len(net.hosts)):
+        with (folder / f"hosts-host{number}").open("a") as file:
+            file.writelines(f"{address} {name}\n" for name, address in names.items() if name != f"host{number}")
+
+
+def test_a_name_that_leads_to_the_loopback_address_on_its_own_host(hosts, tmp_path):
+    net = hosts(2, 1)
+    know(tmp_path, net, {"host0": net.address(0)})
+    for each in join_all(net.workers, master("host0"), insecure=True):
+        each.result()
+    call_all(net.workers)
+
+
+def test_a_name_of_several_addresses(hosts, tmp_path):
+    net = hosts(1, 1)
+    know(tmp_path, net, {"rendezvous": net.address(0), "mine": "127.0.0.1"})
+    know(tmp_path, net, {"mine": "10.91.0.77"})
+    each = [{}, {"host": "mine"}]
+    net._on(1, "ip", "addr", "add", "10.91.0.77/24", "dev", "eth0")
+    for pending in join_all(net.workers, master("rendezvous"), each, insecure=True):
+        pending.result()
+    call_all(net.workers)
+    assert net.workers[1].run(listening) == {"10.91.0.77"}
+
+
+def test_ipv6(hosts):
+    net = hosts(1, 1)
+    for number in range(2):
+        net._on(number, "ip", "addr", "add", f"fd91::{number + 1}/64", "dev", "eth0", "nodad")
+    for each in join_all(net.workers, {}, init_method=f"tcp://[fd91::1]:{PORT}", insecure=True):
+        each.result()
+    call_all(net.workers)
+    assert net.workers[1].run(listening) == {"fd91::2"}
+
+
+def test_a_dynamic_group(hosts):
+    net = hosts(1, 1, 1)
+    for rank, worker in enumerate(net.workers):
+        worker.run(join, rank, None, master(net.address(0)), insecure=True)
+    call_all(net.workers)
+    net.workers[2].run(rpc.shutdown)
+    call_all(net.workers[:2])
+
+
+def test_who_cannot_reach_a_dynamic_group_leaves_it_alone(hosts, tmp_path):
+    net = hosts(2, 1)
+    url = f"file://{tmp_path}/meet"
+    a, b, c = net.workers
+    a.run(join, 0, None, {}, init_method=url)
+    with pytest.raises(
+        RendezvousError, match=r"only: 'worker0' \(rank 0, .* on host0\) on 127.0.0.1. On every worker"
+    ):
+        c.run(join, 2, None, {}, init_method=url, insecure=True)
+    b.run(join, 1, None, {}, init_method=url)
+    call_all([a, b])
+
+
+def test_under_torchrun(hosts):
+    net = hosts(1, 1)
+    net.workers[0].run(host_launcher_store)
+    variables = {**master(net.address(0)), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for each in join_all(net.workers, variables, insecure=True):
+        each.result()
+    call_all(net.workers)
+
+
+launcher_store: list[distributed.Store] = []
+
+
+def host_launcher_store() -> None:
+    launcher_store.append(distributed.TCPStore("0.0.0.0", int(PORT), is_master=True, wait_for_workers=False))
+
+
+def test_rank_0_on_two_hosts_is_told_to_all(hosts):
+    net = hosts(1, 1, 1)
+    pending = [net.workers[1].start(join, 1, 3, master(net.address(0)), insecure=True)]
+    pending += [net.workers[host].start(join, 0, 3, master(net.address(0)), insecure=True) for host in (0, 2)]
+    pids = [worker.pid for worker in net.workers]
+    text = same_error(pending)
+    assert "two workers have rank 0: " in text
+    assert f"process {pids[0]} on host0" in text
+    assert f"process {pids[2]} on host2" in text
+
+
+def run_program(rank: int, arguments: list[str], variables: dict[str, str]) -> str:
+    """A program for torch.distributed.rpc, as `python -m gradwire.compat` runs it: what it prints."""
+    os.environ.update(variables, RANK=str(rank))
+    with redirect_stdout(StringIO()) as output:
+        compat_main.main([*arguments, str(LAUNCHED)])
+    return output.getvalue()
+
+
+def test_a_program_for_torch_unedited(hosts):
+    net = hosts(1, 1)
+    variables = {**master(net.address(0)), "WORLD_SIZE": "2"}
+    started = [worker.start(run_program, rank, [], variables) for rank, worker in enumerate(net.workers)]
+    assert "start the program by `python -m gradwire.compat --insecure`" in same_error(started)
+    variables["MASTER_PORT"] = "29501"
+    started = [
+        worker.start(run_program, rank, ["--insecure"], variables) for rank, worker in enumerate(net.workers)
+    ]
+    assert [each.result() for each in started] == [f"worker{rank}: True gradwire.rpc.calls\n" for rank in range(2)]
+
+
+def run_example(rank: int, variables: dict[str, str]) -> str:
+    os.environ.update(variables, RANK=str(rank))
+    sys.argv = ["parameter_server.py", "--epochs", "1", "--quiet", "--insecure"]
+    torch.set_num_threads(1)
+    with redirect_stdout(StringIO()) as output:
+        parameter_server.main()
+    return output.getvalue()
+
+
+def test_the_parameter_server(hosts):
+    net = hosts(2, 1)
+    variables = {**master(net.address(0)), "WORLD_SIZE": "3"}
+    started = [worker.start(run_example, rank, variables) for rank, worker in enumerate(net.workers)]
+    coordinator, *_ = [each.result() for each in started]
+    assert "epoch  1   loss" in coordinator
