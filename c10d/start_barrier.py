@@ -37,6 +37,12 @@ STALE: Final = (
 )
 
 
+@cache
+def _process_id(_pid: int) -> str:
+    """Names this process (not its forks), differently from all others that ever were."""
+    return uuid.uuid4().hex
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Purpose:
@@ -349,9 +355,3 @@ def _is_timeout(error: RuntimeError) -> bool:
     """Stores of torch raise the same class for a timeout and for a lost server; they differ in the text."""
     text = str(error).lower()
     return "timeout" in text or "timed out" in text
-
-
-@cache
-def _process_id(_pid: int) -> str:
-    """Names this process (not its forks), differently from all others that ever were."""
-    return uuid.uuid4().hex

@@ -17,6 +17,7 @@ from ..errors import RendezvousError, WorkerLostError
 from .addresses import choose_address, unreachable_members
 from .backend_registry import register_backend
 from .device_maps import check_device_maps
+from .futures import Future
 from .grpc_agent import GrpcAgent
 from .membership import Member, exchange_members, introduce
 from .messages import MessageType
@@ -149,13 +150,7 @@ def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) ->
     greetings = [(worker, agent.request(worker, MessageType.GREETING, None, timeout=left)) for worker in others]
     for worker, greeting in greetings:
         try:
-            answered = threading.Event()
-            greeting.add_done_callback(lambda _, answered=answered: answered.set())
-            wait_with_warnings(
-                answered.wait,
-                left,
-                lambda worker=worker: f"{agent.info.name!r} waits for member {worker.name!r} to let it in",
-            )
+            _wait_for_answer(greeting, left, f"{agent.info.name!r} waits for member {worker.name!r} to let it in")
             greeting.wait()
         except WorkerLostError as error:
             if error.reason.startswith(REFUSED):
@@ -167,6 +162,13 @@ def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) ->
                 f"member {worker.name!r} did not answer within {timeout:g} s to {agent.info.name!r}, which wants "
                 f"to join: {error}"
             ) from error
+
+
+def _wait_for_answer(greeting: Future, seconds: float, doing: str) -> None:
+    """Waits for a greeting to end; it has a timeout of its own."""
+    answered = threading.Event()
+    greeting.add_done_callback(lambda _: answered.set())
+    wait_with_warnings(answered.wait, seconds, lambda: doing)
 
 
 def _check_left(agent: GrpcAgent, log: RosterLog, worker: WorkerInfo, reason: str) -> None:

@@ -1,7 +1,7 @@
 """A store in one process, reached by the others over gRPC."""
 
 import time
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import grpc
 
@@ -201,7 +201,7 @@ class _Remote:
         self._channel.close()
 
 
-def _is_done(future: grpc.Future, seconds: float) -> bool:
+def _is_done(future: Any, seconds: float) -> bool:
     try:
         future.result(seconds)
     except grpc.FutureTimeoutError:

@@ -1,6 +1,8 @@
 """What keeps a group from starting: all workers hear it, at once and in the same words."""
 
 import os
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire import rpc
-from gradwire.c10d import FileStore, PrefixStore, TCPStore, start_barrier
-from gradwire.errors import RendezvousError
+from gradwire import c10d, rpc
+from gradwire.c10d import FileStore, PrefixStore, TCPStore, rendezvous, start_barrier, waiting
+from gradwire.errors import RendezvousError, RpcError
+
+from tests.remote_functions import add, wait_until
+from tests.workers import Worker
 
 LIMIT = 10.0
 """Seconds in which everybody must have heard. It takes far less than one, unless the machine is very busy."""
@@ -184,3 +189,177 @@ def test_who_hosts_the_store_does_not_wait_long_for_those_who_may_never_come(pla
     b.run(fail, "a", 1, 3, place.given())
     _, when = hosting.result()
     assert when - began < LIMIT
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/meet"
+
+
+def warn_soon() -> None:
+    waiting.FIRST_WARNING_SECONDS = 0.05
+
+
+def test_who_waits_says_for_whom(url, workers):
+    a, b, c = workers(3)
+    for worker in (a, b):
+        worker.run(warn_soon)
+    pending = [a.start(join, "a", 0, 3, (url, {}, None)), b.start(join, "b", 1, 3, (url, {}, None))]
+    waits = (
+        r"\(rank {}, process \d+ on .*\) waits for rank 2 of 3 at the file /.*/meet; since \d+ s, and for \d+ s"
+    )
+    for rank, (worker, name) in enumerate([(a, "a"), (b, "b")]):
+        wait_for_text(worker, f"'{name}' {waits.format(rank)}")
+    pending.append(c.start(join, "c", 2, 3, (url, {}, None)))
+    for each in pending:
+        each.result()
+
+
+def wait_for_text(worker: Worker, pattern: str) -> None:
+    """Waits until a worker has written this, on stderr or stdout."""
+    wait_until(lambda: re.search(pattern, worker.log.read_text()))
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+def test_who_finds_no_store_says_so(place, workers):
+    a, b = workers(2)
+    b.run(warn_soon)
+    pending = [b.start(join, "b", 1, 2, place.given())]
+    wait_for_text(b, r"no store answers on 127.0.0.1:\d+, where rank 0, or whoever hosts it, should be; since 0 s")
+    pending.append(a.start(join, "a", 0, 2, place.given()))
+    for each in pending:
+        each.result()
+
+
+def test_warnings_become_rarer(caplog):
+    slept: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        slept.append(seconds)
+        time.sleep(seconds / 1000)
+        return False
+
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waiting.time, "monotonic", lambda: began + sum(slept))
+        assert not waiting.wait_with_warnings(wait, 300, lambda: "a waits for b")
+    assert slept == [10, 20, 40, 80, 150]
+    assert caplog.messages[:2] == [
+        "a waits for b; since 10 s, and for 290 s more at most (next word in 20 s)",
+        "a waits for b; since 30 s, and for 270 s more at most (next word in 40 s)",
+    ]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
+
+
+def test_who_gives_up_tells_those_who_wait_who_did_not_come(url, workers):
+    a, b = workers(2)
+    patient = b.start(fail, "b", 1, 4, (url, {}, None))
+    with FileStore(url.removeprefix("file://")) as store:
+        store.wait([f"{WORKERS}/0/record/1"])
+    text, gave_up = a.run(fail, "a", 0, 4, (url, {}, None), init_timeout=0.3)
+    told, when = patient.result()
+    assert told == text
+    assert when - gave_up < LIMIT
+    there = rf"'a' \(rank 0, process {a.pid} on .*\), 'b' \(rank 1, process {b.pid} on .*\)"
+    assert re.match(rf"ranks 2, 3 of 4 did not join within 0.3 s at the file /.*/meet; there were {there}$", text)
+
+
+def test_a_worker_that_has_registered_but_is_not_ready_is_named(url, workers):
+    a, b = workers(2)
+
+    def register() -> None:
+        rendezvous(url, rank=1, world_size=2, name="b", purpose=start_barrier.Purpose("rpc"))
+
+    b.run(register)
+    text, _ = a.run(fail, "a", 0, 2, (url, {}, None), init_timeout=0.3)
+    assert re.match(
+        rf"rank 1 of 2 \('b' \(rank 1, process {b.pid} on .*\) has registered, but is not ready\)", text
+    )
+
+
+def test_device_maps_that_fit_nobody_are_told_to_all(url, workers):
+    started = workers(2)
+    options = {"device_maps": {"nobody": {"cpu": "cpu"}}}
+    pending = [started[0].start(fail, "a", 0, 2, (url, {}, None), **options)]
+    pending.append(started[1].start(fail, "b", 1, 2, (url, {}, None)))
+    texts = {each.result()[0] for each in pending}
+    assert len(texts) == 1
+    assert "Node a has invalid target node names in its device maps: 'nobody' is not one of a, b" in texts.pop()
+
+
+def test_a_worker_that_cannot_start_is_told_to_all(url, workers):
+    a, b = workers(2)
+    pending = a.start(fail, "a", 0, 2, (url, {}, None))
+    with pytest.raises(RpcError, match="host is '192.0.2.1', where this worker cannot listen"):
+        b.run(join, "b", 1, 2, (url, {}, None), host="192.0.2.1", insecure=True)
+    assert re.match(r"'b' \(rank 1, .*\) cannot start: host is '192.0.2.1'", pending.result()[0])
+
+
+def test_who_is_interrupted_is_not_waited_for(url, workers):
+    a, b = workers(2)
+    pending = [a.start(fail, "a", 0, 3, (url, {}, None)), b.start(interrupted, "b", 1, 3, (url, {}, None))]
+    with FileStore(url.removeprefix("file://")) as store:
+        store.wait([f"{WORKERS}/0/record/{rank}" for rank in range(2)])
+    os.kill(b.pid, signal.SIGINT)
+    text, _ = pending[0].result()
+    assert re.match(r"'b' \(rank 1, .*\) does not wait any longer: KeyboardInterrupt", text)
+    pending[1].result()
+
+
+def interrupted(*args: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        join(*args)
+
+
+def test_after_a_contradiction_the_same_processes_may_try_again(workers):
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        port = store.port
+        given = ("env://", {}, lambda: TCPStore("127.0.0.1", port))
+        a, b = workers(2)
+        pending = [a.start(fail, "a", 0, 2, given), b.start(fail, "a", 1, 2, given)]
+        assert len({each.result()[0] for each in pending}) == 1
+        again = [a.start(join, "a", 0, 3, given), b.start(join, "b", 2, 3, given)]
+        again.append(workers(1)[0].start(join, "c", 1, 3, given))
+        for each in again:
+            each.result()
+
+
+def test_who_comes_too_late_disturbs_nobody(url, workers):
+    a, b, c = workers(3)
+    for pending in [a.start(join, "a", 0, 2, (url, {}, None)), b.start(join, "b", 1, 2, (url, {}, None))]:
+        pending.result()
+    text, _ = c.run(fail, "c", 1, 2, (url, {}, None))
+    assert "two workers have rank 1: 'b'" in text
+    assert a.run(rpc.rpc_sync, "b", add, (1, 2)) == 3
+
+
+def test_groups_of_both_kinds_may_meet_at_one_store(workers):
+    """A process group of all, and an RPC group of two of them."""
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        port = store.port
+
+        def both(rank: int) -> None:
+            c10d.init_process_group("gloo", store=TCPStore("127.0.0.1", port), rank=rank, world_size=3)
+            if rank < 2:
+                join(f"worker{rank}", rank, 2, ("env://", {}, lambda: TCPStore("127.0.0.1", port)))
+
+        for each in [worker.start(both, rank) for rank, worker in enumerate(workers(3))]:
+            each.result()
+
+
+def test_ranks_of_a_process_group_hear_it_too(url, workers):
+    def group(rank: int, size: int) -> tuple[str, float]:
+        with pytest.raises(RendezvousError) as caught:
+            c10d.init_process_group("gloo", url, rank=rank, world_size=size, timeout=50)
+        return str(caught.value), time.monotonic()
+
+    a, b, c = workers(3)
+    pending = [a.start(group, 0, 3), b.start(group, 1, 3)]
+    with FileStore(url.removeprefix("file://")) as store:
+        store.wait([f"gradwire/rendezvous/group/0/record/{rank}" for rank in range(2)])
+    began = time.monotonic()
+    pending.append(c.start(group, 2, 4))
+    heard = [each.result() for each in pending]
+    assert len({text for text, _ in heard}) == 1
+    assert re.match(r"rank [01] \(process .*\) was started with world_size=3 and rank 2 \(.*\) with", heard[0][0])
+    assert max(when for _, when in heard) - began < LIMIT
