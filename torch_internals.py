@@ -13,7 +13,9 @@ What the releases differ in:
                  not know yet for its `_device_types`
 """
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -81,6 +83,7 @@ __all__ = [
     "profiler_enabled",
     "qualified_name",
     "register_group_backend",
+    "rendezvous_stores_made_by",
     "run_untraced",
     "save_script",
     "script_methods",
@@ -155,6 +158,17 @@ def script_methods(scripted: torch.jit.ScriptModule) -> list[Any]:
 
 
 # The rest.
+
+
+@contextmanager
+def rendezvous_stores_made_by(make: Callable[..., Any]) -> Iterator[None]:
+    """Has torch's rendezvous call this in place of TCPStore. One thread at a time may do so."""
+    module: Any = sys.modules["torch.distributed.rendezvous"]  # torch.distributed.rendezvous is its function
+    torchs, module.TCPStore = module.TCPStore, make
+    try:
+        yield
+    finally:
+        module.TCPStore = torchs
 
 
 def holders_of_storage(tensor: Tensor) -> int:

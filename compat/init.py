@@ -6,7 +6,6 @@ their errors are what they were, and a program can use one MASTER_PORT, or one f
 """
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from .. import rpc
 from ..c10d.start_barrier import Claim, Purpose, StartBarrier
 from ..c10d.torch_types import TorchStore, TorchTCPStore
 from ..rpc.backend_registry import BackendType
-from ..torch_internals import TorchPrefixStore, create_store_from_options
+from ..torch_internals import TorchPrefixStore, create_store_from_options, rendezvous_stores_made_by
 
 __all__ = ["init_rpc", "init_rpc_backend"]
 
@@ -111,10 +110,5 @@ def _no_waiting_in_the_dark(contradict_rival: Callable[[TorchStore], None]) -> I
                     contradict_rival(TorchTCPStore(*args, **rival))
             raise
 
-    module: Any = sys.modules["torch.distributed.rendezvous"]  # the attribute of this name is its function
-    with _opening:
-        torchs, module.TCPStore = module.TCPStore, open_store
-        try:
-            yield
-        finally:
-            module.TCPStore = torchs
+    with _opening, rendezvous_stores_made_by(open_store):
+        yield

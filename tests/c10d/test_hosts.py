@@ -142,9 +142,11 @@ def test_an_interface_that_is_not_there_is_named(hosts):
 def test_the_address_for_others(hosts):
     net = hosts(1)
     (worker,) = net.workers
-    assert worker.run(hosts_module.address_for_others) == hosts_module.LOOPBACK  # there is no route elsewhere
+    assert worker.run(hosts_module.address_for_others) == net.address(0)  # there is no route elsewhere
     net.add_route(0)
     assert worker.run(hosts_module.address_for_others) == net.address(0)
+    net._on(0, "ip", "link", "del", "eth0")
+    assert worker.run(hosts_module.address_for_others) == hosts_module.LOOPBACK
 
 
 def test_a_slow_network_is_no_fault(hosts):
