@@ -32,6 +32,9 @@ __all__ = ["Claim", "Purpose", "StartBarrier", "describe_store", "innermost"]
 LINGER_SECONDS = 1.0
 """How long the host of the store stays after a group has failed, for others to read there why."""
 
+NOBODY: Final = "nobody"
+"""No claim; what a compare-and-set of it finds is left as it is."""
+
 STALE: Final = (
     ". If that was an earlier run, this store is left over from it: use a new one (another file, port or prefix)"
 )
@@ -107,6 +110,7 @@ class StartBarrier:
         self._round = 0
         self._largest = claim.world_size
         self._hosts = False
+        self._claimed: set[str] = set()
 
     @property
     def claim(self) -> Claim:
@@ -148,11 +152,10 @@ class StartBarrier:
 
     def check_rival(self) -> None:
         """Contradicts who has this member's rank already, if there is one; else does nothing."""
-        if self._store.check([self._rank_key(self._claim.rank)]):
-            holder = Claim.from_json(self._store.get(self._rank_key(self._claim.rank)))
-            if holder.process != self._claim.process:
-                self._begin_round()
-                self._contradict(holder, self._two_of_one_rank(holder))
+        holder = self._holder(self._claim.rank)
+        if holder is not None and holder.process != self._claim.process:
+            self._begin_round()
+            self._contradict(holder, self._two_of_one_rank(holder))
 
     def wait(self, record: str, seconds: float, check: Callable[[list[bytes]], str] = lambda _: "") -> list[bytes]:
         """Leaves a record, and waits until all members have.
@@ -270,9 +273,8 @@ class StartBarrier:
 
     def _withdraw(self) -> None:
         """So that another attempt through this store does not find this one's claims."""
-        for key in (self._key("world_size"), self._rank_key(self._claim.rank)):
-            if self._store.check([key]) and Claim.from_json(self._store.get(key)).process == self._claim.process:
-                self._store.delete_key(key)
+        while self._claimed:
+            self._store.delete_key(self._claimed.pop())
 
     # What is in the store.
 
@@ -285,7 +287,15 @@ class StartBarrier:
 
     def _claim_key(self, key: str) -> Claim:
         """Claims a key; who has it."""
-        return Claim.from_json(self._store.compare_set(key, "", self._claim.to_json()))
+        holder = Claim.from_json(self._store.compare_set(key, "", self._claim.to_json()))
+        if holder.process == self._claim.process:
+            self._claimed.add(key)
+        return holder
+
+    def _holder(self, rank: int) -> Claim | None:
+        """Who has claimed a rank. Claims are withdrawn at any time, so `check` and `get` would wait for those."""
+        text = self._store.compare_set(self._rank_key(rank), NOBODY, NOBODY)
+        return None if text == NOBODY.encode() else Claim.from_json(text)
 
     def _read(self, keys: Sequence[str]) -> list[bytes]:
         store: Any = self._store  # torch's stubs lack these two
@@ -312,14 +322,13 @@ class StartBarrier:
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         shown = [str(rank) for rank in missing[:32]] + ["…"] * (len(missing) > 32)
         text = f"rank{'s' * (len(missing) != 1)} {', '.join(shown)} of {len(keys)}"
-        here = [rank for rank in missing[:32] if self._store.check([self._rank_key(rank)])]
-        claims = [Claim.from_json(self._store.get(self._rank_key(rank))) for rank in here]
+        claims = list(filter(None, map(self._holder, missing[:32])))
         return text + (f" ({', '.join(map(str, claims))} has registered, but is not ready)" if claims else "")
 
     def _too_late(self, keys: Sequence[str], seconds: float) -> str:
         missing = self._missing(keys)
         there = [rank for rank, key in enumerate(keys) if self._store.check([key])][:32]
-        claims = [Claim.from_json(self._store.get(self._rank_key(rank))) for rank in there]
+        claims = filter(None, map(self._holder, there))
         return (
             f"{missing} did not join within {seconds:g} s at {describe_store(self._store)}; "
             f"there were {', '.join(map(str, claims))}"

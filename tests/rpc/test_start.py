@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire import c10d, rpc
+import torch.distributed.rpc
+from gradwire import c10d, compat, rpc
 from gradwire.c10d import FileStore, PrefixStore, TCPStore, rendezvous, start_barrier, waiting
 from gradwire.errors import RendezvousError, RpcError
 
@@ -362,4 +363,32 @@ def test_ranks_of_a_process_group_hear_it_too(url, workers):
     heard = [each.result() for each in pending]
     assert len({text for text, _ in heard}) == 1
     assert re.match(r"rank [01] \(process .*\) was started with world_size=3 and rank 2 \(.*\) with", heard[0][0])
+    assert max(when for _, when in heard) - began < LIMIT
+
+
+def fail_like_torch(name: str, rank: int, size: int, variables: dict[str, str]) -> tuple[str, float]:
+    """As a program for torch.distributed.rpc does, whose rank 0 would wait in torch's TCPStore."""
+    os.environ.update(variables)
+    compat.install()
+    with pytest.raises(RuntimeError) as caught:
+        torch.distributed.rpc.init_rpc(name, rank=rank, world_size=size)
+    return str(caught.value), time.monotonic()
+
+
+@pytest.mark.parametrize("kind", ["world sizes", "rank 0", "one name"])
+def test_programs_for_torch_hear_it_too(kind, workers):
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        port = store.port
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    first, contradicting, text = CONTRADICTIONS[kind]
+    started = workers(3)
+    pending = [each.start(fail_like_torch, *who, variables) for each, who in zip(started, first, strict=False)]
+    seen = torch.distributed.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    seen.wait([f"rpc_prefix_0/{WORKERS}/0/record/{rank}" for rank in range(2)])
+    del seen
+    began = time.monotonic()
+    pending.append(started[2].start(fail_like_torch, *contradicting, variables))
+    heard = [each.result() for each in pending]
+    assert {error for error, _ in heard} == {heard[0][0]}
+    assert re.match(text, heard[0][0])
     assert max(when for _, when in heard) - began < LIMIT
