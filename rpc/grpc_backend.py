@@ -164,7 +164,7 @@ def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) ->
             ) from error
 
 
-def _wait_for_answer(greeting: Future, seconds: float, doing: str) -> None:
+def _wait_for_answer(greeting: Future[Any], seconds: float, doing: str) -> None:
     """Waits for a greeting to end; it has a timeout of its own."""
     answered = threading.Event()
     greeting.add_done_callback(lambda _: answered.set())
