@@ -16,13 +16,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from functools import cache
 from typing import Any, Final, NoReturn, Self, final
 
 from ..errors import RendezvousError
 from .addresses import format_address, is_loopback
 from .stores.file import FileStore
+from .stores.foreign import wait as wait_for_keys
 from .stores.tcp import TCPStore
 from .torch_types import TorchStore, TorchTCPStore
 from .waiting import wait_with_warnings
@@ -237,13 +237,7 @@ class StartBarrier:
         return outcome
 
     def _is_settled(self, seconds: float) -> bool:
-        try:
-            self._store.wait([self._key("settled")], timedelta(seconds=seconds))
-        except RuntimeError as error:
-            if not _is_timeout(error):
-                raise
-            return False
-        return True
+        return wait_for_keys(self._store, [self._key("settled")], seconds)
 
     def _settle_if_all(self, keys: Sequence[str], check: Callable[[list[bytes]], str]) -> bool:
         """Settles the round if all records are there."""
@@ -268,7 +262,7 @@ class StartBarrier:
                 ranks = range(1, self._claim.world_size)
                 # Who comes after a contradiction is to hear it; who comes after a timeout begins the next round.
                 there = [rank for rank in ranks if lasting or self._store.check([self._key("record", rank)])]
-                self._store.wait([self._key("heard", r) for r in there], timedelta(seconds=LINGER_SECONDS))
+                wait_for_keys(self._store, [self._key("heard", rank) for rank in there], LINGER_SECONDS)
         raise RendezvousError(error)
 
     def _withdraw(self) -> None:
@@ -358,9 +352,3 @@ def describe_store(store: TorchStore) -> str:
 
 def _with(world_size: int) -> str:
     return "without a world_size" if world_size == -1 else f"with world_size={world_size}"
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    """Stores of torch raise the same class for a timeout and for a lost server; they differ in the text."""
-    text = str(error).lower()
-    return "timeout" in text or "timed out" in text
