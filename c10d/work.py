@@ -103,7 +103,7 @@ class GroupWork(TorchWork):
 
     def _get_op_type(self) -> int:
         """The number of the operation among those that torch knows."""
-        return _OP_TYPES.get(self._operation, int(OpType.UNKNOWN))
+        return int(getattr(OpType, _OP_TYPES.get(self._operation, "UNKNOWN")))
 
     def get_future(self) -> Future[Any]:
         """A future of `result()`. Its callbacks may wait for other operations."""
@@ -125,24 +125,24 @@ class GroupWork(TorchWork):
 
 
 _OP_TYPES = {
-    "all_gather": int(OpType.ALLGATHER),
-    "all_gather_coalesced": int(OpType.ALLGATHER_COALESCED),
-    "all_gather_into_tensor": int(OpType._ALLGATHER_BASE),
-    "all_gather_into_tensor_coalesced": int(OpType.COALESCED),
-    "all_reduce": int(OpType.ALLREDUCE),
-    "all_reduce_coalesced": int(OpType.ALLREDUCE_COALESCED),
-    "all_to_all": int(OpType.ALLTOALL),
-    "all_to_all_single": int(OpType.ALLTOALL_BASE),
-    "barrier": int(OpType.BARRIER),
-    "broadcast": int(OpType.BROADCAST),
-    "gather": int(OpType.GATHER),
-    "recv": int(OpType.RECV),
-    "reduce": int(OpType.REDUCE),
-    "reduce_scatter": int(OpType.REDUCE_SCATTER),
-    "reduce_scatter_tensor": int(OpType._REDUCE_SCATTER_BASE),
-    "reduce_scatter_tensor_coalesced": int(OpType.REDUCE_SCATTER_TENSOR_COALESCED),
-    "scatter": int(OpType.SCATTER),
-    "send": int(OpType.SEND),
+    "all_gather": "ALLGATHER",
+    "all_gather_coalesced": "ALLGATHER_COALESCED",
+    "all_gather_into_tensor": "_ALLGATHER_BASE",
+    "all_gather_into_tensor_coalesced": "COALESCED",
+    "all_reduce": "ALLREDUCE",
+    "all_reduce_coalesced": "ALLREDUCE_COALESCED",
+    "all_to_all": "ALLTOALL",
+    "all_to_all_single": "ALLTOALL_BASE",
+    "barrier": "BARRIER",
+    "broadcast": "BROADCAST",
+    "gather": "GATHER",
+    "recv": "RECV",
+    "reduce": "REDUCE",
+    "reduce_scatter": "REDUCE_SCATTER",
+    "reduce_scatter_tensor": "_REDUCE_SCATTER_BASE",
+    "reduce_scatter_tensor_coalesced": "COALESCED",
+    "scatter": "SCATTER",
+    "send": "SEND",
 }
 
 

@@ -222,7 +222,8 @@ def receive_and_wait() -> str:
 def test_a_rank_that_leaves_is_missed_only_where_it_is_needed(group):
     members = group(2)
     members[1].run(leave)
-    assert members[0].run(receive_and_wait) == "rank 1 is lost: it left the group: rank 1 shut the group down"
+    text = members[0].run(receive_and_wait)
+    assert text.startswith("rank 1 is lost: it left the group: rank 1 shut the group down")
 
 
 # Limits of time, and aborts
@@ -240,8 +241,8 @@ def time_out(kind: str) -> str:
 
 def test_timeouts_name_the_ranks_that_did_not_come(group):
     members = group(3)
-    assert members[0].run(time_out, "barrier") == "barrier timed out after 0.5 s, waiting for rank 1, 2"
-    assert members[2].run(time_out, "recv") == "recv with tag 5 timed out after 0.5 s, waiting for rank 1"
+    assert "barrier timed out after 0.5 s, waiting for rank 1, 2 (" in members[0].run(time_out, "barrier")
+    assert "recv with tag 5 timed out after 0.5 s, waiting for rank 1 (" in members[2].run(time_out, "recv")
 
 
 def abort_while_waiting(kind: str) -> None:
@@ -375,7 +376,7 @@ def test_a_rank_that_does_not_come_is_named(workers, tmp_path):
             ShmEngine(setup)
         return str(caught.value)
 
-    assert workers(1)[0].run(alone) == "the set-up of the group timed out after 0.2 s, waiting for rank 5, 6"
+    assert "the set-up of the group timed out after 0.2 s, waiting for rank 5, 6 (" in workers(1)[0].run(alone)
 
 
 def test_other_processors_are_refused(monkeypatch):
