@@ -49,7 +49,7 @@ class Autograd(Extension):
         differentiable = [
             index
             for index, tensor in enumerate(message.tensors)
-            if torch.is_grad_enabled() and tensor.requires_grad
+            if torch.is_grad_enabled() and tensor.requires_grad and index not in message.leaves
         ]
         if (message.reply_to is not None and not differentiable) or not context.reach(message.destination.id):
             return

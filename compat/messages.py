@@ -5,6 +5,9 @@ import sys
 import traceback
 from typing import final
 
+import torch
+from torch.jit._builtins import _find_builtin
+
 from ..rpc.agent import RpcAgent
 from ..rpc.messages import Extension
 from ..rpc.profiling import Profiling
@@ -18,7 +21,10 @@ FAILED_CALLS = logging.getLogger("gradwire.rpc.calls")
 
 @final
 class TorchHabits(Extension):
-    """Raises and prints what remote functions raise as torch does; leaves torch.profiler's profiles alone."""
+    """Raises and prints what remote functions raise as torch does; leaves torch.profiler's profiles alone.
+
+    And gradients flow back through Parameters only where they do in torch.
+    """
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
@@ -27,6 +33,13 @@ class TorchHabits(Extension):
         self._level = FAILED_CALLS.level
         FAILED_CALLS.setLevel(logging.INFO)
         FAILED_CALLS.addHandler(self._printer)
+
+    def detaches_parameters(self, value: object) -> bool:
+        """Is it anything but a call of one of torch's operators or of a TorchScript function?"""
+        if not isinstance(value, tuple) or len(value) != 3:
+            return True
+        function = value[0]
+        return not isinstance(function, torch.jit.ScriptFunction) and _find_builtin(function) is None
 
     def failed(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
         """What the caller of a function gets that has raised an error."""

@@ -7,6 +7,7 @@ The agent itself knows requests and answers. What they mean is registered: a *ha
 import concurrent.futures
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,8 @@ class Outgoing:
     """The request that this message answers."""
     device_map: DeviceMap = field(default_factory=dict)
     """Which of this worker's devices become which of the other's."""
+    leaves: AbstractSet[int] = frozenset()
+    """The tensors, by index, that arrive as leaves: Parameters of modules."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,6 +110,10 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         """How instances of exactly these classes are pickled into messages, by class; as in `copyreg`."""
         return {}
+
+    def detaches_parameters(self, value: object) -> bool:  # noqa: ARG002
+        """Returns whether a value's bare Parameters arrive as leaves; those of modules do anyway."""
+        return False
 
     def leaving(self, message: Outgoing) -> None:
         """A message leaves: add headers. Raising keeps it from being sent."""

@@ -59,6 +59,7 @@ class Messaging:
         if extension.reference_type is not None:
             self._packer.take_out(extension.reference_type)
         self._packer.reduce_with(extension.reducers())
+        self._packer.detach_parameters_if(extension.detaches_parameters)
 
     # Sending.
 
@@ -102,6 +103,7 @@ class Messaging:
         """
         device_map = self.device_map(worker, reply_to)
         message = Outgoing(worker, envelope, [*packed.tensors], packed.references, reply_to, device_map)
+        message.leaves = packed.leaves
         left: list[Extension] = []
         try:
             self.network.check_present(worker)

@@ -8,10 +8,12 @@ import copyreg
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from ..errors import SerializationError
 from ..torch_internals import RecursiveScriptModule
@@ -21,18 +23,23 @@ from .tensors import Buffer, check_sendable
 
 __all__ = ["Packed", "Packer"]
 
+PROTOCOL = 5
+"""Of pickle."""
+
 _arriving = threading.local()
 
 
 class Packed:
     """A pickled object: the body, and what was taken out of it."""
 
-    __slots__ = ("body", "references", "tensors")
+    __slots__ = ("body", "leaves", "references", "tensors")
 
     def __init__(self) -> None:
         self.body = b""
         self.tensors: list[torch.Tensor] = []
         self.references: list[Any] = []
+        self.leaves: AbstractSet[int] = frozenset()
+        """The tensors, by index, that arrive as leaves even where gradients could flow back through them."""
 
 
 @final
@@ -45,6 +52,7 @@ class Packer:
             torch.jit.ScriptFunction: reduce_script_function,
             RecursiveScriptModule: reduce_script_module,
         }
+        self._detaching: list[Callable[[object], bool]] = []
 
     def take_out(self, reference_type: type) -> None:
         """Has instances of exactly this class travel as references."""
@@ -53,6 +61,10 @@ class Packer:
     def reduce_with(self, reducers: Mapping[type, Callable[[Any], Any]]) -> None:
         """Has instances of exactly these classes pickled by functions, as in `copyreg`."""
         self._reducers.update(reducers)
+
+    def detach_parameters_if(self, predicate: Callable[[object], bool]) -> None:
+        """Has every Parameter of a value that satisfies this arrive as a leaf, as those of modules always do."""
+        self._detaching.append(predicate)
 
     def pack(self, value: object, what: str | Sequence[str], device_map: DeviceMap = NO_DEVICES) -> Packed:
         """Pickles a value.
@@ -82,31 +94,45 @@ class Packer:
 
     def _pack(self, value: object, device_map: DeviceMap) -> Packed:
         packed = Packed()
+        parameters: dict[int, int] = {}  # by index, the id
+        owned: set[int] = set()  # ids of Parameters of modules and optimizers
 
         def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
             check_sendable(tensor, device_map)
             packed.tensors.append(tensor)
             return _tensor, (len(packed.tensors) - 1,)
 
-        def reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+        def reduce_parameter(parameter: nn.Parameter) -> tuple[Any, ...]:
             check_sendable(parameter, device_map)
+            parameters[len(packed.tensors)] = id(parameter)
             packed.tensors.append(parameter)
-            return _parameter, (len(packed.tensors) - 1, parameter.requires_grad)
+            reduced = _parameter, (len(packed.tensors) - 1, parameter.requires_grad)
+            attributes = vars(parameter)
+            return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
+
+        def reduce_owner(owner: nn.Module | torch.optim.Optimizer) -> Any:
+            owned.update(map(id, _parameters_of(owner)))
+            return owner.__reduce_ex__(PROTOCOL)
 
         def reduce_reference(reference: object) -> tuple[Any, ...]:
             packed.references.append(reference)
             return _reference, (len(packed.references) - 1,)
 
         stream = io.BytesIO()
-        pickler = pickle.Pickler(stream, protocol=5)
-        table: dict[type, Callable[[Any], Any]] = copyreg.dispatch_table | self._reducers
+        pickler = pickle.Pickler(stream, protocol=PROTOCOL)
+        table = _DispatchTable(copyreg.dispatch_table | self._reducers)
+        table.reduce_owner = reduce_owner
         table[torch.Tensor] = reduce_tensor
-        table[torch.nn.Parameter] = reduce_parameter
+        table[nn.Parameter] = reduce_parameter
         for reference_type in self._reference_types:
             table[reference_type] = reduce_reference
         pickler.dispatch_table = table
         pickler.dump(value)
         packed.body = stream.getvalue()
+        if parameters and any(detaches(value) for detaches in self._detaching):
+            packed.leaves = parameters.keys()
+        elif owned:
+            packed.leaves = {index for index, identity in parameters.items() if identity in owned}
         return packed
 
     def _find_culprit(
@@ -137,17 +163,42 @@ class Packer:
         return None
 
 
+@final
+class _DispatchTable(dict[type, Callable[[Any], Any]]):
+    """How instances of exactly these classes are pickled; and those of all subclasses of what owns Parameters."""
+
+    __slots__ = ("reduce_owner",)
+
+    reduce_owner: Callable[[Any], Any]
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        if issubclass(kind, nn.Module | torch.optim.Optimizer):
+            return self.reduce_owner
+        raise KeyError(kind)
+
+
+def _parameters_of(owner: nn.Module | torch.optim.Optimizer) -> Iterable[Any]:
+    """Its own ones: submodules are pickled by themselves."""
+    if isinstance(owner, nn.Module):
+        return vars(owner).get("_parameters", {}).values()  # there are none before nn.Module.__init__
+    return (parameter for group in owner.param_groups for parameter in group["params"])
+
+
 def _tensor(index: int) -> torch.Tensor:
     tensors: Sequence[torch.Tensor] = _arriving.parts[0]
     return tensors[index]
 
 
 def _parameter(index: int, requires_grad: bool) -> torch.Tensor:
-    """A parameter again; but a tensor that leads back to its sender stays what gradients flow through."""
+    """A Parameter again; but a tensor that leads back to its sender stays what gradients flow through."""
     tensor = _tensor(index)
     if tensor.grad_fn is not None:
         return tensor
-    return torch.nn.Parameter(tensor.detach(), requires_grad)
+    return nn.Parameter(tensor.detach(), requires_grad)
+
+
+def _set_attributes(parameter: torch.Tensor, attributes: Mapping[str, Any]) -> None:
+    vars(parameter).update(attributes)
 
 
 def _reference(index: int) -> Any:
