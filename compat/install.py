@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import final
 
 from ..autograd.functions import RecvRpc, SendRpc
+from ..nn.remote_module import RemoteModule
 from ..rpc.messages import register_extension
 from ..rref.rref import RRef
 from .contexts import NODE_METHODS
@@ -17,6 +18,7 @@ from .messages import TorchHabits
 from .names import TABLES
 from .patches import Patches
 from .references import METHODS
+from .remote_module import METHODS as MODULE_METHODS
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -71,6 +73,7 @@ class _Installation:
                 importlib.import_module(name)
             _register_extension()
             self._patches.replace(RRef, METHODS)
+            self._patches.replace(RemoteModule, MODULE_METHODS)
             for function in (SendRpc, RecvRpc):
                 self._patches.replace(function._backward_cls, NODE_METHODS)
             self._waiting = [when_imported(name, self._move) for name in TABLES]

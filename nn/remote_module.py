@@ -1,7 +1,7 @@
 """A module that lives on another worker."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -19,7 +19,7 @@ from ..torch_internals import RecursiveScriptModule, tree_map_only
 from .placement import Placement
 from .script import check_interface, compile_module, reduce_script_module, scriptable
 
-__all__ = ["TRAVELLING_ATTRIBUTES", "ModuleReducers", "RemoteModule"]
+__all__ = ["TRAVELLING_ATTRIBUTES", "ModuleReducers", "RemoteModule", "refuse_method"]
 
 TRAVELLING_ATTRIBUTES = (
     "on",
@@ -36,19 +36,28 @@ ModuleReference = RRef[nn.Module]
 
 M = TypeVar("M", bound=nn.Module)
 
+WALKS = ("children", "modules", "named_children", "named_modules")
+"""Methods of nn.Module that tell which modules there are, which is true of a RemoteModule too: itself."""
+
 
 def _refuse_the_rest(module_class: type[M]) -> type[M]:
     """Has all public methods of nn.Module that a subclass does not define itself raise ValueError."""
     for name, member in vars(nn.Module).items():
-        if inspect.isfunction(member) and not name.startswith("_") and name not in vars(module_class):
-            setattr(module_class, name, _refusal(name))
+        if inspect.isfunction(member) and not name.startswith("_") and name not in {*vars(module_class), *WALKS}:
+            setattr(module_class, name, refuse_method(name))
     return module_class
 
 
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    hint = ". Please use ``remote_parameters`` instead." if name == "parameters" else ""
+def refuse_method(name: str) -> Callable[..., NoReturn]:
+    """Returns a method that raises ValueError, which says that RemoteModule has no method of this name."""
+    parameters = name in ("parameters", "named_parameters")
 
-    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG001
+    def refuse(self: "RemoteModule", *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG001
+        hint = (
+            ". Please use ``remote_parameters`` instead."
+            if parameters
+            else f": the module is on {self.on}/{self.device}. Call a function there that gets get_module_rref()"
+        )
         raise ValueError(f"Method ``{name}`` not supported for RemoteModule{hint}")
 
     refuse.__name__ = name
@@ -64,8 +73,8 @@ class RemoteModule(nn.Module):
         optimizer = DistributedOptimizer(torch.optim.SGD, layer.remote_parameters(), lr=0.1)
 
     It can be sent to other workers in calls and results; all copies share the one module, which lives as long
-    as any of them. It holds no parameter, buffer, submodule or hook itself, so the methods of `nn.Module` that
-    are about those raise ValueError.
+    as any of them. It may be part of another module, and walks over that find a module without parameters, buffers
+    and submodules. Methods of `nn.Module` that would change these, or tell of all there are, raise ValueError.
 
     Attributes:
         on: the name of the worker that has the module.
@@ -82,7 +91,6 @@ class RemoteModule(nn.Module):
     is_scriptable: bool
     module_rref: ModuleReference
     module_interface_cls: type | None
-    training = True
 
     def __init__(
         self,
@@ -109,7 +117,7 @@ class RemoteModule(nn.Module):
             NotInitializedError, UnknownWorkerError, SerializationError, TypeError, ValueError: nothing was sent.
             RuntimeError: torch knows no such device.
         """
-        # nn.Module.__init__ is not called: it would only make the places for what this cannot have.
+        super().__init__()
         placement = Placement.parse(remote_device)
         agent = current_agent()
         owner = agent.info if placement.worker is None else agent.worker(placement.worker)
@@ -139,7 +147,7 @@ class RemoteModule(nn.Module):
             raise TypeError(f"module_rref is of type {type(module_rref).__name__}: give an RRef to a module")
         if _module_interface_cls is not None:
             check_interface(_module_interface_cls)
-        module = RemoteModule.__new__(RemoteModule)
+        module = _empty()
         module._attach(module_rref, str(Placement.parse(remote_device).device), _module_interface_cls)
         return module
 
@@ -152,7 +160,7 @@ class RemoteModule(nn.Module):
         self.module_interface_cls = interface
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module on its worker and waits for what it returns.
+        """Calls the module on its worker, where its hooks run, and waits for what it returns.
 
         If the module is not on the CPU, tensors in the arguments are moved to its device. Tensors in what it
         returns are moved to the CPU, unless a device map of this worker's options leads back from there.
@@ -166,10 +174,6 @@ class RemoteModule(nn.Module):
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Calls the module on its worker and returns a future of what it returns."""
         return _forward_async(self.module_rref, self.device, *args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `forward`; the hooks of the module run on its worker."""
-        return self.forward(*args, **kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the module's parameters, as `DistributedOptimizer` takes them.
@@ -196,14 +200,46 @@ class RemoteModule(nn.Module):
         """Puts the module, for all who share it, into evaluation mode."""
         return self.train(mode=False)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """None if not `recurse`: it has none of its own. Else raises ValueError: see `remote_parameters`."""
+        return self._own("parameters", recurse)
+
+    def named_parameters(
+        self,
+        prefix: str = "",  # noqa: ARG002
+        recurse: bool = True,
+        remove_duplicate: bool = True,  # noqa: ARG002
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `parameters`."""
+        return self._own("named_parameters", recurse)
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """None if not `recurse`: it has none of its own. Else raises ValueError."""
+        return self._own("buffers", recurse)
+
+    def named_buffers(
+        self,
+        prefix: str = "",  # noqa: ARG002
+        recurse: bool = True,
+        remove_duplicate: bool = True,  # noqa: ARG002
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `buffers`."""
+        return self._own("named_buffers", recurse)
+
+    def _own(self, name: str, recurse: bool) -> Iterator[Any]:
+        if recurse:
+            refuse_method(name)(self)
+        return iter(())
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RemoteModule":  # noqa: ARG002
+        """What `to`, `cuda`, `float` and so on of a module do to each part: here there is nothing to move."""
+        return self
+
     def _on_owner(self, function: Callable[..., Any], *args: Any) -> Any:
         return rpc_sync(self.module_rref.owner(), function, (self.module_rref, *args))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.on}/{self.device}, {self.module_rref!r})"
-
-    def __dir__(self) -> list[str]:
-        return list(object.__dir__(self))
 
     def __getstate__(self) -> NoReturn:
         name = type(self).__name__
@@ -276,13 +312,20 @@ def _train(module_rref: ModuleReference, mode: bool) -> None:
     module_rref.local_value().train(mode)
 
 
-def _reduce(module: RemoteModule) -> tuple[Any, ...]:
-    return _receive, tuple(getattr(module, name) for name in TRAVELLING_ATTRIBUTES)
-
-
-def _receive(*values: Any) -> RemoteModule:
+def _empty() -> RemoteModule:
+    """Returns one that knows of no module yet."""
     module = RemoteModule.__new__(RemoteModule)
-    vars(module).update(zip(TRAVELLING_ATTRIBUTES, values, strict=True))
+    nn.Module.__init__(module)
+    return module
+
+
+def _reduce(module: RemoteModule) -> tuple[Any, ...]:
+    return _receive, (module.training, *(getattr(module, name) for name in TRAVELLING_ATTRIBUTES))
+
+
+def _receive(training: bool, *values: Any) -> RemoteModule:
+    module = _empty()
+    vars(module).update(zip(TRAVELLING_ATTRIBUTES, values, strict=True), training=training)
     module.is_device_map_set = bool(_device_map(module.module_rref))  # of this worker
     # In torch each instance has its own forward and forward_async, and programs find them in its __dict__.
     vars(module).update(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from ... import nn
-from ...nn.remote_module import TRAVELLING_ATTRIBUTES
+from ..remote_module import PICKLED_ATTRIBUTES
 
 __all__ = ["TABLES"]
 
@@ -11,7 +11,7 @@ __all__ = ["TABLES"]
 def _remote_module() -> Mapping[str, object]:
     return {
         "RemoteModule": nn.RemoteModule,
-        "_REMOTE_MODULE_PICKLED_ATTRIBUTES": TRAVELLING_ATTRIBUTES,
+        "_REMOTE_MODULE_PICKLED_ATTRIBUTES": PICKLED_ATTRIBUTES,
         "_RemoteModule": nn.RemoteModule,
     }
 

@@ -426,3 +426,66 @@ def warn_of_references_in_script(_torch_rpc):
 
 def test_references_in_torchscript_warn(workers):
     workers(1)[0].run(on_torch_names, warn_of_references_in_script)
+
+
+def test_walks_over_modules_are_refused_where_torch_refuses_them(torch_workers):
+    a, _ = torch_workers(2)
+
+    def check(torch_rpc):
+        import torch.distributed.nn
+        from torch.distributed.nn.api.remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES
+
+        module = torch.distributed.nn.RemoteModule("worker1", torch.nn.Linear, (2, 2))
+        for name in ("children", "modules", "named_children", "named_modules"):
+            with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
+                getattr(module, name)()
+        parent = torch.nn.Sequential(module)
+        assert [name for name, _ in parent.named_modules()] == ["", "0"]
+        arrived = torch_rpc.rpc_sync("worker1", vars, (module,))
+        assert list(arrived) == [*_REMOTE_MODULE_PICKLED_ATTRIBUTES, "forward_async", "forward"]
+        compat.uninstall()
+        assert list(module.modules()) == [module]
+        compat.install()
+
+    a.run(on_torch_names, check)
+
+
+class RemoteModulesAreLeaves(torch.fx.Tracer):
+    def is_leaf_module(self, module, name):
+        from torch.distributed.nn import RemoteModule
+
+        return isinstance(module, RemoteModule)
+
+
+def trace(model):
+    """Traces as fairscale's pipelines do: with nn.Module's own walks for the time of it."""
+    from torch.distributed.nn import RemoteModule
+
+    names = ("named_modules", "named_children")
+    before = {name: getattr(RemoteModule, name) for name in names}
+    try:
+        for name in names:
+            setattr(RemoteModule, name, getattr(torch.nn.Module, name))
+        graph = RemoteModulesAreLeaves().trace(model)
+    finally:
+        for name in names:
+            setattr(RemoteModule, name, before[name])
+    traced = torch.fx.GraphModule(model, graph)
+    assert torch.equal(traced(torch.ones(2)), model(torch.ones(2)))
+    return [node.target for node in graph.nodes if node.op == "call_module"]
+
+
+def test_modules_that_have_travelled_are_traced_as_by_fairscale(torch_workers):
+    a, _ = torch_workers(2)
+
+    def check(torch_rpc):
+        from torch.distributed.nn import RemoteModule
+
+        model = torch.nn.Sequential(
+            RemoteModule("worker1", torch.nn.Linear, (2, 2)), RemoteModule("worker0", torch.nn.Tanh)
+        )
+        assert trace(model) == ["0", "1"]
+        assert torch_rpc.rpc_sync("worker1", trace, (model,)) == ["0", "1"]
+        assert torch_rpc.remote("worker1", trace, (model,)).to_here() == ["0", "1"]
+
+    a.run(on_torch_names, check)
