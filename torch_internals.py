@@ -82,6 +82,8 @@ __all__ = [
     "parse_legacy_records",
     "profiler_enabled",
     "qualified_name",
+    "quantized",
+    "quantized_per_channel",
     "register_group_backend",
     "rendezvous_stores_made_by",
     "run_untraced",
@@ -180,6 +182,26 @@ def holders_of_storage(tensor: Tensor) -> int:
 def neg_view(tensor: Tensor) -> Tensor:
     """The negative of a tensor, as a view whose `is_neg` is set."""
     return torch._neg_view(tensor)
+
+
+def quantized(integers: Tensor, dtype: torch.dtype, scale: float, zero_point: int) -> Tensor:
+    """The tensor of a quantized dtype that has these integers, in their memory and with their strides."""
+    made = torch._empty_affine_quantized([0], scale=scale, zero_point=zero_point, dtype=dtype)
+    return _over(integers, made)
+
+
+def quantized_per_channel(
+    integers: Tensor, dtype: torch.dtype, scales: Tensor, zero_points: Tensor, axis: int
+) -> Tensor:
+    """As `quantized`, with a scale and a zero point for each index of one dimension, the axis."""
+    made = torch._empty_per_channel_affine_quantized(
+        integers.shape, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype
+    )
+    return _over(integers, made)
+
+
+def _over(integers: Tensor, made: Tensor) -> Tensor:
+    return made.set_(integers.untyped_storage(), integers.storage_offset(), integers.shape, integers.stride())
 
 
 def run_untraced(functions: Iterable[Callable[..., Any]]) -> None:

@@ -6,12 +6,12 @@ import traceback
 from typing import final
 
 import torch
-from torch.jit._builtins import _find_builtin
 
 from ..rpc.agent import RpcAgent
 from ..rpc.messages import Extension
 from ..rpc.profiling import Profiling
 from ..rpc.worker import WorkerInfo
+from ..torch_internals import find_builtin
 from .errors import as_torch_raises
 
 __all__ = ["TorchHabits"]
@@ -39,7 +39,9 @@ class TorchHabits(Extension):
         if not isinstance(value, tuple) or len(value) != 3:
             return True
         function = value[0]
-        return not isinstance(function, torch.jit.ScriptFunction) and _find_builtin(function) is None
+        if isinstance(function, torch.jit.ScriptFunction):
+            return False
+        return find_builtin(function) is None  # type: ignore[no-untyped-call]
 
     def failed(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
         """What the caller of a function gets that has raised an error."""

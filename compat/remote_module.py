@@ -19,7 +19,8 @@ def _named_modules(
     """Continues a walk over the module that this one is part of. Raises ValueError: the walk begins here."""
     if memo is None:
         refuse_method("named_modules")(self)
-    return nn.Module.named_modules(self, memo, prefix, remove_duplicate)
+    walk: Iterator[tuple[str, nn.Module]] = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
+    return walk
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {

@@ -7,7 +7,7 @@ import torch
 
 from ..proto.v1 import agent_pb2
 from .serialization import Packed
-from .tensors import Buffer, decode_tensor, encode_tensor
+from .tensors import Buffer, decode_tensors, encode_tensors
 
 __all__ = ["can_flatten", "flatten", "unflatten"]
 
@@ -25,7 +25,9 @@ def flatten(packed: Packed) -> memoryview:
         payloads.append(pickle.PickleBuffer(data))
         return agent_pb2.Payload(local=len(payloads) - 1)
 
-    tensors = [encode_tensor(tensor, put).SerializeToString() for tensor in packed.tensors]
+    tensors = [
+        message.SerializeToString() for message in encode_tensors(packed.tensors, put, leaves=packed.leaves)
+    ]
     stream = io.BytesIO()
     pickle.Pickler(stream, protocol=5).dump((packed.body, tensors, payloads))
     return stream.getbuffer()
@@ -34,7 +36,5 @@ def flatten(packed: Packed) -> memoryview:
 def unflatten(data: bytes | bytearray) -> tuple[Buffer, list[torch.Tensor]]:
     """Body and tensors, in memory of their own."""
     body, tensors, payloads = pickle.loads(data)
-    return body, [
-        decode_tensor(agent_pb2.Tensor.FromString(tensor), lambda payload: payloads[payload.local])
-        for tensor in tensors
-    ]
+    messages = map(agent_pb2.Tensor.FromString, tensors)
+    return body, decode_tensors(messages, lambda payload: payloads[payload.local])

@@ -16,7 +16,7 @@ from .flat import can_flatten, flatten, unflatten
 from .messages import Extension, Handler, Incoming, MessageType, Outgoing
 from .options import RpcBackendOptions
 from .serialization import Packed, Packer
-from .tensors import Buffer, decode_tensor, encode_tensor
+from .tensors import Buffer, decode_tensors, encode_tensors
 from .worker import WorkerInfo
 
 if TYPE_CHECKING:
@@ -123,9 +123,7 @@ class Messaging:
         envelope = message.envelope
         writer = self.network.writer(message.destination, broadcast)
         envelope.body.CopyFrom(writer.put(memoryview(body)))
-        envelope.tensors.extend(
-            encode_tensor(tensor, writer.put, message.device_map) for tensor in message.tensors
-        )
+        envelope.tensors.extend(encode_tensors(message.tensors, writer.put, message.device_map, message.leaves))
         ticket = self.network.send(message.destination, envelope.SerializeToString())
         writer.start()
         self.traffic.sent(writer.nbytes)
@@ -154,7 +152,7 @@ class Messaging:
             return data
 
         try:
-            tensors = [decode_tensor(tensor, get) for tensor in envelope.tensors]
+            tensors = decode_tensors(envelope.tensors, get)
             body = get(envelope.body)
         except Exception as error:
             self.tell_unreadable(source, envelope, error)

@@ -8,7 +8,7 @@ import copyreg
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import SerializationError
-from ..torch_internals import RecursiveScriptModule
+from ..torch_internals import AnyFuture, RecursiveScriptModule
 from .device_maps import NO_DEVICES, DeviceMap
 from .script import reduce_script_function, reduce_script_module
 from .tensors import Buffer, check_sendable
@@ -49,6 +49,7 @@ class Packer:
     def __init__(self) -> None:
         self._reference_types: list[type] = []
         self._reducers: dict[type, Callable[[Any], Any]] = {
+            torch.UntypedStorage: _reduce_storage,
             torch.jit.ScriptFunction: reduce_script_function,
             RecursiveScriptModule: reduce_script_module,
         }
@@ -180,7 +181,8 @@ class _DispatchTable(dict[type, Callable[[Any], Any]]):
 def _parameters_of(owner: nn.Module | torch.optim.Optimizer) -> Iterable[Any]:
     """Its own ones: submodules are pickled by themselves."""
     if isinstance(owner, nn.Module):
-        return vars(owner).get("_parameters", {}).values()  # there are none before nn.Module.__init__
+        parameters: Mapping[str, Any] = vars(owner).get("_parameters", {})  # not there before nn.Module.__init__
+        return parameters.values()
     return (parameter for group in owner.param_groups for parameter in group["params"])
 
 
@@ -201,6 +203,10 @@ def _set_attributes(parameter: torch.Tensor, attributes: Mapping[str, Any]) -> N
     vars(parameter).update(attributes)
 
 
+def _reduce_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),)
+
+
 def _reference(index: int) -> Any:
     return _arriving.parts[1][index]
 
@@ -217,7 +223,34 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
         yield from ((f".{name}", item) for name, item in vars(value).items())
 
 
+_UNSENDABLE: tuple[tuple[type, str], ...] = (
+    (
+        Generator,
+        "it is a generator: call the function by rpc_stream, which sends what it yields item by item, or return a "
+        "list",
+    ),
+    (
+        AsyncGenerator,
+        "it is an asynchronous generator: make the function an ordinary one and call it by rpc_stream, which "
+        "sends what it yields item by item",
+    ),
+    (
+        Coroutine,
+        "it is a coroutine, which nobody awaits there: call an ordinary function that runs it, as by asyncio.run",
+    ),
+    (
+        AnyFuture,
+        "it is a future: wait for it, or mark the function that returns it with rpc.functions.async_execution, so "
+        "that the call is answered when the future is done",
+    ),
+)
+"""What does not pickle, and what to do instead."""
+
+
 def _explain(value: object, error: Exception) -> str:
+    for kind, advice in _UNSENDABLE:
+        if isinstance(value, kind):
+            return advice
     name = getattr(value, "__qualname__", "")
     if isinstance(name, str) and ("<lambda>" in name or "<locals>" in name):
         return (

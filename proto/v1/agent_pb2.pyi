@@ -144,6 +144,31 @@ class _DTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     FLOAT8_E5M2: _DType.ValueType  # 19
     FLOAT8_E5M2FNUZ: _DType.ValueType  # 20
     FLOAT8_E8M0FNU: _DType.ValueType  # 21
+    FLOAT4_E2M1FN_X2: _DType.ValueType  # 22
+    BITS8: _DType.ValueType  # 23
+    """Opaque to most operators: their bytes travel."""
+    BITS16: _DType.ValueType  # 24
+    BITS1X8: _DType.ValueType  # 25
+    BITS2X4: _DType.ValueType  # 26
+    BITS4X2: _DType.ValueType  # 27
+    INT1: _DType.ValueType  # 28
+    INT2: _DType.ValueType  # 29
+    INT3: _DType.ValueType  # 30
+    INT4: _DType.ValueType  # 31
+    INT5: _DType.ValueType  # 32
+    INT6: _DType.ValueType  # 33
+    INT7: _DType.ValueType  # 34
+    UINT1: _DType.ValueType  # 35
+    UINT2: _DType.ValueType  # 36
+    UINT3: _DType.ValueType  # 37
+    UINT4: _DType.ValueType  # 38
+    UINT5: _DType.ValueType  # 39
+    UINT6: _DType.ValueType  # 40
+    UINT7: _DType.ValueType  # 41
+    QINT8: _DType.ValueType  # 42
+    """Quantized."""
+    QUINT8: _DType.ValueType  # 43
+    QINT32: _DType.ValueType  # 44
 
 class DType(_DType, metaclass=_DTypeEnumTypeWrapper): ...
 
@@ -169,7 +194,55 @@ FLOAT8_E4M3FNUZ: DType.ValueType  # 18
 FLOAT8_E5M2: DType.ValueType  # 19
 FLOAT8_E5M2FNUZ: DType.ValueType  # 20
 FLOAT8_E8M0FNU: DType.ValueType  # 21
+FLOAT4_E2M1FN_X2: DType.ValueType  # 22
+BITS8: DType.ValueType  # 23
+"""Opaque to most operators: their bytes travel."""
+BITS16: DType.ValueType  # 24
+BITS1X8: DType.ValueType  # 25
+BITS2X4: DType.ValueType  # 26
+BITS4X2: DType.ValueType  # 27
+INT1: DType.ValueType  # 28
+INT2: DType.ValueType  # 29
+INT3: DType.ValueType  # 30
+INT4: DType.ValueType  # 31
+INT5: DType.ValueType  # 32
+INT6: DType.ValueType  # 33
+INT7: DType.ValueType  # 34
+UINT1: DType.ValueType  # 35
+UINT2: DType.ValueType  # 36
+UINT3: DType.ValueType  # 37
+UINT4: DType.ValueType  # 38
+UINT5: DType.ValueType  # 39
+UINT6: DType.ValueType  # 40
+UINT7: DType.ValueType  # 41
+QINT8: DType.ValueType  # 42
+"""Quantized."""
+QUINT8: DType.ValueType  # 43
+QINT32: DType.ValueType  # 44
 Global___DType: typing_extensions.TypeAlias = DType
+
+class _SparseLayout:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SparseLayoutEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SparseLayout.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SPARSE_COO: _SparseLayout.ValueType  # 0
+    """also of tensors that are not sparse"""
+    SPARSE_CSR: _SparseLayout.ValueType  # 1
+    SPARSE_CSC: _SparseLayout.ValueType  # 2
+    SPARSE_BSR: _SparseLayout.ValueType  # 3
+    SPARSE_BSC: _SparseLayout.ValueType  # 4
+
+class SparseLayout(_SparseLayout, metaclass=_SparseLayoutEnumTypeWrapper): ...
+
+SPARSE_COO: SparseLayout.ValueType  # 0
+"""also of tensors that are not sparse"""
+SPARSE_CSR: SparseLayout.ValueType  # 1
+SPARSE_CSC: SparseLayout.ValueType  # 2
+SPARSE_BSR: SparseLayout.ValueType  # 3
+SPARSE_BSC: SparseLayout.ValueType  # 4
+Global___SparseLayout: typing_extensions.TypeAlias = SparseLayout
 
 @typing.final
 class Hello(google.protobuf.message.Message):
@@ -542,14 +615,19 @@ class Tensor(google.protobuf.message.Message):
     REQUIRES_GRAD_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     STRIDES_FIELD_NUMBER: builtins.int
-    COO_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     COALESCED_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
+    QUANTIZATION_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     dtype: Global___DType.ValueType
     requires_grad: builtins.bool
     coalesced: builtins.bool
+    """a sparse COO tensor"""
     device: builtins.str
     """where the receiver is to have it, as torch names devices; by default the CPU"""
+    layout: Global___SparseLayout.ValueType
     @property
     def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -561,8 +639,16 @@ class Tensor(google.protobuf.message.Message):
         """Of a tensor that is not contiguous: one for each size, positive, so that no two elements meet."""
 
     @property
-    def coo(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:
-        """A sparse COO tensor instead: indices and values; `data` is unset."""
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:
+        """Of a sparse tensor, whose `data` is unset: indices and values of a COO tensor; compressed indices, plain indices
+        and values of the others. Of a tensor that is quantized per channel: scales and zero points.
+        """
+
+    @property
+    def quantization(self) -> Global___Quantization: ...
+    @property
+    def shared(self) -> Global___SharedMemory:
+        """instead of `data`"""
 
     def __init__(
         self,
@@ -572,16 +658,70 @@ class Tensor(google.protobuf.message.Message):
         requires_grad: builtins.bool = ...,
         data: Global___Payload | None = ...,
         strides: collections.abc.Iterable[builtins.int] | None = ...,
-        coo: collections.abc.Iterable[Global___Tensor] | None = ...,
+        parts: collections.abc.Iterable[Global___Tensor] | None = ...,
         coalesced: builtins.bool = ...,
         device: builtins.str = ...,
+        layout: Global___SparseLayout.ValueType = ...,
+        quantization: Global___Quantization | None = ...,
+        shared: Global___SharedMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data", "quantization", b"quantization", "shared", b"shared"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["coalesced", b"coalesced", "coo", b"coo", "data", b"data", "device", b"device", "dtype", b"dtype", "requires_grad", b"requires_grad", "sizes", b"sizes", "strides", b"strides"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["coalesced", b"coalesced", "data", b"data", "device", b"device", "dtype", b"dtype", "layout", b"layout", "parts", b"parts", "quantization", b"quantization", "requires_grad", b"requires_grad", "shared", b"shared", "sizes", b"sizes", "strides", b"strides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Tensor: typing_extensions.TypeAlias = Tensor
+
+@typing.final
+class Quantization(google.protobuf.message.Message):
+    """What the integers of a quantized tensor mean."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SCALE_FIELD_NUMBER: builtins.int
+    ZERO_POINT_FIELD_NUMBER: builtins.int
+    AXIS_FIELD_NUMBER: builtins.int
+    scale: builtins.float
+    """of all elements, unless it is quantized per channel"""
+    zero_point: builtins.int
+    axis: builtins.int
+    """the dimension of the channels"""
+    def __init__(
+        self,
+        *,
+        scale: builtins.float = ...,
+        zero_point: builtins.int = ...,
+        axis: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["axis", b"axis", "scale", b"scale", "zero_point", b"zero_point"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Quantization: typing_extensions.TypeAlias = Quantization
+
+@typing.final
+class SharedMemory(google.protobuf.message.Message):
+    """The memory of another tensor of the same envelope, without gaps and of the same dtype. `strides` tell where the
+    elements are.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    tensor: builtins.int
+    """by index"""
+    offset: builtins.int
+    """in elements"""
+    def __init__(
+        self,
+        *,
+        tensor: builtins.int = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["offset", b"offset", "tensor", b"tensor"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SharedMemory: typing_extensions.TypeAlias = SharedMemory
 
 @typing.final
 class Reference(google.protobuf.message.Message):

@@ -160,4 +160,4 @@ def _payloads(envelope: agent_pb2.Envelope) -> Iterator[agent_pb2.Payload]:
     while tensors:
         tensor = tensors.pop()
         yield tensor.data
-        tensors.extend(tensor.coo)
+        tensors.extend(tensor.parts)

@@ -10,7 +10,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc import backend_registry
 from gradwire.rpc.device_maps import check_device_maps, device_map_of_answer, device_map_to_proto
 from gradwire.rpc.membership import Member
-from gradwire.rpc.tensors import check_sendable, decode_tensor
+from gradwire.rpc.tensors import check_sendable, decode_tensors
 
 from tests.remote_functions import add
 
@@ -77,11 +77,11 @@ def test_where_tensors_go():
         check_sendable(on_cuda, {})
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "meta", "nonsense", "cuda:-7"])
+@pytest.mark.parametrize("device", ["cuda:99", "xpu", "nonsense", "cuda:-7"])
 def test_devices_that_a_worker_does_not_have(device):
     message = agent_pb2.Tensor(dtype=agent_pb2.FLOAT32, sizes=[0], device=device)
     with pytest.raises(ValueError, match=r"no device is called|a tensor is to go to"):
-        decode_tensor(message, lambda _payload: b"")
+        decode_tensors([message], lambda _payload: b"")
 
 
 def test_a_backend_of_ones_own(workers, tmp_path):

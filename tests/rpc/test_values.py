@@ -8,7 +8,7 @@ import torch
 from gradwire import rpc
 from gradwire.errors import RpcError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.tensors import decode_tensor, encode_tensor
+from gradwire.rpc.tensors import decode_tensors, encode_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,8 +44,8 @@ def there_and_back(tensor):
         kept.append(bytes(data))
         return agent_pb2.Payload(local=len(kept))
 
-    message = encode_tensor(tensor, put)
-    return decode_tensor(message, lambda payload: kept[payload.local - 1]), sum(map(len, kept))
+    messages = encode_tensors([tensor], put)
+    return decode_tensors(messages, lambda payload: kept[payload.local - 1])[0], sum(map(len, kept))
 
 
 @given(st.data())
@@ -76,7 +76,7 @@ def test_strides_survive_where_they_are_sound(data):
 def test_strides_that_are_refused(strides):
     message = agent_pb2.Tensor(dtype=agent_pb2.FLOAT32, sizes=[2, 2], strides=strides, data=agent_pb2.Payload())
     with pytest.raises(ValueError, match="malformed tensor: strides"):
-        decode_tensor(message, lambda _payload: bytes(16))
+        decode_tensors([message], lambda _payload: bytes(16))
 
 
 def call_scripts() -> None:

@@ -13,7 +13,7 @@ from gradwire.rpc.framing import bytes_field
 from gradwire.rpc.handshake import PROTOCOL_MAJOR
 from gradwire.rpc.messages import MessageType
 from gradwire.rpc.serialization import Packer
-from gradwire.rpc.tensors import decode_tensor, encode_tensor
+from gradwire.rpc.tensors import decode_tensors, encode_tensors
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
 from hypothesis import given, settings
 
@@ -120,13 +120,13 @@ def test_malformed_requests_get_errors(agents):
         agent_pb2.Tensor(dtype=float32, sizes=[1 << 62, 1 << 62], data=inline),
         agent_pb2.Tensor(dtype=0, sizes=[1], data=inline),
         agent_pb2.Tensor(dtype=float32, sizes=[1], data=chunked),
-        agent_pb2.Tensor(dtype=float32, sizes=[1], coo=[agent_pb2.Tensor(dtype=float32, sizes=[0])]),
+        agent_pb2.Tensor(dtype=float32, sizes=[1], parts=[agent_pb2.Tensor(dtype=float32, sizes=[0])]),
     ]
     cases += [(agent_pb2.Envelope(type=MessageType.CALL, tensors=[t]), "malformed|refused") for t in tensors]
     indices = agent_pb2.Tensor(dtype=agent_pb2.INT64, sizes=[1, 1])
     indices.data.inline = (7).to_bytes(8, "little")
     outside = agent_pb2.Tensor(
-        dtype=float32, sizes=[3], coo=[indices, agent_pb2.Tensor(dtype=float32, sizes=[1], data=inline)]
+        dtype=float32, sizes=[3], parts=[indices, agent_pb2.Tensor(dtype=float32, sizes=[1], data=inline)]
     )
     cases.append((agent_pb2.Envelope(type=MessageType.CALL, tensors=[outside]), "malformed sparse tensor"))
     header = agent_pb2.AutogradHeader(context_id=5, differentiable=[3])
@@ -191,8 +191,9 @@ def test_values_and_tensors_round_trip(value, shapes):
     tensors = [torch.randn(shape) for shape in shapes]
     packed = packer.pack((value, tensors, value), "the value")
     channel = InlineChannel()
-    sent = [encode_tensor(t, lambda data: channel.send(0, data)[0]).SerializeToString() for t in packed.tensors]
-    arrived = [decode_tensor(agent_pb2.Tensor.FromString(data), lambda p: p.inline) for data in sent]
+    messages = encode_tensors(packed.tensors, lambda data: channel.send(0, data)[0])
+    sent = [message.SerializeToString() for message in messages]
+    arrived = decode_tensors(map(agent_pb2.Tensor.FromString, sent), lambda p: p.inline)
     first, got, second = packer.unpack(packed.body, arrived, [])
     assert first == second == value
     assert all(torch.equal(a, b) for a, b in zip(got, tensors, strict=True))
@@ -206,7 +207,7 @@ def test_any_bytes_as_a_tensor_decode_or_raise_value_error(data):
     except Exception:
         return
     try:
-        decode_tensor(message, lambda p: p.inline)
+        decode_tensors([message], lambda p: p.inline)
     except ValueError as error:
         assert "malformed" in str(error)  # noqa: PT017 - any other error fails the test by itself
 
