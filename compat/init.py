@@ -106,8 +106,11 @@ def _no_waiting_in_the_dark(contradict_rival: Callable[[TorchStore], None]) -> I
         except DistNetworkError:
             if options.get("is_master"):
                 rival = {**options, "is_master": False, "multi_tenant": False, "timeout": RIVAL_TIMEOUT}
+                there: TorchTCPStore | None = None
                 with suppress(DistNetworkError, DistStoreError):
-                    contradict_rival(TorchTCPStore(*args, **rival))
+                    there = TorchTCPStore(*args, **rival)
+                if there is not None:
+                    contradict_rival(there)
             raise
 
     with _opening, rendezvous_stores_made_by(open_store):
