@@ -27,13 +27,13 @@ from torch._C._autograd import _disable_profiler_legacy as disable_legacy_profil
 from torch._C._autograd import _enable_profiler_legacy as enable_legacy_profiler
 from torch._C._autograd import _enable_record_function as enable_record_function
 from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch._C._autograd import _record_function_with_args_enter as begin_record
 from torch._C._distributed_c10d import AllgatherOptions
 from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 from torch._C._dynamo import eval_frame
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
-from torch._C._profiler import _RecordFunctionFast as RecordFunction
 from torch._jit_internal import FunctionModifiers, createResolutionCallbackFromClosure
 from torch._jit_internal import _qualified_name as qualified_name
 from torch._sources import parse_def
@@ -57,7 +57,6 @@ __all__ = [
     "FunctionModifiers",
     "ProfilerConfig",
     "ProfilerState",
-    "RecordFunction",
     "RecursiveScriptModule",
     "ScriptMethodStub",
     "TorchBackend",
@@ -65,6 +64,7 @@ __all__ = [
     "backend_devices",
     "backend_maker",
     "backend_names",
+    "begin_profiler_event",
     "compile_script",
     "createResolutionCallbackFromClosure",
     "create_store_from_options",
@@ -210,6 +210,13 @@ def run_untraced(functions: Iterable[Callable[..., Any]]) -> None:
     for function in functions:
         code = function.__code__
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def begin_profiler_event(name: str, tensors: Iterable[Tensor]) -> "torch.futures.Future[None]":
+    """Begins an event with these inputs in the profile of this thread; it ends where the future is set."""
+    over: torch.futures.Future[None] = torch.futures.Future()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut(begin_record(name, *tensors), over)
+    return over
 
 
 def set_profiler_node_id(node: int) -> None:

@@ -7,9 +7,9 @@ over, and counts as asynchronous, for which profilers take what ends on another 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
-from ..torch_internals import RecordFunction, enable_record_function
+from ..torch_internals import begin_profiler_event, enable_record_function
 from .call import Call
 from .engines.base import Pending
 
@@ -48,9 +48,8 @@ class OperationEvent:
         name = f"{backend}:{_name(call)}"
         tensors = call.outputs if call.name == "recv" else call.inputs
         self._ending = threading.Lock()
-        record: Any = RecordFunction(name, list(tensors), {})
-        record.__enter__()
-        self._records = [record]
+        self._over = begin_profiler_event(name, tensors)
+        self._ended = False
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -64,9 +63,11 @@ class OperationEvent:
     def end(self) -> None:
         """Ends it. Repeating it does nothing."""
         with self._ending:
-            if self._records:
-                # It ends with the last reference; its __exit__ would look for a profiler of the thread it is on.
-                thread = threading.Thread(target=self._records.clear, name="gradwire-profile", daemon=True)
+            if not self._ended:
+                self._ended = True
+                thread = threading.Thread(
+                    target=self._over.set_result, args=(None,), name="gradwire-profile", daemon=True
+                )
                 thread.start()
                 thread.join()
 

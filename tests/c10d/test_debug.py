@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -220,6 +221,22 @@ def test_profilers_show_operations_as_torch_shows_its_own(workers, group_on, bac
             ("barrier", []),
         ]
         assert found == [(f"{backend}:{name}", True, shapes) for name, shapes in wanted]
+
+
+def times() -> tuple[float, float]:
+    """How long the first of two sums took, and how long after it the second began, in microseconds."""
+    with torch.autograd.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(1))
+        threading.Event().wait(0.2)  # what must not count as the first sum's time
+        dist.all_reduce(torch.ones(1))
+    first, second = (e.time_range for e in profile.function_events if e.name.endswith(":all_reduce"))
+    return first.end - first.start, second.start - first.end
+
+
+def test_an_event_ends_with_its_operation(workers, group_on):
+    for took, after in workers.each(group_on("gradwire_shm", 2), times):
+        assert took > 0
+        assert after > 150_000
 
 
 def spans() -> set[str]:
