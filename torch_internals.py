@@ -73,6 +73,7 @@ __all__ = [
     "enable_legacy_profiler",
     "enable_record_function",
     "find_builtin",
+    "function_of_graph",
     "get_debug_level",
     "holders_of_storage",
     "known_groups",
@@ -139,6 +140,11 @@ def compile_script(module: torch.nn.Module) -> torch.nn.Module:
     """As torch.jit.script."""
     compiler: Any = torch.jit._script  # its stub lacks the function
     return cast(torch.nn.Module, compiler._script_impl(module))
+
+
+def function_of_graph(name: str, graph: Any) -> Any:
+    """A torch.jit.ScriptFunction that runs a graph of TorchScript."""
+    return torch._C._create_function_from_graph(name, graph)
 
 
 def save_script(scripted: Any) -> bytes:

@@ -1,7 +1,7 @@
 """torch.jit where it meets calls.
 
 TorchScript knows torch.distributed.rpc's functions by identity and compiles them into calls of torch's own agent,
-which is not there. It takes no references but that agent's either.
+which is not there. Of references it knows only that agent's too: gradwire.rpc.script_references deals with those.
 """
 
 import warnings
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..errors import RpcError
+from ..rpc.script_references import check_references
 from ..torch_internals import script_methods
 
 __all__ = ["script"]
@@ -20,8 +22,9 @@ _CALLS = ("prim::rpc_async", "prim::rpc_remote", "prim::rpc_sync")
 def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
     """Compiles a function, a class or a module: torch.jit.script.
 
-    Warns if there is a remote call in it, or if it takes references. That is no error yet: many a module compiles
-    what nobody calls. So does torch.distributed itself when it is imported, which is therefore no reason to warn.
+    Warns if there is a remote call in it, or if it does with references what gradwire cannot. That is no error
+    yet: many a module compiles what nobody calls. So does torch.distributed itself when it is imported, which is
+    therefore no reason to warn.
     """
     scripted = _compile(obj, optimize, _frames_up + 1, *args, **kwargs)
     if str(getattr(obj, "__module__", "")).startswith("torch.distributed."):
@@ -34,13 +37,10 @@ def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kw
                     "carry (torch.jit is deprecated), so calling it will fail: make the call in Python, and send "
                     "the script function"
                 )
-        for value in graph.inputs():
-            if value.type().kind() == "RRefType":
-                _warn(
-                    f"{obj} takes {value.debugName().partition('.')[0]!r}, {value.type()}, in TorchScript, which "
-                    "knows only the references of torch's own agent, so calling it will fail: have it take the "
-                    "value, and call a Python function on the owner that gives it rref.local_value()"
-                )
+        try:
+            check_references(graph)
+        except RpcError as error:
+            _warn(f"calling {obj} will fail: {error}")
     return scripted
 
 

@@ -16,6 +16,7 @@ from .futures import Future, when_done
 from .messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
 from .profiling import RPCExecMode, profiled_call, run_profiled
 from .script import not_scriptable
+from .script_references import run_script_function
 from .tracebacks import users_traceback
 from .wait_all import note_future
 from .worker import WorkerInfo
@@ -85,6 +86,8 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         RpcError: it is marked with `async_execution` and returned no future.
         Exception: what the function raises.
     """
+    if isinstance(function, torch.jit.ScriptFunction):
+        return run_script_function(function, args, kwargs)
     result = function(*args, **kwargs)
     if not is_async_execution(function):
         return result

@@ -411,17 +411,17 @@ def test_calls_from_torchscript_warn(workers):
     workers(1)[0].run(on_torch_names, warn_of_calls_from_script)
 
 
-def takes_a_reference(rref: torch.distributed.rpc.RRef[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return rref.to_here() + x
+def returns_a_reference(rref: torch.distributed.rpc.RRef[int]) -> torch.distributed.rpc.RRef[int]:
+    return rref
 
 
 def warn_of_references_in_script(_torch_rpc):
     with pytest.warns(
-        RuntimeWarning, match=r"takes 'rref', RRef\[Tensor\], in TorchScript.* calling it will fail"
+        RuntimeWarning, match=r"will fail: 'rref', RRef\[int\], is used by prim::Return in TorchScript"
     ):
-        compiled = torch.jit.script(takes_a_reference)
+        compiled = torch.jit.script(returns_a_reference)
     with pytest.raises(RuntimeError, match="Expected a value of type 'RRef"):
-        compiled(object(), torch.ones(1))
+        compiled(object())
 
 
 def test_references_in_torchscript_warn(workers):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from gradwire import rpc
+from gradwire import autograd, rpc
 from gradwire.errors import RpcError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.tensors import decode_tensors, encode_tensors
@@ -103,6 +103,62 @@ def calls_from_script(to: str, x: torch.Tensor) -> torch.Tensor:
 def test_calls_from_torchscript_are_refused():
     with pytest.raises(RpcError, match="rpc_sync cannot be called from inside TorchScript"):
         torch.jit.script(calls_from_script)
+
+
+@torch.jit.script
+def add_to_reference(
+    rref: torch.distributed.rpc.RRef[torch.Tensor], x: torch.Tensor, times: int = 1
+) -> tuple[torch.Tensor, str, bool]:
+    value = rref.local_value() if rref.is_owner() else rref.to_here()
+    for _ in range(times):
+        value = value + rref.to_here() * x
+    return value, rref.owner_name(), rref.confirmed_by_owner()
+
+
+@torch.jit.script
+def give_back(rref: torch.distributed.rpc.RRef[torch.Tensor]) -> torch.distributed.rpc.RRef[torch.Tensor]:
+    return rref
+
+
+def call_with_references(owner: str) -> None:
+    rref = rpc.remote(owner, torch.ones, (2,))
+    two = torch.full((2,), 2.0)
+    for args, kwargs in (((rref, two), {}), ((rref,), {"times": 1, "x": two})):
+        value, name, confirmed = rpc.rpc_sync("worker1", add_to_reference, args, kwargs)
+        assert (value.tolist(), name, confirmed) == ([3.0, 3.0], owner, True)
+    assert rpc.remote("worker1", add_to_reference, (rref, two, 3)).to_here()[0].tolist() == [7.0, 7.0]
+
+
+def have_gradients_flow_through_references() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    with autograd.context() as context:
+        value, _, _ = rpc.rpc_sync("worker1", add_to_reference, (rpc.RRef(leaf), torch.ones(2)))
+        autograd.backward(context, [value.sum()])
+        assert autograd.get_gradients(context)[leaf].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("owner", ["worker1", "worker2"])
+def test_references_in_arguments_of_script_functions(workers, owner):
+    trio = workers.rpc(3)
+    trio[0].run(call_with_references, owner)
+    trio[0].run(have_gradients_flow_through_references)
+    for worker in trio:
+        worker.run(assert_clean)
+
+
+def misuse_references_in_scripts() -> None:
+    rref = rpc.RRef(torch.ones(1))
+    with pytest.raises(RpcError, match=r"'rref', RRef\[Tensor\], is used by prim::Return .*: use its value"):
+        rpc.rpc_sync("worker1", give_back, (rref,))
+    for args, kwargs in (((rref,), {}), ((rref, 1, 2, 3), {}), ((rref, 1), {"rref": rref}), ((rref, 1), {"y": 1})):
+        with pytest.raises(TypeError, match=r"do not fit .*add_to_reference\(RRef\(Tensor\) rref, Tensor x"):
+            rpc.rpc_sync("worker1", add_to_reference, args, kwargs)
+    with pytest.raises(TypeError, match="'rref' of add_to_reference is 5: give an RRef"):
+        rpc.rpc_sync("worker1", add_to_reference, (5, 1))
+
+
+def test_what_script_functions_cannot_do_with_references(workers):
+    workers.rpc(2)[0].run(misuse_references_in_scripts)
 
 
 def test_references_in_arguments_are_confirmed_when_the_function_runs(workers):
