@@ -6,6 +6,7 @@ GradwireError
 │   ├── StoreTimeoutError         .missing: the keys that did not appear in time
 │   └── QueueEmptyError           a queue has nothing to take, and the caller does not want to wait
 ├── RendezvousError               workers cannot find each other: a bad URL, a missing variable, ranks that clash
+│   ├── DeviceMapError            device maps name workers or devices that are not there (a ValueError as well)
 │   └── RendezvousNetworkError    the place where they meet cannot be reached, or is taken
 ├── ProcessGroupError             an operation of a process group failed
 │   ├── UnsupportedOperationError .engine, .operation: the engine cannot do this
@@ -46,6 +47,7 @@ __all__ = [
     "AutogradError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "DeviceMapError",
     "GradwireError",
     "GroupAbortedError",
     "NotInitializedError",
@@ -120,6 +122,10 @@ class RendezvousError(GradwireError, DistStoreError):
 
 class RendezvousNetworkError(RendezvousError, DistNetworkError):
     """The place where workers meet cannot be reached, or is taken by somebody else."""
+
+
+class DeviceMapError(RendezvousError, ValueError):
+    """A device map names a worker that is not in the group, or devices that are not there."""
 
 
 class ProcessGroupError(GradwireError, DistBackendError):

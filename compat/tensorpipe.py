@@ -26,6 +26,8 @@ class RpcBackendOptions(rpc.RpcBackendOptions):
         "before init_rpc, or set `insecure = True` on the rpc_backend_options"
     )
 
+    backend_name: ClassVar[str] = "TensorPipe"
+
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD) -> None:
         if isinstance(rpc_timeout, bool) or not isinstance(rpc_timeout, int | float):
             raise TypeError(

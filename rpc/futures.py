@@ -136,7 +136,22 @@ def when_done(future: torch.futures.Future[T]) -> "concurrent.futures.Future[T]"
         if (error := error_of(future)) is not None:
             outcome.set_exception(error)
         else:
+            _order_streams()
             outcome.set_result(future.value())
 
     future.add_done_callback(done)
     return outcome
+
+
+def _order_streams() -> None:
+    """Has what default streams do from now on come after what this thread's current streams are to do.
+
+    torch runs the callbacks of a future on streams that wait for its value; the agent's threads work on default
+    streams.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    for device in range(torch.cuda.device_count()):
+        current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        if current != default:
+            default.wait_stream(current)

@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..c10d.waiting import wait_with_warnings
 from ..errors import RendezvousError, WorkerLostError
 from .addresses import choose_address, unreachable_members
 from .backend_registry import register_backend
-from .device_maps import check_device_maps
+from .device_maps import check_device_maps, device_maps_as_text
 from .futures import Future
 from .grpc_agent import GrpcAgent
 from .membership import Member, exchange_members, introduce
@@ -55,6 +55,7 @@ def start_agent(
 
     Raises:
         RendezvousError: the workers contradict each other, or do not come.
+        DeviceMapError: a worker has a device map with unknown workers or devices. All workers raise it.
     """
     if world_size is None:
         return _join_dynamic(store, name, rank, rpc_backend_options, make_agent)
@@ -71,29 +72,21 @@ def start_agent(
         except Exception as error:
             barrier.tell(f"{claim} cannot start: {error}")
             raise
-        me = Member(agent.info, address, network=networks[rank], process=claim.shown)
-        maps = {to: {str(d): str(t) for d, t in each.items()} for to, each in options.device_maps.items()}
+        me = Member(
+            agent.info,
+            address,
+            network=networks[rank],
+            process=claim.shown,
+            device_maps=device_maps_as_text(options.device_maps),
+        )
         left = max(0.0, deadline - time.monotonic())
-        members = exchange_members(barrier, me, {"device_maps": maps}, partial(_contradictions, options), left)
+        members = exchange_members(barrier, me, partial(unreachable_members, consent=options.CONSENT), left)
+        check_device_maps(members, members)
         agent.open(members, PrefixStore(f"rpc/{group}", store))
     except BaseException:
         agent.shutdown(graceful=False, timeout=0)
         raise
     return agent
-
-
-def _contradictions(
-    options: RpcBackendOptions, members: Sequence[Member], records: Sequence[Mapping[str, Any]]
-) -> str:
-    """What contradicts among the members of a static group; empty if nothing does."""
-    if problem := unreachable_members(members, options.CONSENT):
-        return problem
-    try:
-        for member, record in zip(members, records, strict=True):
-            check_device_maps(member.info, record["device_maps"], members)
-    except RendezvousError as error:
-        return str(error)
-    return ""
 
 
 def _join_dynamic(
@@ -110,11 +103,16 @@ def _join_dynamic(
         agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
         try:
             address = agent.listen(choose_address(options, store, None))
-            me = Member(agent.info, address, process=Claim(rank=rank, world_size=-1).shown)
+            me = Member(
+                agent.info,
+                address,
+                process=Claim(rank=rank, world_size=-1).shown,
+                device_maps=device_maps_as_text(options.device_maps),
+            )
             everybody = [*log.members(), me]
             if problem := unreachable_members(everybody, options.CONSENT):
                 raise RendezvousError(problem)
-            check_device_maps(agent.info, options.device_maps, everybody, dynamic=True)
+            check_device_maps([me], everybody, dynamic=True)
             # Somebody may be faster; another try is needed only if that contradicts what was chosen.
             while not (joined := log.join(me)):
                 if log.epoch != epoch or log.choose(name, rank) != agent.info:

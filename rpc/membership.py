@@ -22,6 +22,7 @@ class Member:
     address: host:port, at which the others dial its agent. device_count: of CUDA devices.
     network: equal to that of others if, and only if, these reach it on the loopback address.
     process: where it runs, for people.
+    device_maps: by the name of another worker, names of devices here and of what they become there.
     """
 
     info: WorkerInfo
@@ -29,6 +30,7 @@ class Member:
     device_count: int = field(default_factory=torch.cuda.device_count)
     network: str = field(default_factory=network_name)
     process: str = ""
+    device_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
 
     @property
     def host(self) -> str:
@@ -44,8 +46,8 @@ class Member:
         return cls(**{**record, "info": WorkerInfo(**record["info"])})
 
 
-Check = Callable[[Sequence[Member], Sequence[Mapping[str, Any]]], str]
-"""What contradicts among all members and their further records; empty if nothing does."""
+Check = Callable[[Sequence[Member]], str]
+"""What contradicts among all members; empty if nothing does."""
 
 
 def introduce(barrier: StartBarrier, seconds: float) -> tuple[str, list[str]]:
@@ -69,15 +71,12 @@ def introduce(barrier: StartBarrier, seconds: float) -> tuple[str, list[str]]:
     return introductions[0][0], [network for _, network in introductions]
 
 
-def exchange_members(
-    barrier: StartBarrier, me: Member, further: Mapping[str, Any], check: Check, seconds: float
-) -> list[Member]:
+def exchange_members(barrier: StartBarrier, me: Member, check: Check, seconds: float) -> list[Member]:
     """Tells the others this worker's address, and learns theirs.
 
     Args:
         barrier: which all have passed by `introduce`.
         me: this worker.
-        further: what else `check` is to know of it.
         check: called by one worker or several.
         seconds: to wait.
 
@@ -89,8 +88,7 @@ def exchange_members(
     """
 
     def check_records(records: list[bytes]) -> str:
-        read = [json.loads(record) for record in records]
-        return check([Member.from_record(record["member"]) for record in read], read)
+        return check([Member.from_record(json.loads(record)) for record in records])
 
-    records = barrier.wait(json.dumps({**further, "member": asdict(me)}), seconds, check_records)
-    return [Member.from_record(json.loads(record)["member"]) for record in records]
+    records = barrier.wait(json.dumps(asdict(me)), seconds, check_records)
+    return [Member.from_record(json.loads(record)) for record in records]

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 from ..errors import SerializationError
 from ..proto.v1 import agent_pb2
 from .accounting import Traffic
@@ -16,7 +18,7 @@ from .flat import can_flatten, flatten, unflatten
 from .messages import Extension, Handler, Incoming, MessageType, Outgoing
 from .options import RpcBackendOptions
 from .serialization import Packed, Packer
-from .tensors import Buffer, decode_tensors, encode_tensors
+from .tensors import Buffer, UnmappedDeviceError, decode_tensors, encode_tensors
 from .worker import WorkerInfo
 
 if TYPE_CHECKING:
@@ -73,7 +75,26 @@ class Messaging:
         self, value: object, what: str | Sequence[str], worker: WorkerInfo, reply_to: Incoming | None
     ) -> Packed:
         """Pickles a value for a worker. Raises SerializationError."""
-        return self._packer.pack(value, what, self.device_map(worker, reply_to))
+        try:
+            return self._packer.pack(value, what, self.device_map(worker, reply_to))
+        except SerializationError as error:
+            if isinstance(unmapped := error.__cause__, UnmappedDeviceError):
+                problem = self._how_to_map(unmapped.device, worker, reply_to)
+                raise SerializationError(error.path, problem) from unmapped
+            raise
+
+    def _how_to_map(self, device: torch.device, worker: WorkerInfo, reply_to: Incoming | None) -> str:
+        options = type(self._options)
+        if reply_to is not None:
+            return (
+                f"Response device mapping is not available for a tensor on {device}: return tensor.cpu(), or have "
+                f"worker {worker.name!r}, which asks for it, call `set_device_map` for {self._me.name!r} on its "
+                f"`{options.__name__}` before init_rpc"
+            )
+        return (
+            f"it is a tensor on {device}. {options.backend_name} RPC backend only supports CPU tensors by "
+            f"default: send tensor.cpu(), or call `set_device_map` on `{options.__name__}` before init_rpc"
+        )
 
     def flatten(self, value: object, what: str, worker: WorkerInfo) -> memoryview | None:
         """A value as one piece of bytes for several workers, of whom this is one; None if it must go in a message.

@@ -125,6 +125,9 @@ class RpcBackendOptions:
     CONSENT: ClassVar[str] = "pass rpc_backend_options=rpc.RpcBackendOptions(insecure=True) to init_rpc"
     """How users allow addresses that are not loopback ones, for messages."""
 
+    backend_name: ClassVar[str] = "gradwire's"
+    """What errors call the backend that these options are for."""
+
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
     init_method: str = DEFAULT_INIT_METHOD
     init_timeout: float = 300.0

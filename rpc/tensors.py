@@ -13,7 +13,7 @@ from .device_maps import NO_DEVICES, DeviceMap
 from .shared_tensors import find_shared, share
 from .strides import arrange, by_falling_stride, can_keep
 
-__all__ = ["Buffer", "check_sendable", "decode_tensors", "encode_tensors", "laid_out"]
+__all__ = ["Buffer", "UnmappedDeviceError", "check_sendable", "decode_tensors", "encode_tensors", "laid_out"]
 
 Buffer = bytes | memoryview
 Put = Callable[[memoryview], agent_pb2.Payload]
@@ -50,6 +50,14 @@ _SPARSE: dict[torch.layout, agent_pb2.SparseLayout.ValueType] = {
 _SPARSE_BACK = {number: layout for layout, number in _SPARSE.items()}
 
 
+class UnmappedDeviceError(ValueError):
+    """A tensor is on a device that no device map names. Who sends it says what to do."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(f"it is a tensor on {device}, and no device map says where it goes")
+        self.device = device
+
+
 def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
     """Raises ValueError, saying what to do instead, if this tensor cannot travel."""
     if tensor.is_nested:
@@ -65,10 +73,7 @@ def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
     if device == "meta" and tensor.layout is not torch.strided:
         raise ValueError("it is a sparse tensor on meta; of those that have no elements, dense ones travel")
     if device not in ("cpu", "meta") and tensor.device not in device_map:
-        raise ValueError(
-            f"it is a tensor on {tensor.device}, and no device map says where it goes: send tensor.cpu(), or call "
-            "set_device_map on the options before init_rpc"
-        )
+        raise UnmappedDeviceError(tensor.device)
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"it is a tensor of dtype {tensor.dtype}, which does not travel")
     if tensor.dtype in _QUANTIZED:

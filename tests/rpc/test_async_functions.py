@@ -2,12 +2,14 @@
 
 import logging
 import threading
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
 from gradwire.rpc import gather
+from gradwire.rpc.futures import when_done
 
 from tests.remote_functions import add, assert_clean, event, identity, set_event, wait_for
 
@@ -314,3 +316,20 @@ def test_rref_backward(trio):
 def test_what_cannot_be_marked():
     with pytest.raises(TypeError, match="built-in function len> cannot be marked"):
         rpc.functions.async_execution(len)
+
+
+def test_default_streams_wait_for_the_value_of_a_future():
+    # Without a GPU: the agent's threads read a value on default streams, torch completes it on others.
+    side, default = Mock(), Mock()
+    cuda = {
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "current_stream": lambda device: side if device else default,
+        "default_stream": lambda _device: default,
+    }
+    future = torch.futures.Future()
+    outcome = when_done(future)
+    with patch.multiple(torch.cuda, **cuda):
+        future.set_result(3)
+    assert outcome.result(timeout=20) == 3
+    default.wait_stream.assert_called_once_with(side)

@@ -149,7 +149,7 @@ def test_device_maps_are_checked(join_one, workers, url):
     for to, side, owner in (("later", "source", "b"), ("a", "target", "a")):
         here = "cuda:99" if side == "source" else "cpu"
         with pytest.raises(
-            RendezvousError, match=f"unexpected {side} devices in its device map for {to}: {owner} has"
+            RendezvousError, match=f"{side} devices with invalid indices in its device map for {to}: {owner} has"
         ):
             other.run(join, "b", url, device_maps={to: {here: "cuda:99"}})
 

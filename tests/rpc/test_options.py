@@ -5,14 +5,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.errors import RendezvousError, RpcError
+from gradwire.errors import DeviceMapError, RpcError, SerializationError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc import backend_registry
-from gradwire.rpc.device_maps import check_device_maps, device_map_of_answer, device_map_to_proto
+from gradwire.rpc import backend_registry, serialization
+from gradwire.rpc.device_maps import (
+    check_device_maps,
+    device_map_of_answer,
+    device_map_to_proto,
+    device_maps_as_text,
+)
 from gradwire.rpc.membership import Member
-from gradwire.rpc.tensors import check_sendable, decode_tensors
+from gradwire.rpc.tensors import UnmappedDeviceError, check_sendable, decode_tensors
 
-from tests.remote_functions import add
+from tests.remote_functions import add, identity
 
 CUDA0, CUDA1 = torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -55,16 +60,54 @@ def test_devices():
 
 
 def test_device_maps_are_checked_against_the_group():
-    me, other = rpc.WorkerInfo("a", 0), rpc.WorkerInfo("b", 1)
-    group = [Member(me, "", 2), Member(other, "", 1)]
-    check_device_maps(me, rpc.RpcBackendOptions(device_maps={"b": {1: 0}}).device_maps, group)
+    def group(device_maps):
+        maps = device_maps_as_text(rpc.RpcBackendOptions(device_maps=device_maps).device_maps)
+        return [Member(rpc.WorkerInfo("a", 0), "", 2, device_maps=maps), Member(rpc.WorkerInfo("b", 1), "", 1)]
+
+    good = group({"b": {1: 0}})
+    check_device_maps(good, good)
     for device_maps, problem in (
         ({"c": {0: 0}}, "invalid target node names in its device maps: 'c' is not one of a, b"),
-        ({"b": {2: 0}}, "unexpected source devices in its device map for b: a has no cuda:2"),
-        ({"b": {0: 1}}, "unexpected target devices in its device map for b: b has no cuda:1, it has 1 "),
+        ({"b": {2: 0}}, "source devices with invalid indices in its device map for b: a has no cuda:2"),
+        ({"b": {0: 1}}, "target devices with invalid indices in its device map for b: b has no cuda:1, it has 1 "),
     ):
-        with pytest.raises(RendezvousError, match=problem):
-            check_device_maps(me, rpc.RpcBackendOptions(device_maps=device_maps).device_maps, group)
+        bad = group(device_maps)
+        with pytest.raises(DeviceMapError, match=problem):
+            check_device_maps(bad, bad)
+
+
+def test_all_workers_learn_of_a_wrong_device_map(workers, tmp_path):
+    def join(name, rank):
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path / 'rendezvous'}")
+        if rank == 0:
+            options.set_device_map("worker1", {"cpu": "cuda:99"})
+        rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+
+    for joined in [worker.start(join, worker.name, rank) for rank, worker in enumerate(workers(2))]:
+        with pytest.raises(ValueError, match="Node worker0 has target devices .*worker1 has no cuda:99"):
+            joined.result()
+
+
+def test_tensors_without_a_device_map(workers):
+    a, b = workers.rpc(2)
+
+    def send():
+        with pytest.raises(
+            SerializationError, match=r"args\[0\] cannot be sent: it is a tensor on cuda:0.*`RpcBackendOptions`"
+        ):
+            rpc.rpc_sync("worker1", identity, (torch.zeros(2),))
+
+    def ask():
+        with pytest.raises(SerializationError, match="Response device mapping is not available.*'worker0'"):
+            rpc.rpc_sync("worker1", torch.zeros, (2,))
+
+    def as_if_on_a_gpu():
+        serialization.check_sendable = Mock(side_effect=UnmappedDeviceError(CUDA0))
+
+    b.run(as_if_on_a_gpu)
+    a.run(ask)
+    a.run(as_if_on_a_gpu)
+    a.run(send)
 
 
 def test_where_tensors_go():
@@ -73,7 +116,7 @@ def test_where_tensors_go():
     assert back == {CUDA1: CUDA0, CUDA0: torch.device("cpu")}
     on_cuda = Mock(device=CUDA0, layout=torch.strided, is_nested=False, dtype=torch.float32)
     check_sendable(on_cuda, there)
-    with pytest.raises(ValueError, match=r"no device map says where it goes: .* set_device_map"):
+    with pytest.raises(ValueError, match="no device map says where it goes"):
         check_sendable(on_cuda, {})
 
 
