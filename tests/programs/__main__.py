@@ -1,0 +1,49 @@
+"""Runs programs written for torch.distributed.rpc, unedited, on torch's own agent and on gradwire.
+
+python -m tests.programs                    # all of them
+python -m tests.programs rnn pipeline       # these
+python -m tests.programs rnn --verbose      # with all that they print
+
+Prints a table, and fails if a program's outcome differs: its exit status, or the results that it prints. One that
+fails on both is told of, and is no difference.
+"""
+
+import argparse
+import signal
+import sys
+
+from .catalog import PROGRAMS
+from .report import Comparison, table
+from .runner import run
+
+RULE = "-" * 100
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__.partition("\n")[0])
+    names = [program.name for program in PROGRAMS]
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"which to run, of {', '.join(names)}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print what the programs print")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.programs) - set(names):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what runs is ended as well
+    comparisons = []
+    for program in PROGRAMS:
+        if arguments.programs and program.name not in arguments.programs:
+            continue
+        comparison = Comparison(program, run(program, on_gradwire=False), run(program, on_gradwire=True))
+        comparisons.append(comparison)
+        print(" | ".join(comparison.row), flush=True)
+        for name, outcome in (("torch's agent", comparison.torch), ("gradwire", comparison.gradwire)):
+            if arguments.verbose or comparison.difference:
+                print(f"{RULE}\n{program.name} on {name}:\n{outcome.output}\n{RULE}", flush=True)
+    print(f"\n{table(comparisons)}")
+    differences = [comparison for comparison in comparisons if comparison.difference]
+    print(f"\n{len(comparisons)} programs, {len(differences)} differences")
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

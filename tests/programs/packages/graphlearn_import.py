@@ -1,0 +1,5 @@
+"""graphlearn-torch as it comes: its extension is built for CUDA, and for an older torch."""
+
+import graphlearn_torch.distributed
+
+print("result", graphlearn_torch.distributed.__name__)

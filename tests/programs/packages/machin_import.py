@@ -1,0 +1,5 @@
+"""machin as it comes: it was written for a torch that had torch.distributed.broadcast_multigpu."""
+
+from machin.parallel.distributed import _world
+
+print("result", _world.__name__)

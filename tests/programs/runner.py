@@ -1,0 +1,122 @@
+"""Runs one program, with all processes that it starts, and says what became of it."""
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .catalog import Program
+
+__all__ = ["Outcome", "agree", "run"]
+
+HERE = Path(__file__).parent
+PACKAGES = Path(sys.prefix) / "programs"
+"""Where requirements-programs.txt is installed, apart from what gradwire itself needs."""
+
+ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a program.
+
+    status: its exit status, negative for the signal that ended it; None if it took too long.
+    results: its lines that begin with "result", sorted, since processes print side by side.
+    reason: the last error that it printed, where it failed.
+    seconds: how long it took.
+    output: all that it printed.
+    """
+
+    status: int | None
+    results: tuple[str, ...]
+    reason: str
+    seconds: float
+    output: str
+
+    @property
+    def good(self) -> bool:
+        """Did it end well?"""
+        return self.status == 0
+
+
+def run(program: Program, *, on_gradwire: bool, folder: Path = HERE) -> Outcome:
+    """Runs a program to its end, or to its time limit. None of its processes is left afterwards."""
+    through = ["-m", "gradwire.compat"] if on_gradwire else []
+    command = [sys.executable, *through, str(folder / program.path), *program.arguments]
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="program-") as work, tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=work, env=_environment(), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(program.seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        seconds = time.monotonic() - started
+        output.seek(0)
+        text = output.read()
+    results = tuple(sorted(line for line in text.splitlines() if line.startswith("result ")))
+    return Outcome(status, results, _reason(program, status, text), seconds, text)
+
+
+def agree(left: Sequence[str], right: Sequence[str], tolerance: float) -> bool:
+    """Are two lists of results the same, but for the last digits of numbers?"""
+    words, others = "\n".join(left).split(" "), "\n".join(right).split(" ")
+    return len(words) == len(others) and all(
+        _is_near(word, other, tolerance) for word, other in zip(words, others, strict=True)
+    )
+
+
+def _is_near(word: str, other: str, tolerance: float) -> bool:
+    if word == other:
+        return True
+    try:
+        here, there = float(word), float(other)
+    except ValueError:
+        return False
+    return abs(here - there) <= tolerance * max(1.0, abs(here), abs(there))
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "ignore",
+        "TP_SOCKET_IFNAME": "lo",
+    }
+
+
+def _free_port() -> int:
+    """A port that nobody listens on, below those that the kernel gives to clients."""
+    while True:
+        port = random.randrange(10000, 30000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+def _reason(program: Program, status: int | None, text: str) -> str:
+    if status == 0:
+        return ""
+    if status is None:
+        return f"took more than {program.seconds:g} s"
+    errors = [error for error in ERROR.findall(text) if "ProcessRaisedException" not in error]
+    return errors[-1].strip() if errors else f"exit status {status}"
