@@ -71,7 +71,14 @@ def _wait_for_end(pid: int) -> None:
 def test_which_results_agree():
     assert agree(["result loss 1.00001 x"], ["result loss 1.00002 x"], 1e-4)
     assert agree(["result nan"], ["result nan"], 1e-4)
-    for other in (["result loss 1.01 x"], ["result loss 1.00001 y"], ["result loss 1.00001 x", "more"], []):
+    assert agree(["result a 1.00001", "result b 2.0"], ["result a 1.00002", "result b 2.00001"], 1e-4)
+    for other in (
+        ["result loss 1.01 x"],
+        ["result", "loss 1.00001 x"],
+        ["result loss 1.00001 y"],
+        ["result loss 1.00001 x", "more"],
+        [],
+    ):
         assert not agree(["result loss 1.00001 x"], other, 1e-4)
 
 

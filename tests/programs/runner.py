@@ -74,7 +74,9 @@ def run(program: Program, *, on_gradwire: bool, folder: Path = HERE) -> Outcome:
 
 def agree(left: Sequence[str], right: Sequence[str], tolerance: float) -> bool:
     """Are two lists of results the same, but for the last digits of numbers?"""
-    words, others = "\n".join(left).split(" "), "\n".join(right).split(" ")
+    if len(left) != len(right):
+        return False
+    words, others = " ".join(left).split(), " ".join(right).split()
     return len(words) == len(others) and all(
         _is_near(word, other, tolerance) for word, other in zip(words, others, strict=True)
     )

@@ -1,4 +1,8 @@
-"""PyG's DistNeighborSampler, which samples neighbours of nodes on the workers that have them."""
+"""PyG's DistNeighborSampler: two workers sample around nodes, each of which is on one of them, and fetch features.
+
+The sampling on one worker is in pyg-lib, which PyPI does not have. Functions that take all neighbours stand in for
+it; what goes between workers is PyG's.
+"""
 
 import os
 
@@ -6,10 +10,42 @@ import torch
 import torch.multiprocessing as mp
 from torch_geometric.distributed import DistNeighborSampler, LocalFeatureStore, LocalGraphStore
 from torch_geometric.distributed.dist_context import DistContext, DistRole
-from torch_geometric.distributed.rpc import init_rpc, shutdown_rpc
+from torch_geometric.distributed.rpc import global_barrier, init_rpc, shutdown_rpc
 from torch_geometric.sampler import NodeSamplerInput
 
-PARTS, NODES = 2, 10
+PARTS, NODES = 2, 24
+
+
+def all_neighbours(colptr, row, seed, *_options):
+    """Nodes, the given ones first; the edges to the others; where each given node's begin among the nodes."""
+    edges = [torch.arange(colptr[node], colptr[node + 1]) for node in seed.tolist()]
+    ends = torch.tensor([len(seed), *map(len, edges)]).cumsum(0)
+    chosen = torch.cat(edges)
+    return torch.cat([seed, row[chosen]]), chosen, ends.tolist()
+
+
+def merge(nodes, edges, ends, parts, orders, *_options):
+    """What was found on several workers, in the order of the nodes that were asked for."""
+    found = [(part, *ends[part][order : order + 2]) for part, order in zip(parts, orders, strict=True)]
+    return (
+        torch.cat([nodes[part][begin:end] for part, begin, end in found]),
+        torch.cat([edges[part][begin - ends[part][0] : end - ends[part][0]] for part, begin, end in found]),
+        None,
+        [end - begin for _, begin, end in found],
+    )
+
+
+def relabel(seed, neighbours, counts, *_options):
+    """The edges with nodes numbered in the order in which they came up."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys([*seed.tolist(), *neighbours.tolist()]))}
+    rows = [numbers[node] for node in neighbours.tolist()]
+    columns = [number for number, count in enumerate(counts) for _ in range(count)]
+    return torch.tensor(rows), torch.tensor(columns)
+
+
+torch.ops.pyg.dist_neighbor_sample = all_neighbours
+torch.ops.pyg.merge_sampler_outputs = merge
+torch.ops.pyg.relabel_neighborhood = relabel
 
 
 def main(rank):
@@ -22,20 +58,29 @@ def main(rank):
         role=DistRole.WORKER,
     )
     init_rpc(context, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    ring = torch.stack([torch.arange(NODES), torch.arange(NODES).roll(1)])
-    mine = (ring[1] % PARTS == rank).nonzero().flatten()
-    features = LocalFeatureStore.from_data(node_id=torch.arange(NODES), x=torch.arange(NODES).view(-1, 1))
-    graph = LocalGraphStore.from_data(edge_id=mine, edge_index=ring[:, mine], num_nodes=NODES, is_sorted=False)
+    node = torch.arange(NODES)
+    sources, targets = torch.cat([node.roll(1), node.roll(5)]), torch.cat([node, node])
+    mine = (targets % PARTS == rank).nonzero().flatten()
+    graph = LocalGraphStore.from_data(
+        edge_id=mine, edge_index=torch.stack([sources, targets])[:, mine], num_nodes=NODES, is_sorted=False
+    )
+    features = LocalFeatureStore.from_data(node_id=node[rank::PARTS], x=10.0 * node[rank::PARTS].view(-1, 1))
     for store in (features, graph):
         store.num_partitions, store.partition_idx = PARTS, rank
         store.meta = {"is_hetero": False, "num_parts": PARTS}
-    graph.node_pb = features.node_feat_pb = torch.arange(NODES) % PARTS
+    graph.node_pb = features.node_feat_pb = node % PARTS
     sampler = DistNeighborSampler(context, (features, graph), num_neighbors=[-1, -1])
     sampler.init_sampler_instance()
     sampler.register_sampler_rpc()
     sampler.init_event_loop()
-    found = sampler.sample_from_nodes(NodeSamplerInput(input_id=None, node=torch.tensor([rank])))
-    print("result worker", rank, found.x.flatten().sort().values.tolist(), flush=True)
+    for start in (0, 7):
+        seed = torch.tensor([start + rank, start + rank + 5])
+        found = sampler.sample_from_nodes(NodeSamplerInput(input_id=None, node=seed))
+        fetched = found.metadata[3]
+        assert torch.equal(fetched, 10.0 * found.node.view(-1, 1))
+        edges = [f"{row}-{column}" for row, column in zip(found.row.tolist(), found.col.tolist(), strict=True)]
+        print("result worker", rank, "found", *found.node.tolist(), "edges", *edges, flush=True)
+    global_barrier()
     shutdown_rpc()
 
 
