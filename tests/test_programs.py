@@ -47,6 +47,14 @@ def test_results_and_reasons_are_read_from_what_is_printed(script, tmp_path):
     assert (killed.status, killed.reason) == (-9, "exit status -9")
 
 
+def test_lines_of_processes_side_by_side_are_whole(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    unbuffered = run(
+        script("import sys; print('result', sys.stdout.write_through)"), on_gradwire=False, folder=tmp_path
+    )
+    assert unbuffered.results == ("result False",)
+
+
 def test_no_process_outlives_a_program(script, tmp_path):
     slow = (
         "import os, subprocess, sys, time\n"

@@ -94,8 +94,9 @@ def _is_near(word: str, other: str, tolerance: float) -> bool:
 
 def _environment() -> dict[str, str]:
     paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {  # buffered, so that processes write whole lines
+        **inherited,
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
@@ -121,4 +122,4 @@ def _reason(program: Program, status: int | None, text: str) -> str:
     if status is None:
         return f"took more than {program.seconds:g} s"
     errors = [error for error in ERROR.findall(text) if "ProcessRaisedException" not in error]
-    return errors[-1].strip() if errors else f"exit status {status}"
+    return errors[-1].strip().replace(f"{PACKAGES}/", "") if errors else f"exit status {status}"

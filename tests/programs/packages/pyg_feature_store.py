@@ -9,7 +9,13 @@ import torch
 import torch.multiprocessing as mp
 from torch_geometric.distributed import LocalFeatureStore
 from torch_geometric.distributed.dist_context import DistContext, DistRole
-from torch_geometric.distributed.rpc import RPCRouter, init_rpc, rpc_partition_to_workers, shutdown_rpc
+from torch_geometric.distributed.rpc import (
+    RPCRouter,
+    global_barrier,
+    init_rpc,
+    rpc_partition_to_workers,
+    shutdown_rpc,
+)
 
 PARTS, NODES, WIDTH = 3, 30, 4
 
@@ -30,6 +36,7 @@ def main(rank):
     store.num_partitions, store.partition_idx, store.meta = PARTS, rank, {"is_hetero": False}
     store.node_feat_pb = torch.arange(NODES) % PARTS
     store.set_rpc_router(RPCRouter(rpc_partition_to_workers(context, PARTS, rank)))
+    global_barrier()  # all answer now
     for size in (5, 12):
         wanted = torch.randperm(NODES, generator=torch.Generator().manual_seed(size + rank))[:size]
         found = store.lookup_features(wanted).wait()

@@ -73,6 +73,7 @@ def main(rank):
     sampler.init_sampler_instance()
     sampler.register_sampler_rpc()
     sampler.init_event_loop()
+    global_barrier()  # all answer now
     for start in (0, 7):
         seed = torch.tensor([start + rank, start + rank + 5])
         found = sampler.sample_from_nodes(NodeSamplerInput(input_id=None, node=seed))
