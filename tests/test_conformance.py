@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-from gradwire import rpc
 from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
 
 from tests.conformance.fork_server import Outcome
@@ -25,7 +24,9 @@ def test_a_test_of_torch_runs_on_gradwire():
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "RpcTest.test_py_raise_in_user_func_escaped_str" in done.stdout
-    assert str(Path(rpc.__file__).with_name("calls.py")) in done.stdout  # in the traceback that the callee prints
+    # In the traceback that the callee prints, torch's own agent has a frame of its own.
+    assert "in raise_func_escape" in done.stdout
+    assert "rpc/internal.py" not in done.stdout
     assert "1 tests in" in done.stdout
 
 

@@ -124,7 +124,7 @@ def test_queues_are_first_in_first_out(store):
     assert store.queue_len("q") == 2
     assert [store.queue_pop("q"), store.queue_pop("q", block=False)] == [b"1", b"2"]
     assert store.queue_len("q") == 0
-    with pytest.raises(QueueEmptyError, match="'q' is empty"):
+    with pytest.raises(QueueEmptyError, match="queue is empty: 'q'"):
         store.queue_pop("q", block=False)
     with pytest.raises(torch.distributed.QueueEmptyError):
         store.queue_pop("q", block=False)
