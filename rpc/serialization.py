@@ -240,8 +240,9 @@ _UNSENDABLE: tuple[tuple[type, str], ...] = (
     ),
     (
         AnyFuture,
-        "it is a future: wait for it, or mark the function that returns it with rpc.functions.async_execution, so "
-        "that the call is answered when the future is done",
+        # Programs look for torch's words, which are the first.
+        "Can not pickle torch.futures.Future: wait for it, or mark the function that returns it with "
+        "rpc.functions.async_execution, so that the call is answered when the future is done",
     ),
 )
 """What does not pickle, and what to do instead."""

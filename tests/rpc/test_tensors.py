@@ -224,7 +224,7 @@ def test_what_does_not_travel_says_what_to_do(pair):
             (yields, (), "the result cannot be sent: it is a generator: call the function by rpc_stream"),
             (yields_asynchronously, (), "it is an asynchronous generator: .*rpc_stream"),
             (asynchronous, (), "it is a coroutine, .* asyncio.run"),
-            (returns, ("future",), "it is a future: wait for it, .*async_execution"),
+            (returns, ("future",), "Can not pickle torch.futures.Future: wait for it, .*async_execution"),
             (returns, ("mkldnn",), r"layout torch._mkldnn, which does not travel: send tensor.to_dense\(\)"),
             (returns, ("nested",), r"the result\['a'\] .* nested tensor .*torch.jagged"),
             (returns, ("no quantizer",), "quantized tensor without scale"),
