@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from textwrap import shorten
 
+import torch
+
 from . import __version__
 from .c10d.availability import why_unavailable
 from .c10d.backends import OWN
@@ -61,6 +63,8 @@ def _state_of(engine: str) -> str:
 
 
 def _version_of(package: str) -> str:
+    if package == "torch":
+        return torch.__version__  # says also for which CUDA it was built
     for name in (package, "cupy-cuda13x", "cupy-cuda12x") if package == "cupy" else (package,):
         try:
             return version(name)

@@ -110,7 +110,8 @@ def serve(program: str, agent: str, runs: int, folder: Path) -> None:
         compat.install()
     module = importlib.import_module(program)
     importlib.import_module("torch._dynamo")  # which torch.optim loads on the first step
-    gc.freeze()  # what is loaded by now stays: the end of a forked process need not look at it
+    if "triton" not in sys.modules:  # whose bindings, in CUDA builds, report what stays as leaks
+        gc.freeze()  # what is loaded by now stays: the end of a forked process need not look at it
     part, size = _example_part(module) if agent == "example" else (module.main, module.WORLD_SIZE)
     statuses = []
     for run in range(runs):
@@ -130,19 +131,16 @@ def serve(program: str, agent: str, runs: int, folder: Path) -> None:
 
 def _example_part(module: object) -> tuple[Callable[[int, int], None], int]:
     """What a process of the example does."""
-    trainers = 2
-    arguments = argparse.Namespace(
-        epochs=1, trainers=trainers, batch_size=256, lr=0.03, momentum=0.9, seed=0, plot=None, quiet=True
-    )
+    sys.argv = [EXAMPLE, "--epochs", "1", "--trainers", "2", "--quiet"]
+    arguments = module.parse_arguments()  # type: ignore[attr-defined]
+    size = 2 + arguments.trainers
 
     def part(rank: int, port: int) -> None:
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(2 + trainers), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         torch.set_num_threads(1)
         module.work(rank, arguments)  # type: ignore[attr-defined]
 
-    return part, 2 + trainers
+    return part, size
 
 
 def _write_to(path: Path) -> None:

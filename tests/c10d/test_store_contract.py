@@ -263,7 +263,8 @@ def test_cpp_calls_every_operation(store):
     assert through.delete_key("k")
     with pytest.raises(StoreTimeoutError, match="'p/k'"):
         through.wait(["k"], timedelta(milliseconds=1))
-    through.barrier("b", 1)
+    if hasattr(through, "barrier"):  # from torch 2.12 on
+        through.barrier("b", 1)
     through.set_timeout(timedelta(seconds=9))
     assert store.timeout == timedelta(seconds=9)
 

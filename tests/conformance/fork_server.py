@@ -143,7 +143,7 @@ def _run_test(case: unittest.TestCase, log: Path, answer: Connection) -> None:
     os.dup2(output, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     faulthandler.enable()
-    if torch.cuda._is_in_bad_fork():
+    if torch.cuda.is_available() and torch.cuda._is_in_bad_fork():
         answer.send(("failed", "CUDA was initialized before the tests were forked, so they cannot use it"))
         return
     result = unittest.TestResult()
