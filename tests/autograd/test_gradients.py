@@ -122,8 +122,9 @@ def test_a_model_spread_over_three_workers(trio):
 
     def check() -> float:
         local = [Layer(seed) for seed in range(3)]
-        layers = [rpc.remote(f"worker{owner}", Layer, (owner,)) for owner in range(3)]
         x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+        # After all that is random here: the first layer is made by another thread of this process, which seeds it.
+        layers = [rpc.remote(f"worker{owner}", Layer, (owner,)) for owner in range(3)]
 
         h = local[0](x)
         nested = (h * 2).sin()
