@@ -21,6 +21,22 @@ from tests.hosts import Network, why_not  # noqa: E402
 from tests.workers import Workers  # noqa: E402
 
 
+class RootIsNoPackage:
+    """Has pytest take the repository root for a folder, although its `__init__.py` is that of gradwire.
+
+    pytest would import it a second time, by the name of the folder, which need not be one for a module.
+    """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers a plugin, since the hooks of this file itself are not asked about the folder above."""
+    config.pluginmanager.register(RootIsNoPackage())
+
+
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
     """Starts worker processes; all of them end with the test."""
