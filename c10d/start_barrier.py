@@ -126,9 +126,8 @@ class StartBarrier:
         me = self._claim
         if me.world_size != -1:
             self._begin_round()
-        self._store.set(
-            self._key("present", me.process), ""
-        )  # before the claims: who contradicts them looks for it
+        # Before the claims: who contradicts one looks here whether its process is about to start.
+        self._store.set(self._key("present", me.process), "")
         size = self._claim_key(self._key("world_size"))
         self._largest = max(me.world_size, size.world_size)
         if -1 in (me.world_size, size.world_size) and me.world_size != size.world_size:

@@ -13,6 +13,8 @@ import gc
 import importlib
 import os
 import re
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -152,14 +154,13 @@ def _write_to(path: Path) -> None:
 
 def _status_of(child: int) -> int:
     """The exit code of a process, which is killed if it takes too long."""
-    deadline = time.monotonic() + RUN_SECONDS
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(child, 9)
-        time.sleep(0.005)
+    descriptor = os.pidfd_open(child)
+    try:
+        if not select.select([descriptor], [], [], RUN_SECONDS)[0]:
+            os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(descriptor)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def main() -> int:

@@ -6,25 +6,19 @@ from gradwire import autograd, rpc
 from torch import Tensor, nn
 
 from tests import remote_functions
+from tests.mixed_module import Mixed
 from tests.remote_functions import identity
 
 
-class Tied(nn.Module):
-    """Has whatever tensors a module can have; two of its layers share a weight."""
+class Tied(Mixed):
+    """With an embedding whose gradients are sparse."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(2, 2, bias=False)
-        self.second = nn.Linear(2, 2, bias=False)
-        self.second.weight = self.first.weight
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        self.register_buffer("offset", torch.ones(2))
-        self.scale = torch.ones(2, requires_grad=True)
         self.rows = nn.Embedding(3, 2, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)) * self.scale + self.offset + self.frozen + self.rows.weight.sum()
+        return super().forward(x) + self.rows.weight.sum()
 
 
 def assert_whole(model: Tied) -> None:

@@ -8,26 +8,10 @@ import torch
 from gradwire import compat
 from torch import Tensor, nn
 
+from tests.mixed_module import Mixed
 from tests.remote_functions import identity
 
 kept: list[Any] = []
-
-
-class Mixed(nn.Module):
-    """Has whatever tensors a module can have; two of its layers share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(2, 2, bias=False)
-        self.second = nn.Linear(2, 2, bias=False)
-        self.second.weight = self.first.weight
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        self.register_buffer("offset", torch.ones(2))
-        self.scale = torch.ones(2, requires_grad=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)) * self.scale + self.offset + self.frozen
 
 
 def parameter() -> nn.Parameter:
