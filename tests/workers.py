@@ -212,6 +212,8 @@ def _worker_main(connection: Connection, log: str) -> None:
     os.dup2(output, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=output)
     faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
     with contextlib.suppress(EOFError):  # the test process is gone

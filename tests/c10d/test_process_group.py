@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
@@ -213,8 +212,11 @@ def test_the_documented_engine_is_the_one_tested_here():
     assert f"```python\n{code}```" in (root / "docs/engines.md").read_text()
 
 
-def interrupt() -> str:
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+def wait_until_the_other_has_come() -> None:
+    dist.group.WORLD.engine("cpu").store.wait(["1/0"])
+
+
+def be_interrupted() -> str:
     with pytest.raises(KeyboardInterrupt):
         dist.barrier()  # the other rank does not come
     with pytest.raises(GroupAbortedError) as again:
@@ -223,7 +225,11 @@ def interrupt() -> str:
 
 
 def test_an_interrupted_group_is_used_no_more(group):
-    assert group(2)[0].run(interrupt) == "rank 0 was interrupted in barrier"
+    interrupted, other = group(2)
+    pending = interrupted.start(be_interrupted)
+    other.run(wait_until_the_other_has_come)
+    os.kill(interrupted.pid, signal.SIGINT)
+    assert pending.result() == "rank 0 was interrupted in barrier"
 
 
 class Recorder(Engine):
