@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from ..rpc.agent import current_agent
+from ..rpc.contracts.agent import current_agent
 from .context import inside
 from .engine import Mode, check_roots
 from .extension import Autograd

@@ -15,11 +15,11 @@ from typing import Any, final
 import torch
 
 from ..errors import AutogradError, RpcTimeoutError, UnknownContextError, WorkerLostError
-from ..rpc.agent import RpcAgent
-from ..rpc.failures import copy_error
-from ..rpc.messages import MessageType
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import MessageType
+from ..rpc.execution.kept_errors import copy_error
 from .closure import LARGEST, NOTHING, Closure, closure_above, small_closure, start_node
-from .compact import Gradients, shrink
+from .compression import Gradients, shrink
 from .functions import receive, send
 from .gradients import GradLoans, LeafGradients
 from .partial import PartialGradients

@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from typing import final
 
 from ..errors import UnknownContextError
-from ..rpc.agent import RpcAgent
+from ..rpc.contracts.agent import RpcAgent
 from .context import Context
 from .gradients import GradLoans
 

@@ -25,12 +25,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AutogradError
-from ..rpc.agent import RpcAgent
-from ..rpc.futures import error_of
-from ..rpc.messages import Incoming, MessageType
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import Incoming, MessageType
+from ..rpc.execution.futures import error_of
 from .anomaly import Anomaly, AnomalyScopes
 from .closure import Closure, Message, start_node, walk
-from .compact import expand
+from .compression import expand
 from .context import Context, PassId, inside
 from .contexts import Contexts
 from .partial import PartialGradients, total

@@ -7,9 +7,9 @@ from typing import Any, final
 import torch
 
 from ..errors import AutogradError, WorkerLostError
-from ..rpc.agent import RpcAgent
-from ..rpc.messages import Extension, Handler, Incoming, MessageType, Outgoing, register_extension
-from ..rpc.worker import WorkerInfo
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import Extension, Handler, Incoming, MessageType, Outgoing, register_extension
+from ..rpc.contracts.worker import WorkerInfo
 from .anomaly import Anomaly, AnomalyScopes
 from .closure import Closure, closure_from_proto, closure_to_proto, union
 from .context import Context, current_context, inside

@@ -7,7 +7,7 @@ from typing import final
 import torch
 
 from .closure import Message
-from .compact import Gradients
+from .compression import Gradients
 
 __all__ = ["PartialGradients", "add", "total"]
 

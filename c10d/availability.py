@@ -35,7 +35,7 @@ def _check_gloo() -> None:
 
 
 def _check_mpi() -> None:
-    from .engines.mpi_world import load_mpi
+    from .engines.mpi.world import load_mpi
 
     load_mpi()
 
@@ -49,6 +49,6 @@ def _check_nccl() -> None:
 
 
 def _check_shm() -> None:
-    from .engines.shm_signals import check_platform
+    from .engines.shm.signals import check_platform
 
     check_platform("shm")

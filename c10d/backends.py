@@ -3,8 +3,8 @@
 import os
 
 from .engines.base import Engine, Setup
-from .engines.shm_signals import runs_here
-from .hosts import hosts_of, share_memory
+from .engines.shm.signals import runs_here
+from .host_identity import hosts_of, share_memory
 from .registry import register_engine
 
 __all__ = ["OWN", "best_engine", "register_backends"]
@@ -22,13 +22,13 @@ def best_engine(setup: Setup) -> Engine:
 
 
 def _gloo(setup: Setup) -> Engine:
-    from .engines.gloo import GlooEngine
+    from .engines.gloo.engine import GlooEngine
 
     return GlooEngine(setup)
 
 
 def _mpi(setup: Setup) -> Engine:
-    from .engines.mpi import MpiEngine  # needs the extra `mpi`
+    from .engines.mpi.engine import MpiEngine  # needs the extra `mpi`
 
     return MpiEngine(setup)
 
@@ -40,7 +40,7 @@ def _nccl(setup: Setup) -> Engine:
 
 
 def _shm(setup: Setup) -> Engine:
-    from .engines.shm import ShmEngine
+    from .engines.shm.engine import ShmEngine
 
     return ShmEngine(setup)
 

@@ -27,11 +27,11 @@ from .debug.consistency import ConsistencyCheck
 from .debug.flight_recorder import Entry, FlightRecorder, write
 from .engines.base import Engine, Pending
 from .event_loop import acquire_event_loop
+from .failure_detector import DROPPED, LEFT, Liveness
 from .group_options import GroupOptions
-from .lane import Lane
-from .liveness import DROPPED, LEFT, Liveness
 from .pending import Done
 from .profile_events import OperationEvent
+from .serial_queue import Lane
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..errors import ProcessGroupError
 from ..torch_internals import default_timeout
 from .backends import OWN
-from .engines.mpi_world import under_mpiexec
+from .engines.mpi.world import under_mpiexec
 from .mpiexec import meet_under_mpiexec
 from .process_group import ProcessGroup
 from .rendezvous import Rendezvous, rendezvous

@@ -3,8 +3,8 @@
 from datetime import timedelta
 
 from ..errors import RendezvousError
-from .engines.mpi_world import MpiWorld
-from .hosts import LOOPBACK, Host, address_for_others, share_network
+from .engines.mpi.world import MpiWorld
+from .host_identity import LOOPBACK, Host, address_for_others, share_network
 from .rendezvous import Rendezvous
 from .stores.tcp import TCPStore
 

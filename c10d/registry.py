@@ -24,13 +24,13 @@ from ..torch_internals import (
     register_group_backend,
 )
 from .collectives import Collectives
+from .dynamo import leave_untraced
 from .engines.base import Engine, EngineFactory, Setup
 from .group_core import GroupCore
 from .group_options import GroupOptions
 from .process_group import ProcessGroup
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
-from .untraced import leave_untraced
 from .work import GroupWork
 
 __all__ = ["GroupMaker", "register_engine"]

@@ -22,8 +22,8 @@ from typing import Any, Final, NoReturn, Self, final
 from ..errors import RendezvousError
 from .addresses import format_address, is_loopback
 from .stores.file import FileStore
-from .stores.foreign import wait as wait_for_keys
 from .stores.tcp import TCPStore
+from .stores.torch_store import wait as wait_for_keys
 from .torch_types import TorchStore, TorchTCPStore
 from .waiting import wait_with_warnings
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import rpc
-from ..rpc.agent import current_agent, holder
+from ..rpc.contracts.agent import current_agent, holder
 from . import debug_info
 
 __all__ = ["RpcAgent", "TensorPipeAgent", "current", "enable_gil_profiling", "forget", "set_current"]

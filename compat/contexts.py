@@ -11,7 +11,7 @@ from ..autograd.context import Context, current_context, set_current_context
 from ..autograd.engine import check_roots
 from ..autograd.extension import Autograd
 from ..errors import AutogradError, GradwireError, RemoteError
-from ..rpc.agent import current_agent
+from ..rpc.contracts.agent import current_agent
 
 __all__ = [
     "NODE_METHODS",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ..autograd.extension import Autograd
-from ..rpc.agent import current_agent
+from ..rpc.contracts.agent import current_agent
 from ..rref.forks import References
 
 __all__ = ["agent_info", "all_info", "autograd_info", "references_info"]

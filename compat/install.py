@@ -9,7 +9,7 @@ from typing import final
 
 from ..autograd.functions import RecvRpc, SendRpc
 from ..nn.remote_module import RemoteModule
-from ..rpc.messages import register_extension
+from ..rpc.contracts.messages import register_extension
 from ..rref.rref import RRef
 from .contexts import NODE_METHODS
 from .defaults import defaults

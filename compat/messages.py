@@ -7,10 +7,10 @@ from typing import final
 
 import torch
 
-from ..rpc.agent import RpcAgent
-from ..rpc.messages import Extension
-from ..rpc.profiling import Profiling
-from ..rpc.worker import WorkerInfo
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import Extension
+from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.profiling.extension import Profiling
 from ..torch_internals import find_builtin
 from .errors import as_torch_raises
 

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import RRefError
-from ..rpc.agent import holder
+from ..rpc.contracts.agent import holder
 from ..rref.rref import RRef
 
 __all__ = ["METHODS"]

@@ -1,7 +1,7 @@
 """torch.jit where it meets calls.
 
 TorchScript knows torch.distributed.rpc's functions by identity and compiles them into calls of torch's own agent,
-which is not there. Of references it knows only that agent's too: gradwire.rpc.script_references deals with those.
+which is not there. Of references it knows only that agent's too: gradwire.rpc.execution.script_functions deals with those.
 """
 
 import warnings
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import RpcError
-from ..rpc.script_references import check_references
+from ..rpc.execution.script_functions import check_references
 from ..torch_internals import script_methods
 
 __all__ = ["script"]

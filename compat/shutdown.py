@@ -9,9 +9,9 @@ from typing import Any
 
 from .. import rpc
 from ..errors import RpcTimeoutError
-from ..rpc.agent import current_agent
-from ..rpc.calls import UNSET_RPC_TIMEOUT
-from ..rpc.worker_end import WorkerEnd
+from ..rpc.contracts.agent import current_agent
+from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
+from ..rpc.contracts.worker_end import WorkerEnd
 from ..rref.forks import References
 
 __all__ = ["all_gather", "delete_references", "destroy_references", "shutdown", "wait_all_workers"]

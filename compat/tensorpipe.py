@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 from .. import rpc
 from ..c10d.torch_types import TorchStore
 from ..rpc.backend_registry import backend_registered, register_backend
+from ..rpc.contracts.devices import Device
+from ..rpc.contracts.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT
 from ..rpc.grpc_backend import start_agent
-from ..rpc.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, Device
 from .defaults import defaults
 
 __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions", "register"]

@@ -8,11 +8,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from ..rpc.agent import current_agent
-from ..rpc.calls import check_call, rpc_async, rpc_sync
-from ..rpc.futures import Future
-from ..rpc.messages import Extension, register_extension
-from ..rpc.options import Device
+from ..rpc.calls import rpc_async, rpc_sync
+from ..rpc.contracts.agent import current_agent
+from ..rpc.contracts.arguments import check_call
+from ..rpc.contracts.devices import Device
+from ..rpc.contracts.messages import Extension, register_extension
+from ..rpc.execution.futures import Future
 from ..rref.api import remote
 from ..rref.rref import RRef
 from ..torch_internals import RecursiveScriptModule, tree_map_only

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.jit.frontend import build_def
 
-from ..rpc.script import reduce_script_module as reduce_any_script_module
+from ..rpc.wire.script import reduce_script_module as reduce_any_script_module
 from ..torch_internals import (
     FunctionModifiers,
     RecursiveScriptModule,

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from ..rpc.worker import WorkerInfo
+from ..rpc.contracts.worker import WorkerInfo
 from ..rref import RRef, remote
 from .checkpoint import StateDict, check, pack, state_of
 from .local_optimizer import Description, LocalOptimizer

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from ..autograd import get_gradients
-from ..rpc.agent import current_agent
+from ..rpc.contracts.agent import current_agent
 from .parameter_groups import Options, ParameterGroup, options
 
 __all__ = ["Description", "LocalOptimizer", "State", "check_leaves"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..rpc.worker import WorkerInfo
+from ..rpc.contracts.worker import WorkerInfo
 
 __all__ = ["wait_for_owners"]
 

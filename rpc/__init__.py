@@ -1,7 +1,6 @@
 """Remote calls: the names of `torch.distributed.rpc`, on gradwire's agent."""
 
 from . import aio, backend_registry, fault_injection, functions, grpc_backend
-from .agent import RpcAgent, is_initialized
 from .api import (
     debug_info,
     get_rpc_timeout,
@@ -24,14 +23,15 @@ from .backend_registry import (
     register_backend,
 )
 from .calls import broadcast_call, rpc_async, rpc_sync
-from .collectives import AllGatherStates, all_gather, barrier
-from .futures import Future
-from .global_profile import server_process_global_profile
-from .options import BroadcastOptions, ChannelOptions, GatheringOptions, RpcBackendOptions
-from .streams import RpcStream, rpc_stream
+from .collectives.api import AllGatherStates, all_gather, barrier
+from .contracts.agent import RpcAgent, is_initialized
+from .contracts.options import BroadcastOptions, ChannelOptions, GatheringOptions, RpcBackendOptions
+from .contracts.worker import WorkerInfo
+from .contracts.worker_events import WorkerEventHandle, WorkerJoined, WorkerLeft
+from .execution.futures import Future
+from .profiling.server_profile import server_process_global_profile
+from .streaming.streams import RpcStream, rpc_stream
 from .wait_all import wait_all
-from .worker import WorkerInfo
-from .worker_events import WorkerEventHandle, WorkerJoined, WorkerLeft
 
 # Last, because rref builds on the modules above. Whatever of gradwire is imported, `gradwire/__init__.py` runs
 # first and comes here, through autograd, before it comes to rref.

@@ -18,11 +18,12 @@ from typing import Any, Self, TypeVar, TypeVarTuple, final, overload
 
 import torch
 
-from .agent import Destination, current_agent
-from .calls import UNSET_RPC_TIMEOUT, rpc_async
-from .futures import wait_in_loop
-from .worker import WorkerInfo
-from .worker_events import WorkerEvent, WorkerEventBuffer
+from .calls import rpc_async
+from .contracts.agent import Destination, current_agent
+from .contracts.arguments import UNSET_RPC_TIMEOUT
+from .contracts.worker import WorkerInfo
+from .contracts.worker_events import WorkerEvent, WorkerEventBuffer
+from .execution.futures import wait_in_loop
 
 __all__ = ["WorkerEventStream", "call", "wait", "worker_events"]
 

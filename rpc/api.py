@@ -12,13 +12,13 @@ from ..c10d.rendezvous import rendezvous
 from ..c10d.start_barrier import Purpose
 from ..c10d.torch_types import TorchStore
 from ..errors import RpcError
-from .addresses import check_consent
-from .agent import Destination, RpcAgent, current_agent, holder
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
-from .options import RpcBackendOptions, check_rpc_timeout
-from .worker import WorkerInfo, check_worker_name
-from .worker_end import WorkerEnd, last_uncaught_error
-from .worker_events import WorkerEvent, WorkerEventHandle, WorkerJoined, WorkerLeft
+from .contracts.agent import Destination, RpcAgent, current_agent, holder
+from .contracts.options import RpcBackendOptions, check_rpc_timeout
+from .contracts.worker import WorkerInfo, check_worker_name
+from .contracts.worker_end import WorkerEnd, last_uncaught_error
+from .contracts.worker_events import WorkerEvent, WorkerEventHandle, WorkerJoined, WorkerLeft
+from .membership.addresses import check_consent
 
 __all__ = [
     "debug_info",

@@ -5,8 +5,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from ..errors import RpcError
-from .agent import RpcAgent
-from .options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, RpcBackendOptions
+from .contracts.agent import RpcAgent
+from .contracts.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, RpcBackendOptions
 
 __all__ = [
     "BackendType",

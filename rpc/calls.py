@@ -1,7 +1,6 @@
 """Running functions on other workers."""
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple, cast, final, overload
@@ -10,23 +9,21 @@ import torch
 
 from ..errors import RpcError
 from ..torch_internals import AnyFuture
-from .agent import Destination, current_agent
+from .contracts.agent import Destination, current_agent
+from .contracts.arguments import CALL_PARTS, UNSET_RPC_TIMEOUT, check_call, check_timeout
+from .contracts.messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
+from .contracts.worker import WorkerInfo
+from .execution.futures import Future, when_done
+from .execution.script_functions import run_script_function
 from .functions import is_async_execution
-from .futures import Future, when_done
-from .messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
-from .profiling import RPCExecMode, profiled_call, run_profiled
-from .script import not_scriptable
-from .script_references import run_script_function
-from .tracebacks import users_traceback
+from .profiling.extension import RPCExecMode, profiled_call, run_profiled
 from .wait_all import note_future
-from .worker import WorkerInfo
+from .wire.script import not_scriptable
+from .wire.tracebacks import users_traceback
 
 __all__ = [
-    "UNSET_RPC_TIMEOUT",
     "Calls",
     "broadcast_call",
-    "check_call",
-    "check_timeout",
     "logged",
     "name_of",
     "rpc_async",
@@ -38,12 +35,7 @@ __all__ = [
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-UNSET_RPC_TIMEOUT = -1.0
-"""As a timeout: that of the options."""
-
 log = logging.getLogger(__name__)
-
-CALL_PARTS = ("the function", "args", "kwargs")
 
 CALLS_USERS = ("run_function",)
 """See tracebacks.py."""
@@ -98,36 +90,6 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
             f"but {name} returned a {type(result).__name__}"
         )
     return Deferred(when_done(cast(torch.futures.Future[Any], result)))
-
-
-def check_timeout(timeout: float) -> float | None:
-    """A call's timeout as the agent takes it: None for that of the options.
-
-    Raises:
-        ValueError: it is negative, or no number.
-    """
-    if timeout == UNSET_RPC_TIMEOUT:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
-        raise ValueError(f"timeout is {timeout!r}: give seconds, 0 for none, or leave it out")
-    return float(timeout)
-
-
-def check_call(
-    function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The parts of a call.
-
-    Raises:
-        TypeError: the function is not callable, args no sequence, or kwargs no mapping of strings.
-    """
-    if not callable(function):
-        raise TypeError(f"func is {function!r}, which cannot be called")
-    if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
-        raise TypeError(f"args is {args!r}: give a tuple, (x,) for one argument")
-    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
-        raise TypeError(f"kwargs is {kwargs!r}: give a dictionary of names")
-    return function, tuple(args or ()), dict(kwargs or {})
 
 
 def name_of(function: Callable[..., Any]) -> str:

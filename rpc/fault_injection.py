@@ -26,16 +26,16 @@ from typing import Any, ClassVar, final
 from ..c10d.torch_types import TorchStore
 from ..errors import SendFailedError
 from ..proto.v1 import agent_pb2
+from .agent.factories import Parts
+from .agent.grpc_agent import GrpcAgent
+from .agent.network import Network
 from .backend_registry import register_backend
-from .grpc_agent import GrpcAgent
+from .contracts.messages import MessageType
+from .contracts.options import RpcBackendOptions
+from .contracts.worker import WorkerInfo
+from .contracts.worker_end import WorkerEnd
 from .grpc_backend import start_agent
-from .messages import MessageType
-from .network import Network
-from .options import RpcBackendOptions
-from .parts import Parts
 from .transports.base import Transport, TransportClosedError
-from .worker import WorkerInfo
-from .worker_end import WorkerEnd
 
 __all__ = ["CONTROL_KINDS", "MESSAGE_NAMES", "FaultyRpcBackendOptions", "start_faulty_agent"]
 

@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..c10d.hosts import is_local, network_name
+from ..c10d.host_identity import is_local, network_name
 from ..c10d.start_barrier import Claim, Purpose, StartBarrier
 from ..c10d.stores.prefix import PrefixStore
 from ..c10d.torch_types import TorchStore
 from ..c10d.waiting import wait_with_warnings
 from ..errors import RendezvousError, WorkerLostError
-from .addresses import choose_address, unreachable_members
+from .agent.grpc_agent import GrpcAgent
 from .backend_registry import register_backend
-from .device_maps import check_device_maps, device_maps_as_text
-from .futures import Future
-from .grpc_agent import GrpcAgent
-from .membership import Member, exchange_members, introduce
-from .messages import MessageType
-from .options import RpcBackendOptions
-from .roster import RosterLog
+from .contracts.messages import MessageType
+from .contracts.options import RpcBackendOptions
+from .contracts.worker import WorkerInfo
+from .execution.futures import Future
+from .membership.addresses import choose_address, unreachable_members
+from .membership.device_maps import check_device_maps, device_maps_as_text
+from .membership.members import Member, exchange_members, introduce
+from .membership.roster import RosterLog
 from .transports.grpc_stream import REFUSED
-from .worker import WorkerInfo
 
 __all__ = ["AgentFactory", "start_agent"]
 

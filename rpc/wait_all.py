@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .agent import holder
-from .futures import when_done
+from .contracts.agent import holder
+from .execution.futures import when_done
 
 __all__ = ["note_future", "thread_futures", "wait_all", "wait_for_futures"]
 

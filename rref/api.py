@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, TypeVarTuple, overload
 
-from ..rpc.agent import Destination, current_agent
-from ..rpc.calls import UNSET_RPC_TIMEOUT, check_call, check_timeout
-from ..rpc.profiling import RPCExecMode, profiled_call
-from ..rpc.script import not_scriptable
+from ..rpc.contracts.agent import Destination, current_agent
+from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_call, check_timeout
+from ..rpc.profiling.extension import RPCExecMode, profiled_call
+from ..rpc.wire.script import not_scriptable
 from .forks import References
 from .rref import RRef
 

@@ -1,7 +1,7 @@
 """How workers count references to each other's values.
 
 The protocol is that of the design note "Remote Reference Protocol" in PyTorch's documentation, with
-acknowledged messages throughout (`gradwire.rpc.control`), so that none is lost or counted twice:
+acknowledged messages throughout (`gradwire.rpc.agent.control`), so that none is lost or counted twice:
 
 * The owner keeps a value while a fork, that is another worker's reference, lives.
 * `remote` makes the first fork; the owner confirms it by answering the creating message.
@@ -31,11 +31,9 @@ import torch
 
 from ..errors import RemoteError, RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
 from ..proto.v1 import agent_pb2
-from ..rpc.agent import RpcAgent
 from ..rpc.calls import logged, name_of, run_function
-from ..rpc.failures import without_frames
-from ..rpc.futures import Future, error_of
-from ..rpc.messages import (
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import (
     Deferred,
     Extension,
     Handler,
@@ -44,8 +42,10 @@ from ..rpc.messages import (
     Outgoing,
     register_extension,
 )
-from ..rpc.profiling import run_profiled
-from ..rpc.worker import WorkerInfo
+from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.execution.futures import Future, error_of
+from ..rpc.profiling.extension import run_profiled
+from ..rpc.wire.failures import without_frames
 from .ids import GlobalId, IdSource
 from .owner_table import Entry, OwnerTable
 from .rref import Hold, OwnerHandle, RRef, UserHandle

@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, final
 
 from ..errors import RRefError
-from ..rpc.failures import copy_error
+from ..rpc.execution.kept_errors import copy_error
 from .ids import GlobalId
 
 __all__ = ["Entry", "OwnerTable", "ValueNotThereError"]

@@ -5,10 +5,10 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 
-from ..rpc.agent import current_agent
 from ..rpc.calls import run_function, send_call
-from ..rpc.futures import Future
-from ..rpc.profiling import RPCExecMode
+from ..rpc.contracts.agent import current_agent
+from ..rpc.execution.futures import Future
+from ..rpc.profiling.extension import RPCExecMode
 from ..rpc.wait_all import note_future
 from .api import remote
 from .forks import References
@@ -21,7 +21,7 @@ K = TypeVar("K")
 """What a method called through a proxy returns: its result, a future of it, or a reference to it."""
 
 CALLS_USERS = ("_require_attribute", "_run_method")
-"""See gradwire.rpc.tracebacks."""
+"""See gradwire.rpc.wire.tracebacks."""
 
 
 @final

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, final
 import torch
 
 from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefError
-from ..rpc.agent import RpcAgent, current_agent
-from ..rpc.calls import UNSET_RPC_TIMEOUT, check_timeout
-from ..rpc.failures import copy_error
-from ..rpc.futures import Future, error_of
-from ..rpc.messages import MessageType
-from ..rpc.worker import WorkerInfo
+from ..rpc.contracts.agent import RpcAgent, current_agent
+from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
+from ..rpc.contracts.messages import MessageType
+from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.execution.futures import Future, error_of
+from ..rpc.execution.kept_errors import copy_error
 from .owner_table import Entry, ValueNotThereError
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from gradwire.c10d import HashStore
-from gradwire.rpc.grpc_agent import GrpcAgent
-from gradwire.rpc.membership import Member
-from gradwire.rpc.options import RpcBackendOptions
-from gradwire.rpc.worker import WorkerInfo
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.contracts.options import RpcBackendOptions
+from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.membership.members import Member
 
 ROOT = Path(__file__).parent.parent
 # Appended, so that worker processes can import test modules by name without shadowing anything.

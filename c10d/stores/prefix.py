@@ -7,7 +7,7 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..torch_types import TorchStore
 from .base import Store
-from .foreign import execute
+from .torch_store import execute
 
 __all__ = ["PrefixStore"]
 

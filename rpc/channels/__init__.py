@@ -1,1 +1,1 @@
-"""Channels carry the bytes of bodies and tensors; transports carry the envelopes that name them."""
+"""How the bytes of tensors and bodies travel: inside the envelope, in chunks, or by broadcast."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from ...proto.v1 import agent_pb2
-from ..tensors import Buffer
+from ..contracts.messages import Buffer
 
 __all__ = ["Channel", "Start"]
 

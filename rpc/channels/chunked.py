@@ -15,11 +15,11 @@ import grpc
 import torch
 
 from ...proto.v1 import agent_pb2
-from ..framing import bytes_field
-from ..handshake import Handshake, RefusedError
-from ..options import ChannelOptions
-from ..tensors import Buffer
+from ..contracts.messages import Buffer
+from ..contracts.options import ChannelOptions
+from ..transports.handshake import Handshake, RefusedError
 from ..transports.settings import CLIENT_OPTIONS, TRANSFER_METHOD, aio
+from ..wire.framing import bytes_field
 from .base import Start
 
 __all__ = ["ChunkedChannel"]

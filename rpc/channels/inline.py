@@ -3,7 +3,7 @@
 from typing import ClassVar, final
 
 from ...proto.v1 import agent_pb2
-from ..tensors import Buffer
+from ..contracts.messages import Buffer
 
 __all__ = ["InlineChannel"]
 

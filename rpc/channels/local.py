@@ -6,7 +6,7 @@ from typing import ClassVar, final
 import torch
 
 from ...proto.v1 import agent_pb2
-from ..tensors import Buffer
+from ..contracts.messages import Buffer
 
 __all__ = ["LocalChannel"]
 

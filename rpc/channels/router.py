@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from ...proto.v1 import agent_pb2
-from ..options import ChannelOptions
-from ..tensors import Buffer
+from ..contracts.messages import Buffer
+from ..contracts.options import ChannelOptions
 from .base import Channel, Start
-from .broadcast_sending import Broadcast
+from .broadcast.sending import Broadcast
 
 __all__ = ["Arrived", "ChannelRouter", "PayloadWriter"]
 

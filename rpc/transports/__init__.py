@@ -1,1 +1,1 @@
-"""Transports carry envelopes between two workers."""
+"""How envelopes travel between two workers: over a gRPC stream, or within one process."""

@@ -3,8 +3,8 @@
 from typing import ClassVar, Protocol
 
 from ...proto.v1 import agent_pb2
-from ..worker import WorkerInfo
-from ..worker_end import WorkerEnd
+from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
 
 __all__ = ["Transport", "TransportClosedError", "TransportListener"]
 

@@ -21,11 +21,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ...proto.v1 import agent_pb2
-from ..framing import bytes_field
-from ..handshake import Handshake, RefusedError
-from ..worker import WorkerInfo
-from ..worker_end import SHUT_DOWN, EndKind, WorkerEnd
+from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import SHUT_DOWN, EndKind, WorkerEnd
+from ..wire.framing import bytes_field
 from .base import TransportClosedError, TransportListener
+from .handshake import Handshake, RefusedError
 from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
 
 __all__ = ["REFUSED", "GrpcStream", "GrpcStreams"]

@@ -4,8 +4,8 @@ import asyncio
 from typing import ClassVar, final
 
 from ...proto.v1 import agent_pb2
-from ..worker import WorkerInfo
-from ..worker_end import SHUT_DOWN, WorkerEnd
+from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from .base import TransportClosedError, TransportListener
 
 __all__ = ["LoopbackTransport"]

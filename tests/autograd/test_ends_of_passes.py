@@ -8,7 +8,7 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.autograd.context import current_context
 from gradwire.errors import AutogradError, RemoteError, RpcTimeoutError, SendFailedError, WorkerLostError
-from gradwire.rpc.agent import current_agent
+from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import add, assert_clean, multiply, set_event, wait_for, wait_until
 from tests.rpc.test_fault_injection import faulty

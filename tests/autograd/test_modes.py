@@ -9,8 +9,8 @@ from gradwire.autograd.closure import LARGEST
 from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import RpcTimeoutError
-from gradwire.rpc.agent import current_agent
-from gradwire.rpc.messages import Outgoing
+from gradwire.rpc.contracts.agent import current_agent
+from gradwire.rpc.contracts.messages import Outgoing
 
 from tests.remote_functions import assert_clean, multiply
 

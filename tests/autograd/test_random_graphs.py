@@ -14,10 +14,10 @@ from gradwire import autograd, rpc
 from gradwire.autograd.closure import LARGEST, start_node, walk
 from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
-from gradwire.rpc.agent import current_agent
-from gradwire.rpc.grpc_agent import GrpcAgent
-from gradwire.rpc.messages import MessageType
-from gradwire.rpc.worker import WorkerInfo
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.contracts.agent import current_agent
+from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.worker import WorkerInfo
 
 from tests.autograd.programs import Distributed, Program, generate, gradients_in_one_process, roots, run_body
 from tests.autograd.test_modes import send_at_most

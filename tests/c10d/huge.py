@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from gradwire import launch
-from gradwire.c10d.engines.mpi_world import load_mpi, under_mpiexec
+from gradwire.c10d.engines.mpi.world import load_mpi, under_mpiexec
 from gradwire.errors import UnsupportedOperationError
 from torch import Tensor
 

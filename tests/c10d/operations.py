@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from gradwire import launch
-from gradwire.c10d.engines.mpi_world import under_mpiexec
+from gradwire.c10d.engines.mpi.world import under_mpiexec
 from torch import Tensor
 from torch.distributed import ReduceOp
 

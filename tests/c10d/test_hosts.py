@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d import hosts as hosts_module
-from gradwire.c10d import liveness
+from gradwire.c10d import failure_detector as liveness
+from gradwire.c10d import host_identity as hosts_module
 from gradwire.errors import ProcessGroupError, RankLostError
 
 from tests.c10d.members import MIB, everywhere, receive, total

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from gradwire.c10d.lane import Lane
+from gradwire.c10d.serial_queue import Lane
 from gradwire.c10d.work import GroupWork
 
 

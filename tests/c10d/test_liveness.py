@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from gradwire.c10d import FileStore
-from gradwire.c10d.liveness import DIED, Liveness
+from gradwire.c10d.failure_detector import DIED, Liveness
 from gradwire.errors import ProcessGroupError, StoreTimeoutError
 
 from tests.c10d.members import everywhere

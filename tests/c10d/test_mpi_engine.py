@@ -44,8 +44,8 @@ from tests.c10d.members import (
 
 pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
 
-from gradwire.c10d.engines import mpi as mpi_engine
-from gradwire.c10d.engines import pmi as pmi_module
+from gradwire.c10d.engines.mpi import engine as mpi_engine
+from gradwire.c10d.engines.mpi import pmi as pmi_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d.engines.mpi_world import load_mpi
+from gradwire.c10d.engines.mpi.world import load_mpi
 from gradwire.errors import CollectiveTimeoutError, ProcessGroupError, RankLostError
 
 from tests.c10d import open_mpi

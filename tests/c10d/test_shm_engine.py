@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.c10d.engines.shm_layout import SLOT
+from gradwire.c10d.engines.shm.layout import SLOT
 from gradwire.c10d.reductions import Reduction, combine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

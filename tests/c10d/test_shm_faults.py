@@ -16,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.c10d import FileStore
-from gradwire.c10d.engines import Setup, shm_members, shm_signals
-from gradwire.c10d.engines.shm import ShmEngine
-from gradwire.c10d.engines.shm_layout import BLOCKS, Layout
-from gradwire.c10d.engines.shm_signals import LINE, Signals
+from gradwire.c10d.engines import Setup
+from gradwire.c10d.engines.shm import members as shm_members
+from gradwire.c10d.engines.shm import signals as shm_signals
+from gradwire.c10d.engines.shm.engine import ShmEngine
+from gradwire.c10d.engines.shm.layout import BLOCKS, Layout
+from gradwire.c10d.engines.shm.signals import LINE, Signals
 from gradwire.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

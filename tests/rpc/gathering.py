@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from gradwire import rpc
 from gradwire.errors import ProcessGroupError
-from gradwire.rpc import gather_group
-from gradwire.rpc.agent import current_agent
+from gradwire.rpc.collectives import all_gather_group as gather_group
+from gradwire.rpc.contracts.agent import current_agent
 
 MIB = 2**20
 AT_ONCE = rpc.GatheringOptions(after=1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
-from gradwire.rpc import gather
-from gradwire.rpc.futures import when_done
+from gradwire.rpc.collectives import all_gather as gather
+from gradwire.rpc.execution.futures import when_done
 
 from tests.remote_functions import add, assert_clean, event, identity, set_event, wait_for
 
@@ -209,7 +209,7 @@ def test_who_waits_in_a_collective_logs_for_whom(trio):
         gather.PATIENCE = 0.1
         logging.basicConfig(level=logging.INFO)
         logged = threading.Event()
-        logging.getLogger("gradwire.rpc.gather").addFilter(lambda record: logged.set() or True)
+        logging.getLogger("gradwire.rpc.collectives.all_gather").addFilter(lambda record: logged.set() or True)
         waiting = threading.Thread(target=rpc.barrier, args=(["worker0", "worker2"],))
         waiting.start()
         assert logged.wait(30)

@@ -16,9 +16,9 @@ from gradwire.errors import (
     SerializationError,
     UnknownWorkerError,
 )
-from gradwire.rpc import network
-from gradwire.rpc.messages import MessageType
-from gradwire.rpc.requests import DOING
+from gradwire.rpc.agent import network
+from gradwire.rpc.agent.client import DOING
+from gradwire.rpc.contracts.messages import MessageType
 
 from tests.remote_functions import add, identity, set_event, wait_for
 

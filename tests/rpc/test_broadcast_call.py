@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from gradwire import autograd, rpc
+from gradwire.c10d import group_membership as meeting
 from gradwire.errors import (
     RpcCancelledError,
     RpcTimeoutError,
@@ -15,8 +16,8 @@ from gradwire.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from gradwire.rpc import meeting
-from gradwire.rpc.channels import broadcast, broadcast_group
+from gradwire.rpc.channels.broadcast import channel as broadcast
+from gradwire.rpc.channels.broadcast import group as broadcast_group
 from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
 
 from tests import remote_functions

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from gradwire.errors import WorkerLostError
-from gradwire.rpc.messages import MessageType
+from gradwire.rpc.contracts.messages import MessageType
 
 from tests.bad_network import BadNetwork, hurry
 from tests.remote_functions import wait_until

@@ -4,7 +4,7 @@ import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradwire.rpc.deadlines import Deadlines
+from gradwire.rpc.execution.deadlines import Deadlines
 
 from tests.remote_functions import wait_until
 

@@ -4,11 +4,11 @@ import pytest
 from gradwire import rpc
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError, WorkerLostError
-from gradwire.rpc import handshake
-from gradwire.rpc.grpc_agent import GrpcAgent
-from gradwire.rpc.membership import Member
-from gradwire.rpc.messages import MessageType
-from gradwire.rpc.roster import RosterLog
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.membership.members import Member
+from gradwire.rpc.membership.roster import RosterLog
+from gradwire.rpc.transports import handshake
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, wait_until

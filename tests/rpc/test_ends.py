@@ -14,7 +14,7 @@ import torch.multiprocessing
 from gradwire import compat, rpc
 from gradwire.errors import WorkerLostError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.worker_end import MAX_REASON, EndKind, WorkerEnd
+from gradwire.rpc.contracts.worker_end import MAX_REASON, EndKind, WorkerEnd
 
 from tests.remote_functions import add, set_event, wait_for, wait_until
 from tests.workers import _context, _init_rpc

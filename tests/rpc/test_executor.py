@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from gradwire.rpc.executor import Executor
+from gradwire.rpc.execution.executor import Executor
 
 from tests.remote_functions import wait_until
 

@@ -7,8 +7,8 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.errors import AnswerFailedError, RpcTimeoutError, RRefError, SendFailedError
 from gradwire.rpc.backend_registry import BackendType, construct_rpc_backend_options
+from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.fault_injection import CONTROL_KINDS, MESSAGE_NAMES, FaultyRpcBackendOptions
-from gradwire.rpc.messages import MessageType
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_for

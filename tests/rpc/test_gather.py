@@ -7,8 +7,8 @@ import threading
 import pytest
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.agent import current_agent
-from gradwire.rpc.gather import ASK, Gatherings
+from gradwire.rpc.collectives.all_gather import ASK, Gatherings
+from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import set_event, wait_for, wait_until
 

@@ -9,10 +9,11 @@ import time
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.c10d.engines.gloo import GlooEngine
+from gradwire.c10d import group_membership as meeting
+from gradwire.c10d.engines.gloo.engine import GlooEngine
 from gradwire.errors import RpcTimeoutError
-from gradwire.rpc import gather_group, meeting
-from gradwire.rpc.agent import current_agent
+from gradwire.rpc.collectives import all_gather_group as gather_group
+from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import wait_until
 from tests.rpc.gathering import AT_ONCE, fail_once, form, grouped, groups, rounds, same, went_through_group

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from gradwire import rpc
+from gradwire.c10d import group_membership as meeting
 from gradwire.errors import RpcTimeoutError, SerializationError
-from gradwire.rpc import meeting
-from gradwire.rpc.agent import current_agent
+from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import set_event, wait_for, wait_until
 from tests.rpc.gathering import AT_ONCE, MIB, fail_once, form, grouped, groups, rounds, same, went_through_group

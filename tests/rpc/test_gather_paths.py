@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import ProcessGroupError
-from gradwire.rpc.gather_paths import NO_PLAN, NO_STANDING, GatherPaths, Plan, Standing, make_plan
+from gradwire.rpc.collectives.group_rounds import NO_PLAN, NO_STANDING, GatherPaths, Plan, Standing, make_plan
 
 from tests.remote_functions import wait_until
 from tests.rpc.gathering import AT_ONCE, MIB

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.profiling import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
+from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
 
@@ -352,7 +352,7 @@ def test_torch_is_left_as_it_was(workers):
 
 def test_without_a_profile_nothing_is_sent(workers):
     def profiled_messages():
-        from gradwire.rpc.profiling import Profiling
+        from gradwire.rpc.profiling.extension import Profiling
 
         profiling = rpc.agent.current_agent().extension(Profiling)
         seen = []

@@ -3,9 +3,9 @@
 import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError
-from gradwire.rpc.membership import Member
-from gradwire.rpc.roster import RosterLog
-from gradwire.rpc.worker import WorkerInfo
+from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.membership.members import Member
+from gradwire.rpc.membership.roster import RosterLog
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from gradwire import rpc
 from gradwire.errors import RemoteError
-from gradwire.rpc.failures import decode_failure, encode_failure
-from gradwire.rpc.tracebacks import format_error
+from gradwire.rpc.wire.failures import decode_failure, encode_failure
+from gradwire.rpc.wire.tracebacks import format_error
 
 from tests.remote_functions import add
 

@@ -8,7 +8,7 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.errors import RpcError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.tensors import decode_tensors, encode_tensors
+from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

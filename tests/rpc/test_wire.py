@@ -8,13 +8,13 @@ from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import RpcError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.inline import InlineChannel
-from gradwire.rpc.failures import decode_failure, encode_failure
-from gradwire.rpc.framing import bytes_field
-from gradwire.rpc.handshake import PROTOCOL_MAJOR
-from gradwire.rpc.messages import MessageType
-from gradwire.rpc.serialization import Packer
-from gradwire.rpc.tensors import decode_tensors, encode_tensors
+from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
+from gradwire.rpc.wire.failures import decode_failure, encode_failure
+from gradwire.rpc.wire.framing import bytes_field
+from gradwire.rpc.wire.pickling import Packer
+from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
 from hypothesis import given, settings
 
 from tests.remote_functions import identity, wait_until
@@ -94,8 +94,8 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
     """Sends a hand-made request from a to b; the future of its answer."""
     future = a.request(b.info, MessageType.CALL, (identity, ("ready",), {}))
     assert future.wait() == "ready"
-    from gradwire.rpc.futures import Future
-    from gradwire.rpc.requests import Pending
+    from gradwire.rpc.agent.client import Pending
+    from gradwire.rpc.execution.futures import Future
 
     future = Future(a._executor)
     envelope.id = 1 << 40

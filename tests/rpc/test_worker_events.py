@@ -8,7 +8,7 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import NotInitializedError
 from gradwire.rpc import aio
-from gradwire.rpc.worker_events import WorkerEvents
+from gradwire.rpc.membership.worker_events import WorkerEvents
 
 from tests.remote_functions import process_id
 

@@ -22,9 +22,9 @@ from gradwire.errors import (
     WorkerLostError,
 )
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent import current_agent, holder
-from gradwire.rpc.futures import Future, error_of
-from gradwire.rpc.messages import MessageType
+from gradwire.rpc.contracts.agent import current_agent, holder
+from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.execution.futures import Future, error_of
 from gradwire.rref.forks import References
 from gradwire.rref.ids import GlobalId
 from gradwire.rref.rref import OwnerHandle

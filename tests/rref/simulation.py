@@ -19,16 +19,16 @@ from typing import Any
 
 from gradwire.errors import SendFailedError, UnknownWorkerError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent import holder
+from gradwire.rpc.agent.factories import Parts
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels.inline import InlineChannel
 from gradwire.rpc.channels.router import PayloadWriter
-from gradwire.rpc.grpc_agent import GrpcAgent
-from gradwire.rpc.membership import Member
-from gradwire.rpc.messages import MessageType
-from gradwire.rpc.options import ChannelOptions, RpcBackendOptions
-from gradwire.rpc.parts import Parts
-from gradwire.rpc.worker import WorkerInfo
-from gradwire.rpc.worker_end import EndKind, WorkerEnd
+from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
+from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.contracts.worker_end import EndKind, WorkerEnd
+from gradwire.rpc.membership.members import Member
 
 ANSWERS = (MessageType.RESULT, MessageType.ERROR)
 REASON = "it was killed"

@@ -6,8 +6,8 @@ import random
 import pytest
 from gradwire import rpc
 from gradwire.errors import RRefError
-from gradwire.rpc.agent import current_agent, holder
-from gradwire.rpc.messages import MessageType
+from gradwire.rpc.contracts.agent import current_agent, holder
+from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rref.forks import References
 from gradwire.rref.ids import GlobalId
 from gradwire.rref.owner_table import Entry

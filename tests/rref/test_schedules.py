@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
-from gradwire.rpc.agent import holder
-from gradwire.rpc.futures import error_of
-from gradwire.rpc.messages import MessageType
+from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.execution.futures import error_of
 from gradwire.rref.forks import References
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st

@@ -14,10 +14,10 @@ from functools import partial
 from typing import final
 
 from ....errors import UnsupportedOperationError
-from ...lane import Lane
+from ...serial_queue import Lane
 from ..base import Setup
-from .cliques import Clique, Meeting
 from .library import Library, translated
+from .local_communicators import Clique, Meeting
 from .operation import Operation
 from .plans import Member, Plan
 from .streams import Event, Gpus

@@ -1,0 +1,1 @@
+"""The Gloo engine: collectives over TCP, on torch's ProcessGroupGloo."""

@@ -1,0 +1,1 @@
+"""The MPI engine: collectives and messages through mpi4py."""

@@ -1,0 +1,1 @@
+"""The shared-memory engine: collectives and messages among processes of one host."""

@@ -1,0 +1,1 @@
+"""The gRPC agent: client, server, codec, network and control messages, put together."""

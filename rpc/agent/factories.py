@@ -1,0 +1,39 @@
+"""What an agent is built from.
+
+The parts that make messages, threads and time can be exchanged: faults are injected between an agent and its
+network, and tests of the protocols simulate all four, so that every schedule can be tried and repeated.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from ..contracts.options import RpcBackendOptions
+from ..contracts.worker import WorkerInfo
+from ..execution.deadlines import Deadlines
+from ..execution.executor import Executor
+from ..execution.scheduler import Scheduler, SerialThread, Task
+from ..membership.roster import RosterLog
+from .network import Network, Receiver
+
+__all__ = ["Parts"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Makes the parts of one GrpcAgent.
+
+    network: carries envelopes; takes the worker, its options, the group's name, whom to report to, and the roster
+        of a dynamic group.
+    executor: runs incoming calls; see Executor.
+    deadlines: keeps timeouts; see Deadlines.
+    scheduler: runs the control messages' tasks; takes a name, and what is to run first.
+    """
+
+    network: Callable[[WorkerInfo, RpcBackendOptions, str, Receiver, RosterLog | None], Network] = Network
+    executor: Callable[[int, str, Task], Executor] = Executor
+    deadlines: Callable[[Callable[[int], None], Callable[[int], bool], Callable[[], int], str], Deadlines] = (
+        Deadlines
+    )
+    scheduler: Callable[[str, Task], Scheduler] = SerialThread

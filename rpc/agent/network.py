@@ -1,0 +1,320 @@
+"""An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import grpc
+
+from ...c10d.addresses import format_address
+from ...c10d.event_loop import acquire_event_loop
+from ...errors import SerializationError, UnknownWorkerError, WorkerLostError
+from ...proto.v1 import agent_pb2
+from ..channels.broadcast.channel import BroadcastChannel
+from ..channels.broadcast.sending import Broadcast
+from ..channels.chunked import ChunkedChannel
+from ..channels.inline import InlineChannel
+from ..channels.local import LocalChannel
+from ..channels.router import Arrived, ChannelRouter, PayloadWriter
+from ..contracts.options import RpcBackendOptions
+from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
+from ..membership.addresses import ListenAddress
+from ..membership.members import Member
+from ..membership.roster import RosterLog
+from ..transports.base import Transport, TransportClosedError
+from ..transports.grpc_stream import GrpcStreams
+from ..transports.handshake import Handshake
+from ..transports.loopback import LoopbackTransport
+from ..transports.settings import MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
+
+__all__ = ["Network", "Receiver"]
+
+DRAIN_SECONDS = 5.0
+"""How long a closing worker waits for its peers to take what is queued for them."""
+
+FAREWELL_DIALS = 16
+"""To how many workers one that fails says so though it has no connection to them."""
+
+GRACE_SECONDS = 1.0
+"""How long peers that are leaving too may take to end their streams; then they are cut."""
+
+
+Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
+"""Puts a transport to a worker, which lives on an event loop, into another that changes what it does."""
+
+
+class Receiver(Protocol):
+    """Whom the network reports to, on the event loop. Must not block."""
+
+    def coming(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """A message is here, but not yet its payloads. `arrived`, `refused` or `vanished` follows."""
+
+    def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: Arrived) -> None:
+        """A message is here with all of its payloads."""
+
+    def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        """A message came whose payloads are not accepted."""
+
+    def vanished(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """The payloads of a message will not come, because its sender is gone."""
+
+    def joined(self, worker: WorkerInfo) -> None:
+        """A worker has joined the dynamic group after this one. Said once for each."""
+
+    def lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+        """A worker is gone for good. Said once for each."""
+
+
+@final
+class Network:
+    """Made in three steps: the constructor, `listen`, and `open` once all members are known."""
+
+    def __init__(
+        self,
+        me: WorkerInfo,
+        options: RpcBackendOptions,
+        group: str,
+        receiver: Receiver,
+        roster: RosterLog | None = None,
+        wrap: Wrap = lambda transport, _peer, _loop: transport,
+    ) -> None:
+        """The group is a dynamic one if it has a roster; `wrap` is for every transport."""
+        self.me = me
+        self._roster = roster
+        self._options = options
+        self._receiver = receiver
+        self._wrap = wrap
+        self._members: dict[int, Member] = {}
+        self._by_name: dict[str, WorkerInfo] = {}
+        self._transports: dict[int, Transport] = {}
+        self._lost: dict[int, str] = {}
+        self._closing = False
+        self._events = acquire_event_loop()
+        self._events.run(self._build(group))
+
+    async def _build(self, group: str) -> None:
+        loop = self._events.loop
+        self._handshake = Handshake(group, self.me, self._learn)
+        self._streams = GrpcStreams(loop, self._handshake, self)
+        chunks = ChunkedChannel(
+            loop,
+            self._handshake,
+            lambda peer: self._members[peer].address,
+            self._options.channels,
+            self._streams.abort,
+        )
+        self.broadcasts = BroadcastChannel(
+            loop, self.me.id, chunks, self._options.channels, self._options.broadcasts
+        )
+        self._router = ChannelRouter(
+            self._options.channels,
+            self.me.id,
+            small=InlineChannel(),
+            large=chunks,
+            local=LocalChannel(),
+            broadcast=self.broadcasts,
+        )
+        self._server = aio.server(options=SERVER_OPTIONS)
+        methods = {
+            "Exchange": grpc.stream_stream_rpc_method_handler(self._streams.serve),
+            "Transfer": grpc.stream_unary_rpc_method_handler(chunks.serve),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+    def listen(self, where: ListenAddress) -> str:
+        """Starts serving on an ephemeral port; returns the address at which others dial, host:port."""
+
+        async def start() -> int:
+            port: int = self._server.add_insecure_port(format_address(where.bind, 0))
+            await self._server.start()
+            return port
+
+        return format_address(where.advertised, self._events.run(start()))
+
+    def open(self, members: Sequence[Member]) -> None:
+        """Makes the members known; nobody is let in before `admit`."""
+        for member in sorted(members, key=lambda member: member.info.id):
+            self._add(member)
+
+    def admit(self) -> None:
+        """Lets the members in."""
+        self._events.loop.call_soon_threadsafe(self._let_in)
+
+    def _add(self, member: Member) -> None:
+        identifier = member.info.id
+        self._by_name[member.info.name] = member.info
+        transport: Transport
+        if identifier == self.me.id:
+            transport = LoopbackTransport(self._events.loop, self.me, self)
+        else:
+            transport = self._streams.add(member.info, member.address)
+        self._transports[identifier] = self._wrap(transport, member.info, self._events.loop)
+        self._members = {**self._members, identifier: member}  # other threads may be walking through the old one
+
+    def _let_in(self) -> None:
+        members = {identifier: member.info for identifier, member in self._members.items()}
+        self._handshake.open(members, self._roster.entries() if self._roster is not None else ())
+
+    def _learn(self, entries: Sequence[str]) -> None:
+        """Somebody who has joined a dynamic group tells what it knows. On the loop."""
+        if self._roster is None:
+            return
+        self._roster.learn(entries)
+        # All that are missing here: the roster may know some from the store, where `leave` reads of them.
+        joined = [member for member in self._roster.members() if member.info.id not in self._members]
+        for member in joined:
+            self._add(member)
+        self._let_in()
+        for member in joined:
+            self._receiver.joined(member.info)
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """The ids of lost workers, and why they are."""
+        return self._lost
+
+    def workers(self) -> list[WorkerInfo]:
+        """All members by id; of a dynamic group, those that are not lost."""
+        everybody = sorted(member.info.id for member in self._members.values())
+        if self._roster is not None:
+            everybody = [identifier for identifier in everybody if identifier not in self._lost]
+        return [self._members[identifier].info for identifier in everybody]
+
+    def worker(self, destination: object) -> WorkerInfo:
+        """The member with this name, id or WorkerInfo.
+
+        Raises:
+            UnknownWorkerError: there is none.
+            ValueError: it is none of the three.
+        """
+        name, identifier = destination, destination
+        if isinstance(destination, WorkerInfo):
+            name, identifier = destination.name, destination.id
+        elif isinstance(destination, bool) or not isinstance(destination, str | int):
+            raise ValueError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
+        if isinstance(identifier, int):
+            member = self._members.get(identifier)
+            found = member.info if member is not None else None
+        else:
+            found = self._by_name.get(str(name))
+        if found is None or (isinstance(destination, WorkerInfo) and found != destination):
+            raise UnknownWorkerError(destination, [worker.name for worker in self.workers()])
+        return found
+
+    def transport_names(self) -> dict[str, str]:
+        """How each member is reached."""
+        return {worker.name: self._transports[worker.id].name for worker in self.workers()}
+
+    def writer(self, worker: WorkerInfo, broadcast: Broadcast | None = None) -> PayloadWriter:
+        """What takes the payloads of one envelope to a worker; `broadcast` is what it shares with others."""
+        return self._router.writer(worker.id, broadcast)
+
+    def broadcast(self, workers: Sequence[WorkerInfo]) -> Broadcast | None:
+        """What envelopes to these workers are to share; None if nothing."""
+        return self.broadcasts.broadcast([worker.id for worker in workers if worker.id not in self._lost])
+
+    def connect(self, worker: WorkerInfo) -> None:
+        """Connects to a worker now, so that its loss is noticed."""
+        self._transports[worker.id].connect()
+
+    def check_present(self, worker: WorkerInfo) -> None:
+        """Raises WorkerLostError if a worker is known to be lost."""
+        if worker.id in self._lost:
+            raise WorkerLostError(worker.name, self._lost[worker.id])
+
+    def send(self, worker: WorkerInfo, envelope: bytes) -> int:
+        """Queues an envelope.
+
+        Returns:
+            A ticket that `withdraw` takes.
+
+        Raises:
+            WorkerLostError: the worker is gone.
+            SendFailedError: it was not sent, although the worker is there.
+            SerializationError: the envelope is larger than a frame can be.
+        """
+        if len(envelope) > MAX_ENVELOPE_BYTES:
+            raise SerializationError(
+                "the message",
+                f"its envelope has {len(envelope)} bytes, of {MAX_ENVELOPE_BYTES} at most: too many tensors "
+                "or references; stack small tensors into large ones",
+            )
+        try:
+            return self._transports[worker.id].send(envelope)
+        except TransportClosedError as error:
+            raise WorkerLostError(worker.name, str(error)) from None
+
+    def call_soon(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls a function on the event loop, after everything that is queued already has been handed to it."""
+        self._events.loop.call_soon_threadsafe(function, *args)
+
+    def withdraw(self, worker: WorkerInfo, ticket: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
+        """Takes a message back if nothing of it, envelope and payloads, is on its way. Called on the loop.
+
+        A payload without its envelope would hold up those after it, so it is all or nothing.
+        """
+        if not self._router.can_withdraw(worker.id, payloads):
+            return False
+        if not self._transports[worker.id].withdraw(ticket):
+            return False
+        self._router.withdraw(worker.id, payloads)
+        return True
+
+    def deliver(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """An envelope has arrived: waits for its payloads. Called by transports on the loop."""
+        self._receiver.coming(source, envelope)
+        try:
+            arrived = self._router.collect(source.id, envelope)
+        except Exception as error:  # a refusal, or no memory
+            self._receiver.refused(source, envelope, error)
+            return
+        if not isinstance(arrived, asyncio.Future):
+            self._receiver.arrived(source, envelope, arrived)
+            return
+
+        def collected(done: "asyncio.Future[Arrived]") -> None:
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, ValueError):
+                self._receiver.refused(source, envelope, error)
+            elif done.cancelled() or error is not None:
+                # The worker is lost, which fails what waits for this message.
+                self._receiver.vanished(source, envelope)
+            else:
+                self._receiver.arrived(source, envelope, done.result())
+
+        arrived.add_done_callback(collected)
+
+    def closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+        """The connection to a worker is over. Called by transports on the loop."""
+        if self._closing or peer.id in self._lost:
+            return
+        self._lost[peer.id] = end.reason
+        for channel in self._router.channels:
+            channel.drop(peer.id, end.reason)
+        self._receiver.lost(peer, end)
+
+    def leave(self) -> None:
+        """Leaves a dynamic group; who joins from now on does not look for this worker."""
+        if self._roster is not None and self.me.id in self._members:
+            with contextlib.suppress(RuntimeError):  # the store may have gone before
+                self._roster.leave(self.me.id)
+
+    def disconnect(self, end: WorkerEnd) -> None:
+        """Sends what is queued, says goodbye to all peers and stops serving. `end` is how this worker ends."""
+        self._closing = True
+        self.broadcasts.stop()
+        self._events.run(self._disconnect(end))
+
+    def release(self) -> None:
+        """Gives the event loop back."""
+        self._events.release()
+
+    async def _disconnect(self, end: WorkerEnd) -> None:
+        # A failure is told also to workers that this one has never talked to: to those that lead gatherings.
+        told = () if end.orderly else sorted(self._transports.keys() - self._lost.keys())[:FAREWELL_DIALS]
+        transports = self._transports.items()
+        await asyncio.gather(*(t.close(DRAIN_SECONDS, end, dial=peer in told) for peer, t in transports))
+        await asyncio.gather(*(channel.close() for channel in self._router.channels))
+        await self._server.stop(GRACE_SECONDS)

@@ -1,0 +1,1 @@
+"""Large payloads sent to several workers at once, through a process group."""

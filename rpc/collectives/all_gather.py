@@ -1,0 +1,370 @@
+"""Values of several workers, brought together at one of them and handed back to all.
+
+The living member with the lowest id leads: the others send it their value in a request that it answers when
+it has everybody's. A member that dies drops out of the gathering; when the leader dies the next one leads.
+
+Workers that gather often do so through a process group (gather_paths.py says when). That is fast, but if a member
+dies it may go well for some of the others only. In the same way a leader may die when it has told its result to
+some. In both cases the others come to a (later) leader, and say that the round was tried before.
+These two rules make all living members get the same:
+
+- A member takes the group's result, or gives the group up and then comes to a leader with its value: never both. A
+  leader waits for all who live, so it makes no result of its own while a living member has another.
+- Nor does it wait in vain: of a round that was tried before it asks those that have not come for the result. Who
+  has it tells it at once, and who gets it later, then.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+
+from ...errors import RpcError, RpcTimeoutError, SerializationError, WorkerLostError
+from ..contracts.messages import Deferred, Handler, Incoming, MessageType
+from ..contracts.worker import WorkerInfo
+from .all_gather_group import GatherGroup
+from .group_rounds import NO_STANDING, GatherPaths, Plan, Standing, make_plan
+
+if TYPE_CHECKING:
+        from ..contracts.agent import RpcAgent
+
+__all__ = ["PATIENCE", "Gatherings", "Outcome"]
+
+Key = tuple[str, int, tuple[int, ...]]
+"""Topic, number of the round, and ids of the members."""
+
+GROUP_TOPIC = "user"
+"""Of gatherings that go through groups."""
+
+PATIENCE = 10.0
+"""How long a worker waits before it says for whom, and again after as long."""
+
+STATUS_SECONDS = 2.0
+"""How long the leader may take to tell who is missing."""
+
+LONGEST = 24 * 3600.0
+"""Seconds for which a group waits if there is no timeout; after that, the members go on waiting by messages."""
+
+ASK = "gather.ask"
+TELL = "gather.tell"
+"""Kinds of control messages: what came out of a round? This."""
+
+WHAT = ("the topic", "the number", "the members", "obj", "the standing", "the attempt")
+"""The items of a GATHER request, in words."""
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(NamedTuple):
+    """What came out of a round."""
+
+    values: Mapping[int, Any]
+    """By worker id."""
+    plan: Plan
+    flat: bool = False
+    """Did they come through a group? They are flat then."""
+
+
+class _Gathering:
+    """One gathering, at its leader."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.expected = set(members)
+        self.values: dict[int, Any] = {}
+        self.standings: dict[int, Standing] = {}
+        self.answers: list[Future[Outcome]] = []
+        self.asked = False
+        """Have those that had not come been asked what came out of it?"""
+
+    @property
+    def complete(self) -> bool:
+        """Has everybody come?"""
+        return self.expected <= self.values.keys()
+
+    def outcome(self, number: int) -> Outcome:
+        """What comes out of it if this is all."""
+        return Outcome(self.values, make_plan(number, self.standings.values()))
+
+
+@final
+class Gatherings:
+    """The gatherings that one agent takes part in."""
+
+    def __init__(self, agent: "RpcAgent", messaging: "Messaging") -> None:
+        """Args: whose; what pickles its values."""
+        self._agent = agent
+        self._messaging = messaging
+        self._lock = threading.Lock()
+        self._turns: dict[tuple[str, tuple[int, ...]], threading.Lock] = defaultdict(threading.Lock)
+        """Of each gathering: held while it goes through a round."""
+        self._rounds: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+        """Of each gathering: how many there have been. Changed with its turn."""
+        self._open: dict[Key, _Gathering] = {}
+        self._finished: dict[tuple[str, tuple[int, ...]], tuple[int, Outcome]] = {}
+        """The last round of each gathering whose outcome is known here."""
+        self._askers: dict[Key, set[int]] = {}
+        """Leaders that want to know what comes out of a round."""
+        self.paths = GatherPaths(agent.info.id, agent.options.gatherings, agent.options.channels.max_payload_bytes)
+        """Which way those of users go."""
+        agent.control.on(ASK, self._asked)
+        agent.control.on(TELL, lambda _worker, what: self._finish(*what))
+
+    def all_gather(
+        self,
+        topic: str,
+        value: object,
+        members: Sequence[WorkerInfo],
+        timeout: float,
+        operation: str = "all_gather",
+        still_waiting: Callable[[Sequence[str]], None] | None = None,
+    ) -> dict[int, Any]:
+        """The values of all living members, by worker id: see `RpcAgent.all_gather`.
+
+        `still_waiting` is called every now and then with the names of those that are missing; by default that is
+        logged.
+        """
+        if still_waiting is None:
+            still_waiting = partial(self._log_wait, operation)
+        by_id = {worker.id: worker for worker in sorted(members, key=lambda worker: worker.id)}
+        ids = tuple(by_id)
+        deadline = time.monotonic() + timeout if timeout else None
+        with self._turn(topic, ids, timeout, operation) as number:
+            try:
+                outcome = self._go_through((topic, number, ids), value, by_id, timeout, deadline, still_waiting)
+            except RpcTimeoutError as error:
+                raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
+        if not outcome.flat:
+            return dict(outcome.values)
+        return {identifier: self._messaging.unflatten(flat) for identifier, flat in outcome.values.items()}
+
+    @contextlib.contextmanager
+    def _turn(self, topic: str, ids: tuple[int, ...], timeout: float, operation: str) -> Iterator[int]:
+        """The number of the next round, which begins when the one before is over on this worker.
+
+        So who is in a round needs no result older than that of the round before.
+        """
+        with self._lock:
+            turn = self._turns[topic, ids]
+        with self._agent.blocking():
+            if not turn.acquire(timeout=timeout or -1):
+                what = f"{operation} waits for an earlier collective among the same workers to end on"
+                raise RpcTimeoutError(self._agent.info.name, timeout, what)
+        try:
+            number = self._rounds[topic, ids]
+            self._rounds[topic, ids] += 1
+            yield number
+        finally:
+            turn.release()
+
+    def _go_through(
+        self,
+        key: Key,
+        value: object,
+        members: Mapping[int, WorkerInfo],
+        timeout: float,
+        deadline: float | None,
+        still_waiting: Callable[[Sequence[str]], None],
+    ) -> Outcome:
+        """What comes out of a round, on the way that it goes."""
+        topic, number, ids = key
+        tried = False
+        outcome = None
+        if topic == GROUP_TOPIC and (group := self.paths.begin(ids, number)) is not None:
+            tried, outcome = self._through_group(group, key, value, members, deadline)
+        while outcome is None:
+            outcome = self._by_messages(key, value, members, tried, timeout, deadline, still_waiting)
+            tried = True
+        if topic == GROUP_TOPIC:
+            self.paths.learn(ids, number, tuple(sorted(outcome.values)), outcome.plan)
+        return outcome
+
+    def _through_group(
+        self,
+        group: GatherGroup,
+        key: Key,
+        value: object,
+        members: Mapping[int, WorkerInfo],
+        deadline: float | None,
+    ) -> tuple[bool, Outcome | None]:
+        """Has a round been tried, and its outcome if it went through the group."""
+        with self._not_begun(key):
+            flat = self._messaging.flatten(value, "obj", members[self._leader(key)])
+        # The other half of the time is for going by messages, and for finding out who is missing.
+        seconds = (deadline - time.monotonic()) / 2 if deadline is not None else LONGEST
+        try:
+            with self._agent.blocking():
+                values = group.all_gather(key[1], flat, seconds)
+        except Exception as error:
+            log.debug("worker %s gathers by messages: %s", self._agent.info.name, error)
+            self.paths.give_up(key[2])
+            return True, None
+        if values is None:
+            return False, None
+        outcome = Outcome(values, Plan(group.generation, formed=True), flat=True)
+        self._finish(key, outcome)
+        return True, outcome
+
+    def _by_messages(
+        self,
+        key: Key,
+        value: object,
+        members: Mapping[int, WorkerInfo],
+        tried: bool,
+        timeout: float,
+        deadline: float | None,
+        still_waiting: Callable[[Sequence[str]], None],
+    ) -> Outcome | None:
+        """The outcome of a round as the leader tells it; None if the leader is lost."""
+        leader = self._leader(key)
+        if leader == self._agent.info.id:
+            for worker in members.values():
+                if worker.id != leader:
+                    self._agent.connect(worker)
+        topic, number, ids = key
+        standing = self.paths.standing(ids) if topic == GROUP_TOPIC else NO_STANDING
+        body = (topic, number, ids, value, standing, tried)
+        left = max(1e-3, deadline - time.monotonic()) if deadline is not None else 0.0
+        with self._lock:
+            self._askers.get(key, set()).discard(leader)  # it gets this value, and so needs no result
+        with self._not_begun(key):
+            future = self._agent.request(members[leader], MessageType.GATHER, body, timeout=left, what=WHAT)
+        try:
+            while not self._wait(future):
+                still_waiting(self._ask_who_is_missing(members, leader, key))
+            outcome: Outcome = future.wait()
+        except WorkerLostError:
+            return None
+        except RpcTimeoutError:
+            missing = self._ask_who_is_missing(members, leader, key)
+            raise RpcTimeoutError(", ".join(missing), timeout) from None
+        self._finish(key, outcome)
+        return outcome
+
+    @contextlib.contextmanager
+    def _not_begun(self, key: Key) -> Iterator[None]:
+        """Who cannot send its value is in this round still, for nobody has heard of it."""
+        try:
+            yield
+        except SerializationError:
+            topic, _, ids = key
+            self._rounds[topic, ids] -= 1
+            raise
+
+    def _log_wait(self, operation: str, names: Sequence[str]) -> None:
+        log.info("%s of worker %s waits for %s", operation, self._agent.info.name, ", ".join(names))
+
+    def _leader(self, key: Key) -> int:
+        return next(i for i in key[2] if i == self._agent.info.id or self._agent.why_lost(i) is None)
+
+    def _wait(self, future: torch.futures.Future[Any]) -> bool:
+        """Waits for a future, but not for longer than patience lasts; is it done?"""
+        done = threading.Event()
+        future.add_done_callback(lambda _future: done.set())
+        with self._agent.blocking():
+            return done.wait(PATIENCE)
+
+    def _ask_who_is_missing(self, members: Mapping[int, WorkerInfo], leader: int, key: Key) -> list[str]:
+        """The names of those that have not come, as far as the leader tells."""
+        try:
+            asked = self._agent.request(members[leader], MessageType.GATHER_STATUS, key, timeout=STATUS_SECONDS)
+            missing: Sequence[int] = asked.wait()
+        except RpcError:
+            missing = [leader]
+        return [members[identifier].name for identifier in missing]
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        """Gathering, and asking how far it is."""
+        return {
+            MessageType.GATHER: Handler(self._handle),
+            MessageType.GATHER_STATUS: Handler(self._tell_who_is_missing),
+        }
+
+    def worker_lost(self, worker: WorkerInfo) -> None:
+        """Nobody waits for a dead member."""
+        self.paths.worker_lost(worker.id)
+        with self._lock:
+            for gathering in self._open.values():
+                gathering.expected.discard(worker.id)
+        self._complete()
+
+    def _tell_who_is_missing(self, message: Incoming) -> list[int]:
+        topic, number, ids = message.value
+        with self._lock:
+            gathering = self._open.get((topic, number, tuple(ids)))
+            return [] if gathering is None else sorted(gathering.expected - gathering.values.keys())
+
+    def _handle(self, message: Incoming) -> Deferred:
+        topic, number, ids, value, standing, tried = message.value
+        answer: Future[Outcome] = Future()
+        key = (topic, number, ids)
+        with self._lock:
+            if (known := self._outcome_of(key)) is not None:
+                answer.set_result(known)
+                return Deferred(answer)
+            gathering = self._open.get(key)
+            if gathering is None:
+                gathering = self._open[key] = _Gathering(ids)
+            gathering.values[message.source.id] = value
+            gathering.standings[message.source.id] = standing
+            gathering.answers.append(answer)
+            gathering.expected -= {i for i in ids if self._agent.why_lost(i) is not None}
+            ask = gathering.expected - gathering.values.keys() if tried and not gathering.asked else ()
+            gathering.asked |= tried
+        for member in ask:
+            self._agent.control.send(self._agent.worker(member), ASK, key)
+        self._complete()
+        return Deferred(answer)
+
+    def _asked(self, leader: WorkerInfo, key: Key) -> None:
+        """A leader wants to know what comes out of a round, for it is not the first that leads in it."""
+        topic, number, ids = key
+        with self._lock:
+            outcome = self._outcome_of(key)
+            if outcome is None:
+                if self._finished.get((topic, ids), (-1, None))[0] > number:
+                    return  # all who live have been through with it
+                self._askers.setdefault(key, set()).add(leader.id)
+        if outcome is not None:
+            self._agent.control.send(leader, TELL, (key, outcome))
+        elif topic == GROUP_TOPIC:
+            self.paths.give_up(ids)
+
+    def _outcome_of(self, key: Key) -> Outcome | None:
+        topic, number, ids = key
+        finished, outcome = self._finished.get((topic, ids), (-1, None))
+        return outcome if finished == number else None
+
+    def _finish(self, key: Key, outcome: Outcome) -> None:
+        """What came out of a round; the first who says so is right."""
+        topic, number, ids = key
+        with self._lock:
+            if self._finished.get((topic, ids), (-1, None))[0] < number:
+                self._finished[topic, ids] = (number, outcome)
+                self._drop_former(topic, ids)
+            outcome = self._outcome_of(key) or outcome
+            late = self._open.pop(key, None)
+            askers = self._askers.pop(key, set())
+        for answer in late.answers if late is not None else ():
+            answer.set_result(outcome)
+        for leader in askers:
+            self._agent.control.send(self._agent.worker(leader), TELL, (key, outcome))
+
+    def _drop_former(self, topic: str, ids: tuple[int, ...]) -> None:
+        """Drops the results of gatherings that have lost members, and whose others have all come to this one."""
+        for former in [key for key in self._finished if key[0] == topic and key[1] != ids]:
+            living = {i for i in former[1] if self._agent.why_lost(i) is None}
+            if len(living) < len(former[1]) and living <= set(ids):
+                del self._finished[former]
+
+    def _complete(self) -> None:
+        with self._lock:
+            complete = {key: g.outcome(key[1]) for key, g in self._open.items() if g.complete}
+        for key, outcome in complete.items():
+            self._finish(key, outcome)

@@ -1,0 +1,43 @@
+"""Checks of the arguments that the calling functions share."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["CALL_PARTS", "UNSET_RPC_TIMEOUT", "check_call", "check_timeout"]
+
+UNSET_RPC_TIMEOUT = -1.0
+"""The timeout argument that means "the timeout of the options"."""
+
+CALL_PARTS = ("the function", "args", "kwargs")
+"""Names of the parts of a call, for a SerializationError."""
+
+
+def check_timeout(timeout: float) -> float | None:
+    """Returns a call's timeout in seconds as the agent takes it; None for that of the options.
+
+    Raises:
+        ValueError: the timeout is negative, infinite or not a number.
+    """
+    if timeout == UNSET_RPC_TIMEOUT:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
+        raise ValueError(f"timeout is {timeout!r}: give seconds, 0 for none, or leave it out")
+    return float(timeout)
+
+
+def check_call(
+    function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Returns the function, the positional arguments as a tuple and the named arguments as a dict.
+
+    Raises:
+        TypeError: the function is not callable, args is not a sequence, or kwargs is not a mapping with string keys.
+    """
+    if not callable(function):
+        raise TypeError(f"func is {function!r}, which cannot be called")
+    if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
+        raise TypeError(f"args is {args!r}: give a tuple, (x,) for one argument")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
+        raise TypeError(f"kwargs is {kwargs!r}: give a dictionary of names")
+    return function, tuple(args or ()), dict(kwargs or {})

@@ -1,0 +1,260 @@
+"""How an agent behaves."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+
+from .devices import Device
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_RPC_TIMEOUT",
+    "BroadcastOptions",
+    "ChannelOptions",
+    "GatheringOptions",
+    "RpcBackendOptions",
+    "check_rpc_timeout",
+]
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+DEFAULT_RPC_TIMEOUT = 60.0
+"""Seconds."""
+
+DEFAULT_INIT_METHOD = "env://"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelOptions:
+    """Where the bytes of bodies and tensors travel.
+
+    inline_threshold: bytes below which a payload travels inside its envelope.
+    max_inline_bytes: bytes of payloads that one envelope carries inside at most; the rest is chunked.
+    chunk_bytes: bytes of one chunk of a larger payload.
+    max_payload_bytes: bytes of the largest payload a worker accepts from another; nothing larger is allocated.
+    """
+
+    inline_threshold: int = 128 * KIB
+    max_inline_bytes: int = MIB
+    chunk_bytes: int = MIB
+    max_payload_bytes: int = 16 * GIB
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{option.name} is {value!r}: give a whole number of bytes, at least 1")
+        if self.max_inline_bytes > 32 * MIB or self.chunk_bytes > 32 * MIB:
+            raise ValueError("max_inline_bytes and chunk_bytes can be 32 MiB at most: gRPC frames hold no more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastOptions:
+    """When `broadcast_call` sends large tensors to all workers at once, in static groups.
+
+    enabled: False to send them to each worker by itself.
+    threshold: bytes from which a tensor is large.
+    max_groups: sets of workers for which this worker keeps a process group; that used longest ago is given up.
+    """
+
+    enabled: bool = True
+    threshold: int = MIB
+    max_groups: int = 8
+
+    def __post_init__(self) -> None:
+        _check_switch_and_counts(self, "threshold", "max_groups")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheringOptions:
+    """When `all_gather` and `barrier` go through a process group of the workers, in static groups.
+
+    It is formed in the background, and all of the workers must have this enabled.
+
+    enabled: False to have them go by messages always.
+    after: gatherings of the same workers that go by messages first, so that few of them do not cost a group.
+    max_groups: sets of workers for which this worker keeps a process group; that used longest ago is given up.
+    """
+
+    enabled: bool = True
+    after: int = 4
+    max_groups: int = 8
+
+    def __post_init__(self) -> None:
+        _check_switch_and_counts(self, "after", "max_groups")
+
+
+def _check_switch_and_counts(options: BroadcastOptions | GatheringOptions, *counts: str) -> None:
+    if not isinstance(options.enabled, bool):
+        raise TypeError(f"enabled is {options.enabled!r}: give True or False")
+    for name in counts:
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}: give a whole number, at least 1")
+
+
+@dataclass(slots=True, kw_only=True)
+class RpcBackendOptions:
+    """The options of `init_rpc`. They can be changed until then, and are checked whenever they are set.
+
+    rpc_timeout: seconds after which a call without a timeout of its own fails; 0 is never.
+    init_method: the URL workers meet at: env://, tcp://host:port or file:///path.
+    init_timeout: seconds to wait for all workers to join.
+    num_worker_threads: threads that run incoming calls side by side. More are started while these wait for
+        other calls, so nesting never runs dry.
+    host: a name or address of this machine, to listen on and to be called at; a wildcard ("0.0.0.0", "::")
+        listens on all of them, and is called at one. None, the default, is the loopback address; with `insecure`,
+        and among workers on several hosts, that at which the other hosts reach this one.
+    insecure: allow workers on several hosts, or an `init_method` or `host` that other machines can reach, although
+        nothing proves who calls. Anybody who reaches a worker can run code in it. All workers need it alike.
+    channels: where tensor bytes travel.
+    broadcasts: when tensors for several workers travel to all of them at once.
+    gatherings: when `all_gather` and `barrier` go through shared memory, or what else a process group uses.
+    device_maps: by the name of a called worker, which of this worker's CUDA devices become which of that one's
+        for the tensors of a call; its results come back the opposite way.
+    devices: this worker's CUDA devices that take part in calls. By default those in `device_maps`.
+    """
+
+    CONSENT: ClassVar[str] = "pass rpc_backend_options=rpc.RpcBackendOptions(insecure=True) to init_rpc"
+    """How users allow addresses that are not loopback ones, for messages."""
+
+    backend_name: ClassVar[str] = "gradwire's"
+    """What errors call the backend that these options are for."""
+
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
+    init_method: str = DEFAULT_INIT_METHOD
+    init_timeout: float = 300.0
+    num_worker_threads: int = 16
+    host: str | None = None
+    insecure: bool = False
+    channels: ChannelOptions = field(default_factory=ChannelOptions)
+    broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
+    gatherings: GatheringOptions = field(default_factory=GatheringOptions)
+    device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
+    devices: Sequence[Device] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, _CHECKS.get(name, _as_it_is)(value))
+
+    def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
+        """Adds to the device map for calls to a worker.
+
+        Args:
+            to: the worker's name.
+            device_map: this worker's devices, and which of the other's each becomes. No two become the same.
+
+        Raises:
+            ValueError: it maps two devices to one, or contradicts what was set before.
+        """
+        added = _device_map(device_map)
+        before = self.device_maps.get(to, {})
+        for device, target in added.items():
+            if before.get(device, target) != target:
+                raise ValueError(
+                    "`set_device_map` only supports 1-to-1 mapping, trying to map "
+                    f"{device} to {target} and {before[device]}"
+                )
+        self.device_maps = {**self.device_maps, to: {**before, **added}}
+
+    def set_devices(self, devices: Sequence[Device]) -> None:
+        """Sets this worker's CUDA devices that take part in calls. Raises ValueError if one is no CUDA device."""
+        self.devices = devices
+
+
+def check_rpc_timeout(value: Any) -> float:
+    """A default timeout of calls, in seconds. Raises ValueError if it cannot be one."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"rpc_timeout is {value!r}: give seconds, or 0 for no timeout")
+    return float(value)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _check_init_timeout(value: Any) -> Any:
+    if not 0 < value < math.inf:
+        raise ValueError(f"init_timeout is {value!r}: give seconds, more than 0")
+    return value
+
+
+def _check_host(value: Any) -> Any:
+    if value is not None and not (isinstance(value, str) and value):
+        raise ValueError(f"host is {value!r}: give a name or address of this machine, or None")
+    return value.removeprefix("[").removesuffix("]") if value else value  # as IPv6 addresses stand in URLs
+
+
+def _check_insecure(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise TypeError(f"insecure is {value!r}: give True or False")
+    return value
+
+
+def _check_threads(value: Any) -> Any:
+    if value < 1:
+        raise ValueError(f"num_worker_threads is {value!r}: at least 1 is needed")
+    return value
+
+
+def _check_kind(name: str, kind: type) -> Callable[[Any], Any]:
+    """What checks that the option of this name is one of these."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r}: give a {kind.__name__}")
+        return value
+
+    return check
+
+
+def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
+    """With devices in place of their names."""
+    found: dict[Device, Device] = {}
+    sources: dict[torch.device, torch.device] = {}
+    for device, target in ((_device(d), _device(t)) for d, t in device_map.items()):
+        if target in sources:
+            raise ValueError(
+                "`device_map` only supports 1-to-1 mapping, "
+                f"trying to map {device} and {sources[target]} to {target}"
+            )
+        found[device], sources[target] = target, device
+    return found
+
+
+def _device(name: Device) -> torch.device:
+    device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    return torch.device("cuda", 0) if device == torch.device("cuda") else device
+
+
+def _check_device_maps(value: Any) -> dict[str, dict[Device, Device]]:
+    return {to: _device_map(device_map) for to, device_map in (value or {}).items()}
+
+
+def _check_devices(value: Any) -> list[torch.device]:
+    devices = [_device(device) for device in value or ()]
+    for device in devices:
+        if device.type != "cuda":
+            raise ValueError(
+                f"`set_devices` expect a list of CUDA devices, but got device type {device.type}: CPU tensors "
+                "need no setting"
+            )
+    return devices
+
+
+_CHECKS = {
+    "rpc_timeout": check_rpc_timeout,
+    "init_timeout": _check_init_timeout,
+    "host": _check_host,
+    "insecure": _check_insecure,
+    "num_worker_threads": _check_threads,
+    "channels": _check_kind("channels", ChannelOptions),
+    "broadcasts": _check_kind("broadcasts", BroadcastOptions),
+    "gatherings": _check_kind("gatherings", GatheringOptions),
+    "device_maps": _check_device_maps,
+    "devices": _check_devices,
+}

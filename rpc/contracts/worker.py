@@ -1,0 +1,46 @@
+"""Who a worker is."""
+
+import re
+from dataclasses import dataclass
+
+from ...errors import WorkerNameError
+
+__all__ = ["WorkerInfo", "check_worker_name"]
+
+_NAME = re.compile(r"[A-Za-z0-9_:.\-]+")
+_LONGEST_NAME = 128
+
+
+@dataclass(frozen=True, slots=True, order=True, repr=False)
+class WorkerInfo:
+    """A worker of the group: its name, and its id (the rank in a static group).
+
+    Raises:
+        WorkerNameError: no worker can be called so.
+    """
+
+    name: str
+    id: int
+
+    def __post_init__(self) -> None:
+        check_worker_name(self.name)
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+def check_worker_name(name: object) -> str:
+    """The name, if it can be one.
+
+    Raises:
+        WorkerNameError: it is no string of 1 to 127 letters, digits, `-`, `_`, `:` or `.`.
+    """
+    if not isinstance(name, str):
+        raise WorkerNameError(name, "A worker name must be a string")
+    if not name:
+        raise WorkerNameError(name, "A worker name must be non-empty")
+    if len(name) >= _LONGEST_NAME:
+        raise WorkerNameError(name, f"A worker name must be shorter than {_LONGEST_NAME} characters")
+    if not _NAME.fullmatch(name):
+        raise WorkerNameError(name, f"Worker name must match {_NAME.pattern}")
+    return name

@@ -1,0 +1,1 @@
+"""torch.profiler and the autograd profiler across workers."""

@@ -1,0 +1,1 @@
+"""Values as bytes: pickling, tensors, errors and device maps in messages."""
