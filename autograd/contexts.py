@@ -8,7 +8,7 @@ from typing import final
 from ..errors import UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
 from .context import Context
-from .gradients import GradLoans
+from .gradients import GradSwapLock
 
 __all__ = ["Contexts"]
 
@@ -25,7 +25,7 @@ class Contexts:
         self._tell_released = tell_released
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._loans = GradLoans()
+        self._loans = GradSwapLock()
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._count = 0
 

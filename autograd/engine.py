@@ -30,7 +30,7 @@ from ..rpc.contracts.messages import Incoming, MessageType
 from ..rpc.execution.futures import error_of
 from .anomaly import Anomaly, AnomalyScopes
 from .closure import Closure, Message, start_node, walk
-from .compression import expand
+from .compression import decompress
 from .context import Context, PassId, inside
 from .contexts import Contexts
 from .partial import PartialGradients, total
@@ -132,7 +132,7 @@ class Engine:
         """The handler of GRADIENTS."""
         context_id, pass_id, message_id, gradients = message.value
         if (context := self._contexts.find(context_id)) is not None:
-            context.gradients_arrived(pass_id, message_id, expand(gradients))
+            context.gradients_arrived(pass_id, message_id, decompress(gradients))
 
     def tell_closure(self, message: Incoming) -> Closure:
         """The closure of sends of this worker: the handler of CLOSURE."""

@@ -16,14 +16,14 @@ import torch
 from ..torch_internals import holders_of_storage
 from .partial import add
 
-__all__ = ["GradLoans", "LeafGradients"]
+__all__ = ["GradSwapLock", "LeafGradients"]
 
 Gradients = dict[torch.Tensor, torch.Tensor]
 """By leaf."""
 
 
 @final
-class GradLoans:
+class GradSwapLock:
     """Which threads have put other gradients into leaves' `.grad`, for hooks to see.
 
     A leaf has one borrower at a time. While its hooks run they may borrow other leaves, and on the same thread the
@@ -35,7 +35,7 @@ class GradLoans:
         self._borrowers: dict[torch.Tensor, int] = {}
 
     @contextmanager
-    def borrow(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    def swapped(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """Waits until no other thread has one of the leaves; then this thread has all of them for a while."""
         me = threading.get_ident()
         with self._returned:
@@ -55,7 +55,7 @@ class GradLoans:
 class LeafGradients:
     """Gradients by leaf. Safe to use from any thread."""
 
-    def __init__(self, loans: GradLoans) -> None:
+    def __init__(self, loans: GradSwapLock) -> None:
         """Args: loans: those of all contexts."""
         self._lock = threading.Lock()
         self._loans = loans
@@ -101,7 +101,7 @@ class LeafGradients:
             leaves: the leaves.
             changed: is given all gradients so far, and returns those that take the place of theirs.
         """
-        with self._loans.borrow(leaves):
+        with self._loans.swapped(leaves):
             gradients = changed(self.get())
             with self._lock:
                 self._gradients.update(gradients)
@@ -125,7 +125,7 @@ class LeafGradients:
         hooks: Mapping[int, Any] | None = leaf._post_accumulate_grad_hooks
         if not hooks:
             return
-        with self._loans.borrow([leaf]):
+        with self._loans.swapped([leaf]):
             before, leaf.grad = leaf.grad, self._gradients.get(leaf)
             try:
                 for hook in list(hooks.values()):

@@ -31,10 +31,10 @@ SIZES = {"barrier": 0, "all_gather of 100 B": 100, "all_gather of 1 MiB": 2**20}
 def start(way: str, rank: int, size: int, url: str) -> Callable[[], None]:
     """Joins the others, and with them forms the group if it is wanted."""
     torch.set_num_threads(1)
-    gatherings = rpc.GatheringOptions(enabled=way == GROUP, after=1)
-    options = rpc.RpcBackendOptions(init_method=url, gatherings=gatherings)
+    all_gather = rpc.AllGatherOptions(enabled=way == GROUP, after=1)
+    options = rpc.RpcBackendOptions(init_method=url, all_gather=all_gather)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
-    while way == GROUP and sum(rpc.all_gather(rpc.debug_info()["gather_groups"]).values()) < size:
+    while way == GROUP and sum(rpc.all_gather(rpc.debug_info()["all_gather_groups"]).values()) < size:
         time.sleep(0.01)  # it forms in the background
     return rpc.shutdown
 

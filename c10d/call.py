@@ -7,11 +7,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .engines.base import Engine, Pending
+from .engines.base import Engine, PendingOperation
 from .reductions import Reduction
 from .staging import Staging
 
-__all__ = ["Call", "Step", "Steps"]
+__all__ = ["CollectiveCall", "Step", "Steps"]
 
 
 @final
@@ -24,17 +24,17 @@ class Step:
         self.operation = operation
         self._arguments = arguments
 
-    def __call__(self, engine: Engine, seconds: float) -> Pending | int | None:
+    def __call__(self, engine: Engine, seconds: float) -> PendingOperation | int | None:
         """Does it; see engines.base for what comes back."""
         return getattr(engine, self.operation)(*self._arguments, seconds)  # type: ignore[no-any-return]
 
 
-Steps = Sequence[Callable[[Engine, float], Pending | int | None]]
+Steps = Sequence[Callable[[Engine, float], PendingOperation | int | None]]
 
 
 @final
 @dataclass(slots=True, kw_only=True)  # not frozen: that would double what making one costs
-class Call:
+class CollectiveCall:
     """What a user asked for. Nobody changes it.
 
     name: of the operation, as in torch.distributed, such as `"all_reduce"`.

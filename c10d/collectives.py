@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from .call import Call, Step, Steps
+from .call import CollectiveCall, Step, Steps
 from .checks import check_parts, check_rank, check_reduction, check_same_size, check_tensors, check_whole, the_one
 from .reductions import Reduction
 from .sparse import SparseSum
@@ -54,7 +54,7 @@ class Collectives(TorchProcessGroup):
         return self._size
 
     @abstractmethod
-    def start(self, call: Call) -> Result:
+    def start(self, call: CollectiveCall) -> Result:
         """Does what was called for."""
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Time = None) -> Result:
@@ -337,7 +337,7 @@ class Collectives(TorchProcessGroup):
         if device is None:
             device = inputs[0].device if inputs else outputs[0].device
         return self.start(
-            Call(
+            CollectiveCall(
                 name=name,
                 inputs=inputs,
                 outputs=outputs,

@@ -8,10 +8,10 @@ import inspect
 
 from ..torch_internals import run_untraced
 
-__all__ = ["leave_untraced"]
+__all__ = ["exclude_from_dynamo"]
 
 
-def leave_untraced(*classes: type) -> None:
+def exclude_from_dynamo(*classes: type) -> None:
     """Has the methods of these classes, and what they call, run as they are.
 
     As torch.compiler.disable does, which would import the compiler, and costs time with every call.

@@ -32,7 +32,7 @@ from .event_loop import acquire_event_loop
 from .host_identity import hosts_of, listen
 from .torch_types import TorchStore
 
-__all__ = ["Liveness"]
+__all__ = ["FailureDetector"]
 
 DIED = "its process died or ended without leaving the group, or its host cannot be reached"
 LEFT = "left the group"
@@ -50,7 +50,7 @@ Notice = Callable[[int, str], None]
 
 
 @final
-class Liveness:
+class FailureDetector:
     """This process's part in the watch over one group. Owned by the group, which closes it.
 
     Args:
@@ -65,7 +65,7 @@ class Liveness:
         ProcessGroupError: the ranks did not come together.
     """
 
-    _all: ClassVar["weakref.WeakSet[Liveness]"] = weakref.WeakSet()
+    _all: ClassVar["weakref.WeakSet[FailureDetector]"] = weakref.WeakSet()
     """Those of this process."""
 
     def __init__(
@@ -235,7 +235,7 @@ def _word(why: str) -> str:
 _REASONS = {_word(why): why for why in (LEFT, DROPPED)}
 
 
-os.register_at_fork(after_in_child=Liveness.let_go_in_child)
+os.register_at_fork(after_in_child=FailureDetector.let_go_in_child)
 
 
 async def _greeted(reader: asyncio.StreamReader, word: str, size: int) -> int | None:

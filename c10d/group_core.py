@@ -22,16 +22,16 @@ import torch
 
 from ..errors import GroupAbortedError, RankLostError, UnsupportedOperationError
 from ..torch_internals import profiler_enabled
-from .call import Call
+from .call import CollectiveCall
 from .debug.consistency import ConsistencyCheck
-from .debug.flight_recorder import Entry, FlightRecorder, write
-from .engines.base import Engine, Pending
+from .debug.flight_recorder import FlightRecord, FlightRecorder, write
+from .engines.base import Engine, PendingOperation
 from .event_loop import acquire_event_loop
-from .failure_detector import DROPPED, LEFT, Liveness
+from .failure_detector import DROPPED, LEFT, FailureDetector
 from .group_options import GroupOptions
 from .pending import Done
 from .profile_events import OperationEvent
-from .serial_queue import Lane
+from .serial_queue import SerialQueue
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 
@@ -91,11 +91,11 @@ class GroupCore:
         self._make_engine = make_engine
         self._engines: dict[str, Engine] = {}
         self._backends: dict[str, str] = {}
-        self._lanes: dict[tuple[str, str, int], Lane] = {}
+        self._lanes: dict[tuple[str, str, int], SerialQueue] = {}
         self._lock = threading.Lock()
         self._making = threading.Lock()  # another one, for the group may fail while an engine is made
         self._failure: Exception | None = None
-        self._liveness: Liveness | None = None
+        self._liveness: FailureDetector | None = None
         self._ended = threading.Event()
         self._leaving: RankLostError | None = None
         self._left: dict[int, RankLostError] = {}
@@ -124,7 +124,7 @@ class GroupCore:
 
     def watch(self) -> None:
         """Notices from now on when another rank dies or leaves. All ranks call it together."""
-        self._liveness = Liveness(
+        self._liveness = FailureDetector(
             PrefixStore("liveness", self.store),
             self.rank,
             self.size,
@@ -133,7 +133,7 @@ class GroupCore:
             on_left=self._on_left,
         )
 
-    def start(self, call: Call) -> Pending | None:
+    def start(self, call: CollectiveCall) -> PendingOperation | None:
         """Has the engine of the tensors' device do what was called for.
 
         Returns None if it is over already. If the caller wanted to wait at once, it has been waited for.
@@ -164,7 +164,9 @@ class GroupCore:
             entry.end()
         return pending
 
-    def _begin_recorded(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
+    def _begin_recorded(
+        self, call: CollectiveCall, engine: Engine, seconds: float, entry: FlightRecord
+    ) -> PendingOperation | None:
         """As `_begin`, with an event for profilers."""
         event = OperationEvent(self._backends[call.device.type], call)
         try:
@@ -178,7 +180,9 @@ class GroupCore:
             return pending
         return event.follow(pending, message=call.peer is not None)
 
-    def _begin(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
+    def _begin(
+        self, call: CollectiveCall, engine: Engine, seconds: float, entry: FlightRecord
+    ) -> PendingOperation | None:
         """Starts it, and waits for it if the caller would; None if it is over."""
         if engine.blocking and not (call.name == "recv" and engine.posts_receives):
             return self._begin_on_lane(call, engine, seconds, entry)
@@ -189,7 +193,9 @@ class GroupCore:
         pending.wait(None)
         return None
 
-    def _begin_on_lane(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> Pending | None:
+    def _begin_on_lane(
+        self, call: CollectiveCall, engine: Engine, seconds: float, entry: FlightRecord
+    ) -> PendingOperation | None:
         lane = self._lane(call)
         at_once = call.now
         if call.name == "send":
@@ -205,7 +211,7 @@ class GroupCore:
             job.wait(None)
         return job
 
-    def _run(self, call: Call, engine: Engine, seconds: float, entry: Entry) -> int | None:
+    def _run(self, call: CollectiveCall, engine: Engine, seconds: float, entry: FlightRecord) -> int | None:
         """Does it on a blocking engine."""
         source: int | None = None
         try:
@@ -224,14 +230,14 @@ class GroupCore:
         entry.end()
         return source
 
-    def _lane(self, call: Call) -> Lane:
+    def _lane(self, call: CollectiveCall) -> SerialQueue:
         kind = call.name if call.peer is not None else "collectives"
         key = (call.device.type, kind, -1 if call.peer is None else call.peer)
         lane = self._lanes.get(key)
         if lane is None:
             name = f"gradwire-{self.name or 'group'}-{kind}"
             with self._lock:
-                lane = self._lanes.setdefault(key, Lane(name))
+                lane = self._lanes.setdefault(key, SerialQueue(name))
         return lane
 
     def fail(self, error: Exception) -> None:

@@ -13,17 +13,17 @@ from .stores.base import Store
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 
-__all__ = ["LEAVE_SECONDS", "PATIENCE", "Meeting", "Seat"]
+__all__ = ["FORM_TIMEOUT_S", "LEAVE_TIMEOUT_S", "GroupMembership", "GroupSpec"]
 
-PATIENCE = 10.0
+FORM_TIMEOUT_S = 10.0
 """Seconds that the members may take to come together."""
 
-LEAVE_SECONDS = 2.0
+LEAVE_TIMEOUT_S = 2.0
 """How long whoever closes a group waits for its threads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class GroupSpec:
     """Where the members of a group find each other.
 
     store: of all workers; the group uses a clone of it, since stores of torch's serve one thread at a time.
@@ -39,11 +39,11 @@ class Meeting:
 
 
 @final
-class Seat:
+class GroupMembership:
     """One worker's seat in a group: taken once, together with the others, and left from any thread."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, spec: GroupSpec) -> None:
+        self._spec = spec
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._store: PrefixStore | None = None
@@ -51,22 +51,22 @@ class Seat:
 
     def take(self) -> Engine:
         """Meets the others; what the group works with. Raises what keeps the group from coming together."""
-        meeting = self._meeting
-        store = PrefixStore(meeting.name, cast(Any, meeting.store).clone())
+        spec = self._spec
+        store = PrefixStore(spec.name, cast(Any, spec.store).clone())
         try:
-            store.set_timeout(timedelta(seconds=PATIENCE))
+            store.set_timeout(timedelta(seconds=FORM_TIMEOUT_S))
             with self._lock:
                 self._check()
                 self._store = store
             engine: Engine = best_engine(
                 Setup(
                     store=store,
-                    rank=meeting.members.index(meeting.me),
-                    size=len(meeting.members),
-                    timeout=PATIENCE,
+                    rank=spec.members.index(spec.me),
+                    size=len(spec.members),
+                    timeout=FORM_TIMEOUT_S,
                     device="cpu",
-                    global_ranks=tuple(meeting.members),
-                    group=meeting.name,
+                    global_ranks=tuple(spec.members),
+                    group=spec.name,
                 )
             )
         finally:
@@ -85,23 +85,23 @@ class Seat:
         """Ends the group, now, for this worker; the others notice. Does not wait, nor give anything back."""
         with self._lock:
             if self._left is None:
-                self._left = GroupAbortedError(f"worker {self._meeting.me} has left {self._meeting.name}")
+                self._left = GroupAbortedError(f"worker {self._spec.me} has left {self._spec.name}")
                 if self._engine is not None:
                     self._engine.fail(self._left)
 
-    def stop_meeting(self) -> None:
+    def stop_forming(self) -> None:
         """Has `take` wait no more for the others."""
         if (store := self._store) is not None:
             _close(store)
 
-    def give_back(self, problem: Exception | None = None) -> None:
+    def release(self, problem: Exception | None = None) -> None:
         """Leaves, because of this problem if there is one, and gives back what the group holds.
 
         Nobody uses the engine any more.
         """
         with self._lock:
             engine, self._engine = self._engine, None
-            self._left = self._left or problem or GroupAbortedError(f"{self._meeting.name} has ended")
+            self._left = self._left or problem or GroupAbortedError(f"{self._spec.name} has ended")
         if engine is not None:
             engine.fail(problem or self._left)
             engine.close()

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UnsupportedOperationError
-from .call import Call, Step
+from .call import CollectiveCall, Step
 from .checks import check_parts, check_reduction
 from .engines.nccl import NcclEngine, plans
-from .engines.nccl.plans import Member, Plan
+from .engines.nccl.plans import Plan, PlanMember
 from .process_group import ProcessGroup
 from .reductions import Reduction
 from .staging import Staging
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Tensors = Sequence[Tensor]
-Steps = Sequence[Callable[[Member], Plan]]
+Steps = Sequence[Callable[[PlanMember], Plan]]
 
 
 def broadcast_multigpu(
@@ -212,7 +212,7 @@ def _start(
     async_op: bool,
 ) -> TorchWork | None:
     return group.start(
-        Call(
+        CollectiveCall(
             name=name,
             inputs=inputs,
             outputs=outputs,

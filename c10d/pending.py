@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from .engines.base import Pending
+    from .engines.base import PendingOperation
 
 __all__ = ["All", "Done", "Finishing"]
 
@@ -15,7 +15,7 @@ __all__ = ["All", "Done", "Finishing"]
 class All:
     """Several operations as one, which is over when all are."""
 
-    def __init__(self, parts: "Sequence[Pending]") -> None:
+    def __init__(self, parts: "Sequence[PendingOperation]") -> None:
         self._parts = parts
 
     def wait(self, timeout: float | None) -> None:
@@ -78,7 +78,7 @@ class Done:
 class Finishing:
     """A Pending after which something is to be done before anybody sees that it is over."""
 
-    def __init__(self, pending: "Pending", finish: Callable[[], None]) -> None:
+    def __init__(self, pending: "PendingOperation", finish: Callable[[], None]) -> None:
         self._pending = pending
         self._finish: Callable[[], None] | None = finish
         self._lock = threading.Lock()

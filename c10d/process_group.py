@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from .call import Call
+from .call import CollectiveCall
 from .debug.store_barrier import StoreBarrier
 from .engines.base import Engine
 from .group_core import GroupCore
@@ -53,7 +53,7 @@ class ProcessGroup(OwnBackend):
         """That of a type of device, which is made when it is first asked for: all ranks must do so together."""
         return self._core.engine(device_type)
 
-    def start(self, call: Call) -> GroupWork | None:
+    def start(self, call: CollectiveCall) -> GroupWork | None:
         """Has the engine of the tensors' device do what was called for.
 
         Returns None if the caller wanted to wait at once: that has been done.
@@ -193,6 +193,6 @@ class ProcessGroup(OwnBackend):
         self._core.description = description
 
 
-def _devices(call: Call) -> list[torch.device]:
+def _devices(call: CollectiveCall) -> list[torch.device]:
     """Those with streams that its tensors are on."""
     return list({tensor.device for tensor in (*call.inputs, *call.outputs) if tensor.device.type != "cpu"})

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import final
 
 from ..torch_internals import begin_profiler_event, enable_record_function
-from .call import Call
-from .engines.base import Pending
+from .call import CollectiveCall
+from .engines.base import PendingOperation
 
 __all__ = ["OperationEvent"]
 
@@ -27,7 +27,7 @@ _NAMES = {
 """What torch's own groups call operations that are forms of others."""
 
 
-def _name(call: Call) -> str:
+def _name(call: CollectiveCall) -> str:
     if call.name == "recv" and call.peer == -1:
         return "recvAnySource"
     if call.name == "all_reduce" and call.inputs[0].is_sparse:
@@ -44,7 +44,7 @@ class OperationEvent:
         call: the operation.
     """
 
-    def __init__(self, backend: str, call: Call) -> None:
+    def __init__(self, backend: str, call: CollectiveCall) -> None:
         name = f"{backend}:{_name(call)}"
         tensors = call.outputs if call.name == "recv" else call.inputs
         self._ending = threading.Lock()
@@ -71,7 +71,7 @@ class OperationEvent:
                 thread.start()
                 thread.join()
 
-    def follow(self, pending: Pending, *, message: bool) -> Pending:
+    def follow(self, pending: PendingOperation, *, message: bool) -> PendingOperation:
         """Ends with an operation; gives what is to be used instead of it.
 
         message: it is over only when somebody asks, and nobody is to be made to ask.
@@ -85,7 +85,7 @@ class OperationEvent:
 class _Recorded:
     """An operation whose event has ended before anybody sees that it is over."""
 
-    def __init__(self, pending: Pending, end: Callable[[], None]) -> None:
+    def __init__(self, pending: PendingOperation, end: Callable[[], None]) -> None:
         self._pending = pending
         self._end = end
 

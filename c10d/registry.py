@@ -24,7 +24,7 @@ from ..torch_internals import (
     register_group_backend,
 )
 from .collectives import Collectives
-from .dynamo import leave_untraced
+from .dynamo import exclude_from_dynamo
 from .engines.base import Engine, EngineFactory, Setup
 from .group_core import GroupCore
 from .group_options import GroupOptions
@@ -36,7 +36,7 @@ from .work import GroupWork
 __all__ = ["GroupMaker", "register_engine"]
 
 
-leave_untraced(Collectives, GroupCore, ProcessGroup, GroupWork)
+exclude_from_dynamo(Collectives, GroupCore, ProcessGroup, GroupWork)
 
 
 def register_engine(name: str, factory: EngineFactory, devices: Sequence[str] = ("cpu",)) -> None:

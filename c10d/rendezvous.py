@@ -10,7 +10,7 @@ import torch.distributed
 
 from ..errors import RendezvousError, RendezvousNetworkError, StoreError, StoreNetworkError
 from .addresses import format_address, require_trusted
-from .rendezvous_url import Place, parse_url
+from .rendezvous_url import StoreAddress, parse_url
 from .start_barrier import Claim, Purpose, StartBarrier
 from .stores.base import DEFAULT_TIMEOUT, Timeout, to_seconds
 from .stores.file import FileStore
@@ -102,7 +102,7 @@ def rendezvous(
             raise RendezvousError(f"both url={url!r} and a store were given: give one of them")
         if not isinstance(store, TorchStore):
             raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
-        place = Place("the store", "store").with_identity(rank, world_size).checked(dynamic=dynamic)
+        place = StoreAddress("the store", "store").with_identity(rank, world_size).checked(dynamic=dynamic)
         return _register(place, store, lambda: None, name, purpose)
     place = parse_url("env://" if url is None else url).with_identity(rank, world_size)
     place = place.from_environment(os.environ, dynamic=dynamic).checked(dynamic=dynamic)
@@ -124,7 +124,7 @@ def rendezvous(
         raise
 
 
-def _open(place: Place, seconds: float, insecure: bool) -> tuple[TorchStore, Callable[[], None]]:
+def _open(place: StoreAddress, seconds: float, insecure: bool) -> tuple[TorchStore, Callable[[], None]]:
     """The store of a place, and how to close it."""
     if place.path is not None:
         file = FileStore(place.path, place.world_size, timeout=seconds)
@@ -143,14 +143,14 @@ def _open(place: Place, seconds: float, insecure: bool) -> tuple[TorchStore, Cal
     return tcp, tcp.close
 
 
-def _require_trusted(place: Place, insecure: bool, doing: str, purpose: Purpose) -> None:
+def _require_trusted(place: StoreAddress, insecure: bool, doing: str, purpose: Purpose) -> None:
     try:
         require_trusted(place.host, insecure=insecure, doing=doing, consent=purpose.consent)
     except StoreError as error:
         raise RendezvousError(f"rank {place.rank} cannot meet its group at {place.url}: {error}") from error
 
 
-def _open_launcher_store(place: Place, seconds: float) -> tuple[TorchStore, Callable[[], None]]:
+def _open_launcher_store(place: StoreAddress, seconds: float) -> tuple[TorchStore, Callable[[], None]]:
     try:
         agent_store = TorchTCPStore(
             place.host,
@@ -170,7 +170,7 @@ def _open_launcher_store(place: Place, seconds: float) -> tuple[TorchStore, Call
 
 
 def _register(
-    place: Place, store: TorchStore, close: Callable[[], None], name: str, purpose: Purpose
+    place: StoreAddress, store: TorchStore, close: Callable[[], None], name: str, purpose: Purpose
 ) -> Rendezvous:
     """Says in the store who this is, and reads there whether somebody contradicts."""
     claim = Claim(name=name, rank=place.rank, world_size=place.world_size)
@@ -187,7 +187,7 @@ def _register(
     )
 
 
-def _contradict_rival(place: Place, insecure: bool, name: str, purpose: Purpose) -> None:
+def _contradict_rival(place: StoreAddress, insecure: bool, name: str, purpose: Purpose) -> None:
     """A rank 0 that cannot host the store looks whether another one does, and then tells everybody so."""
     try:
         store = TCPStore(place.host, place.port, timeout=RIVAL_SECONDS, insecure=insecure)

@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ..errors import RendezvousError
 
-__all__ = ["Place", "parse_url"]
+__all__ = ["StoreAddress", "parse_url"]
 
 _FORMS = {
     "env": "env://",
@@ -22,7 +22,7 @@ _YES = {"true", "1"}
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoreAddress:
     """Where a group meets, and what is known of who this worker is.
 
     url: for messages. scheme: env, tcp, file or store.
@@ -40,7 +40,7 @@ class Place:
     path: str | None = None
     launcher_attempt: str | None = None
 
-    def with_identity(self, rank: int | None, world_size: int | None) -> "Place":
+    def with_identity(self, rank: int | None, world_size: int | None) -> "StoreAddress":
         """This place with what the caller's arguments say; they may not contradict the URL."""
         return replace(
             self,
@@ -48,7 +48,7 @@ class Place:
             world_size=self._agree("world_size", self.world_size, world_size),
         )
 
-    def from_environment(self, environment: Mapping[str, str], *, dynamic: bool = False) -> "Place":
+    def from_environment(self, environment: Mapping[str, str], *, dynamic: bool = False) -> "StoreAddress":
         """An `env://` place with the rest of what it needs; others as they are.
 
         For a dynamic group, RANK and WORLD_SIZE need not be there.
@@ -78,7 +78,7 @@ class Place:
             launcher_attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0") if launched else None,
         )
 
-    def checked(self, *, dynamic: bool = False) -> "Place":
+    def checked(self, *, dynamic: bool = False) -> "StoreAddress":
         """This place, whose rank and world size are known and fit together; or the group is a dynamic one."""
         if dynamic and self.world_size == -1:
             return self
@@ -108,7 +108,7 @@ class Place:
         return given
 
 
-def parse_url(url: str) -> Place:
+def parse_url(url: str) -> StoreAddress:
     """Reads a rendezvous URL.
 
     Raises:
@@ -124,7 +124,7 @@ def parse_url(url: str) -> Place:
     if parts.fragment:
         raise _malformed(url, "it has a #fragment", scheme)
     numbers = _numbers(url, scheme, parts.query)
-    place = Place(url, scheme, numbers.get("rank", -1), numbers.get("world_size", -1))
+    place = StoreAddress(url, scheme, numbers.get("rank", -1), numbers.get("world_size", -1))
     if scheme == "env":
         if parts.netloc or parts.path:
             raise _malformed(url, "nothing but a query may follow env://", scheme)

@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-__all__ = ["Job", "Lane"]
+__all__ = ["SerialQueue", "SerialTask"]
 
 IDLE_SECONDS = 10.0
 """A thread with nothing to do ends after so long; the next operation that needs one starts another."""
 
 
 @final
-class Job:
+class SerialTask:
     """An operation on a lane. It is a Pending (see engines.base)."""
 
-    def __init__(self, lane: "Lane", run: Callable[[], int | None]) -> None:
+    def __init__(self, lane: "SerialQueue", run: Callable[[], int | None]) -> None:
         self._lane = lane
         self._run: Callable[[], int | None] | None = run
         self._over = False
@@ -73,7 +73,7 @@ class Job:
 
 
 @final
-class Lane:
+class SerialQueue:
     """Runs jobs in the order in which they were put on it, one at a time.
 
     Owned by a process group. Its thread exists while there is something that nobody waits for.
@@ -81,7 +81,7 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name: Final = name
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[SerialTask] = deque()
         self._running = threading.Lock()
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -89,9 +89,9 @@ class Lane:
         self.changing: Final = threading.Lock()
         """Held while jobs of this lane take callbacks or become done."""
 
-    def put(self, run: Callable[[], int | None], *, now: bool) -> Job:
+    def put(self, run: Callable[[], int | None], *, now: bool) -> SerialTask:
         """Adds a job; with `now` the caller is about to wait for it, so that no thread need be woken."""
-        job = Job(self, run)
+        job = SerialTask(self, run)
         self._jobs.append(job)
         if not now:
             self.wake()
@@ -112,7 +112,7 @@ class Lane:
         if self._jobs:
             self.wake()
 
-    def run_until(self, wanted: Job) -> bool:
+    def run_until(self, wanted: SerialTask) -> bool:
         """Runs jobs up to this one; False if another thread is at it."""
         if not self._running.acquire(blocking=False):
             return False

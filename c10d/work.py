@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch.futures import Future
 
-from .engines.base import Pending
+from .engines.base import PendingOperation
 from .torch_types import OpType, TorchProcessGroup, TorchWork
 
 __all__ = ["GroupWork"]
@@ -28,7 +28,7 @@ class GroupWork(TorchWork):
         self,
         operation: str,
         outputs: Any,
-        pending: Pending | None,
+        pending: PendingOperation | None,
         devices: Sequence[torch.device] = (),
         group: TorchProcessGroup | None = None,
     ) -> None:

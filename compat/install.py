@@ -14,7 +14,7 @@ from ..rref.rref import RRef
 from .contexts import NODE_METHODS
 from .defaults import defaults
 from .imports import when_imported
-from .messages import TorchHabits
+from .messages import TorchErrorStyle
 from .names import TABLES
 from .patches import Patches
 from .references import METHODS
@@ -96,4 +96,4 @@ _installation = _Installation()
 @functools.cache
 def _register_extension() -> None:
     """Once for the process: an agent that starts after `uninstall` still prints what its functions raise."""
-    register_extension(TorchHabits)
+    register_extension(TorchErrorStyle)

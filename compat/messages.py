@@ -14,13 +14,13 @@ from ..rpc.profiling.extension import Profiling
 from ..torch_internals import find_builtin
 from .errors import as_torch_raises
 
-__all__ = ["TorchHabits"]
+__all__ = ["TorchErrorStyle"]
 
 FAILED_CALLS = logging.getLogger("gradwire.rpc.calls")
 
 
 @final
-class TorchHabits(Extension):
+class TorchErrorStyle(Extension):
     """Raises and prints what remote functions raise as torch does; leaves torch.profiler's profiles alone.
 
     And gradients flow back through Parameters only where they do in torch.

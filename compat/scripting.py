@@ -1,7 +1,8 @@
 """torch.jit where it meets calls.
 
 TorchScript knows torch.distributed.rpc's functions by identity and compiles them into calls of torch's own agent,
-which is not there. Of references it knows only that agent's too: gradwire.rpc.execution.script_functions deals with those.
+which is not there. It knows only the references of that agent too; gradwire.rpc.execution.script_functions deals
+with those.
 """
 
 import warnings

@@ -18,7 +18,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Broadcast",
-    "Collective",
+    "CollectiveFunction",
     "Gather",
     "Reduce",
     "ReduceScatter",
@@ -31,7 +31,7 @@ Group = ProcessGroup | None
 LINEAR = (ReduceOp.SUM, ReduceOp.AVG)
 
 
-class Collective(torch.autograd.Function):
+class CollectiveFunction(torch.autograd.Function):
     """A collective of a group's processes."""
 
     @classmethod
@@ -41,7 +41,7 @@ class Collective(torch.autograd.Function):
 
 
 @final
-class Broadcast(Collective):
+class Broadcast(CollectiveFunction):
     """One process's tensor to all."""
 
     @staticmethod
@@ -59,7 +59,7 @@ class Broadcast(Collective):
 
 
 @final
-class Reduce(Collective):
+class Reduce(CollectiveFunction):
     """The reduction of all processes' tensors to one of them."""
 
     @staticmethod
@@ -79,7 +79,7 @@ class Reduce(Collective):
 
 
 @final
-class AllReduce(Collective):
+class AllReduce(CollectiveFunction):
     """The reduction of all processes' tensors to all of them."""
 
     @staticmethod
@@ -99,7 +99,7 @@ class AllReduce(Collective):
 
 
 @final
-class Gather(Collective):
+class Gather(CollectiveFunction):
     """All processes' tensors to one of them."""
 
     @staticmethod
@@ -117,7 +117,7 @@ class Gather(Collective):
 
 
 @final
-class Scatter(Collective):
+class Scatter(CollectiveFunction):
     """One process's tensors, one to each."""
 
     @staticmethod
@@ -136,7 +136,7 @@ class Scatter(Collective):
 
 
 @final
-class AllGather(Collective):
+class AllGather(CollectiveFunction):
     """All processes' tensors to all of them."""
 
     @staticmethod
@@ -163,7 +163,7 @@ class AllGather(Collective):
 
 
 @final
-class ReduceScatter(Collective):
+class ReduceScatter(CollectiveFunction):
     """Reductions, one to each process."""
 
     @staticmethod
@@ -182,7 +182,7 @@ class ReduceScatter(Collective):
 
 
 @final
-class AllToAll(Collective):
+class AllToAll(CollectiveFunction):
     """From each process some rows of a tensor to each."""
 
     @staticmethod

@@ -12,7 +12,7 @@ from ..rref import RRef, remote
 from .checkpoint import StateDict, check, pack, state_of
 from .local_optimizer import Description, LocalOptimizer
 from .owners import wait_for_owners
-from .parameter_groups import GroupOptions, Options, ParameterGroup, by_owner, options, read_groups
+from .parameter_groups import Options, ParameterGroup, ParameterGroupOptions, by_owner, options, read_groups
 
 __all__ = ["DistributedOptimizer"]
 
@@ -89,7 +89,7 @@ class DistributedOptimizer:
         )
         defaults = next(iter(described.values())).defaults
         known = self._by_group({owner: description.groups for owner, description in described.items()})
-        self._options = GroupOptions(
+        self._options = ParameterGroupOptions(
             [ParameterGroup(g.parameters, known.get(index, g.options)) for index, g in enumerate(groups)], defaults
         )
         shapes = {

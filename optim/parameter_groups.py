@@ -11,10 +11,10 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rref import RRef
 
 __all__ = [
-    "GroupOptions",
     "Options",
     "Parameter",
     "ParameterGroup",
+    "ParameterGroupOptions",
     "by_owner",
     "options",
     "read_groups",
@@ -105,7 +105,7 @@ def _check_all(given: Sequence[Any], label: str) -> list[Parameter]:
 
 
 @final
-class GroupOptions(torch.optim.Optimizer):
+class ParameterGroupOptions(torch.optim.Optimizer):
     """The options of all groups, with RRefs for parameters.
 
     It is an optimizer so that the schedulers of torch can work on it, which read and write options only. It

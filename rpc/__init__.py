@@ -25,7 +25,7 @@ from .backend_registry import (
 from .calls import broadcast_call, rpc_async, rpc_sync
 from .collectives.api import AllGatherStates, all_gather, barrier
 from .contracts.agent import RpcAgent, is_initialized
-from .contracts.options import BroadcastOptions, ChannelOptions, GatheringOptions, RpcBackendOptions
+from .contracts.options import AllGatherOptions, BroadcastOptions, ChannelOptions, RpcBackendOptions
 from .contracts.worker import WorkerInfo
 from .contracts.worker_events import WorkerEventHandle, WorkerJoined, WorkerLeft
 from .execution.futures import Future
@@ -39,13 +39,13 @@ from ..rref.api import remote  # isort: skip
 from ..rref.rref import RRef  # isort: skip
 
 __all__ = [
+    "AllGatherOptions",
     "AllGatherStates",
     "BackendType",
     "BackendValue",
     "BroadcastOptions",
     "ChannelOptions",
     "Future",
-    "GatheringOptions",
     "RRef",
     "RpcAgent",
     "RpcBackendOptions",

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, final
 from ..c10d.torch_types import TorchStore
 from ..errors import SendFailedError
 from ..proto.v1 import agent_pb2
-from .agent.factories import Parts
+from .agent.factories import AgentFactories
 from .agent.grpc_agent import GrpcAgent
 from .agent.network import Network
 from .backend_registry import register_backend
@@ -44,8 +44,8 @@ CONTROL_KINDS = (
     "autograd.release",
     "broadcast.ended",
     "broadcast.missed",
-    "gather.ask",
-    "gather.tell",
+    "all_gather.ask",
+    "all_gather.tell",
     "rref.accept",
     "rref.await",
     "rref.delete",
@@ -54,7 +54,7 @@ CONTROL_KINDS = (
 )
 """The kinds of CONTROL messages."""
 
-LATE = -1
+DELAYED_TICKET = -1
 """The ticket of what leaves late: it cannot be taken back."""
 
 MESSAGE_NAMES = (*sorted(set(MessageType.keys()) - {"MESSAGE_TYPE_UNSPECIFIED"}), *CONTROL_KINDS)
@@ -125,8 +125,8 @@ def start_faulty_agent(
     """
     if not isinstance(rpc_backend_options, FaultyRpcBackendOptions):
         raise TypeError(f"rpc_backend_options is {rpc_backend_options!r}: give FaultyRpcBackendOptions")
-    parts = Parts(network=partial(Network, wrap=_Faults(rpc_backend_options).wrap))
-    return start_agent(store, name, rank, world_size, rpc_backend_options, partial(GrpcAgent, parts=parts))
+    factories = AgentFactories(network=partial(Network, wrap=_Faults(rpc_backend_options).wrap))
+    return start_agent(store, name, rank, world_size, rpc_backend_options, partial(GrpcAgent, factories=factories))
 
 
 @final
@@ -177,11 +177,11 @@ class _FaultyTransport:
             raise SendFailedError(self._peer.name, f"fault injection failed the {names[0]} message")
         if delay := self._faults.delay(names):
             self._loop.call_soon_threadsafe(self._send_at, self._loop.time() + delay, envelope)
-            return LATE
+            return DELAYED_TICKET
         return self._transport.send(envelope)
 
     def withdraw(self, ticket: int) -> bool:
-        return ticket != LATE and self._transport.withdraw(ticket)
+        return ticket != DELAYED_TICKET and self._transport.withdraw(ticket)
 
     def connect(self) -> None:
         self._transport.connect()

@@ -47,14 +47,14 @@ from ..rpc.execution.futures import Future, error_of
 from ..rpc.profiling.extension import run_profiled
 from ..rpc.wire.failures import without_frames
 from .ids import GlobalId, IdSource
-from .owner_table import Entry, OwnerTable
-from .rref import Hold, OwnerHandle, RRef, UserHandle
+from .owner_table import OwnedValue, OwnerTable
+from .rref import Lease, OwnerHandle, RRef, UserHandle
 
 __all__ = ["Fork", "References"]
 
 log = logging.getLogger(__name__)
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+CreationCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 @final
@@ -70,7 +70,7 @@ class Fork:
     confirmed: bool = False
     error: Exception | None = None
     """Why it never will be confirmed."""
-    hold: Hold | None = None
+    hold: Lease | None = None
     """What keeps it from being given up."""
     dropped: bool = False
     created: Future[Any] | None = None
@@ -104,7 +104,7 @@ class References(Extension):
         """Notified when the owner of a dropped fork knows."""
         self._unconfirmed: list[Callable[[], None]] = []
         """Who waits for confirmations. On the control thread."""
-        self._creating: weakref.WeakValueDictionary[GlobalId, Hold] = weakref.WeakValueDictionary()
+        self._creating: weakref.WeakValueDictionary[GlobalId, Lease] = weakref.WeakValueDictionary()
         """What `remote` has made here and is held yet, be it by the creating message on its way."""
         self._closed = False
         agent.control.on("rref.fork", self._on_fork)
@@ -128,7 +128,7 @@ class References(Extension):
         entry.resolve(value)
         return OwnerHandle(self.agent, entry)
 
-    def remote(self, owner: WorkerInfo, call: Call, timeout: float | None) -> RRef[Any]:
+    def remote(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> RRef[Any]:
         """A reference to the result of a call on `owner`."""
         identifier, fork_id = self._ids.next(), self._ids.next()
         if owner == self.agent.info:
@@ -150,7 +150,7 @@ class References(Extension):
         return RRef._of(handle, call[0])
 
     def _create_here(
-        self, identifier: GlobalId, fork_id: GlobalId, call: Call, timeout: float | None
+        self, identifier: GlobalId, fork_id: GlobalId, call: CreationCall, timeout: float | None
     ) -> OwnerHandle:
         entry = self.table.create(identifier)
         self.table.add_fork(identifier, fork_id, self.agent.info.id)  # keeps the entry until the call has run
@@ -173,7 +173,7 @@ class References(Extension):
         owner: WorkerInfo,
         identifier: GlobalId,
         fork: GlobalId,
-        call: Call,
+        call: CreationCall,
         timeout: float | None,
         keep: object = None,
     ) -> Future[Any]:
@@ -192,7 +192,7 @@ class References(Extension):
 
     def _take_hold(self, fork: Fork) -> UserHandle:
         self._users.add(fork)
-        fork.hold = Hold(partial(self._give_up, fork))
+        fork.hold = Lease(partial(self._give_up, fork))
         return UserHandle(self.agent, fork)
 
     # References that leave and arrive in messages.
@@ -264,7 +264,7 @@ class References(Extension):
             try:
                 entry = self.entry(identifier)
             except RRefError as error:  # lost with the worker that had it first; whoever uses it is told
-                entry = Entry(identifier)
+                entry = OwnedValue(identifier)
                 entry.fail(error)
             handle = OwnerHandle(self.agent, entry)
             if sender == owner:
@@ -365,7 +365,7 @@ class References(Extension):
 
     # What other workers ask for.
 
-    def _begin_creation(self, message: Incoming) -> Entry:
+    def _begin_creation(self, message: Incoming) -> OwnedValue:
         created = message.envelope.created
         identifier, fork = GlobalId.from_proto(created.reference), GlobalId.from_proto(created.fork)
         if message.source == self.agent.info:
@@ -381,7 +381,7 @@ class References(Extension):
         return nullcontext() if entry is None else self._creation(message, entry)
 
     @contextmanager
-    def _creation(self, message: Incoming, entry: Entry) -> Iterator[None]:
+    def _creation(self, message: Incoming, entry: OwnedValue) -> Iterator[None]:
         try:
             yield
         finally:
@@ -390,7 +390,7 @@ class References(Extension):
 
     def _create(self, message: Incoming) -> Deferred | None:
         """Runs a call and keeps its result. Answers when it is over, whether or not it has failed."""
-        entry: Entry = message.state[References]
+        entry: OwnedValue = message.state[References]
         try:
             with logged(message):
                 result = run_profiled(message, run_function, *message.value)
@@ -415,20 +415,20 @@ class References(Extension):
         result.future.add_done_callback(settle)
         return Deferred(over)
 
-    def _fail(self, entry: Entry, error: Exception) -> None:
+    def _fail(self, entry: OwnedValue, error: Exception) -> None:
         """The call that makes a value has failed."""
         entry.fail(without_frames(error, self.agent.info.name))
 
     def _fetch(self, message: Incoming) -> Deferred:
         return Deferred(self.entry(GlobalId(*message.value)).future)
 
-    def entry(self, identifier: GlobalId) -> Entry:
+    def entry(self, identifier: GlobalId) -> OwnedValue:
         """The entry that a message from another worker names. Raises RRefError as OwnerTable.get does."""
         entry = self.table.get(identifier)
         self._ask_creator(entry)
         return entry
 
-    def _ask_creator(self, entry: Entry) -> None:
+    def _ask_creator(self, entry: OwnedValue) -> None:
         """Is the message that creates an awaited value still to come? Also has the creator's loss be noticed."""
         if entry.created or entry.id.worker == self.agent.info.id:
             return

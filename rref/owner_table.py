@@ -13,7 +13,7 @@ from ..errors import RRefError
 from ..rpc.execution.kept_errors import copy_error
 from .ids import GlobalId
 
-__all__ = ["Entry", "OwnerTable", "ValueNotThereError"]
+__all__ = ["OwnedValue", "OwnerTable", "ValueNotThereError"]
 
 
 class ValueNotThereError(Exception):
@@ -21,7 +21,7 @@ class ValueNotThereError(Exception):
 
 
 @final
-class Entry:
+class OwnedValue:
     """One owned value: there already, still being computed, or failed."""
 
     __slots__ = ("__weakref__", "created", "forks", "future", "id")
@@ -73,9 +73,9 @@ class OwnerTable:
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._lock = threading.Lock()
-        self._all: weakref.WeakValueDictionary[GlobalId, Entry] = weakref.WeakValueDictionary()
-        self._held: dict[GlobalId, Entry] = {}
-        self._awaited: dict[GlobalId, Entry] = {}
+        self._all: weakref.WeakValueDictionary[GlobalId, OwnedValue] = weakref.WeakValueDictionary()
+        self._held: dict[GlobalId, OwnedValue] = {}
+        self._awaited: dict[GlobalId, OwnedValue] = {}
         """Those that others ask for before the creating message has come."""
         self._lost: dict[int, str] = {}
 
@@ -92,13 +92,13 @@ class OwnerTable:
         with self._lock:
             return sum(len(entry.forks) for entry in self._held.values())
 
-    def create(self, identifier: GlobalId) -> Entry:
+    def create(self, identifier: GlobalId) -> OwnedValue:
         """A new entry, made by this worker itself."""
         with self._lock:
-            entry = self._all[identifier] = Entry(identifier)
+            entry = self._all[identifier] = OwnedValue(identifier)
             return entry
 
-    def get(self, identifier: GlobalId) -> Entry:
+    def get(self, identifier: GlobalId) -> OwnedValue:
         """The entry of an id; one without a value yet, if the message that creates it is still on its way.
 
         Raises:
@@ -107,13 +107,13 @@ class OwnerTable:
         with self._lock:
             return self._get(identifier)
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: OwnedValue) -> None:
         """The message that computes the value has come."""
         with self._lock:
             entry.created = True
             self._awaited.pop(entry.id, None)
 
-    def add_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> Entry:
+    def add_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> OwnedValue:
         """Counts a reference that `holder` has. Raises as `get` does."""
         with self._lock:
             if holder in self._lost:
@@ -166,7 +166,7 @@ class OwnerTable:
         for entry in waiting:
             entry.fail(error)
 
-    def _get(self, identifier: GlobalId) -> Entry:
+    def _get(self, identifier: GlobalId) -> OwnedValue:
         entry = self._all.get(identifier)
         if entry is None:
             if identifier.worker == self._worker:
@@ -175,10 +175,10 @@ class OwnerTable:
                 raise RRefError(
                     f"reference {identifier} is gone: its creator is lost ({self._lost[identifier.worker]})"
                 )
-            entry = self._all[identifier] = self._awaited[identifier] = Entry(identifier)
+            entry = self._all[identifier] = self._awaited[identifier] = OwnedValue(identifier)
         return entry
 
-    def _release(self, entry: Entry, fork: GlobalId) -> None:
+    def _release(self, entry: OwnedValue, fork: GlobalId) -> None:
         del entry.forks[fork]
         if not entry.forks:
             self._held.pop(entry.id, None)

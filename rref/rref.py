@@ -13,13 +13,13 @@ from ..rpc.contracts.messages import MessageType
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
-from .owner_table import Entry, ValueNotThereError
+from .owner_table import OwnedValue, ValueNotThereError
 
 if TYPE_CHECKING:
     from .forks import Fork
     from .proxy import RRefProxy
 
-__all__ = ["Hold", "OwnerHandle", "RRef", "UserHandle"]
+__all__ = ["Lease", "OwnerHandle", "RRef", "UserHandle"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -30,7 +30,7 @@ class OwnerHandle:
 
     __slots__ = ("agent", "created", "entry")
 
-    def __init__(self, agent: RpcAgent, entry: Entry, created: Future[Any] | None = None) -> None:
+    def __init__(self, agent: RpcAgent, entry: OwnedValue, created: Future[Any] | None = None) -> None:
         self.agent = agent
         self.entry = entry
         self.created = created
@@ -42,7 +42,7 @@ class OwnerHandle:
 
 
 @final
-class Hold:
+class Lease:
     """Whoever has it keeps a fork from being given up: the program's reference, and requests under way."""
 
     __slots__ = ("__weakref__", "_give_up")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import gatherings
+from benchmarks import all_gather
 from benchmarks.autograd import CASES
 from benchmarks.collectives import PEERS
 from benchmarks.harness import Comparison
@@ -89,7 +89,7 @@ def test_broadcast_calls_are_measured():
 @pytest.mark.timeout(120)
 def test_gatherings_are_measured():
     lines = measure("benchmarks.gatherings", "--workers", 2, "--rounds", 1, "--seconds", 0.01)
-    for case in gatherings.SIZES:
+    for case in all_gather.SIZES:
         (row,) = (line for line in lines if f"2  {case} " in line)
         group, _, messages, _, ratio, *_ = row.split(case)[1].split()
         assert float(ratio) == pytest.approx(float(group) / float(messages), rel=0.05, abs=0.01)

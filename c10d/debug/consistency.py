@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Final, final
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError
-from ..call import Call
+from ..call import CollectiveCall
 from ..torch_types import TorchStore
 from .source import caller
 
@@ -46,7 +46,7 @@ class ConsistencyCheck:
         self._size: Final = len(global_ranks)
         self._number = 0
 
-    def check(self, call: Call, seconds: float) -> None:
+    def check(self, call: CollectiveCall, seconds: float) -> None:
         """Waits for all ranks' calls.
 
         Raises:
@@ -68,14 +68,14 @@ class ConsistencyCheck:
     def _key(self, rank: int, number: int | None = None) -> str:
         return f"{self._number if number is None else number}/{rank}"
 
-    def _missing(self, call: Call, seconds: float) -> CollectiveTimeoutError:
+    def _missing(self, call: CollectiveCall, seconds: float) -> CollectiveTimeoutError:
         missing = [rank for rank in range(self._size) if not self._store.check([self._key(rank)])]
         ranks = _ranks([self._global_ranks[rank] for rank in missing])
         what = f"{call.name} (collective {self._number} of the group)"
         return CollectiveTimeoutError(what, seconds, f"{ranks} to call it")
 
 
-def _fingerprint(call: Call) -> dict[str, Any]:
+def _fingerprint(call: CollectiveCall) -> dict[str, Any]:
     found: dict[str, Any] = {"operation": call.name}
     if call.inputs or call.outputs:
         found["dtype"] = str((call.inputs or call.outputs)[0].dtype).removeprefix("torch.")

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from ..call import Call
-from ..engines.base import Pending
-from .source import Place, caller
+from ..call import CollectiveCall
+from ..engines.base import PendingOperation
+from .source import CallSite, caller
 
-__all__ = ["Entry", "FlightRecorder", "Recorded", "write"]
+__all__ = ["FlightRecord", "FlightRecorder", "Recorded", "write"]
 
 _WAY = 5
 """So many calls at least are gradwire's: `begin`, `start` of the group and its core, and two in the module of the
@@ -26,17 +26,17 @@ operation."""
 
 
 @final
-class Entry:
+class FlightRecord:
     """One operation of a group, as one rank called it. It keeps no tensors."""
 
     __slots__ = ("_began", "_ended", "_error", "_over", "_shown", "name", "number", "peer", "pending", "place")
 
-    def __init__(self, number: int, call: Call, place: Place) -> None:
+    def __init__(self, number: int, call: CollectiveCall, place: CallSite) -> None:
         self.number = number
         self.name = call.name
         self.place = place
         self.peer = call.peer
-        self.pending: Pending | None = None
+        self.pending: PendingOperation | None = None
         inputs = [tensor.shape for tensor in call.inputs]
         self._shown = (
             inputs,
@@ -101,17 +101,17 @@ class FlightRecorder:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._entries: deque[FlightRecord] = deque(maxlen=capacity)
         self.collectives = 0
         self._messages = itertools.count(1)
 
-    def begin(self, call: Call) -> Entry:
+    def begin(self, call: CollectiveCall) -> FlightRecord:
         """A call begins. Collectives are numbered in the order of their calls, and so are messages."""
         if call.peer is None:
             number = self.collectives = self.collectives + 1
         else:
             number = next(self._messages)
-        entry = Entry(number, call, caller(skip=_WAY))
+        entry = FlightRecord(number, call, caller(skip=_WAY))
         self._entries.append(entry)
         return entry
 
@@ -119,7 +119,7 @@ class FlightRecorder:
         """The peers of the operations that are not over; None is that of collectives, -1 is any rank."""
         return {entry.peer for entry in list(self._entries) if entry.state() == "under way"}
 
-    def in_flight(self) -> list[Pending]:
+    def in_flight(self) -> list[PendingOperation]:
         """The operations that are not over, without receives."""
         return [
             entry.pending

@@ -7,16 +7,16 @@ from types import FrameType
 
 import torch
 
-__all__ = ["Place", "caller"]
+__all__ = ["CallSite", "caller"]
 
-Place = tuple[str, int]
+CallSite = tuple[str, int]
 """File and line."""
 
 _OURS = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def caller(skip: int = 0) -> Place:
+def caller(skip: int = 0) -> CallSite:
     """The innermost line that is neither gradwire's nor torch's, or the outermost if all are.
 
     skip: so many of the innermost are known to be gradwire's. Looking at each takes time.

@@ -1,5 +1,5 @@
 """Engines: one contract (base), one file for each kind."""
 
-from .base import Engine, Pending, Setup
+from .base import Engine, PendingOperation, Setup
 
-__all__ = ["Engine", "Pending", "Setup"]
+__all__ = ["Engine", "PendingOperation", "Setup"]

@@ -26,7 +26,7 @@ from ..pending import All, Finishing
 from ..reductions import Reduction
 from ..torch_types import TorchStore
 
-__all__ = ["Engine", "EngineFactory", "Pending", "Setup", "chunks"]
+__all__ = ["Engine", "EngineFactory", "PendingOperation", "Setup", "chunks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Setup:
     failed: Callable[[Exception], None] = field(default=lambda _: None)
 
 
-class Pending(Protocol):
+class PendingOperation(Protocol):
     """An operation under way."""
 
     def wait(self, timeout: float | None) -> None:
@@ -92,59 +92,65 @@ class Engine(ABC):
         self.rank = setup.rank
         self.size = setup.size
 
-    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> Pending | None:
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Every rank's `tensor` becomes the root's."""
         raise self._refusal("broadcast")
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> Pending | None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Every rank's `tensor` becomes the reduction of all, bit for bit the same on all ranks."""
         raise self._refusal("all_reduce")
 
-    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> Pending | None:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """The root's `tensor` becomes the reduction of all; the others' stay or not, as the engine likes."""
         raise self._refusal("reduce")
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> Pending | None:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
         """`outputs[i]` becomes the tensor of rank i; the sizes may differ, if each rank gives the right ones."""
         raise self._refusal("all_gather")
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending | None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """As all_gather of tensors of one size into one tensor, one after another."""
         return self.all_gather(chunks(output, self.size), tensor, timeout)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> Pending | None:
+    def gather(
+        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
+    ) -> PendingOperation | None:
         """On the root, `outputs[i]` becomes the tensor of rank i; elsewhere there are no outputs."""
         raise self._refusal("gather")
 
-    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> Pending | None:
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
+    ) -> PendingOperation | None:
         """Rank i's `tensor` becomes the root's `inputs[i]`; elsewhere there are no inputs."""
         raise self._refusal("scatter")
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
-    ) -> Pending | None:
+    ) -> PendingOperation | None:
         """Rank i's `tensor` becomes the reduction of all ranks' `inputs[i]`."""
         raise self._refusal("reduce_scatter")
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
-    ) -> Pending | None:
+    ) -> PendingOperation | None:
         """As reduce_scatter of tensors of one size that lie one after another in `whole`."""
         return self.reduce_scatter(tensor, chunks(whole, self.size), reduction, timeout)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> Pending | None:
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
+    ) -> PendingOperation | None:
         """Rank i's `outputs[j]` becomes rank j's `inputs[i]`; the sizes may differ."""
         raise self._refusal("all_to_all")
 
-    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending | None:
+    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """As all_to_all of tensors of one size that lie one after another."""
         return self.all_to_all(chunks(output, self.size), chunks(whole, self.size), timeout)
 
-    def barrier(self, timeout: float) -> Pending | None:
+    def barrier(self, timeout: float) -> PendingOperation | None:
         """Returns once all ranks have called it."""
         raise self._refusal("barrier")
 
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> Pending | None:
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
         """Sends to `peer`'s `recv` with this tag. May return before it is received; the tensor is then free."""
         raise self._refusal("send")
 
@@ -152,13 +158,13 @@ class Engine(ABC):
         """Would `send` return without waiting, as things are? A blocking engine's then needs no other thread."""
         return False
 
-    def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Pending | int:
+    def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> PendingOperation | int:
         """Receives what `peer`, or anyone if it is None, sends with this tag; the rank that sent it."""
         raise self._refusal("recv")
 
     def start(
-        self, steps: Sequence[Callable[[], Pending | int | None]], finish: Callable[[], None] | None
-    ) -> Pending | None:
+        self, steps: Sequence[Callable[[], PendingOperation | int | None]], finish: Callable[[], None] | None
+    ) -> PendingOperation | None:
         """Of one that does not block: starts several operations as one, after which `finish` is done.
 
         An engine may do better than this: put them into one message, or have the device do what follows.

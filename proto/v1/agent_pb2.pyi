@@ -35,8 +35,8 @@ class _MessageTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """rpc"""
     CONTROL: _MessageType.ValueType  # 17
     """a message that is retried until acknowledged and processed once"""
-    GATHER: _MessageType.ValueType  # 18
-    GATHER_STATUS: _MessageType.ValueType  # 19
+    ALL_GATHER: _MessageType.ValueType  # 18
+    ALL_GATHER_STATUS: _MessageType.ValueType  # 19
     """who is missing in a gathering?"""
     GREETING: _MessageType.ValueType  # 20
     """are you there, and do you know me? From who joins a dynamic group"""
@@ -81,8 +81,8 @@ CALL: MessageType.ValueType  # 16
 """rpc"""
 CONTROL: MessageType.ValueType  # 17
 """a message that is retried until acknowledged and processed once"""
-GATHER: MessageType.ValueType  # 18
-GATHER_STATUS: MessageType.ValueType  # 19
+ALL_GATHER: MessageType.ValueType  # 18
+ALL_GATHER_STATUS: MessageType.ValueType  # 19
 """who is missing in a gathering?"""
 GREETING: MessageType.ValueType  # 20
 """are you there, and do you know me? From who joins a dynamic group"""

@@ -5,11 +5,11 @@ from typing import final
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 
-__all__ = ["Arrivals"]
+__all__ = ["CancellableRequests"]
 
 
 @final
-class Arrivals:
+class CancellableRequests:
     """Takes no lock: each step is one operation on a set, and only one of `begin` and `cancel` succeeds."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from ...errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
-from ..channels.router import Arrived
+from ..channels.router import PayloadReader
 from ..contracts.devices import Device
 from ..contracts.messages import Handler, MessageType
 from ..contracts.worker import WorkerInfo
@@ -20,15 +20,15 @@ from ..execution.futures import Future
 from ..wire.device_maps import device_map_to_proto
 from ..wire.failures import decode_failure
 from ..wire.pickling import Packed
-from ..wire.tensors import laid_out
-from .codec import Messaging, Sent
-from .stats import Activity
+from ..wire.tensors import make_sendable
+from .codec import Codec, SentMessage
+from .stats import CallCounter
 
 if TYPE_CHECKING:
     from ..execution.deadlines import Deadlines
     from ..execution.executor import Executor
 
-__all__ = ["Pending", "Requests"]
+__all__ = ["Client", "PendingRequest"]
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ OPERATIONS = {
 DOING = {
     MessageType.CALL: "a call to worker",
     MessageType.CONTROL: "a control message to worker",
-    MessageType.GATHER: "the value for a collective, sent to worker",
-    MessageType.GATHER_STATUS: "the question who is missing in a collective, to worker",
+    MessageType.ALL_GATHER: "the value for a collective, sent to worker",
+    MessageType.ALL_GATHER_STATUS: "the question who is missing in a collective, to worker",
     MessageType.GREETING: "the announcement of a new worker to worker",
     MessageType.RREF_CREATE: "RRef creation via remote() on worker",
     MessageType.RREF_FETCH: "to_here() of a value on worker",
@@ -58,7 +58,7 @@ DOING = {
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingRequest:
     """A request that is not answered yet."""
 
     identifier: int
@@ -66,25 +66,25 @@ class Pending:
     worker: WorkerInfo
     kind: MessageType.ValueType
     timeout: float
-    sent: Sent | None = None
+    sent: SentMessage | None = None
     """Set where it can be cancelled."""
 
 
 @final
-class Requests:
+class Client:
     """The requests of one agent. Who takes one out of `pending` ends it: an answer, a timeout, a loss."""
 
     def __init__(
         self,
-        messaging: Messaging,
+        messaging: Codec,
         handlers: Mapping[MessageType.ValueType, Handler],
         executor: "Executor",
-        activity: Activity,
+        activity: CallCounter,
     ) -> None:
         """Args: what sends them; what is known of their types; who is told of waits; what counts users' calls."""
         self.deadlines: Deadlines
         """To be set before the first request."""
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, PendingRequest] = {}
         self.kept: dict[int, tuple[int, object]] = {}
         """What requests that are not over keep, and the workers they went to."""
         self._messaging = messaging
@@ -128,7 +128,7 @@ class Requests:
         try:
             if broadcast is not None:
                 for packed in packs.values():
-                    packed.tensors[:] = map(laid_out, packed.tensors)
+                    packed.tensors[:] = map(make_sendable, packed.tensors)
             futures = []
             for worker, key in zip(workers, devices, strict=True):
                 with around(worker):
@@ -162,7 +162,7 @@ class Requests:
         future: Future[Any] = Future(self._executor, cancel, worker.name, _operation(kind))
         if handler.user_values:
             self._activity.begin()
-        pending = self.pending[envelope.id] = Pending(envelope.id, future, worker, kind, seconds)
+        pending = self.pending[envelope.id] = PendingRequest(envelope.id, future, worker, kind, seconds)
         if keep is not None:
             self.kept[envelope.id] = worker.id, keep
         try:
@@ -186,7 +186,7 @@ class Requests:
                 self.deadlines.add(envelope.id, seconds)
         return future
 
-    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived) -> None:
+    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: PayloadReader) -> None:
         """An answer is here."""
         if self._is_of_another(source, envelope):
             return
@@ -252,7 +252,7 @@ class Requests:
             self._fail(self._take(identifier), error)
         self.kept.clear()
 
-    def _withdraw(self, worker: WorkerInfo, sent: Sent) -> None:
+    def _withdraw(self, worker: WorkerInfo, sent: SentMessage) -> None:
         """Takes a request back; if it is on its way, has the other side not begin it. Called on the loop."""
         network = self._messaging.network
         if network.withdraw(worker, sent.ticket, sent.payloads):
@@ -271,17 +271,17 @@ class Requests:
         log.warning("worker %s answers a request to %s; dropped", source.name, pending.worker.name)
         return True
 
-    def _take(self, identifier: int) -> Pending | None:
+    def _take(self, identifier: int) -> PendingRequest | None:
         """Who waits for an answer; nobody else gets it."""
         return self.pending.pop(identifier, None)
 
-    def _fail(self, pending: Pending | None, error: Exception) -> None:
+    def _fail(self, pending: PendingRequest | None, error: Exception) -> None:
         if pending is not None:
             self._tell_answered(pending)
             pending.future.set_exception(error)
             self._ended(pending.kind)
 
-    def _tell_answered(self, pending: Pending) -> None:
+    def _tell_answered(self, pending: PendingRequest) -> None:
         if self._handlers[pending.kind].user_values:
             for extension in self._messaging.extensions:
                 extension.answered(pending.identifier)

@@ -11,7 +11,7 @@ import torch
 from ...errors import SerializationError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
-from ..channels.router import Arrived
+from ..channels.router import PayloadReader
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer, Extension, Handler, Incoming, MessageType, Outgoing
 from ..contracts.options import RpcBackendOptions
@@ -20,18 +20,18 @@ from ..wire.device_maps import device_map_of_answer
 from ..wire.flat_pickle import can_flatten, flatten, unflatten
 from ..wire.pickling import Packed, Packer
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
-from .stats import Traffic
+from .stats import TrafficStats
 
 if TYPE_CHECKING:
     from .network import Network
 
-__all__ = ["Messaging", "Sent"]
+__all__ = ["Codec", "SentMessage"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Sent:
+class SentMessage:
     """What it takes to take a message back: its envelope, and where it and its payloads went."""
 
     envelope: agent_pb2.Envelope
@@ -41,7 +41,7 @@ class Sent:
 
 
 @final
-class Messaging:
+class Codec:
     """Sends and reads the messages of one agent. What they mean is not known here."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Messaging:
     ) -> None:
         """Args: who sends; how to behave; which messages carry users' values. Set `network` before sending."""
         self.network: Network
-        self.traffic = Traffic()
+        self.traffic = TrafficStats()
         self.extensions: list[Extension] = []
         self._me = me
         self._options = options
@@ -60,8 +60,8 @@ class Messaging:
         """Has an extension take part in users' messages from now on."""
         self.extensions.append(extension)
         if extension.reference_type is not None:
-            self._packer.take_out(extension.reference_type)
-        self._packer.reduce_with(extension.reducers())
+            self._packer.register_reference_type(extension.reference_type)
+        self._packer.register_reducers(extension.reducers())
         self._packer.detach_parameters_if(extension.detaches_parameters)
 
     # Sending.
@@ -118,7 +118,7 @@ class Messaging:
         packed: Packed,
         reply_to: Incoming | None,
         broadcast: Broadcast | None = None,
-    ) -> Sent:
+    ) -> SentMessage:
         """Sends an envelope. `kind` is that of the request, also where the envelope answers it.
 
         `broadcast` is what it shares with envelopes to other workers.
@@ -140,7 +140,7 @@ class Messaging:
                 extension.withdrawn(message)
             raise
 
-    def send_bare(self, message: Outgoing, body: bytes, broadcast: Broadcast | None = None) -> Sent:
+    def send_bare(self, message: Outgoing, body: bytes, broadcast: Broadcast | None = None) -> SentMessage:
         """Sends a message of which the extensions need not know."""
         envelope = message.envelope
         writer = self.network.writer(message.destination, broadcast)
@@ -149,7 +149,7 @@ class Messaging:
         ticket = self.network.send(message.destination, envelope.SerializeToString())
         writer.start()
         self.traffic.sent(writer.nbytes)
-        return Sent(envelope, ticket, writer.apart or (), writer.nbytes)
+        return SentMessage(envelope, ticket, writer.apart or (), writer.nbytes)
 
     def withdrawn(self, worker: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """A message was taken back before it left."""
@@ -159,7 +159,9 @@ class Messaging:
 
     # Reading.
 
-    def read(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived, *, users: bool) -> Incoming:
+    def read(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: PayloadReader, *, users: bool
+    ) -> Incoming:
         """A message that has arrived, not unpickled yet; the extensions see it if it has users' values.
 
         Raises:

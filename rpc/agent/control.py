@@ -31,7 +31,7 @@ from ..execution.scheduler import Scheduler, SerialThread, Task
 if TYPE_CHECKING:
     from ..contracts.agent import RpcAgent
 
-__all__ = ["ControlMessages"]
+__all__ = ["RetryingControlMessages"]
 
 ATTEMPT_SECONDS = 5.0
 """How long one attempt waits for its acknowledgement."""
@@ -69,7 +69,7 @@ class _Received:
 
 
 @final
-class ControlMessages:
+class RetryingControlMessages:
     """Sends and handles the control messages of one agent, by tasks that run one after another.
 
     `send` and `run` take no lock, so finalizers may call them.

@@ -14,14 +14,14 @@ from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
 from ..execution.scheduler import Scheduler, SerialThread, Task
 from ..membership.roster import RosterLog
-from .network import Network, Receiver
+from .network import Network, NetworkListener
 
-__all__ = ["Parts"]
+__all__ = ["AgentFactories"]
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class AgentFactories:
     """Makes the parts of one GrpcAgent.
 
     network: carries envelopes; takes the worker, its options, the group's name, whom to report to, and the roster
@@ -31,7 +31,7 @@ class Parts:
     scheduler: runs the control messages' tasks; takes a name, and what is to run first.
     """
 
-    network: Callable[[WorkerInfo, RpcBackendOptions, str, Receiver, RosterLog | None], Network] = Network
+    network: Callable[[WorkerInfo, RpcBackendOptions, str, NetworkListener, RosterLog | None], Network] = Network
     executor: Callable[[int, str, Task], Executor] = Executor
     deadlines: Callable[[Callable[[int], None], Callable[[int], bool], Callable[[], int], str], Deadlines] = (
         Deadlines

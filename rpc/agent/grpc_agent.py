@@ -18,9 +18,9 @@ import torch
 from ...c10d.torch_types import TorchStore
 from ...errors import NotInitializedError
 from ...proto.v1 import agent_pb2
-from ..channels.broadcast.channel import Surroundings
-from ..channels.router import Arrived
-from ..collectives.all_gather import Gatherings
+from ..channels.broadcast.channel import BroadcastDependencies
+from ..channels.router import PayloadReader
+from ..collectives.all_gather import AllGatherService
 from ..contracts.agent import Destination, RpcAgent, holder
 from ..contracts.messages import Extension, Handler, Incoming, MessageType, extension_factories
 from ..contracts.options import RpcBackendOptions
@@ -31,13 +31,13 @@ from ..membership.addresses import ListenAddress
 from ..membership.members import Member
 from ..membership.roster import RosterLog
 from ..membership.worker_events import WorkerEvents
-from .client import Requests
-from .codec import Messaging
-from .control import ControlMessages
-from .factories import Parts
+from .client import Client
+from .codec import Codec
+from .control import RetryingControlMessages
+from .factories import AgentFactories
 from .quiescence import Quiescence
-from .server import Service
-from .stats import Activity
+from .server import Server
+from .stats import CallCounter
 
 __all__ = ["GrpcAgent"]
 
@@ -65,7 +65,7 @@ class GrpcAgent(RpcAgent):
         options: RpcBackendOptions,
         group: str,
         roster: RosterLog | None = None,
-        parts: Parts = Parts(),  # noqa: B008 - a frozen value
+        factories: AgentFactories = AgentFactories(),  # noqa: B008 - a frozen value
     ) -> None:
         """Args: who this is; how to behave; which group it joins, and the roster if it is dynamic; its parts."""
         self._process = os.getpid()
@@ -79,24 +79,28 @@ class GrpcAgent(RpcAgent):
         self._told: set[int] = set()
         """Of which of them `join` has said so."""
         self._shutdown = threading.Lock()
-        self.control = ControlMessages(self, parts.scheduler)
+        self._control = RetryingControlMessages(self, factories.scheduler)
+        self.control = self._control
         self._handlers: dict[MessageType.ValueType, Handler] = {
-            MessageType.CONTROL: self.control.handler(),
+            MessageType.CONTROL: self._control.handler(),
             MessageType.GREETING: Handler(lambda _message: None),
         }
-        self._activity = Activity()
-        self._executor = parts.executor(options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread)
-        self.worker_events = WorkerEvents(self._executor.submit, self.connect)
-        self._messaging = Messaging(info, options, self._handlers)
-        self._gatherings = Gatherings(self, self._messaging)
-        self._handlers.update(self._gatherings.handlers())
-        self._requests = Requests(self._messaging, self._handlers, self._executor, self._activity)
-        self._service = Service(info, self._messaging, self._handlers, self._executor, self._activity)
+        self._activity = CallCounter()
+        self._executor = factories.executor(
+            options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread
+        )
+        self._worker_events = WorkerEvents(self._executor.submit, self.connect)
+        self.worker_events = self._worker_events
+        self._messaging = Codec(info, options, self._handlers)
+        self._all_gather_service = AllGatherService(self, self._messaging)
+        self._handlers.update(self._all_gather_service.handlers())
+        self._requests = Client(self._messaging, self._handlers, self._executor, self._activity)
+        self._service = Server(info, self._messaging, self._handlers, self._executor, self._activity)
         pending = self._requests.pending
-        self._deadlines = self._requests.deadlines = parts.deadlines(
+        self._deadlines = self._requests.deadlines = factories.deadlines(
             self._expire, pending.__contains__, pending.__len__, f"gradwire-deadlines-{info.name}"
         )
-        self._network = self._messaging.network = parts.network(info, options, group, self, roster)
+        self._network = self._messaging.network = factories.network(info, options, group, self, roster)
 
     def listen(self, where: ListenAddress = ListenAddress()) -> str:  # noqa: B008 - a frozen value
         """Starts serving on an ephemeral port; returns the address at which others dial, host:port."""
@@ -109,17 +113,17 @@ class GrpcAgent(RpcAgent):
         gather often do so through process groups.
         """
         self._network.open(members)
-        self.worker_events.open([member.info for member in members])
+        self._worker_events.open([member.info for member in members])
         if store is not None:
             self._network.broadcasts.open(
-                Surroundings(
+                BroadcastDependencies(
                     store=store,
                     control=self.control,
                     worker=self.worker,
                     sent_again=self._messaging.traffic.sent_again,
                 )
             )
-            self._gatherings.paths.open(store)
+            self._all_gather_service.paths.open(store)
         for factory in extension_factories():
             extension = factory(self)
             self._handlers.update(extension.handlers())
@@ -230,7 +234,7 @@ class GrpcAgent(RpcAgent):
         operation: str = "all_gather",
     ) -> dict[int, Any]:
         """See `Gatherings.all_gather`."""
-        return self._gatherings.all_gather(topic, value, workers, timeout, operation)
+        return self._all_gather_service.all_gather(topic, value, workers, timeout, operation)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -246,7 +250,7 @@ class GrpcAgent(RpcAgent):
         """The payloads of a message will not come."""
         self._service.arrivals.forget(source, envelope)
 
-    def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: Arrived) -> None:
+    def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """A message is here."""
         if envelope.type == MessageType.CANCEL:
             # Now: on a thread it would come after the calls that wait for one.
@@ -261,11 +265,11 @@ class GrpcAgent(RpcAgent):
 
     def joined(self, worker: WorkerInfo) -> None:
         """A worker has joined the dynamic group."""
-        self.worker_events.joined(worker)
+        self._worker_events.joined(worker)
 
     def lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """A worker is gone for good."""
-        self.worker_events.left(worker, end.reason)
+        self._worker_events.left(worker, end.reason)
         # Who leaves a dynamic group need not tell a worker that it has never talked to.
         if not end.orderly and not (self._dynamic and end.kind is EndKind.UNREACHABLE):
             self._failed[worker.id] = end.reason
@@ -288,7 +292,7 @@ class GrpcAgent(RpcAgent):
         level = logging.WARNING if worker.id in self._failed else logging.INFO
         log.log(level, "worker %s is lost: %s", worker.name, reason)
         self._requests.worker_lost(worker, reason)
-        self._gatherings.worker_lost(worker)
+        self._all_gather_service.worker_lost(worker)
         for extension in self._messaging.extensions:
             extension.worker_lost(worker)
 
@@ -310,7 +314,7 @@ class GrpcAgent(RpcAgent):
             **self._messaging.traffic.counts(),
             "transports": self._network.transport_names(),
             "broadcast_groups": self._network.broadcasts.groups,
-            "gather_groups": self._gatherings.paths.formed,
+            "all_gather_groups": self._all_gather_service.paths.formed,
         }
         for extension in self._messaging.extensions:
             info.update(extension.live_objects())
@@ -318,7 +322,7 @@ class GrpcAgent(RpcAgent):
 
     def join(self, timeout: float) -> None:
         """Returns when nothing would be lost by leaving."""
-        quiescence = Quiescence(self, self._activity, self._gatherings, self._requests.unanswered)
+        quiescence = Quiescence(self, self._activity, self._all_gather_service, self._requests.unanswered)
         if self._dynamic:
             quiescence.wait_here(timeout)
         else:
@@ -363,13 +367,13 @@ class GrpcAgent(RpcAgent):
 
     def _close(self, end: WorkerEnd) -> None:
         self._closed = True
-        self.worker_events.close()
+        self._worker_events.close()
         self._network.leave()
         for extension in self._messaging.extensions:
             extension.close()
-        self._gatherings.paths.close()
+        self._all_gather_service.paths.close()
         self._network.disconnect(end)
-        self.control.close()
+        self._control.close()
         self._deadlines.close()
         self._requests.close(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
         self._executor.close(CLOSE_SECONDS if end.orderly else FAILED_CLOSE_SECONDS)

@@ -16,7 +16,7 @@ from ..channels.broadcast.sending import Broadcast
 from ..channels.chunked import ChunkedChannel
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.router import Arrived, ChannelRouter, PayloadWriter
+from ..channels.router import ChannelRouter, PayloadReader, PayloadWriter
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -29,7 +29,7 @@ from ..transports.handshake import Handshake
 from ..transports.loopback import LoopbackTransport
 from ..transports.settings import MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
 
-__all__ = ["Network", "Receiver"]
+__all__ = ["Network", "NetworkListener"]
 
 DRAIN_SECONDS = 5.0
 """How long a closing worker waits for its peers to take what is queued for them."""
@@ -45,13 +45,13 @@ Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Puts a transport to a worker, which lives on an event loop, into another that changes what it does."""
 
 
-class Receiver(Protocol):
+class NetworkListener(Protocol):
     """Whom the network reports to, on the event loop. Must not block."""
 
     def coming(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """A message is here, but not yet its payloads. `arrived`, `refused` or `vanished` follows."""
 
-    def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: Arrived) -> None:
+    def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """A message is here with all of its payloads."""
 
     def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
@@ -76,7 +76,7 @@ class Network:
         me: WorkerInfo,
         options: RpcBackendOptions,
         group: str,
-        receiver: Receiver,
+        receiver: NetworkListener,
         roster: RosterLog | None = None,
         wrap: Wrap = lambda transport, _peer, _loop: transport,
     ) -> None:
@@ -274,7 +274,7 @@ class Network:
             self._receiver.arrived(source, envelope, arrived)
             return
 
-        def collected(done: "asyncio.Future[Arrived]") -> None:
+        def collected(done: "asyncio.Future[PayloadReader]") -> None:
             error = None if done.cancelled() else done.exception()
             if isinstance(error, ValueError):
                 self._receiver.refused(source, envelope, error)

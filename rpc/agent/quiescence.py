@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 from ...errors import RpcTimeoutError
-from ..collectives.all_gather import PATIENCE, Gatherings
-from .stats import Activity
+from ..collectives.all_gather import WARN_INTERVAL_S, AllGatherService
+from .stats import CallCounter
 
 if TYPE_CHECKING:
     from ..contracts.agent import RpcAgent
@@ -24,14 +24,14 @@ class Quiescence:
     def __init__(
         self,
         agent: "RpcAgent",
-        activity: Activity,
-        gatherings: Gatherings,
+        activity: CallCounter,
+        all_gather_service: AllGatherService,
         unanswered: Callable[[], Mapping[str, int]],
     ) -> None:
         """Args: whose; its count of calls under way; its gatherings; its unanswered calls by worker name."""
         self._agent = agent
         self._activity = activity
-        self._gatherings = gatherings
+        self._all_gather_service = all_gather_service
         self._unanswered = unanswered
 
     def wait_here(self, timeout: float) -> None:
@@ -61,7 +61,7 @@ class Quiescence:
             left = max(1e-3, deadline - time.monotonic()) if deadline else 0.0
             workers = self._agent.workers()
             try:
-                told = self._gatherings.all_gather(
+                told = self._all_gather_service.all_gather(
                     "shutdown",
                     (self._activity.total, dict(failed)),
                     workers,
@@ -79,8 +79,8 @@ class Quiescence:
     def _wait_here(self, deadline: float | None, timeout: float) -> None:
         me = self._agent.info.name
         while True:
-            left = max(0.0, deadline - time.monotonic()) if deadline else PATIENCE
-            if self._activity.wait_for_none(min(left, PATIENCE)):
+            left = max(0.0, deadline - time.monotonic()) if deadline else WARN_INTERVAL_S
+            if self._activity.wait_for_none(min(left, WARN_INTERVAL_S)):
                 return
             if deadline and time.monotonic() >= deadline:
                 raise RpcTimeoutError(me, timeout, f"shutdown waits for {self._under_way()} on worker")

@@ -8,39 +8,39 @@ from typing import TYPE_CHECKING, Any, final
 
 from ...errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
-from ..channels.router import Arrived
+from ..channels.router import PayloadReader
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Outgoing
 from ..contracts.worker import WorkerInfo
 from ..wire.failures import encode_failure
-from .cancellation import Arrivals
-from .codec import Messaging
-from .stats import Activity
+from .cancellation import CancellableRequests
+from .codec import Codec
+from .stats import CallCounter
 
 if TYPE_CHECKING:
     from ..execution.executor import Executor
 
-__all__ = ["Service"]
+__all__ = ["Server"]
 
 log = logging.getLogger(__name__)
 
 
 @final
-class Service:
+class Server:
     """Runs the handlers of requests, and answers. Everything happens on the executor's threads."""
 
     def __init__(
         self,
         me: WorkerInfo,
-        messaging: Messaging,
+        messaging: Codec,
         handlers: Mapping[MessageType.ValueType, Handler],
         executor: "Executor",
-        activity: Activity,
+        activity: CallCounter,
     ) -> None:
         """Args: who serves; what sends; what requests do; whose threads; what counts users' calls."""
-        self.arrivals = Arrivals()
-        self.running = Activity()
+        self.arrivals = CancellableRequests()
+        self.running = CallCounter()
         """Requests that a thread is busy with."""
-        self.deferred = Activity()
+        self.deferred = CallCounter()
         """Requests that are to be answered later."""
         self._me = me
         self._messaging = messaging
@@ -54,7 +54,7 @@ class Service:
         if handler is not None and handler.cancellable:
             self.arrivals.add(source, envelope)
 
-    def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: Arrived) -> None:
+    def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: PayloadReader) -> None:
         """Does what a request asks for."""
         handler = self._handlers.get(envelope.type)
         if handler is None:

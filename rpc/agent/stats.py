@@ -3,11 +3,11 @@
 import threading
 from typing import final
 
-__all__ = ["Activity", "Traffic"]
+__all__ = ["CallCounter", "TrafficStats"]
 
 
 @final
-class Activity:
+class CallCounter:
     """How many users' calls are under way here, and how many there have been."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Activity:
 
 
 @final
-class Traffic:
+class TrafficStats:
     """Messages, and bytes of bodies and tensors, in both directions."""
 
     def __init__(self) -> None:

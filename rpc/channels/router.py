@@ -10,9 +10,9 @@ from ..contracts.options import ChannelOptions
 from .base import Channel, Start
 from .broadcast.sending import Broadcast
 
-__all__ = ["Arrived", "ChannelRouter", "PayloadWriter"]
+__all__ = ["ChannelRouter", "PayloadReader", "PayloadWriter"]
 
-Arrived = Callable[[agent_pb2.Payload], Buffer]
+PayloadReader = Callable[[agent_pb2.Payload], Buffer]
 """Tells the bytes of a payload of an envelope that has been collected."""
 
 
@@ -116,7 +116,7 @@ class ChannelRouter:
         for payload in payloads:
             self._channel(peer, payload).withdraw(peer, payload)
 
-    def collect(self, peer: int, envelope: agent_pb2.Envelope) -> "Arrived | asyncio.Future[Arrived]":
+    def collect(self, peer: int, envelope: agent_pb2.Envelope) -> "PayloadReader | asyncio.Future[PayloadReader]":
         """The payloads of an envelope: at once if all are here, else when they are. Called on the loop.
 
         Raises:
@@ -146,7 +146,7 @@ class ChannelRouter:
         if not coming:
             return arrived
 
-        async def gather() -> Arrived:
+        async def gather() -> PayloadReader:
             for key, buffer in zip(coming, await asyncio.gather(*coming.values()), strict=True):
                 here[key] = buffer
             return arrived

@@ -22,20 +22,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import torch
 
 from ...errors import RpcError, RpcTimeoutError, SerializationError, WorkerLostError
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType
 from ..contracts.worker import WorkerInfo
-from .all_gather_group import GatherGroup
-from .group_rounds import NO_STANDING, GatherPaths, Plan, Standing, make_plan
+from .all_gather_group import AllGatherGroup
+from .group_rounds import NO_STATUS, GroupRounds, MemberStatus, NextRound, plan_next_round
 
 if TYPE_CHECKING:
-        from ..contracts.agent import RpcAgent
+    from ..contracts.agent import RpcAgent
 
-__all__ = ["PATIENCE", "Gatherings", "Outcome"]
+__all__ = ["WARN_INTERVAL_S", "AllGatherService", "Outcome", "ValueCodec"]
 
 Key = tuple[str, int, tuple[int, ...]]
 """Topic, number of the round, and ids of the members."""
@@ -43,23 +43,39 @@ Key = tuple[str, int, tuple[int, ...]]
 GROUP_TOPIC = "user"
 """Of gatherings that go through groups."""
 
-PATIENCE = 10.0
+WARN_INTERVAL_S = 10.0
 """How long a worker waits before it says for whom, and again after as long."""
 
-STATUS_SECONDS = 2.0
+STATUS_TIMEOUT_S = 2.0
 """How long the leader may take to tell who is missing."""
 
-LONGEST = 24 * 3600.0
+MAX_GROUP_WAIT_S = 24 * 3600.0
 """Seconds for which a group waits if there is no timeout; after that, the members go on waiting by messages."""
 
-ASK = "gather.ask"
-TELL = "gather.tell"
+ASK = "all_gather.ask"
+TELL = "all_gather.tell"
 """Kinds of control messages: what came out of a round? This."""
 
-WHAT = ("the topic", "the number", "the members", "obj", "the standing", "the attempt")
+REQUEST_PARTS = ("the topic", "the number", "the members", "obj", "the standing", "the attempt")
 """The items of a GATHER request, in words."""
 
 log = logging.getLogger(__name__)
+
+
+class ValueCodec(Protocol):
+    """Turns values into bytes for several workers, and back."""
+
+    def flatten(self, value: object, what: str, worker: WorkerInfo) -> memoryview | None:
+        """Returns a value as bytes; None if it can only travel in a message. Raises SerializationError.
+
+        Args:
+            value: anything that pickles.
+            what: the value's name in errors.
+            worker: one of the receivers.
+        """
+
+    def unflatten(self, data: bytes | bytearray) -> Any:
+        """Returns the value that was flattened."""
 
 
 class Outcome(NamedTuple):
@@ -67,18 +83,18 @@ class Outcome(NamedTuple):
 
     values: Mapping[int, Any]
     """By worker id."""
-    plan: Plan
+    plan: NextRound
     flat: bool = False
     """Did they come through a group? They are flat then."""
 
 
-class _Gathering:
+class _OpenRound:
     """One gathering, at its leader."""
 
     def __init__(self, members: Sequence[int]) -> None:
         self.expected = set(members)
         self.values: dict[int, Any] = {}
-        self.standings: dict[int, Standing] = {}
+        self.statuses: dict[int, MemberStatus] = {}
         self.answers: list[Future[Outcome]] = []
         self.asked = False
         """Have those that had not come been asked what came out of it?"""
@@ -90,28 +106,28 @@ class _Gathering:
 
     def outcome(self, number: int) -> Outcome:
         """What comes out of it if this is all."""
-        return Outcome(self.values, make_plan(number, self.standings.values()))
+        return Outcome(self.values, plan_next_round(number, self.statuses.values()))
 
 
 @final
-class Gatherings:
-    """The gatherings that one agent takes part in."""
+class AllGatherService:
+    """Runs the all_gathers that one agent takes part in."""
 
-    def __init__(self, agent: "RpcAgent", messaging: "Messaging") -> None:
-        """Args: whose; what pickles its values."""
+    def __init__(self, agent: "RpcAgent", codec: ValueCodec) -> None:
+        """Args: agent: the agent of this worker. codec: turns values into bytes and back."""
         self._agent = agent
-        self._messaging = messaging
+        self._codec = codec
         self._lock = threading.Lock()
         self._turns: dict[tuple[str, tuple[int, ...]], threading.Lock] = defaultdict(threading.Lock)
         """Of each gathering: held while it goes through a round."""
         self._rounds: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
         """Of each gathering: how many there have been. Changed with its turn."""
-        self._open: dict[Key, _Gathering] = {}
+        self._open: dict[Key, _OpenRound] = {}
         self._finished: dict[tuple[str, tuple[int, ...]], tuple[int, Outcome]] = {}
         """The last round of each gathering whose outcome is known here."""
         self._askers: dict[Key, set[int]] = {}
         """Leaders that want to know what comes out of a round."""
-        self.paths = GatherPaths(agent.info.id, agent.options.gatherings, agent.options.channels.max_payload_bytes)
+        self.paths = GroupRounds(agent.info.id, agent.options.all_gather, agent.options.channels.max_payload_bytes)
         """Which way those of users go."""
         agent.control.on(ASK, self._asked)
         agent.control.on(TELL, lambda _worker, what: self._finish(*what))
@@ -142,7 +158,7 @@ class Gatherings:
                 raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
         if not outcome.flat:
             return dict(outcome.values)
-        return {identifier: self._messaging.unflatten(flat) for identifier, flat in outcome.values.items()}
+        return {identifier: self._codec.unflatten(flat) for identifier, flat in outcome.values.items()}
 
     @contextlib.contextmanager
     def _turn(self, topic: str, ids: tuple[int, ...], timeout: float, operation: str) -> Iterator[int]:
@@ -182,12 +198,12 @@ class Gatherings:
             outcome = self._by_messages(key, value, members, tried, timeout, deadline, still_waiting)
             tried = True
         if topic == GROUP_TOPIC:
-            self.paths.learn(ids, number, tuple(sorted(outcome.values)), outcome.plan)
+            self.paths.apply_result(ids, number, tuple(sorted(outcome.values)), outcome.plan)
         return outcome
 
     def _through_group(
         self,
-        group: GatherGroup,
+        group: AllGatherGroup,
         key: Key,
         value: object,
         members: Mapping[int, WorkerInfo],
@@ -195,19 +211,19 @@ class Gatherings:
     ) -> tuple[bool, Outcome | None]:
         """Has a round been tried, and its outcome if it went through the group."""
         with self._not_begun(key):
-            flat = self._messaging.flatten(value, "obj", members[self._leader(key)])
+            flat = self._codec.flatten(value, "obj", members[self._leader(key)])
         # The other half of the time is for going by messages, and for finding out who is missing.
-        seconds = (deadline - time.monotonic()) / 2 if deadline is not None else LONGEST
+        seconds = (deadline - time.monotonic()) / 2 if deadline is not None else MAX_GROUP_WAIT_S
         try:
             with self._agent.blocking():
                 values = group.all_gather(key[1], flat, seconds)
         except Exception as error:
             log.debug("worker %s gathers by messages: %s", self._agent.info.name, error)
-            self.paths.give_up(key[2])
+            self.paths.abandon(key[2])
             return True, None
         if values is None:
             return False, None
-        outcome = Outcome(values, Plan(group.generation, formed=True), flat=True)
+        outcome = Outcome(values, NextRound(group.generation, formed=True), flat=True)
         self._finish(key, outcome)
         return True, outcome
 
@@ -228,13 +244,15 @@ class Gatherings:
                 if worker.id != leader:
                     self._agent.connect(worker)
         topic, number, ids = key
-        standing = self.paths.standing(ids) if topic == GROUP_TOPIC else NO_STANDING
-        body = (topic, number, ids, value, standing, tried)
+        status = self.paths.status(ids) if topic == GROUP_TOPIC else NO_STATUS
+        body = (topic, number, ids, value, status, tried)
         left = max(1e-3, deadline - time.monotonic()) if deadline is not None else 0.0
         with self._lock:
             self._askers.get(key, set()).discard(leader)  # it gets this value, and so needs no result
         with self._not_begun(key):
-            future = self._agent.request(members[leader], MessageType.GATHER, body, timeout=left, what=WHAT)
+            future = self._agent.request(
+                members[leader], MessageType.ALL_GATHER, body, timeout=left, what=REQUEST_PARTS
+            )
         try:
             while not self._wait(future):
                 still_waiting(self._ask_who_is_missing(members, leader, key))
@@ -268,12 +286,14 @@ class Gatherings:
         done = threading.Event()
         future.add_done_callback(lambda _future: done.set())
         with self._agent.blocking():
-            return done.wait(PATIENCE)
+            return done.wait(WARN_INTERVAL_S)
 
     def _ask_who_is_missing(self, members: Mapping[int, WorkerInfo], leader: int, key: Key) -> list[str]:
         """The names of those that have not come, as far as the leader tells."""
         try:
-            asked = self._agent.request(members[leader], MessageType.GATHER_STATUS, key, timeout=STATUS_SECONDS)
+            asked = self._agent.request(
+                members[leader], MessageType.ALL_GATHER_STATUS, key, timeout=STATUS_TIMEOUT_S
+            )
             missing: Sequence[int] = asked.wait()
         except RpcError:
             missing = [leader]
@@ -282,41 +302,41 @@ class Gatherings:
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Gathering, and asking how far it is."""
         return {
-            MessageType.GATHER: Handler(self._handle),
-            MessageType.GATHER_STATUS: Handler(self._tell_who_is_missing),
+            MessageType.ALL_GATHER: Handler(self._handle),
+            MessageType.ALL_GATHER_STATUS: Handler(self._tell_who_is_missing),
         }
 
     def worker_lost(self, worker: WorkerInfo) -> None:
         """Nobody waits for a dead member."""
         self.paths.worker_lost(worker.id)
         with self._lock:
-            for gathering in self._open.values():
-                gathering.expected.discard(worker.id)
+            for open_round in self._open.values():
+                open_round.expected.discard(worker.id)
         self._complete()
 
     def _tell_who_is_missing(self, message: Incoming) -> list[int]:
         topic, number, ids = message.value
         with self._lock:
-            gathering = self._open.get((topic, number, tuple(ids)))
-            return [] if gathering is None else sorted(gathering.expected - gathering.values.keys())
+            open_round = self._open.get((topic, number, tuple(ids)))
+            return [] if open_round is None else sorted(open_round.expected - open_round.values.keys())
 
     def _handle(self, message: Incoming) -> Deferred:
-        topic, number, ids, value, standing, tried = message.value
+        topic, number, ids, value, status, tried = message.value
         answer: Future[Outcome] = Future()
         key = (topic, number, ids)
         with self._lock:
             if (known := self._outcome_of(key)) is not None:
                 answer.set_result(known)
                 return Deferred(answer)
-            gathering = self._open.get(key)
-            if gathering is None:
-                gathering = self._open[key] = _Gathering(ids)
-            gathering.values[message.source.id] = value
-            gathering.standings[message.source.id] = standing
-            gathering.answers.append(answer)
-            gathering.expected -= {i for i in ids if self._agent.why_lost(i) is not None}
-            ask = gathering.expected - gathering.values.keys() if tried and not gathering.asked else ()
-            gathering.asked |= tried
+            open_round = self._open.get(key)
+            if open_round is None:
+                open_round = self._open[key] = _OpenRound(ids)
+            open_round.values[message.source.id] = value
+            open_round.statuses[message.source.id] = status
+            open_round.answers.append(answer)
+            open_round.expected -= {i for i in ids if self._agent.why_lost(i) is not None}
+            ask = open_round.expected - open_round.values.keys() if tried and not open_round.asked else ()
+            open_round.asked |= tried
         for member in ask:
             self._agent.control.send(self._agent.worker(member), ASK, key)
         self._complete()
@@ -334,7 +354,7 @@ class Gatherings:
         if outcome is not None:
             self._agent.control.send(leader, TELL, (key, outcome))
         elif topic == GROUP_TOPIC:
-            self.paths.give_up(ids)
+            self.paths.abandon(ids)
 
     def _outcome_of(self, key: Key) -> Outcome | None:
         topic, number, ids = key

@@ -9,20 +9,20 @@ from typing import final
 import torch
 
 from ...c10d.engines.base import Engine
-from ...c10d.group_membership import LEAVE_SECONDS, Meeting, Seat
+from ...c10d.group_membership import LEAVE_TIMEOUT_S, GroupMembership, GroupSpec
 from ...errors import GroupAbortedError, ProcessGroupError
 
-__all__ = ["GatherGroup"]
+__all__ = ["AllGatherGroup"]
 
-SMALL = 4096
+HEADER_BLOCK_BYTES = 4096
 """Bytes that every member shows the others first: its header, and its value if that fits."""
 
 HEADER = struct.Struct("<qq")
 """The number of the round, and the bytes of the value: NONE if there is none."""
 
-NONE = -1
+NO_VALUE = -1
 
-ROOM = SMALL - HEADER.size
+INLINE_CAPACITY_BYTES = HEADER_BLOCK_BYTES - HEADER.size
 
 Flat = bytes | bytearray
 """A value as flat.py makes it."""
@@ -31,7 +31,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @final
-class GatherGroup:
+class AllGatherGroup:
     """Comes together on a thread of its own; gathers on those of its callers, one at a time.
 
     The first error ends it, on this worker and thereby on all.
@@ -40,32 +40,32 @@ class GatherGroup:
     def __init__(
         self,
         generation: int,
-        meeting: Meeting,
-        most_bytes: int,
-        failed: Callable[["GatherGroup", Exception], None],
+        spec: GroupSpec,
+        max_bytes: int,
+        failed: Callable[["AllGatherGroup", Exception], None],
     ) -> None:
         """A group that has not begun to come together.
 
         Args:
             generation: which it is of its workers'.
-            meeting: who and where.
-            most_bytes: of a value that is accepted.
+            spec: who and where.
+            max_bytes: of a value that is accepted.
             failed: called on the group's thread if it does not come together.
         """
         self.generation = generation
-        self.members = tuple(meeting.members)
-        self._name = meeting.name
-        self._seat = Seat(meeting)
-        self._most_bytes = most_bytes
+        self.members = tuple(spec.members)
+        self._name = spec.name
+        self._membership = GroupMembership(spec)
+        self._most_bytes = max_bytes
         self._failed = failed
         self._engine: Engine | None = None
         self._using = threading.Lock()
         size = len(self.members)
-        self._mine = torch.zeros(SMALL, dtype=torch.uint8)
-        self._all = [torch.zeros(SMALL, dtype=torch.uint8) for _ in range(size)]
+        self._mine = torch.zeros(HEADER_BLOCK_BYTES, dtype=torch.uint8)
+        self._all = [torch.zeros(HEADER_BLOCK_BYTES, dtype=torch.uint8) for _ in range(size)]
         self._mine_bytes: memoryview = self._mine.numpy().data
         self._all_bytes: Sequence[memoryview] = [tensor.numpy().data for tensor in self._all]
-        self._thread = threading.Thread(target=self._form, name=f"gradwire-{meeting.name}", daemon=True)
+        self._thread = threading.Thread(target=self._form, name=f"gradwire-{spec.name}", daemon=True)
 
     def start(self) -> None:
         """Begins to meet the others."""
@@ -74,7 +74,7 @@ class GatherGroup:
     @property
     def formed(self) -> bool:
         """Has it come together?"""
-        return self._engine is not None and self._seat.left is None
+        return self._engine is not None and self._membership.left is None
 
     @property
     def busy(self) -> bool:
@@ -90,22 +90,22 @@ class GatherGroup:
         """
         try:
             with self._using:
-                if self._engine is None or self._seat.left is not None:
-                    raise self._seat.left or GroupAbortedError(f"{self._name} has not come together")
+                if self._engine is None or self._membership.left is not None:
+                    raise self._membership.left or GroupAbortedError(f"{self._name} has not come together")
                 return self._gather(self._engine, number, value, time.monotonic() + seconds)
         except BaseException:
-            self._seat.leave()
+            self._membership.leave()
             raise
         finally:
-            if self._seat.left is not None:
-                self._give_back()
+            if self._membership.left is not None:
+                self._release()
 
     def _gather(
         self, engine: Engine, number: int, value: memoryview | None, deadline: float
     ) -> dict[int, Flat] | None:
-        size = NONE if value is None else len(value)
+        size = NO_VALUE if value is None else len(value)
         HEADER.pack_into(self._mine_bytes, 0, number, size)
-        if value is not None and size <= ROOM:
+        if value is not None and size <= INLINE_CAPACITY_BYTES:
             self._mine_bytes[HEADER.size : HEADER.size + size] = value
         _exchange(engine, self._all, self._mine, deadline)
         sizes = []
@@ -116,55 +116,55 @@ class GatherGroup:
                     f"{self._name}: worker {member} is in round {theirs}, this one in {number}"
                 )
             sizes.append(size)
-        if NONE in sizes:
+        if NO_VALUE in sizes:
             return None
         if max(sizes) > self._most_bytes:
             raise ProcessGroupError(f"{self._name}: a value of {max(sizes)} bytes is refused")
         values: list[Flat] = [
-            bytearray(size) if size > ROOM else bytes(shown[HEADER.size : HEADER.size + size])
+            bytearray(size) if size > INLINE_CAPACITY_BYTES else bytes(shown[HEADER.size : HEADER.size + size])
             for shown, size in zip(self._all_bytes, sizes, strict=True)
         ]
-        if max(sizes) > ROOM:
+        if max(sizes) > INLINE_CAPACITY_BYTES:
             assert value is not None
             _exchange(engine, [_large(each) for each in values], _large(value), deadline)
         return dict(zip(self.members, values, strict=True))
 
     def end(self) -> None:
         """Ends it now; who gathers fails. Called from any thread, and does not wait."""
-        self._seat.leave()
-        self._seat.stop_meeting()
-        self._give_back()
+        self._membership.leave()
+        self._membership.stop_forming()
+        self._release()
 
     def close(self) -> None:
         """Ends it now, and waits for its thread."""
         self.end()
-        self._thread.join(LEAVE_SECONDS)
+        self._thread.join(LEAVE_TIMEOUT_S)
 
     def _form(self) -> None:
         try:
-            engine = self._seat.take()
+            engine = self._membership.take()
         except Exception as error:
-            problem = self._seat.left or error.with_traceback(None)
-            self._seat.give_back(problem)
+            problem = self._membership.left or error.with_traceback(None)
+            self._membership.release(problem)
             self._failed(self, problem)
         else:
             self._engine = engine
-            if self._seat.left is not None:
-                self._give_back()
+            if self._membership.left is not None:
+                self._release()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         """Gives back what the group that has ended holds, unless somebody uses it: who does so does this next."""
         if self._using.acquire(blocking=False):
             try:
                 self._engine = None
-                self._seat.give_back()
+                self._membership.release()
             finally:
                 self._using.release()
 
 
 def _large(value: Flat | memoryview) -> torch.Tensor:
     """What moves of a value after the first exchange."""
-    return torch.frombuffer(value, dtype=torch.uint8) if len(value) > ROOM else _NOTHING
+    return torch.frombuffer(value, dtype=torch.uint8) if len(value) > INLINE_CAPACITY_BYTES else _NOTHING
 
 
 def _exchange(engine: Engine, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, deadline: float) -> None:

@@ -14,26 +14,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from ...c10d.group_membership import Meeting
+from ...c10d.group_membership import GroupSpec
 from ...c10d.torch_types import TorchStore
 from ...errors import GroupAbortedError
-from ..contracts.options import GatheringOptions
-from .all_gather_group import GatherGroup
+from ..contracts.options import AllGatherOptions
+from .all_gather_group import AllGatherGroup
 
-__all__ = ["NO_STANDING", "GatherPaths", "Plan", "Standing", "make_plan"]
+__all__ = ["NO_STATUS", "GroupRounds", "MemberStatus", "NextRound", "plan_next_round"]
 
 Members = tuple[int, ...]
 
 NO_GROUP = -1
 
-MOST_PATIENCE = 64
+MAX_BACKOFF = 64
 """After each group that has come to its end, a set waits for twice as many rounds as before, up to so many times
 the first number."""
 
 log = logging.getLogger(__name__)
 
 
-class Standing(NamedTuple):
+class MemberStatus(NamedTuple):
     """What a member tells with its value."""
 
     generation: int
@@ -43,10 +43,10 @@ class Standing(NamedTuple):
     """Would it form one?"""
 
 
-NO_STANDING = Standing(NO_GROUP, formed=False, ready=False)
+NO_STATUS = MemberStatus(NO_GROUP, formed=False, ready=False)
 
 
-class Plan(NamedTuple):
+class NextRound(NamedTuple):
     """What comes with the result of a round."""
 
     generation: int
@@ -55,18 +55,18 @@ class Plan(NamedTuple):
     """Does the next round go through it?"""
 
 
-NO_PLAN = Plan(NO_GROUP, formed=False)
+NO_GROUP_NEXT = NextRound(NO_GROUP, formed=False)
 
 
-def make_plan(number: int, standings: Collection[Standing]) -> Plan:
+def plan_next_round(number: int, statuses: Collection[MemberStatus]) -> NextRound:
     """What follows on a round in which the members told this."""
-    generations = {standing.generation for standing in standings}
+    generations = {status.generation for status in statuses}
     if len(generations) > 1:
-        return NO_PLAN
+        return NO_GROUP_NEXT
     (generation,) = generations
     if generation != NO_GROUP:
-        return Plan(generation, formed=all(standing.formed for standing in standings))
-    return Plan(number, formed=False) if all(standing.ready for standing in standings) else NO_PLAN
+        return NextRound(generation, formed=all(status.formed for status in statuses))
+    return NextRound(number, formed=False) if all(status.ready for status in statuses) else NO_GROUP_NEXT
 
 
 @dataclass(slots=True)
@@ -80,26 +80,26 @@ class _Set:
     """The last round whose result is known here."""
     through_group: int = -1
     """The round that goes through the group."""
-    group: GatherGroup | None = None
+    group: AllGatherGroup | None = None
     used: int = 0
-    hopeless: Members = ()
+    unformable: Members = ()
     """Who could not form one."""
 
 
 @final
-class GatherPaths:
+class GroupRounds:
     """The groups of one agent, by members. Without a store there are none."""
 
-    def __init__(self, me: int, options: GatheringOptions, most_bytes: int) -> None:
+    def __init__(self, me: int, options: AllGatherOptions, max_bytes: int) -> None:
         """Args: whose; how to behave; bytes of a value that is accepted."""
         self._me = me
         self._options = options
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self._store: TorchStore | None = None
         self._lock = threading.Lock()
         self._sets: dict[Members, _Set] = {}
         self._uses = itertools.count()
-        self._alive: weakref.WeakSet[GatherGroup] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[AllGatherGroup] = weakref.WeakSet()
         """Given up or not."""
 
     def open(self, store: TorchStore) -> None:
@@ -113,7 +113,7 @@ class GatherPaths:
         with self._lock:
             return sum(each.group is not None and each.group.formed for each in self._sets.values())
 
-    def begin(self, members: Members, number: int) -> GatherGroup | None:
+    def begin(self, members: Members, number: int) -> AllGatherGroup | None:
         """This worker begins a round; the group that it goes through, None if it goes by messages."""
         with self._lock:
             found = self._sets.get(members)
@@ -122,32 +122,32 @@ class GatherPaths:
             if found.last == number - 1:
                 found.used = next(self._uses)
                 return found.group if found.through_group == number else None
-        self.give_up(members)  # the others may know from the round before that they all go through a group
+        self.abandon(members)  # the others may know from the round before that they all go through a group
         return None
 
-    def standing(self, members: Members) -> Standing:
+    def status(self, members: Members) -> MemberStatus:
         """What to tell with a value."""
         with self._lock:
             found = self._sets.get(members)
             if self._store is None or len(members) < 2:
-                return NO_STANDING
+                return NO_STATUS
             if found is None:
                 found = self._sets[members] = _Set(self._options.after)
             if found.group is not None:
-                return Standing(found.group.generation, found.group.formed, ready=False)
-            ready = not found.hopeless and found.rounds + 1 >= found.needed
-            return Standing(NO_GROUP, formed=False, ready=ready)
+                return MemberStatus(found.group.generation, found.group.formed, ready=False)
+            ready = not found.unformable and found.rounds + 1 >= found.needed
+            return MemberStatus(NO_GROUP, formed=False, ready=ready)
 
-    def learn(self, members: Members, number: int, present: Members, plan: Plan) -> None:
+    def apply_result(self, members: Members, number: int, present: Members, plan: NextRound) -> None:
         """The result of a round is known: who is in it, and what follows on it."""
-        ended: list[GatherGroup] = []
+        ended: list[AllGatherGroup] = []
         with self._lock:
             found = self._sets.get(members)
             if found is None or number <= found.last:
                 return
             found.last = number
-            if found.hopeless != present:  # whoever is gone may be why
-                found.hopeless = ()
+            if found.unformable != present:  # whoever is gone may be why
+                found.unformable = ()
             group = found.group
             if group is not None and (group.generation, group.members) != (plan.generation, present):
                 ended += self._take_group(found)
@@ -160,7 +160,7 @@ class GatherPaths:
                     ended += self._form(found, members, number, present, self._store)
         _end(ended)
 
-    def give_up(self, members: Members) -> None:
+    def abandon(self, members: Members) -> None:
         """Ends the group of these, if there is one."""
         with self._lock:
             found = self._sets.get(members)
@@ -172,7 +172,7 @@ class GatherPaths:
         with self._lock:
             broken = [members for members in self._sets if worker in members]
         for members in broken:
-            self.give_up(members)
+            self.abandon(members)
 
     def close(self) -> None:
         """Ends all groups, and waits for their threads."""
@@ -185,7 +185,7 @@ class GatherPaths:
 
     def _form(
         self, found: _Set, members: Members, number: int, present: Members, store: TorchStore
-    ) -> list[GatherGroup]:
+    ) -> list[AllGatherGroup]:
         """Begins to form a group. Called with the lock; returns those to be ended instead."""
         ended = []
         others = [each for each in self._sets.values() if each.group is not None]
@@ -195,16 +195,16 @@ class GatherPaths:
                 return []
             ended = self._take_group(min(idle, key=lambda each: each.used))
         name = f"gather-{number}-{'.'.join(map(str, members))}"
-        meeting = Meeting(store, name, present, self._me)
-        found.group = GatherGroup(
-            number, meeting, self._most_bytes, lambda group, error: self._failed(members, group, error)
+        spec = GroupSpec(store, name, present, self._me)
+        found.group = AllGatherGroup(
+            number, spec, self._most_bytes, lambda group, error: self._failed(members, group, error)
         )
         found.used = next(self._uses)
         self._alive.add(found.group)
         found.group.start()
         return ended
 
-    def _failed(self, members: Members, group: GatherGroup, error: Exception) -> None:
+    def _failed(self, members: Members, group: AllGatherGroup, error: Exception) -> None:
         """A group has not come together. Called on its thread."""
         with self._lock:
             found = self._sets.get(members)
@@ -213,7 +213,7 @@ class GatherPaths:
             self._take_group(found)
             if isinstance(error, GroupAbortedError):
                 return
-            found.hopeless = group.members
+            found.unformable = group.members
         log.warning(
             "worker %d cannot form a process group with workers %s, so what they gather goes by messages: %s",
             self._me,
@@ -221,17 +221,17 @@ class GatherPaths:
             error,
         )
 
-    def _take_group(self, found: _Set) -> list[GatherGroup]:
+    def _take_group(self, found: _Set) -> list[AllGatherGroup]:
         """A set has its group no more. Called with the lock; returns what is to be ended without it."""
         if found.group is None:
             return []
         group, found.group = found.group, None
         found.through_group = -1
         found.rounds = 0
-        found.needed = min(2 * found.needed, MOST_PATIENCE * self._options.after)
+        found.needed = min(2 * found.needed, MAX_BACKOFF * self._options.after)
         return [group]
 
 
-def _end(groups: Sequence[GatherGroup]) -> None:
+def _end(groups: Sequence[AllGatherGroup]) -> None:
     for group in groups:
         group.end()

@@ -32,7 +32,7 @@ def check_call(
     """Returns the function, the positional arguments as a tuple and the named arguments as a dict.
 
     Raises:
-        TypeError: the function is not callable, args is not a sequence, or kwargs is not a mapping with string keys.
+        TypeError: the function is not callable, args is not a sequence, or kwargs has keys that are not strings.
     """
     if not callable(function):
         raise TypeError(f"func is {function!r}, which cannot be called")

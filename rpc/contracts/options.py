@@ -12,9 +12,9 @@ from .devices import Device
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_RPC_TIMEOUT",
+    "AllGatherOptions",
     "BroadcastOptions",
     "ChannelOptions",
-    "GatheringOptions",
     "RpcBackendOptions",
     "check_rpc_timeout",
 ]
@@ -71,7 +71,7 @@ class BroadcastOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatheringOptions:
+class AllGatherOptions:
     """When `all_gather` and `barrier` go through a process group of the workers, in static groups.
 
     It is formed in the background, and all of the workers must have this enabled.
@@ -89,7 +89,7 @@ class GatheringOptions:
         _check_switch_and_counts(self, "after", "max_groups")
 
 
-def _check_switch_and_counts(options: BroadcastOptions | GatheringOptions, *counts: str) -> None:
+def _check_switch_and_counts(options: BroadcastOptions | AllGatherOptions, *counts: str) -> None:
     if not isinstance(options.enabled, bool):
         raise TypeError(f"enabled is {options.enabled!r}: give True or False")
     for name in counts:
@@ -134,7 +134,7 @@ class RpcBackendOptions:
     insecure: bool = False
     channels: ChannelOptions = field(default_factory=ChannelOptions)
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
-    gatherings: GatheringOptions = field(default_factory=GatheringOptions)
+    all_gather: AllGatherOptions = field(default_factory=AllGatherOptions)
     device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
     devices: Sequence[Device] = ()
 
@@ -254,7 +254,7 @@ _CHECKS = {
     "num_worker_threads": _check_threads,
     "channels": _check_kind("channels", ChannelOptions),
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
-    "gatherings": _check_kind("gatherings", GatheringOptions),
+    "gatherings": _check_kind("gatherings", AllGatherOptions),
     "device_maps": _check_device_maps,
     "devices": _check_devices,
 }

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, final
 
 __all__ = ["Executor"]
 
-STALL_SECONDS = 0.02
+STALL_TIMEOUT_S = 0.02
 LONGEST_STALL_SECONDS = 0.25
 """How long the queue stands still before the first thread is added; the next takes twice that, then three times
 that, up to the longest."""
@@ -184,7 +184,7 @@ class Executor:
                     self._saturated.wait()
                     continue
                 taken = self._taken
-                stall = min(LONGEST_STALL_SECONDS, STALL_SECONDS * (self._surplus + 1))
+                stall = min(LONGEST_STALL_SECONDS, STALL_TIMEOUT_S * (self._surplus + 1))
                 self._saturated.wait_for(lambda: self._closed, stall)
                 if not self._closed and self._tasks and not self._idle and self._taken == taken:
                     self._surplus += 1

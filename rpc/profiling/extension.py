@@ -22,7 +22,7 @@ from ..contracts.agent import RpcAgent
 from ..contracts.messages import Deferred, Extension, Incoming, MessageType, Outgoing, register_extension
 from ..contracts.worker import WorkerInfo
 from .events import REMOTE_PREFIX, events_from_tensor, events_to_tensor
-from .sessions import Call, Session, current_session, hooks
+from .sessions import ProfiledCall, Session, current_session, hooks
 
 __all__ = [
     "REMOTE_PREFIX",
@@ -92,7 +92,7 @@ class Profiling(Extension):
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, ProfiledCall] = {}
         self._collectors: list[Collector] = []
         hooks.hold()
         set_profiler_node_id(agent.info.id)
@@ -164,7 +164,7 @@ register_extension(Profiling)
 class _Sending:
     """A call that is profiled, while it is sent."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ProfiledCall) -> None:
         self._call = call
 
     def __enter__(self) -> None:

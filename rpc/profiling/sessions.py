@@ -28,7 +28,7 @@ from ...torch_internals import (
 )
 from .events import encode_records, merge_events, relabel
 
-__all__ = ["Call", "Session", "TorchHooks", "current_session", "hooks"]
+__all__ = ["ProfiledCall", "Session", "TorchHooks", "current_session", "hooks"]
 
 _mine = threading.local()
 
@@ -52,17 +52,17 @@ class Session:
         self.closed = False
         self._lock = threading.Lock()
         self._recording = True
-        self._calls: set[Call] = set()
+        self._calls: set[ProfiledCall] = set()
         self._events: list[agent_pb2.ProfileEvent] = []
 
-    def call(self, key: str, node: int) -> "Call":
+    def call(self, key: str, node: int) -> "ProfiledCall":
         """Begins the event of a call that worker `node` makes."""
-        call = Call(self, key, node)
+        call = ProfiledCall(self, key, node)
         with self._lock:
             self._calls.add(call)
         return call
 
-    def finish(self, call: "Call", received: list[agent_pb2.ProfileEvent]) -> None:
+    def finish(self, call: "ProfiledCall", received: list[agent_pb2.ProfileEvent]) -> None:
         """Ends the event of a call, with what its callee recorded. Does nothing the second time."""
         with self._lock:
             if call not in self._calls:
@@ -108,7 +108,7 @@ class Session:
 
 
 @final
-class Call:
+class ProfiledCall:
     """The event of one call."""
 
     def __init__(self, session: Session, key: str, node: int) -> None:

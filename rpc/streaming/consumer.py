@@ -14,7 +14,7 @@ from ..execution.futures import Future, error_of
 from ..execution.kept_errors import copy_error
 from ..wire.failures import decode_failure
 
-__all__ = ["CLOSE", "Consumer", "NothingYetError"]
+__all__ = ["CLOSE", "NothingYetError", "StreamConsumer"]
 
 CLOSE = "stream.close"
 """The kind of control message that has a producer close its generator."""
@@ -29,11 +29,16 @@ class NothingYetError(Exception):
 
 
 @final
-class Consumer:
+class StreamConsumer:
     """What has come of one stream and has not been taken. Safe to use from any thread."""
 
     def __init__(
-        self, agent: RpcAgent, producer: WorkerInfo, items: int, nbytes: int, closed: "Callable[[Consumer], None]"
+        self,
+        agent: RpcAgent,
+        producer: WorkerInfo,
+        items: int,
+        nbytes: int,
+        closed: "Callable[[StreamConsumer], None]",
     ) -> None:
         """`closed` is told when nothing that comes is wanted any more."""
         self.id = 0

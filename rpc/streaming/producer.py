@@ -17,7 +17,7 @@ from ..contracts.agent import RpcAgent
 from ..contracts.messages import Incoming, MessageType
 from ..wire.failures import encode_failure
 
-__all__ = ["Producer", "items_of"]
+__all__ = ["StreamProducer", "items_of"]
 
 CALLS_USERS = ("_next_item", "step")
 """See tracebacks.py."""
@@ -43,7 +43,7 @@ def items_of(agent: RpcAgent, function: Callable[..., Any], result: Any) -> Iter
 
 
 @final
-class Producer:
+class StreamProducer:
     """One generator, and what its consumer has not consumed yet."""
 
     def __init__(self, agent: RpcAgent, opened: Incoming, items: Iterator[Any]) -> None:

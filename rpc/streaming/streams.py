@@ -20,8 +20,8 @@ from ..contracts.arguments import CALL_PARTS, UNSET_RPC_TIMEOUT, check_call, che
 from ..contracts.messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
 from ..contracts.options import MIB
 from ..contracts.worker import WorkerInfo
-from .consumer import CLOSE, Consumer, NothingYetError
-from .producer import Producer, items_of
+from .consumer import CLOSE, NothingYetError, StreamConsumer
+from .producer import StreamProducer, items_of
 
 __all__ = ["RpcStream", "Streams", "rpc_stream"]
 
@@ -42,8 +42,8 @@ class Streams(Extension):
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self._consumers: dict[int, Consumer] = {}
-        self._producers: dict[tuple[int, int], Producer] = {}
+        self._consumers: dict[int, StreamConsumer] = {}
+        self._producers: dict[tuple[int, int], StreamProducer] = {}
         agent.control.on(CLOSE, self._on_close)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
@@ -57,9 +57,9 @@ class Streams(Extension):
 
     # The consuming end.
 
-    def consume(self, worker: WorkerInfo, call: tuple[Any, ...], window: int, window_items: int) -> Consumer:
+    def consume(self, worker: WorkerInfo, call: tuple[Any, ...], window: int, window_items: int) -> StreamConsumer:
         """Asks a worker for a stream."""
-        consumer = Consumer(self.agent, worker, window_items, window, self._forget)
+        consumer = StreamConsumer(self.agent, worker, window_items, window, self._forget)
 
         def head(envelope: agent_pb2.Envelope) -> None:
             consumer.head(envelope)
@@ -75,7 +75,7 @@ class Streams(Extension):
         consumer.answered_by(answer)
         return consumer
 
-    def _forget(self, consumer: Consumer) -> None:
+    def _forget(self, consumer: StreamConsumer) -> None:
         self._consumers.pop(consumer.id, None)
 
     def _on_opened(self, message: Incoming) -> None:
@@ -106,7 +106,7 @@ class Streams(Extension):
         if (consumer := self._consumer_of(message)) is not None:
             consumer.put(message.envelope.stream.items, None, error, 0)
 
-    def _consumer_of(self, message: Incoming) -> Consumer | None:
+    def _consumer_of(self, message: Incoming) -> StreamConsumer | None:
         consumer = self._consumers.get(message.envelope.stream.stream_id)
         return consumer if consumer is not None and consumer.producer == message.source else None
 
@@ -117,7 +117,7 @@ class Streams(Extension):
         items = items_of(self.agent, function, function(*args, **kwargs))
         # A stream may live long: from here on its arguments belong to the generator alone.
         message.value, message.body, message.tensors, message.references = None, b"", [], []
-        producer = Producer(self.agent, message, items)
+        producer = StreamProducer(self.agent, message, items)
         key = (producer.consumer.id, producer.id)
         self._producers[key] = producer
         producer.done.add_done_callback(lambda _: self._producers.pop(key, None))
@@ -139,7 +139,7 @@ class Streams(Extension):
         if (producer := self._producers.get((sender.id, stream_id))) is not None:
             self.agent.submit(producer.close)  # which may wait for others
 
-    def _producer_of(self, message: Incoming) -> Producer | None:
+    def _producer_of(self, message: Incoming) -> StreamProducer | None:
         return self._producers.get((message.source.id, message.envelope.stream.stream_id))
 
     # Both.
@@ -194,7 +194,7 @@ class RpcStream(Generic[T_co]):
     more is closed too.
     """
 
-    def __init__(self, agent: RpcAgent, consumer: Consumer, timeout: float) -> None:
+    def __init__(self, agent: RpcAgent, consumer: StreamConsumer, timeout: float) -> None:
         self._agent = agent
         self._consumer = consumer
         self._timeout = timeout

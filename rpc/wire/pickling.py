@@ -56,11 +56,11 @@ class Packer:
         }
         self._detaching: list[Callable[[object], bool]] = []
 
-    def take_out(self, reference_type: type) -> None:
+    def register_reference_type(self, reference_type: type) -> None:
         """Has instances of exactly this class travel as references."""
         self._reference_types.append(reference_type)
 
-    def reduce_with(self, reducers: Mapping[type, Callable[[Any], Any]]) -> None:
+    def register_reducers(self, reducers: Mapping[type, Callable[[Any], Any]]) -> None:
         """Has instances of exactly these classes pickled by functions, as in `copyreg`."""
         self._reducers.update(reducers)
 

@@ -7,7 +7,7 @@ import torch
 
 __all__ = ["arrange", "by_falling_stride", "can_keep", "span"]
 
-MOST_GAPS = 4
+MAX_GAP_FACTOR = 4
 """A tensor arrives with its strides if it spans at most this many times the memory of its elements."""
 
 
@@ -33,7 +33,7 @@ def can_keep(sizes: Sequence[int], strides: Sequence[int]) -> bool:
             if strides[dim] < reach:
                 return False
             reach += (sizes[dim] - 1) * strides[dim]
-    return reach <= MOST_GAPS * math.prod(sizes)
+    return reach <= MAX_GAP_FACTOR * math.prod(sizes)
 
 
 def arrange(flat: torch.Tensor, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..contracts.messages import Buffer
 from .shared_tensors import find_shared, share
 from .strides import arrange, by_falling_stride, can_keep
 
-__all__ = ["UnmappedDeviceError", "check_sendable", "decode_tensors", "encode_tensors", "laid_out"]
+__all__ = ["UnmappedDeviceError", "check_sendable", "decode_tensors", "encode_tensors", "make_sendable"]
 
 Put = Callable[[memoryview], agent_pb2.Payload]
 Get = Callable[[agent_pb2.Payload], Buffer]
@@ -174,7 +174,7 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
-def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+def make_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that encoding does not copy: this one, or a copy that gradients flow through as well."""
     if tensor.layout is not torch.strided or tensor.dtype in _CARRIERS:
         return tensor

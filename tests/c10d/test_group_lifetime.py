@@ -19,10 +19,10 @@ from gradwire.c10d import FileStore, PrefixStore, register_engine
 from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import RankLostError
 
+from tests.c10d.fake_nccl import make_engine
 from tests.c10d.members import everywhere
-from tests.c10d.nccl_double import make_engine
 
-BACKENDS = ["gradwire_shm", "gradwire_gloo", "gradwire_mpi", "nccl_double"]
+BACKENDS = ["gradwire_shm", "gradwire_gloo", "gradwire_mpi", "fake_nccl"]
 TOLD_SECONDS = 2.0
 """So long others may take to hear that a rank has dropped its group."""
 
@@ -31,7 +31,7 @@ here: dict[str, Any] = {}
 
 
 def open_store(path: Path, rank: int, size: int) -> None:
-    register_engine("nccl_double", make_engine, devices=["cpu"])
+    register_engine("fake_nccl", make_engine, devices=["cpu"])
     torch.set_num_threads(1)
     here.update(store=FileStore(str(path), size), rank=rank, size=size)
 

@@ -1,4 +1,4 @@
-"""The NCCL engine without a GPU: what it calls, in which order, and what comes of it. See nccl_double."""
+"""The NCCL engine without a GPU: what it calls, in which order, and what comes of it. See fake_nccl."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from gradwire.errors import (
     UnsupportedOperationError,
 )
 
-from tests.c10d.nccl_double import CpuGpus, StoreNccl
+from tests.c10d.fake_nccl import CpuGpus, StoreNccl
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from gradwire import c10d
 from gradwire.c10d import FileStore, register_engine
 
-from tests.c10d.nccl_double import make_engine
+from tests.c10d.fake_nccl import make_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
 
 def join(path: Path, rank: int, size: int) -> None:
-    register_engine("nccl_double", make_engine, devices=["cpu"])
+    register_engine("fake_nccl", make_engine, devices=["cpu"])
     globals()["store"] = FileStore(str(path), size)
     dist.init_process_group(
-        "nccl_double", store=globals()["store"], rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "fake_nccl", store=globals()["store"], rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
 
 

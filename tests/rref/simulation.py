@@ -19,7 +19,7 @@ from typing import Any
 
 from gradwire.errors import SendFailedError, UnknownWorkerError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.agent.factories import Parts
+from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels.inline import InlineChannel
 from gradwire.rpc.channels.router import PayloadWriter
@@ -93,7 +93,7 @@ class Machine:
             self.info,
             RpcBackendOptions(rpc_timeout=60),
             "simulated",
-            parts=Parts(
+            factories=AgentFactories(
                 network=lambda *_: self.network,
                 executor=lambda *_: SimulatedExecutor(self),
                 deadlines=lambda expire, is_live, *_: SimulatedDeadlines(self, expire, is_live),

@@ -10,7 +10,7 @@ from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rref.forks import References
 from gradwire.rref.ids import GlobalId
-from gradwire.rref.owner_table import Entry
+from gradwire.rref.owner_table import OwnedValue
 
 from tests.bad_network import BadNetwork, hurry
 from tests.remote_functions import add, wait_until
@@ -83,7 +83,7 @@ def test_a_question_that_has_answered_itself_is_no_failure(agents, caplog):
     """The owner asks whether a value will be created; meanwhile it has been, and has been deleted."""
     creator, owner = agents(2)
     identifier = GlobalId(creator.info.id, 1000)
-    owner.extension(References)._ask_creator(Entry(identifier))
+    owner.extension(References)._ask_creator(OwnedValue(identifier))
     wait_until(lambda: owner.control.pending() == 0 and owner.control._numbers[creator.info.id])
     assert not caplog.records
 

@@ -26,9 +26,9 @@ from ...host_identity import INTERFACES, LOOPBACK, address_for_others, hosts_of,
 from ...pending import All, Finishing
 from ...reductions import Reduction, combine, finish, prepare
 from ...stores.prefix import PrefixStore
-from ..base import Engine, Pending, Setup
+from ..base import Engine, PendingOperation, Setup
 from ..memory import as_bytes, flat, join, spread
-from .pending import Collective, Message
+from .pending import GlooCollective, GlooMessage
 
 __all__ = ["GlooEngine"]
 
@@ -62,7 +62,7 @@ class GlooEngine(Engine):
         self._failure: Exception | None = None
         self._failed = threading.Event()
         self._tell_group = setup.failed
-        self._from_anyone: weakref.WeakSet[Message] = weakref.WeakSet()
+        self._from_anyone: weakref.WeakSet[GlooMessage] = weakref.WeakSet()
         limit = timedelta(seconds=setup.timeout)
         try:
             self._gloo: Any = _connected(self._stores[-1], setup, limit)
@@ -71,7 +71,7 @@ class GlooEngine(Engine):
 
     # Collectives
 
-    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> Pending | None:
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Every rank's `tensor` becomes the root's."""
         if not tensor.numel():
             return None
@@ -79,7 +79,7 @@ class GlooEngine(Engine):
         options.rootRank = root
         return self._start("broadcast", timeout, options, [_known(tensor)])
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> Pending | None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Every rank's `tensor` becomes the reduction of all."""
         if not tensor.numel():
             return None
@@ -92,7 +92,7 @@ class GlooEngine(Engine):
         options.reduceOp = _op(reduction, tensor)
         return self._averaged(self._start("allreduce", timeout, options, [tensor]), reduction, tensor)
 
-    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> Pending | None:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """The root's `tensor` becomes the reduction of all; the others' may change."""
         if not tensor.numel():
             return None
@@ -108,7 +108,7 @@ class GlooEngine(Engine):
         options.rootRank = root
         return self._averaged(self._start("reduce", timeout, options, [tensor]), reduction, tensor)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> Pending | None:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
         """`outputs[i]` becomes the tensor of rank i; the sizes may differ."""
         if len({output.numel() for output in outputs}) == 1:
             if not tensor.numel():
@@ -119,13 +119,15 @@ class GlooEngine(Engine):
         begun = [self.broadcast(output, root, timeout) for root, output in enumerate(outputs)]
         return _all(begun)
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending | None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """`output` becomes the tensors of all ranks, which have one size."""
         if not tensor.numel():
             return None
         return self._start("_allgather_base", timeout, AllgatherOptions(), _known(output), _known(tensor))
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> Pending | None:
+    def gather(
+        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
+    ) -> PendingOperation | None:
         """On the root, `outputs[i]` becomes the tensor of rank i."""
         if not tensor.numel():
             return None
@@ -134,7 +136,9 @@ class GlooEngine(Engine):
         lists = [[_known(output) for output in outputs]] if self.rank == root else []
         return self._start("gather", timeout, options, lists, [_known(tensor)])
 
-    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> Pending | None:
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
+    ) -> PendingOperation | None:
         """Rank i's `tensor` becomes the root's `inputs[i]`."""
         if not tensor.numel():
             return None
@@ -145,7 +149,7 @@ class GlooEngine(Engine):
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
-    ) -> Pending | None:
+    ) -> PendingOperation | None:
         """Rank i's `tensor` becomes the reduction of all ranks' `inputs[i]`; the sizes may differ."""
         # Gloo's own reduces all to all ranks, and throws most of it away.
         parts = tensor.new_empty(self.size, tensor.numel())
@@ -154,13 +158,15 @@ class GlooEngine(Engine):
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
-    ) -> Pending | None:
+    ) -> PendingOperation | None:
         """As reduce_scatter of the equal parts of `whole`."""
         parts = tensor.new_empty(self.size, tensor.numel())
         pending = self.all_to_all_single(parts, _prepared(reduction, [whole])[0], timeout)
         return self._then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> Pending | None:
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
+    ) -> PendingOperation | None:
         """Rank i's `outputs[j]` becomes rank j's `inputs[i]`; the sizes may differ."""
         sent, sizes = join(inputs), [output.nbytes for output in outputs]
         received = sent.new_empty(sum(sizes))
@@ -170,17 +176,17 @@ class GlooEngine(Engine):
         )
         return self._then(pending, lambda: spread(received, outputs))
 
-    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending | None:
+    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """As all_to_all of equal parts of two tensors."""
         if not output.numel():
             return None
         return self._start("alltoall_base", timeout, dist.AllToAllOptions(), _known(output), _known(whole), [], [])
 
-    def barrier(self, timeout: float) -> Pending | None:
+    def barrier(self, timeout: float) -> PendingOperation | None:
         """Done once all ranks have called it."""
         return self._start("barrier", timeout, dist.BarrierOptions())
 
-    def _start(self, operation: str, timeout: float, options: Any, *tensors: Any) -> Pending:
+    def _start(self, operation: str, timeout: float, options: Any, *tensors: Any) -> PendingOperation:
         """Calls a method of the C++ group."""
         if self._failure is not None:
             raise self._failure
@@ -192,20 +198,20 @@ class GlooEngine(Engine):
                 work = getattr(self._gloo, operation)(*tensors, options)
         except RuntimeError as error:
             raise self.explain(error, operation.strip("_"), timeout, time.monotonic()) from error
-        return Collective(self.explain, work, operation.strip("_"), timeout)
+        return GlooCollective(self.explain, work, operation.strip("_"), timeout)
 
-    def _averaged(self, pending: Pending, reduction: Reduction, tensor: Tensor) -> Pending:
+    def _averaged(self, pending: PendingOperation, reduction: Reduction, tensor: Tensor) -> PendingOperation:
         """Gloo has averages of floating-point numbers only; of integers there is the sum so far."""
         if reduction.name != "avg" or tensor.dtype in _FLOATS:
             return pending
         return Finishing(pending, lambda: finish(reduction, tensor, self.size))
 
-    def _then(self, pending: Pending | None, function: Callable[[], None]) -> Pending | None:
+    def _then(self, pending: PendingOperation | None, function: Callable[[], None]) -> PendingOperation | None:
         return None if pending is None else Finishing(pending, function)
 
     # Point to point
 
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> Pending | None:
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
         """Sends to `peer`'s `recv` with this tag."""
         if peer == self.rank:  # Gloo would break
             raise UnsupportedOperationError(self.name, "send", "a rank cannot send to itself; copy the tensor")
@@ -219,7 +225,9 @@ class GlooEngine(Engine):
             raise UnsupportedOperationError(self.name, "recv", "a rank cannot receive from itself")
         return self._point_to_point("recv", tensor, (peer, tag), timeout)
 
-    def _point_to_point(self, operation: str, tensor: Tensor, where: tuple[int, ...], timeout: float) -> Pending:
+    def _point_to_point(
+        self, operation: str, tensor: Tensor, where: tuple[int, ...], timeout: float
+    ) -> PendingOperation:
         if self._failure is not None:
             raise self._failure
         data = _known(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.uint8)  # Gloo sends something
@@ -227,7 +235,7 @@ class GlooEngine(Engine):
             work = getattr(self._gloo, operation)([data], *where)
         except RuntimeError as error:
             raise self.explain(error, operation, timeout, time.monotonic()) from error
-        message = Message(self.explain, work, operation, timeout)
+        message = GlooMessage(self.explain, work, operation, timeout)
         if operation == "recv_anysource":
             self._from_anyone.add(message)
         return message
@@ -322,7 +330,7 @@ def _known(tensor: Tensor) -> Tensor:
     return flat(tensor) if tensor.dtype in _KNOWN else as_bytes(tensor)
 
 
-def _all(pending: Sequence[Pending | None]) -> Pending | None:
+def _all(pending: Sequence[PendingOperation | None]) -> PendingOperation | None:
     begun = [each for each in pending if each is not None]
     return All(begun) if begun else None
 

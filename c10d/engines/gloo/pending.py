@@ -10,7 +10,7 @@ from typing import Any, final
 
 from ...torch_types import TorchWork
 
-__all__ = ["Collective", "Message"]
+__all__ = ["GlooCollective", "GlooMessage"]
 
 Explain = Callable[[RuntimeError, str, float, float], Exception]
 """What an error means: of which operation, how long it may take in seconds, and when (monotonic) it began."""
@@ -20,7 +20,7 @@ SPIN_SECONDS = 0.0004
 
 
 @final
-class Collective:
+class GlooCollective:
     """A collective under way."""
 
     def __init__(self, explain: Explain, work: TorchWork, operation: str, seconds: float) -> None:
@@ -72,7 +72,7 @@ class Collective:
 
 
 @final
-class Message:
+class GlooMessage:
     """A message under way. Gloo makes progress with it by itself, but says that it is over only to who waits."""
 
     def __init__(self, explain: Explain, work: TorchWork, operation: str, seconds: float) -> None:

@@ -28,9 +28,9 @@ from ....errors import CollectiveTimeoutError, ProcessGroupError, RankLostError,
 from ...failure_detector import DIED
 from ...pending import All
 from ...reductions import Reduction, finish, prepare
-from ..base import Engine, Pending, Setup
+from ..base import Engine, PendingOperation, Setup
 from ..memory import as_bytes, flat, join, spread
-from .progress import Operation
+from .progress import MpiOperation
 from .world import MpiWorld
 
 __all__ = ["MpiEngine"]
@@ -105,13 +105,13 @@ class MpiEngine(Engine):
 
     # Collectives
 
-    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> Pending | None:
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Every rank's `tensor` becomes the root's."""
         if self._is_long(tensor.nbytes):
             return _in_pieces(tensor, lambda piece: self.broadcast(piece, root, timeout))
         return self._start("broadcast", timeout, self._comm.Ibcast, self._raw(tensor), root, keep=tensor)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> Pending | None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Every rank's `tensor` becomes the reduction of all."""
         if self._is_long(tensor.nbytes):
             return _in_pieces(tensor, lambda piece: self.all_reduce(piece, reduction, timeout))
@@ -127,7 +127,7 @@ class MpiEngine(Engine):
             then=lambda: own.give(tensor, reduction, self.size),
         )
 
-    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> Pending | None:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """The root's `tensor` becomes the reduction of all."""
         if self._is_long(tensor.nbytes):
             return _in_pieces(tensor, lambda piece: self.reduce(piece, root, reduction, timeout))
@@ -145,7 +145,7 @@ class MpiEngine(Engine):
             then=(lambda: own.give(tensor, reduction, self.size)) if here else None,
         )
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> Pending | None:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
         """`outputs[i]` becomes the tensor of rank i; the sizes may differ."""
         sizes = [output.nbytes for output in outputs]
         self._check_count("all_gather", sum(sizes))
@@ -164,7 +164,7 @@ class MpiEngine(Engine):
             then=lambda: spread(whole, outputs),
         )
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> Pending | None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """`output` becomes the tensors of all ranks, which have one size."""
         self._check_count("all_gather", tensor.nbytes)
         if _overlap(output, tensor):  # as FSDP gathers in place; MPI refuses it
@@ -178,7 +178,9 @@ class MpiEngine(Engine):
             keep=(tensor, output),
         )
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> Pending | None:
+    def gather(
+        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
+    ) -> PendingOperation | None:
         """On the root, `outputs[i]` becomes the tensor of rank i; the sizes may differ."""
         self._check_count("gather", sum(output.nbytes for output in outputs) or self.size * tensor.nbytes)
         if self.rank != root:
@@ -196,7 +198,9 @@ class MpiEngine(Engine):
             then=lambda: spread(whole, outputs),
         )
 
-    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> Pending | None:
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
+    ) -> PendingOperation | None:
         """Rank i's `tensor` becomes the root's `inputs[i]`; the sizes may differ."""
         self._check_count("scatter", sum(each.nbytes for each in inputs) or self.size * tensor.nbytes)
         sent, whole = None, None
@@ -209,7 +213,7 @@ class MpiEngine(Engine):
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
-    ) -> Pending | None:
+    ) -> PendingOperation | None:
         """Rank i's `tensor` becomes the reduction of all ranks' `inputs[i]`; the sizes may differ."""
         sizes = [each.numel() for each in inputs]
         return self._reduce_scatter(
@@ -218,7 +222,7 @@ class MpiEngine(Engine):
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
-    ) -> Pending | None:
+    ) -> PendingOperation | None:
         """As reduce_scatter of the equal parts of `whole`."""
         if reduction.factor is not None or _overlap(whole, tensor):
             whole = whole.clone()
@@ -226,7 +230,7 @@ class MpiEngine(Engine):
 
     def _reduce_scatter(
         self, tensor: Tensor, whole: Tensor, sizes: Sequence[int], reduction: Reduction, timeout: float
-    ) -> Pending | None:
+    ) -> PendingOperation | None:
         self._check_count("reduce_scatter", whole.numel())
         own = _Reducible.of(whole, reduction)
         result = _Reducible.of(tensor, Reduction("sum"))
@@ -242,7 +246,9 @@ class MpiEngine(Engine):
             then=lambda: result.give(tensor, reduction, self.size),
         )
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> Pending | None:
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
+    ) -> PendingOperation | None:
         """Rank i's `outputs[j]` becomes rank j's `inputs[i]`; the sizes may differ."""
         sizes = [output.nbytes for output in outputs]
         self._check_count("all_to_all", max(sum(sizes), sum(each.nbytes for each in inputs)))
@@ -257,7 +263,7 @@ class MpiEngine(Engine):
             then=lambda: spread(received, outputs),
         )
 
-    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> Pending | None:
+    def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """As all_to_all of equal parts of two tensors."""
         self._check_count("all_to_all", whole.nbytes // self.size)
         if _overlap(output, whole):
@@ -266,13 +272,13 @@ class MpiEngine(Engine):
             "all_to_all", timeout, self._comm.Ialltoall, self._raw(whole), self._raw(output), keep=(whole, output)
         )
 
-    def barrier(self, timeout: float) -> Pending | None:
+    def barrier(self, timeout: float) -> PendingOperation | None:
         """Done once all ranks have called it."""
         return self._start("barrier", timeout, self._comm.Ibarrier, keep=None)
 
     # Point to point
 
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> Pending | None:
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
         """Sends to `peer`'s `recv` with this tag."""
         if self._is_long(tensor.nbytes):
             return _in_pieces(tensor, lambda piece: self.send(piece, peer, tag, timeout))
@@ -319,7 +325,7 @@ class MpiEngine(Engine):
         *arguments: Any,
         keep: Any,
         then: Callable[[], None] | None = None,
-    ) -> Operation:
+    ) -> MpiOperation:
         """Starts an MPI operation. What is kept lives until it is over."""
         if self._failure is not None:
             raise self._failure
@@ -355,7 +361,7 @@ class MpiEngine(Engine):
         except self._mpi.Exception as error:
             raise explain(error) from error
         status = self._mpi.Status() if expected is not None else None
-        return Operation(self._world.progress, request, status, error_now, is_done, explain, keep)
+        return MpiOperation(self._world.progress, request, status, error_now, is_done, explain, keep)
 
     def _raw(self, tensor: Tensor) -> list[Any]:
         """Its bytes, as mpi4py takes them."""
@@ -426,7 +432,7 @@ class _Reducible:
             tensor.view(-1).copy_(self.wide)
 
 
-def _in_pieces(tensor: Tensor, begin: Callable[[Tensor], Pending | None]) -> Pending:
+def _in_pieces(tensor: Tensor, begin: Callable[[Tensor], PendingOperation | None]) -> PendingOperation:
     """Several operations as one."""
     begun = [begin(piece) for piece in torch.split(tensor.view(-1), PIECE // tensor.itemsize)]
     return All([pending for pending in begun if pending is not None])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
-__all__ = ["Operation", "Patience", "Progress"]
+__all__ = ["MpiOperation", "MpiProgressThread", "PollingPause"]
 
 YIELD_SECONDS = 0.001
 """For so long tests follow each other with others in between who can run: ranks may be more than cores."""
@@ -28,7 +28,7 @@ IDLE_SECONDS = 10.0
 
 
 @final
-class Patience:
+class PollingPause:
     """When to test again: at once, while that has helped a short time ago."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Patience:
 
 
 @final
-class Operation:
+class MpiOperation:
     """An MPI request under way. It is a Pending (see engines.base).
 
     Args:
@@ -61,7 +61,7 @@ class Operation:
 
     def __init__(
         self,
-        progress: "Progress",
+        progress: "MpiProgressThread",
         request: Any,
         status: Any,
         limit: Callable[[], Exception | None],
@@ -96,7 +96,7 @@ class Operation:
                     break
                 if end is not None and began > end:
                     raise TimeoutError
-                patience = patience or Patience()
+                patience = patience or PollingPause()
                 patience.pause(began)
         finally:
             self.waiters -= 1
@@ -152,7 +152,7 @@ class Operation:
 
 
 @final
-class Progress:
+class MpiProgressThread:
     """The operations that are under way, and the thread that looks after those that nobody waits for.
 
     Owned by the MPI world.
@@ -161,13 +161,13 @@ class Progress:
     def __init__(self) -> None:
         self.abandoned: list[Any] = []
         """Requests that were given up, with their buffers. MPI cannot forget them."""
-        self._operations: dict[int, Operation] = {}
+        self._operations: dict[int, MpiOperation] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()
         self._closed = False
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: MpiOperation) -> None:
         """Looks after it from now on."""
         self._operations[id(operation)] = operation
         with self._lock:
@@ -175,7 +175,7 @@ class Progress:
                 self._thread = threading.Thread(target=self._run, name="gradwire-mpi", daemon=True)
                 self._thread.start()
 
-    def remove(self, operation: Operation) -> None:
+    def remove(self, operation: MpiOperation) -> None:
         """It is over."""
         self._operations.pop(id(operation), None)
 
@@ -192,14 +192,14 @@ class Progress:
             thread.join()
 
     def _run(self) -> None:
-        patience, idle_since = Patience(), time.perf_counter()
+        patience, idle_since = PollingPause(), time.perf_counter()
         while not self._closed:
             unattended = [each for each in list(self._operations.values()) if not each.waiters]
             began = time.perf_counter()
             if unattended:
                 idle_since = began
                 if [each for each in unattended if each.test()]:
-                    patience = Patience()
+                    patience = PollingPause()
                 patience.pause(began)
                 continue
             self._wanted.wait(UNATTENDED_SECONDS)

@@ -22,7 +22,7 @@ from ...host_identity import Host, hosts_of, listen
 from ...stores.prefix import PrefixStore
 from ..base import Setup
 from .pmi import PmiServer, leave
-from .progress import Progress
+from .progress import MpiProgressThread
 
 __all__ = ["MpiWorld", "load_mpi", "under_mpiexec"]
 
@@ -61,7 +61,7 @@ class MpiWorld:
         self.mpi = mpi
         self.name = name
         self.comm = mpi.COMM_WORLD
-        self.progress = Progress()
+        self.progress = MpiProgressThread()
         self.broken: Exception | None = None
         """Why MPI can be used no more."""
         self._address = address

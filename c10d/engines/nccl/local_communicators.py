@@ -17,20 +17,20 @@ from ....errors import CollectiveTimeoutError, ProcessGroupError
 from ...torch_types import TorchStore
 from .dtypes import Ability
 from .library import Library, translated
-from .plans import Member
+from .plans import PlanMember
 from .streams import Gpus
 
-__all__ = ["Clique", "Meeting"]
+__all__ = ["CommunicatorSetup", "LocalCommunicators"]
 
 PAUSE: Final = threading.Event()
 """Never set: waited for between two looks into the store."""
 
 
 @final
-class Clique:
+class LocalCommunicators:
     """The members of one communicator in this process, each on its GPU. They work in step."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[PlanMember]) -> None:
         self.members: Final = members
         self._ending = threading.Lock()
         self._over = False
@@ -51,7 +51,7 @@ class Clique:
         for member in self._at_the_end():
             member.communicator.destroy()
 
-    def _at_the_end(self) -> Sequence[Member]:
+    def _at_the_end(self) -> Sequence[PlanMember]:
         """The members, once; nobody uses them from here on."""
         with self._ending:
             members = () if self._over else self.members
@@ -60,7 +60,7 @@ class Clique:
 
 
 @final
-class Meeting:
+class CommunicatorSetup:
     """How the processes of a group come together in communicators.
 
     Args:
@@ -76,7 +76,9 @@ class Meeting:
         self._store = store
         self._find_check = weakref.WeakMethod(check)
 
-    def join(self, name: str, processes: Sequence[int], here: int, gpus: Sequence[int], seconds: float) -> Clique:
+    def join(
+        self, name: str, processes: Sequence[int], here: int, gpus: Sequence[int], seconds: float
+    ) -> LocalCommunicators:
         """Makes a communicator of some GPUs of these processes, as many of each; all must call it alike.
 
         Args:
@@ -104,7 +106,7 @@ class Meeting:
                     with self._gpus.on(stream):
                         communicator = self._library.NcclCommunicator(size, unique_id, here * count + i)
                     members.append(
-                        Member(
+                        PlanMember(
                             rank=here * count + i,
                             size=size,
                             gpu=gpu,
@@ -116,7 +118,7 @@ class Meeting:
                     )
         except Exception as error:
             raise translated(f"making a communicator of {size} GPUs", error) from error
-        return Clique(members)
+        return LocalCommunicators(members)
 
     def _meet(
         self, name: str, processes: Sequence[int], here: int, identities: list[str], seconds: float

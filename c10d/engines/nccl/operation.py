@@ -9,7 +9,7 @@ from typing import Final, final
 from ....errors import CollectiveTimeoutError
 from .streams import Event, Gpus, Stream
 
-__all__ = ["Operation"]
+__all__ = ["NcclOperation"]
 
 GRACE: Final = 5.0
 """Seconds beyond its timeout that an operation may take to be launched: what holds it up has a timeout of its own,
@@ -17,7 +17,7 @@ and knows better who is missing."""
 
 
 @final
-class Operation:
+class NcclOperation:
     """It is a Pending (see engines.base), watched by the engine's watchdog.
 
     It begins when it is asked for, is launched when all its work is on the engine's streams, and is over when the

@@ -19,9 +19,9 @@ from .library import Communicator
 from .streams import Stream
 
 __all__ = [
-    "Call",
-    "Member",
+    "CollectiveCall",
     "Plan",
+    "PlanMember",
     "all_gather",
     "all_gather_single",
     "all_reduce",
@@ -37,15 +37,15 @@ __all__ = [
     "send",
 ]
 
-Call = Callable[[Communicator, int], None]
+CollectiveCall = Callable[[Communicator, int], None]
 """A call of NCCL on a communicator and a stream."""
 
-Plan = Iterator[list[Call]]
+Plan = Iterator[list[CollectiveCall]]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Member:
+class PlanMember:
     """A rank of a communicator that is a GPU of this process.
 
     rank, size: in the communicator, which has one rank for each GPU.
@@ -62,12 +62,12 @@ class Member:
     ability: Ability
 
 
-def broadcast(_: Member, tensor: Tensor, root: int) -> Plan:
+def broadcast(_: PlanMember, tensor: Tensor, root: int) -> Plan:
     """Every rank's tensor becomes the root's."""
     yield _broadcast(tensor, tensor, root)
 
 
-def all_reduce(member: Member, tensor: Tensor, reduction: Reduction) -> Plan:
+def all_reduce(member: PlanMember, tensor: Tensor, reduction: Reduction) -> Plan:
     """In place, by NCCL or else by torch on all ranks alike."""
     prepare(reduction, tensor)
     native = member.ability.native(tensor.dtype, reduction)
@@ -79,7 +79,7 @@ def all_reduce(member: Member, tensor: Tensor, reduction: Reduction) -> Plan:
     _fold(reduction, list(parts), tensor)
 
 
-def reduce(member: Member, tensor: Tensor, root: int, reduction: Reduction) -> Plan:
+def reduce(member: PlanMember, tensor: Tensor, root: int, reduction: Reduction) -> Plan:
     """In place on the root."""
     prepare(reduction, tensor)
     native = member.ability.native(tensor.dtype, reduction)
@@ -92,7 +92,7 @@ def reduce(member: Member, tensor: Tensor, root: int, reduction: Reduction) -> P
         _fold(reduction, parts, tensor)
 
 
-def all_gather(member: Member, outputs: Sequence[Tensor], tensor: Tensor) -> Plan:
+def all_gather(member: PlanMember, outputs: Sequence[Tensor], tensor: Tensor) -> Plan:
     """Tensors of one size through one that holds them all; others as a broadcast of each rank."""
     if all(output.numel() == tensor.numel() for output in outputs):
         parts = tensor.new_empty(member.size, tensor.numel())
@@ -107,12 +107,12 @@ def all_gather(member: Member, outputs: Sequence[Tensor], tensor: Tensor) -> Pla
     ]
 
 
-def all_gather_single(_: Member, output: Tensor, tensor: Tensor) -> Plan:
+def all_gather_single(_: PlanMember, output: Tensor, tensor: Tensor) -> Plan:
     """Straight into the output."""
     yield _all_gather(output, tensor)
 
 
-def gather(member: Member, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Plan:
+def gather(member: PlanMember, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Plan:
     """Messages to the root; its own tensor is copied."""
     if member.rank != root:
         yield _send(tensor, root)
@@ -121,7 +121,7 @@ def gather(member: Member, outputs: Sequence[Tensor], tensor: Tensor, root: int)
     yield [call for peer, output in enumerate(outputs) if peer != root for call in _recv(output, peer)]
 
 
-def scatter(member: Member, tensor: Tensor, inputs: Sequence[Tensor], root: int) -> Plan:
+def scatter(member: PlanMember, tensor: Tensor, inputs: Sequence[Tensor], root: int) -> Plan:
     """Messages from the root; its own tensor is copied."""
     if member.rank != root:
         yield _recv(tensor, root)
@@ -130,7 +130,7 @@ def scatter(member: Member, tensor: Tensor, inputs: Sequence[Tensor], root: int)
     yield [call for peer, part in enumerate(inputs) if peer != root for call in _send(part, peer)]
 
 
-def reduce_scatter(member: Member, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
+def reduce_scatter(member: PlanMember, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
     """Tensors of one size from one that holds them all; others as a reduction for each rank."""
     native = member.ability.native(tensor.dtype, reduction)
     if native is None:
@@ -146,7 +146,7 @@ def reduce_scatter(member: Member, tensor: Tensor, inputs: Sequence[Tensor], red
         yield [call for root, part in enumerate(prepared) for call in _reduce(part, tensor, root, native)]
 
 
-def reduce_scatter_single(member: Member, tensor: Tensor, whole: Tensor, reduction: Reduction) -> Plan:
+def reduce_scatter_single(member: PlanMember, tensor: Tensor, whole: Tensor, reduction: Reduction) -> Plan:
     """Straight from the input."""
     native = member.ability.native(tensor.dtype, reduction)
     if native is None:
@@ -156,7 +156,7 @@ def reduce_scatter_single(member: Member, tensor: Tensor, whole: Tensor, reducti
         yield _reduce_scatter(tensor, whole, native)
 
 
-def all_to_all(member: Member, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Plan:
+def all_to_all(member: PlanMember, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Plan:
     """Messages between every two ranks; each one's own part is copied."""
     outputs[member.rank].view(-1).copy_(inputs[member.rank].view(-1))
     others = [rank for rank in range(member.size) if rank != member.rank]
@@ -164,22 +164,22 @@ def all_to_all(member: Member, outputs: Sequence[Tensor], inputs: Sequence[Tenso
     yield sends + [call for peer in others for call in _recv(outputs[peer], peer)]
 
 
-def barrier(member: Member) -> Plan:
+def barrier(member: PlanMember) -> Plan:
     """A reduction of one number, for which somebody has to wait."""
     yield from all_reduce(member, torch.zeros(1, device=member.device), Reduction("sum"))
 
 
-def send(_: Member, tensor: Tensor) -> Plan:
+def send(_: PlanMember, tensor: Tensor) -> Plan:
     """One message to rank 1 of a communicator of two; for an empty tensor none, on either side."""
     yield _send(tensor, 1)
 
 
-def recv(_: Member, tensor: Tensor) -> Plan:
+def recv(_: PlanMember, tensor: Tensor) -> Plan:
     """One message from rank 0 of a communicator of two."""
     yield _recv(tensor, 0)
 
 
-def _exchange_and_fold(member: Member, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
+def _exchange_and_fold(member: PlanMember, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
     """A reduce_scatter that torch computes, each rank its own part."""
     parts = list(tensor.new_empty(member.size, tensor.numel()))
     yield from all_to_all(member, parts, [_prepared(reduction, part) for part in inputs])
@@ -211,41 +211,41 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel() * tensor.itemsize
 
 
-def _broadcast(source: Tensor, target: Tensor, root: int) -> list[Call]:
+def _broadcast(source: Tensor, target: Tensor, root: int) -> list[CollectiveCall]:
     pointer, count = _bytes(source)
     to = target.data_ptr()
     return [lambda c, s: c.broadcast(pointer, to, count, BYTES, root, s)] if count else []
 
 
-def _all_gather(whole: Tensor, part: Tensor) -> list[Call]:
+def _all_gather(whole: Tensor, part: Tensor) -> list[CollectiveCall]:
     pointer, count = _bytes(part)
     to = whole.data_ptr()
     return [lambda c, s: c.allGather(pointer, to, count, BYTES, s)] if count else []
 
 
-def _all_reduce(tensor: Tensor, native: Native) -> list[Call]:
+def _all_reduce(tensor: Tensor, native: Native) -> list[CollectiveCall]:
     pointer, count = tensor.data_ptr(), tensor.numel() * native.width
     datatype, operation = native.datatype, native.operation
     return [lambda c, s: c.allReduce(pointer, pointer, count, datatype, operation, s)] if count else []
 
 
-def _reduce(source: Tensor, target: Tensor, root: int, native: Native) -> list[Call]:
+def _reduce(source: Tensor, target: Tensor, root: int, native: Native) -> list[CollectiveCall]:
     pointer, to, count = source.data_ptr(), target.data_ptr(), source.numel() * native.width
     datatype, operation = native.datatype, native.operation
     return [lambda c, s: c.reduce(pointer, to, count, datatype, operation, root, s)] if count else []
 
 
-def _reduce_scatter(part: Tensor, whole: Tensor, native: Native) -> list[Call]:
+def _reduce_scatter(part: Tensor, whole: Tensor, native: Native) -> list[CollectiveCall]:
     pointer, to, count = whole.data_ptr(), part.data_ptr(), part.numel() * native.width
     datatype, operation = native.datatype, native.operation
     return [lambda c, s: c.reduceScatter(pointer, to, count, datatype, operation, s)] if count else []
 
 
-def _send(tensor: Tensor, peer: int) -> list[Call]:
+def _send(tensor: Tensor, peer: int) -> list[CollectiveCall]:
     pointer, count = _bytes(tensor)
     return [lambda c, s: c.send(pointer, count, BYTES, peer, s)] if count else []
 
 
-def _recv(tensor: Tensor, peer: int) -> list[Call]:
+def _recv(tensor: Tensor, peer: int) -> list[CollectiveCall]:
     pointer, count = _bytes(tensor)
     return [lambda c, s: c.recv(pointer, count, BYTES, peer, s)] if count else []

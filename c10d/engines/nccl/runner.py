@@ -14,12 +14,12 @@ from functools import partial
 from typing import final
 
 from ....errors import UnsupportedOperationError
-from ...serial_queue import Lane
+from ...serial_queue import SerialQueue
 from ..base import Setup
 from .library import Library, translated
-from .local_communicators import Clique, Meeting
-from .operation import Operation
-from .plans import Member, Plan
+from .local_communicators import CommunicatorSetup, LocalCommunicators
+from .operation import NcclOperation
+from .plans import Plan, PlanMember
 from .streams import Event, Gpus
 from .watchdog import Watchdog
 
@@ -44,7 +44,7 @@ class Request:
 
     name: str
     gpus: tuple[int, ...]
-    plans: Sequence[Callable[[Member], Plan]]
+    plans: Sequence[Callable[[PlanMember], Plan]]
     kept: Sequence[object]
     timeout: float
     message: tuple[int, int] | None = None
@@ -70,26 +70,26 @@ class Runner:
         self._library = library
         self._gpus = gpus
         self._blocking_wait = blocking_wait
-        self._meeting = Meeting(library, gpus, setup.store, self._check)
+        self._meeting = CommunicatorSetup(library, gpus, setup.store, self._check)
         self._watchdog = Watchdog(f"gradwire-nccl-{setup.group}", self._look, interval)
-        self._of_gpus: dict[tuple[int, ...], Clique] = {}
-        self._of_pairs: dict[tuple[int, int], Clique] = {}
+        self._of_gpus: dict[tuple[int, ...], LocalCommunicators] = {}
+        self._of_pairs: dict[tuple[int, int], LocalCommunicators] = {}
         self._collectives = threading.Lock()
         """Held while collectives are launched, so that those of several threads do not get into each other."""
         self._changing = threading.Lock()
         """For the following. Nothing that might wait is called while it is held."""
         self._failure: Exception | None = None
-        self._under_way: set[Operation] = set()
-        self._cliques: list[Clique] = []
-        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._under_way: set[NcclOperation] = set()
+        self._cliques: list[LocalCommunicators] = []
+        self._lanes: dict[tuple[int, int], SerialQueue] = {}
 
-    def begin(self, requests: Sequence[Request], finish: Finish) -> Operation:
+    def begin(self, requests: Sequence[Request], finish: Finish) -> NcclOperation:
         """Begins operations on the same GPUs as one; `finish` is done after them, on their streams."""
         first = requests[0]
         if self._gpus.capturing():
             raise UnsupportedOperationError("nccl", f"capture {first.name} into a CUDA graph", "call it outside")
         callers = [(gpu, self._gpus.current_stream(gpu)) for gpu in first.gpus]
-        operation = Operation(
+        operation = NcclOperation(
             first.name,
             first.timeout,
             self._gpus,
@@ -108,7 +108,7 @@ class Runner:
                 operation.launched(self._launch(self._of_all(first), requests, behind, finish))
         else:
             with self._changing:
-                lane = self._lanes.setdefault(first.message, Lane(f"gradwire-nccl-{first.name}"))
+                lane = self._lanes.setdefault(first.message, SerialQueue(f"gradwire-nccl-{first.name}"))
             lane.put(partial(self._launch_message, operation, first, behind, finish), now=False)
         return operation
 
@@ -146,7 +146,7 @@ class Runner:
 
     # Launching.
 
-    def _of_all(self, request: Request) -> Clique:
+    def _of_all(self, request: Request) -> LocalCommunicators:
         """The communicator of all ranks' GPUs, with those of the request here."""
         clique = self._of_gpus.get(request.gpus)
         if clique is None:
@@ -154,7 +154,7 @@ class Runner:
             self._of_gpus[request.gpus] = clique
         return clique
 
-    def _of_two(self, request: Request, source: int, target: int) -> Clique:
+    def _of_two(self, request: Request, source: int, target: int) -> LocalCommunicators:
         """The communicator of one direction of a pair of ranks."""
         clique = self._of_pairs.get((source, target))
         if clique is None:
@@ -168,7 +168,7 @@ class Runner:
             )
         return clique
 
-    def _join(self, name: str, processes: Sequence[int], request: Request) -> Clique:
+    def _join(self, name: str, processes: Sequence[int], request: Request) -> LocalCommunicators:
         here = processes.index(self._setup.rank)
         clique = self._meeting.join(name, processes, here, request.gpus, request.timeout)
         with self._changing:
@@ -179,14 +179,16 @@ class Runner:
         clique.abort()
         raise failure
 
-    def _launch_message(self, operation: Operation, request: Request, behind: Events, finish: Finish) -> None:
+    def _launch_message(self, operation: NcclOperation, request: Request, behind: Events, finish: Finish) -> None:
         """Runs on the lane of its direction. Errors reach those who wait for the operation, and the group."""
         assert request.message is not None
         with suppress(Exception), self._failing(operation):
             clique = self._of_two(request, *request.message)
             operation.launched(self._launch(clique, [request], behind, finish))
 
-    def _launch(self, clique: Clique, requests: Sequence[Request], behind: Events, finish: Finish) -> Events:
+    def _launch(
+        self, clique: LocalCommunicators, requests: Sequence[Request], behind: Events, finish: Finish
+    ) -> Events:
         """Puts it all on the members' streams, behind what the callers had there; the events after it."""
         for member, (_, event) in zip(clique.members, behind, strict=True):
             member.stream.wait_event(event)
@@ -196,7 +198,7 @@ class Runner:
             for member, plan in zip(clique.members, request.plans, strict=True)
         ]
         while running:
-            going_on: list[tuple[Member, Plan]] = []
+            going_on: list[tuple[PlanMember, Plan]] = []
             calls: list[Callable[[], None]] = []
             for member, plan in running:
                 with self._gpus.on(member.stream):
@@ -228,7 +230,7 @@ class Runner:
     # The watch.
 
     @contextmanager
-    def _failing(self, operation: Operation) -> Iterator[None]:
+    def _failing(self, operation: NcclOperation) -> Iterator[None]:
         """What goes wrong in a launch is the end of all: nobody knows what the other ranks have done."""
         try:
             yield
@@ -246,7 +248,7 @@ class Runner:
             operations = list(self._under_way)
             cliques = list(self._cliques)
         error: Exception | None = None
-        over: set[Operation] = set()
+        over: set[NcclOperation] = set()
         try:
             over.update(operation for operation in operations if operation.look())
             for clique in cliques:

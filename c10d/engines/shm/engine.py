@@ -17,12 +17,12 @@ from ..memory import copy, flat
 from .calls import encode
 from .layout import SLOT, Layout
 from .members import meet
-from .p2p_channel import Mailbox
+from .p2p_channel import P2PChannels
 from .peers import Peers
-from .receive import Receive
+from .receive import PendingReceive
 from .segment import Segment
 from .signals import LINE, Signals, check_platform
-from .slot_exchange import Board
+from .slot_exchange import SlotExchange
 
 __all__ = ["ShmEngine"]
 
@@ -65,8 +65,8 @@ class ShmEngine(Engine):
         segment = Segment(setup, members, layout.total, self.name)
         signals = Signals(segment.words, segment.address)
         self._peers = Peers(setup, members, layout, segment, signals)
-        self._board = Board(layout, segment, signals, self._peers)
-        self._mailbox = Mailbox(layout, segment, signals, self._peers, setup.failed)
+        self._board = SlotExchange(layout, segment, signals, self._peers)
+        self._mailbox = P2PChannels(layout, segment, signals, self._peers, setup.failed)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
         """The root's slot, read by all others."""
@@ -261,7 +261,7 @@ class ShmEngine(Engine):
         """Is there room for all of it?"""
         return self._mailbox.has_room(tensor.nbytes, peer)
 
-    def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Receive:
+    def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> PendingReceive:
         """From the channel of the peer, or of any rank."""
         return self._mailbox.receive(tensor, peer, tag, timeout)
 

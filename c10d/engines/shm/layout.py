@@ -43,7 +43,7 @@ class Layout:
         """Signal: not 0 once the rank has left the group."""
         return 1 + rank
 
-    def bell(self, rank: int) -> int:
+    def doorbell(self, rank: int) -> int:
         """Signal: changes whenever something is sent to the rank."""
         return 1 + self.size + rank
 

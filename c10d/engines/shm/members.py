@@ -15,7 +15,7 @@ from torch.distributed import DistStoreError
 from ....errors import CollectiveTimeoutError, ProcessGroupError
 from ..base import Setup
 
-__all__ = ["Member", "exchange", "meet", "wait_for"]
+__all__ = ["ShmMember", "exchange", "meet", "wait_for"]
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """A file whose content is different on each host and after each start of it."""
@@ -23,7 +23,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @final
 @dataclass(frozen=True, slots=True)
-class Member:
+class ShmMember:
     """A rank's process.
 
     host: name of the host.
@@ -64,15 +64,15 @@ def _state(pid: int) -> str | None:
     return None if state in {b"Z", b"X"} else fields[18].decode()
 
 
-def meet(setup: Setup, engine: str) -> list[Member]:
+def meet(setup: Setup, engine: str) -> list[ShmMember]:
     """The processes of all ranks.
 
     Raises:
         ProcessGroupError: they are not on one host, or cannot see each other there; on all ranks alike.
         CollectiveTimeoutError: some did not come.
     """
-    texts = exchange(setup, "member", json.dumps(dataclasses.asdict(Member.here())))
-    members = [Member(**json.loads(text)) for text in texts]
+    texts = exchange(setup, "member", json.dumps(dataclasses.asdict(ShmMember.here())))
+    members = [ShmMember(**json.loads(text)) for text in texts]
     first = members[0]
     for rank, member in enumerate(members):
         if member.boot != first.boot:

@@ -24,12 +24,12 @@ from ....errors import CollectiveMismatchError, CollectiveTimeoutError
 from ..memory import copy
 from .layout import BLOCKS, Layout
 from .peers import Peers
-from .progress_thread import Attendant
-from .receive import Message, Receive
+from .progress_thread import ProgressThread
+from .receive import IncomingMessage, PendingReceive
 from .segment import Segment
 from .signals import LINE, Signals
 
-__all__ = ["Mailbox"]
+__all__ = ["P2PChannels"]
 
 
 @final
@@ -47,7 +47,7 @@ class _Channel:
 
 
 @final
-class Mailbox:
+class P2PChannels:
     """The channels of one rank. Its sends to one peer come one after another; all else may come at once.
 
     failed: called with the error of a receive.
@@ -72,18 +72,18 @@ class Mailbox:
         ranks = range(peers.size)
         self._to = [_Channel.between(layout, me, peer) for peer in ranks]
         self._from = [_Channel.between(layout, peer, me) for peer in ranks]
-        self._bells = [layout.bell(rank) for rank in ranks]
+        self._bells = [layout.doorbell(rank) for rank in ranks]
         self._sent = [0] * peers.size
         self._rings = itertools.count(1)
         # Of receives, guarded by the lock:
         self._lock = threading.Lock()
         self._taken = [0] * peers.size
-        self._posted: list[Receive] = []
-        self._kept: deque[Message] = deque()
-        self._arriving: list[Message | None] = [None] * peers.size
+        self._posted: list[PendingReceive] = []
+        self._kept: deque[IncomingMessage] = deque()
+        self._arriving: list[IncomingMessage | None] = [None] * peers.size
         self._calls: deque[Callable[[], None]] = deque()
         """What is to be called once the lock is free."""
-        self._attendant = Attendant(self._left_alone)
+        self._attendant = ProgressThread(self._left_alone)
 
     def send(self, tensor: Tensor, peer: int, tag: int, seconds: float) -> None:
         """Puts a message on the channel to a peer; returns once the last block is there."""
@@ -120,10 +120,10 @@ class Mailbox:
         under_way = self._sent[peer] - self._signals.value(self._to[peer].taken)
         return max(-(-size // self._block), 1) <= BLOCKS - under_way
 
-    def receive(self, tensor: Tensor, source: int | None, tag: int, seconds: float) -> Receive:
+    def receive(self, tensor: Tensor, source: int | None, tag: int, seconds: float) -> PendingReceive:
         """Posts a receive of a message with this tag from a rank, or from any if it is None."""
         self._peers.check()
-        receive = Receive(self, tensor, source, tag, seconds)
+        receive = PendingReceive(self, tensor, source, tag, seconds)
         with self._lock:
             self._posted.append(receive)
             self._find_kept(receive)
@@ -131,22 +131,22 @@ class Mailbox:
         self._attendant.attend()
         return receive
 
-    def wait(self, receive: Receive, timeout: float | None) -> None:
+    def wait(self, receive: PendingReceive, timeout: float | None) -> None:
         """Returns once a receive is over. Raises TimeoutError if it is not after so many seconds."""
         end = None if timeout is None else time.monotonic() + timeout
-        signals, bell = self._signals, self._bells[self._rank]
+        signals, doorbell = self._signals, self._bells[self._rank]
         with self._lock:
             receive.waiters += 1
         try:
             while True:
                 with self._lock:
-                    rung = signals.value(bell)  # before looking: what comes later rings again
+                    rung = signals.value(doorbell)  # before looking: what comes later rings again
                     self._take_in(receive)
                 if self._calls:
                     self._make_calls()
                 if receive.over:
                     return
-                rang = signals.wait_for_change(bell, rung)
+                rang = signals.wait_for_change(doorbell, rung)
                 now = time.monotonic()
                 if not rang or now > receive.deadline:
                     self._look_around(receive)
@@ -156,7 +156,7 @@ class Mailbox:
             with self._lock:
                 receive.waiters -= 1
 
-    def poll(self, receive: Receive) -> bool:
+    def poll(self, receive: PendingReceive) -> bool:
         """Is a receive over, with what has arrived by now?"""
         # A signal handler that writes down what is under way may ask on a thread that has the lock.
         if self._lock.acquire(blocking=False):
@@ -167,7 +167,7 @@ class Mailbox:
             self._make_calls()
         return receive.over
 
-    def call_back(self, receive: Receive, callback: Callable[[], None]) -> bool:
+    def call_back(self, receive: PendingReceive, callback: Callable[[], None]) -> bool:
         """Has `callback` called when a receive is over; False if it is already."""
         with self._lock:
             if receive.over:
@@ -180,14 +180,14 @@ class Mailbox:
         """Ends the mailbox's thread. All receives are over, or fail at their next look around."""
         self._attendant.close()
 
-    def _left_alone(self) -> list[Receive]:
+    def _left_alone(self) -> list[PendingReceive]:
         """The receives that nobody waits for."""
         with self._lock:
             return [receive for receive in self._posted if not receive.waiters]
 
     # The lock is held in all of these but _make_calls and _look_around.
 
-    def _take_in(self, mine: Receive) -> None:
+    def _take_in(self, mine: PendingReceive) -> None:
         """Takes off the channels what has arrived, as long as `mine` is not over."""
         wanted = {receive.wanted for receive in self._posted}
         for source in range(self._size) if None in wanted else wanted:
@@ -198,7 +198,7 @@ class Mailbox:
     def _has_more(self, source: int) -> bool:
         return self._signals.value(self._from[source].sent) > self._taken[source]
 
-    def _take_block(self, source: int, mine: Receive) -> None:
+    def _take_block(self, source: int, mine: PendingReceive) -> None:
         number, channel = self._taken[source], self._from[source]
         block = channel.blocks + number % BLOCKS * (LINE + self._block)
         message = self._arriving[source]
@@ -215,9 +215,9 @@ class Mailbox:
             self._arriving[source] = None
             self._deliver(message, mine)
 
-    def _begin(self, source: int, tag: int, size: int) -> Message:
+    def _begin(self, source: int, tag: int, size: int) -> IncomingMessage:
         """A message of which the first block is there."""
-        message = Message(source, tag, size)
+        message = IncomingMessage(source, tag, size)
         for receive in self._posted:
             if receive.sender < 0 and receive.tag == tag and receive.wanted in {None, source}:
                 self._match(message, receive)
@@ -227,7 +227,7 @@ class Mailbox:
             self._kept.append(message)
         return message
 
-    def _find_kept(self, receive: Receive) -> None:
+    def _find_kept(self, receive: PendingReceive) -> None:
         for message in self._kept:
             if message.tag == receive.tag and receive.wanted in {None, message.source}:
                 self._kept.remove(message)
@@ -236,7 +236,7 @@ class Mailbox:
                     self._deliver(message, receive)
                 return
 
-    def _match(self, message: Message, receive: Receive) -> None:
+    def _match(self, message: IncomingMessage, receive: PendingReceive) -> None:
         assert receive.tensor is not None
         receive.sender = message.source
         if message.size == receive.tensor.nbytes:
@@ -253,7 +253,7 @@ class Mailbox:
         )
         self._end(receive, error)
 
-    def _deliver(self, message: Message, mine: Receive) -> None:
+    def _deliver(self, message: IncomingMessage, mine: PendingReceive) -> None:
         """All of it has arrived."""
         receive = message.receive
         if receive is None:
@@ -263,7 +263,7 @@ class Mailbox:
             copy(receive.tensor.data_ptr(), message.tensor.data_ptr(), message.size)
         self._end(receive, None, ring=receive is not mine)
 
-    def _end(self, receive: Receive, error: Exception | None, *, ring: bool = True) -> None:
+    def _end(self, receive: PendingReceive, error: Exception | None, *, ring: bool = True) -> None:
         """A receive is over. What still comes for it goes nowhere."""
         self._posted.remove(receive)
         if error is not None:
@@ -286,14 +286,14 @@ class Mailbox:
                 return
             call()
 
-    def _look_around(self, receive: Receive) -> None:
+    def _look_around(self, receive: PendingReceive) -> None:
         """Ends a receive if there is no use in waiting any longer."""
         with self._lock:
             if not receive.over and (error := self._hopeless(receive)) is not None:
                 self._end(receive, error)
         self._make_calls()
 
-    def _hopeless(self, receive: Receive) -> Exception | None:
+    def _hopeless(self, receive: PendingReceive) -> Exception | None:
         """Why there is no use in waiting any longer."""
         try:
             self._peers.check()

@@ -6,7 +6,7 @@ from typing import Final, final
 from ....errors import RankLostError
 from ..base import Setup
 from .layout import TEXT, Layout
-from .members import Member
+from .members import ShmMember
 from .segment import Segment
 from .signals import Signals
 
@@ -21,7 +21,7 @@ class Peers:
     """The ranks of a group, seen from one of them."""
 
     def __init__(
-        self, setup: Setup, members: list[Member], layout: Layout, segment: Segment, signals: Signals
+        self, setup: Setup, members: list[ShmMember], layout: Layout, segment: Segment, signals: Signals
     ) -> None:
         self.rank: Final = setup.rank
         self.size: Final = setup.size

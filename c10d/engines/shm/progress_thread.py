@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
-    from .receive import Receive
+    from .receive import PendingReceive
 
-__all__ = ["Attendant"]
+__all__ = ["ProgressThread"]
 
 LOOK_SECONDS = 0.005
 
@@ -25,10 +25,10 @@ IDLE_SECONDS = 10.0
 
 
 @final
-class Attendant:
+class ProgressThread:
     """Owned by a mailbox, of which `left_alone` is a method: it gives the receives that nobody waits for."""
 
-    def __init__(self, left_alone: "Callable[[], list[Receive]]") -> None:
+    def __init__(self, left_alone: "Callable[[], list[PendingReceive]]") -> None:
         self._find_left_alone = weakref.WeakMethod(left_alone)
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -58,7 +58,7 @@ class Attendant:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _left_alone(self) -> "list[Receive]":
+    def _left_alone(self) -> "list[PendingReceive]":
         find = self._find_left_alone()
         return [] if find is None else find()  # the mailbox may be gone
 
@@ -71,7 +71,7 @@ class Attendant:
 
     def _look(self) -> None:
         """Waits for what has been left alone; returns when there has been nothing for a while."""
-        before: list[Receive] = []
+        before: list[PendingReceive] = []
         looks = 0
         self._looking = True
         while looks < LOOKS and not self._closed:
@@ -88,7 +88,7 @@ class Attendant:
         if self._left_alone():  # posted while it went
             self._wake.set()
 
-    def _wait_for(self, receive: "Receive") -> None:
+    def _wait_for(self, receive: "PendingReceive") -> None:
         try:
             receive.wait(None)
         except Exception:  # whoever asks for its result learns of it

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final, final
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .p2p_channel import Mailbox
+    from .p2p_channel import P2PChannels
 
-__all__ = ["Message", "Receive"]
+__all__ = ["IncomingMessage", "PendingReceive"]
 
 
 @final
-class Receive:
+class PendingReceive:
     """A receive that has been posted. It is a Pending (see engines.base). What it has belongs to the mailbox.
 
     wanted: the rank that is to send; None for any.
@@ -34,7 +34,9 @@ class Receive:
         "wanted",
     )
 
-    def __init__(self, mailbox: "Mailbox", tensor: Tensor, wanted: int | None, tag: int, seconds: float) -> None:
+    def __init__(
+        self, mailbox: "P2PChannels", tensor: Tensor, wanted: int | None, tag: int, seconds: float
+    ) -> None:
         self.mailbox: Final = mailbox
         self.tensor: Tensor | None = tensor
         self.wanted: Final = wanted
@@ -69,7 +71,7 @@ class Receive:
 
 
 @final
-class Message:
+class IncomingMessage:
     """A message of which at least the first block has been taken off its channel.
 
     tensor: where the bytes go; None if nobody wants them.
@@ -82,5 +84,5 @@ class Message:
         self.tag: Final = tag
         self.size: Final = size
         self.arrived = 0  # bytes
-        self.receive: Receive | None = None
+        self.receive: PendingReceive | None = None
         self.tensor: Tensor | None = None

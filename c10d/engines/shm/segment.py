@@ -16,7 +16,7 @@ import torch
 
 from ....errors import ProcessGroupError
 from ..base import Setup
-from .members import Member, exchange, wait_for
+from .members import ShmMember, exchange, wait_for
 
 __all__ = ["Segment"]
 
@@ -35,7 +35,7 @@ class Segment:
         ProcessGroupError: some rank cannot have it; on all ranks alike.
     """
 
-    def __init__(self, setup: Setup, members: list[Member], size: int, engine: str) -> None:
+    def __init__(self, setup: Setup, members: list[ShmMember], size: int, engine: str) -> None:
         problem = ""
         memory: mmap.mmap | None = None
         mine = -1  # rank 0 keeps it open until all have it

@@ -23,7 +23,7 @@ from .peers import Peers
 from .segment import Segment
 from .signals import LINE, Signals
 
-__all__ = ["Board"]
+__all__ = ["SlotExchange"]
 
 _WORD = 8
 _CALL = 2
@@ -32,7 +32,7 @@ _KEPT_VIEWS = 128
 
 
 @final
-class Board:
+class SlotExchange:
     """The slots of a group, used by one thread at a time."""
 
     def __init__(self, layout: Layout, segment: Segment, signals: Signals, peers: Peers) -> None:

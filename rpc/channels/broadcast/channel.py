@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from ....c10d.group_membership import Meeting
+from ....c10d.group_membership import GroupSpec
 from ....c10d.torch_types import TorchStore
 from ....errors import GroupAbortedError
 from ....proto.v1 import agent_pb2
@@ -29,20 +29,20 @@ from ..base import Channel, Start
 from .receiving import ReceivingGroup
 from .sending import Broadcast, SendingGroup
 
-__all__ = ["BroadcastChannel", "Surroundings"]
+__all__ = ["BroadcastChannel", "BroadcastDependencies"]
 
 MISSED = "broadcast.missed"
 ENDED = "broadcast.ended"
 """Kinds of control messages: to the sender and from it."""
 
-MOST_GROUPS = 256
+MAX_RECEIVING_GROUPS = 256
 """Of how many groups of one sender a worker takes part at most; of others it gets everything by chunks."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class BroadcastDependencies:
     """What broadcasts need of an agent.
 
     store: where groups meet.
@@ -76,23 +76,23 @@ class BroadcastChannel:
         self._chunked = chunked
         self._limits = limits
         self._options = options
-        self._surroundings: Surroundings | None = None
+        self._dependencies: BroadcastDependencies | None = None
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._sending: OrderedDict[tuple[int, ...], SendingGroup] = OrderedDict()
         """By receivers; that used last is the last."""
         self._alive: weakref.WeakValueDictionary[int, SendingGroup] = weakref.WeakValueDictionary()
         """By number; those too to which nothing more is sent, as long as somebody may ask for chunks."""
-        self._hopeless: set[tuple[int, ...]] = set()
+        self._unformable: set[tuple[int, ...]] = set()
         """Receivers with whom no group has come together."""
         self._receiving: dict[tuple[int, int], ReceivingGroup] = {}
         """By sender and number. Touched on the loop only."""
 
-    def open(self, surroundings: Surroundings) -> None:
+    def open(self, dependencies: BroadcastDependencies) -> None:
         """Before this, which is called once, nothing is broadcast."""
-        self._surroundings = surroundings
-        surroundings.control.on(MISSED, lambda receiver, what: self._missed(receiver.id, *what))
-        surroundings.control.on(ENDED, self._tell_ended)
+        self._dependencies = dependencies
+        dependencies.control.on(MISSED, lambda receiver, what: self._missed(receiver.id, *what))
+        dependencies.control.on(ENDED, self._tell_ended)
 
     # Sending: from any thread.
 
@@ -102,36 +102,36 @@ class BroadcastChannel:
         The caller says `sent` to it in the end.
         """
         others = tuple(sorted(set(receivers) - {self._me}))
-        if self._surroundings is None or not self._options.enabled or len(others) < 2:
+        if self._dependencies is None or not self._options.enabled or len(others) < 2:
             return None
         return Broadcast(others, self._options.threshold, self._acquire)
 
     def _acquire(self, receivers: tuple[int, ...]) -> SendingGroup | None:
         """The group for these receivers; None if it cannot be."""
-        assert self._surroundings is not None
+        assert self._dependencies is not None
         with self._lock:
             group = self._sending.get(receivers)
             if group is None or not group.acquire():
-                if receivers in self._hopeless:
+                if receivers in self._unformable:
                     return None
-                group = self._make_group(receivers, self._surroundings)
+                group = self._make_group(receivers, self._dependencies)
                 group.acquire()
             self._sending.move_to_end(receivers)
             return group
 
-    def _make_group(self, receivers: tuple[int, ...], surroundings: Surroundings) -> SendingGroup:
+    def _make_group(self, receivers: tuple[int, ...], dependencies: BroadcastDependencies) -> SendingGroup:
         for others, group in list(self._sending.items()):
             if len(self._sending) >= self._options.max_groups and group.finish():
                 del self._sending[others]
         number = next(self._numbers)
-        control = surroundings.control
+        control = dependencies.control
         group = self._sending[receivers] = self._alive[number] = SendingGroup(
             number,
-            _meeting(surroundings.store, number, (self._me, *receivers), self._me),
+            _group_spec(dependencies.store, number, (self._me, *receivers), self._me),
             chunked=self._chunked,
             over=self._over,
-            tell_end=lambda to, *what: control.send(surroundings.worker(to), ENDED, what),
-            sent_again=surroundings.sent_again,
+            tell_end=lambda to, *what: control.send(dependencies.worker(to), ENDED, what),
+            sent_again=dependencies.sent_again,
         )
         return group
 
@@ -143,7 +143,7 @@ class BroadcastChannel:
             if self._sending.get(group.receivers) is group:
                 del self._sending[group.receivers]
             if not formed and not isinstance(error, GroupAbortedError):
-                self._hopeless.add(group.receivers)
+                self._unformable.add(group.receivers)
                 log.warning(
                     "worker %d cannot form a process group with workers %s, so what it sends to all of them goes "
                     "to each by itself: %s",
@@ -220,21 +220,21 @@ class BroadcastChannel:
         key = (peer, announced.group)
         group = self._receiving.get(key)
         if group is None:
-            surroundings = self._surroundings
-            if surroundings is None:
+            dependencies = self._dependencies
+            if dependencies is None:
                 raise ValueError("a broadcast payload is refused: this worker takes part in no groups")
             members = tuple(announced.members)
-            meeting = None
+            spec = None
             known = len(set(members)) == len(members) and members[:1] == (peer,) and self._me in members[1:]
-            if known and sum(sender == peer for sender, _ in self._receiving) < MOST_GROUPS:
-                meeting = _meeting(surroundings.store, announced.group, members, self._me)
+            if known and sum(sender == peer for sender, _ in self._receiving) < MAX_RECEIVING_GROUPS:
+                spec = _group_spec(dependencies.store, announced.group, members, self._me)
             group = self._receiving[key] = ReceivingGroup(
                 peer,
                 self._loop,
-                meeting,
+                spec,
                 self._chunked,
-                lambda first: surroundings.control.send(
-                    surroundings.worker(peer), MISSED, (announced.group, first)
+                lambda first: dependencies.control.send(
+                    dependencies.worker(peer), MISSED, (announced.group, first)
                 ),
                 lambda: self._forget(key),
             )
@@ -256,5 +256,5 @@ class BroadcastChannel:
         group.finish()
 
 
-def _meeting(store: TorchStore, number: int, members: tuple[int, ...], me: int) -> Meeting:
-    return Meeting(store, f"broadcast-{members[0]}-{number}", members, me)
+def _group_spec(store: TorchStore, number: int, members: tuple[int, ...], me: int) -> GroupSpec:
+    return GroupSpec(store, f"broadcast-{members[0]}-{number}", members, me)

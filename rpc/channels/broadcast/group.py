@@ -6,14 +6,14 @@ from typing import final
 
 import torch
 
-from ....c10d.group_membership import LEAVE_SECONDS, Meeting, Seat
+from ....c10d.group_membership import LEAVE_TIMEOUT_S, GroupMembership, GroupSpec
 
 __all__ = ["BroadcastGroup"]
 
-PATIENCE = 10.0
+START_TIMEOUT_S = 10.0
 """Seconds that the members may take to begin a broadcast."""
 
-SLOWEST = 64 << 20
+MIN_BYTES_PER_S = 64 << 20
 """Bytes that move in a second at least; with less, a broadcast is given up."""
 
 ROOT = 0
@@ -27,16 +27,16 @@ class BroadcastGroup:
     An error ends it.
     """
 
-    def __init__(self, meeting: Meeting, over: Callable[[bool, Exception | None], None]) -> None:
+    def __init__(self, spec: GroupSpec, over: Callable[[bool, Exception | None], None]) -> None:
         """`over(formed, error)` is called last, on the thread: had the group come together, and what ended it."""
-        self._seat = Seat(meeting)
+        self._membership = GroupMembership(spec)
         self._over = over
         self._changed = threading.Condition()
         self._waiting: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}
         self._next = 0
         self._finishing = False
         self._ended = False
-        self._thread = threading.Thread(target=self._run, name=f"gradwire-{meeting.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"gradwire-{spec.name}", daemon=True)
 
     def start(self) -> None:
         """Begins to meet the others."""
@@ -57,24 +57,24 @@ class BroadcastGroup:
 
     def stop(self) -> None:
         """Ends the group now; the other members notice. Called from any thread, and does not wait."""
-        self._seat.leave()
+        self._membership.leave()
         with self._changed:
             self._changed.notify()
 
     def close(self) -> None:
         """Ends the group now, and waits for its thread. Not called on the event loop."""
         self.stop()
-        self._seat.stop_meeting()
-        self._thread.join(LEAVE_SECONDS)
+        self._membership.stop_forming()
+        self._thread.join(LEAVE_TIMEOUT_S)
 
     def _run(self) -> None:
         formed, problem = False, None
         try:
-            engine = self._seat.take()
+            engine = self._membership.take()
             formed = True
             while (job := self._next_job()) is not None:
                 tensor, done = job
-                pending = engine.broadcast(tensor, ROOT, PATIENCE + tensor.nbytes / SLOWEST)
+                pending = engine.broadcast(tensor, ROOT, START_TIMEOUT_S + tensor.nbytes / MIN_BYTES_PER_S)
                 if pending is not None:
                     pending.wait(None)
                 done()
@@ -85,14 +85,14 @@ class BroadcastGroup:
             with self._changed:
                 self._ended = True
                 self._waiting.clear()
-            self._seat.give_back(problem)
+            self._membership.release(problem)
             self._over(formed, problem)
 
     def _next_job(self) -> tuple[torch.Tensor, Callable[[], None]] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._seat.left or self._next in self._waiting or self._finishing)
-            if self._seat.left is not None:
-                raise self._seat.left
+            self._changed.wait_for(lambda: self._membership.left or self._next in self._waiting or self._finishing)
+            if self._membership.left is not None:
+                raise self._membership.left
             job = self._waiting.pop(self._next, None)
             self._next += 1
             return job

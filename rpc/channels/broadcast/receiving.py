@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from ....c10d.group_membership import Meeting
+from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
 from ..base import Channel
@@ -38,7 +38,7 @@ class ReceivingGroup:
         self,
         peer: int,
         loop: asyncio.AbstractEventLoop,
-        meeting: Meeting | None,
+        spec: GroupSpec | None,
         chunked: Channel,
         tell_missed: Callable[[int], None],
         forget: Callable[[], None],
@@ -48,7 +48,7 @@ class ReceivingGroup:
         Args:
             peer: the worker that broadcasts.
             loop: the event loop.
-            meeting: who and where.
+            spec: who and where.
             chunked: what receives payloads that were not broadcast.
             tell_missed: called once at most, with the number of the first broadcast that has not come.
             forget: called when nothing more comes, and all that came is handed over.
@@ -62,7 +62,7 @@ class ReceivingGroup:
         self._next = 0
         self._broken = False
         self._finishing = False
-        self._group = None if meeting is None else BroadcastGroup(meeting, self._over)
+        self._group = None if spec is None else BroadcastGroup(spec, self._over)
         if self._group is None:
             self.break_off()
         else:

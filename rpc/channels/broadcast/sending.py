@@ -10,7 +10,7 @@ from typing import final
 import numpy as np
 import torch
 
-from ....c10d.group_membership import Meeting
+from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ..base import Channel, Start
 from .group import BroadcastGroup
@@ -35,7 +35,7 @@ class SendingGroup:
     def __init__(
         self,
         number: int,
-        meeting: Meeting,
+        spec: GroupSpec,
         *,
         chunked: Channel,
         over: Callable[["SendingGroup", bool, Exception | None], None],
@@ -46,15 +46,15 @@ class SendingGroup:
 
         Args:
             number: this worker's count of its groups.
-            meeting: who and where.
+            spec: who and where.
             chunked: what sends payloads that do not arrive.
             over: called with the group, whether it had come together, and what ended it.
             tell_end: called with a receiver, the group's number, and whether it broke.
             sent_again: called with the bytes of a payload that did not arrive.
         """
         self.number = number
-        self.receivers = tuple(meeting.members[1:])
-        self._members = meeting.members
+        self.receivers = tuple(spec.members[1:])
+        self._members = spec.members
         self._chunked = chunked
         self._tell_end = tell_end
         self._sent_again = sent_again
@@ -65,7 +65,7 @@ class SendingGroup:
         self._users = 0
         self._ended = False
         self._broken = False
-        self._group = BroadcastGroup(meeting, lambda formed, error: over(self, formed, error))
+        self._group = BroadcastGroup(spec, lambda formed, error: over(self, formed, error))
         self._group.start()
 
     def acquire(self) -> bool:

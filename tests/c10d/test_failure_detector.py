@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from gradwire.c10d import FileStore
-from gradwire.c10d.failure_detector import DIED, Liveness
+from gradwire.c10d.failure_detector import DIED, FailureDetector
 from gradwire.errors import ProcessGroupError, StoreTimeoutError
 
 from tests.c10d.members import everywhere
@@ -23,7 +23,7 @@ here: dict[str, Any] = {}
 def watch(path: Path, rank: int, size: int, seconds: float = 60) -> None:
     """Starts the watch of a worker process."""
     here["store"] = FileStore(str(path))
-    here["watch"] = Liveness(
+    here["watch"] = FailureDetector(
         here["store"],
         rank,
         size,
@@ -148,9 +148,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     store = FileStore(str(tmp_path / "store"))
     store.set("host/1", json.dumps(["another", "host"]))
     with pytest.raises(ProcessGroupError, match=r"within 0.1 s .*no connection to the ranks \[1\]"):
-        Liveness(store, 0, 2, 0.1, on_lost=print, on_left=print)
+        FailureDetector(store, 0, 2, 0.1, on_lost=print, on_left=print)
     empty = FileStore(str(tmp_path / "empty"))
     with pytest.raises(StoreTimeoutError):
-        Liveness(empty, 1, 2, 0.1, on_lost=print, on_left=print)
+        FailureDetector(empty, 1, 2, 0.1, on_lost=print, on_left=print)
     empty.close()
     store.close()

@@ -16,7 +16,7 @@ from gradwire.rpc.collectives import all_gather_group as gather_group
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import wait_until
-from tests.rpc.gathering import AT_ONCE, fail_once, form, grouped, groups, rounds, same, went_through_group
+from tests.rpc.all_gathers import AT_ONCE, fail_once, form, grouped, groups, rounds, same, went_through_group
 
 
 def die_once(when: str) -> None:
@@ -72,11 +72,11 @@ def test_members_die_in_the_same_round(workers, victims, when):
         workers.each(survivors, form, names)  # a group of their own
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("GRADWIRE_GATHERINGS", "3"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("GRADWIRE_ALL_GATHERS", "3"))))
 def test_members_die_and_are_late_at_random(workers, seed):
     """Whatever happens, those that live get the same values in the same rounds."""
     chance = random.Random(seed)
-    started = workers.rpc(5, gatherings=rpc.GatheringOptions(after=chance.choice([1, 3])))
+    started = workers.rpc(5, all_gather=rpc.AllGatherOptions(after=chance.choice([1, 3])))
     victims = chance.sample(range(5), chance.choice([1, 2, 3]))
     deaths = {victim: chance.uniform(0.1, 0.7) for victim in victims}
     late = {rank: [chance.random() for _ in range(6)] for rank in range(5)}
@@ -180,7 +180,7 @@ def use_gloo() -> None:
 @pytest.mark.parametrize("victim", [0, 3])
 def test_workers_on_several_hosts(workers, victim):
     """They use Gloo; here, without need."""
-    started = workers.rpc(4, gatherings=AT_ONCE)
+    started = workers.rpc(4, all_gather=AT_ONCE)
     workers.each(started, use_gloo)
     workers.each(started, form)
 

@@ -12,7 +12,7 @@ from gradwire.errors import RpcTimeoutError, SerializationError
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import set_event, wait_for, wait_until
-from tests.rpc.gathering import AT_ONCE, MIB, fail_once, form, grouped, groups, rounds, same, went_through_group
+from tests.rpc.all_gathers import AT_ONCE, MIB, fail_once, form, grouped, groups, rounds, same, went_through_group
 
 
 def make_values(rank: int) -> dict[str, object]:
@@ -106,7 +106,7 @@ def read() -> Unreadable:
 
 @pytest.mark.parametrize("through_group", [True, False])
 def test_a_value_that_one_worker_cannot_read(workers, through_group):
-    started = workers.rpc(3, gatherings=rpc.GatheringOptions(enabled=through_group, after=1))
+    started = workers.rpc(3, all_gather=rpc.AllGatherOptions(enabled=through_group, after=1))
     if through_group:
         workers.each(started, form)
 
@@ -146,7 +146,7 @@ def test_a_value_that_must_go_by_messages(workers):
 
 
 def test_threads_gather_on_different_sets(workers):
-    started = workers.rpc(4, gatherings=AT_ONCE)
+    started = workers.rpc(4, all_gather=AT_ONCE)
     sets = [
         ["worker0", "worker1", "worker2", "worker3"],
         ["worker0", "worker1"],
@@ -210,7 +210,7 @@ def test_a_thread_that_waits_for_its_turn_times_out(workers):
         results: list[dict[str, object]] = []
         first = threading.Thread(target=lambda: results.append(rpc.all_gather(1)))
         first.start()
-        wait_until(lambda: current_agent()._gatherings._rounds)
+        wait_until(lambda: current_agent()._all_gather_service._rounds)
         with pytest.raises(RpcTimeoutError, match="an earlier collective among the same workers .* 'worker0'"):
             rpc.all_gather(2, timeout=0.1)
         rpc.rpc_sync("worker1", set_event, ("go",))
@@ -227,7 +227,7 @@ def test_a_thread_that_waits_for_its_turn_times_out(workers):
 
 
 def test_groups_that_are_not_used_are_given_up(workers):
-    started = workers.rpc(3, gatherings=rpc.GatheringOptions(after=1, max_groups=1))
+    started = workers.rpc(3, all_gather=rpc.AllGatherOptions(after=1, max_groups=1))
     pairs = [["worker0", "worker1"], ["worker1", "worker2"], ["worker0", "worker2"]]
 
     def gather() -> None:
@@ -247,7 +247,7 @@ def test_groups_that_are_not_used_are_given_up(workers):
 
 
 def test_few_gatherings_do_not_make_a_group(workers):
-    started = workers.rpc(2, gatherings=rpc.GatheringOptions(after=5))
+    started = workers.rpc(2, all_gather=rpc.AllGatherOptions(after=5))
 
     def gather() -> None:
         for _ in range(4):
@@ -281,7 +281,7 @@ def test_shutdown_gives_everything_back(workers):
 
 
 def test_shutdown_while_a_group_forms(workers):
-    started = workers.rpc(3, gatherings=AT_ONCE)
+    started = workers.rpc(3, all_gather=AT_ONCE)
 
     def gather_and_leave() -> list[str]:
         rpc.barrier()
@@ -313,10 +313,10 @@ def count_tries() -> int:
 
 @pytest.mark.parametrize("who", [0, 2])
 def test_workers_that_cannot_form_a_group(workers, who):
-    started = workers.rpc(3, gatherings=AT_ONCE)
+    started = workers.rpc(3, all_gather=AT_ONCE)
 
     def break_engine() -> None:
-        meeting.PATIENCE = 0.3
+        meeting.WARN_INTERVAL_S = 0.3
         if current_agent().info.id == who:
             meeting.best_engine = no_engine
 
@@ -334,9 +334,9 @@ def test_switched_off_and_dynamic(workers, tmp_path):
     started = workers(3)
 
     def join(rank: int) -> None:
-        options = rpc.GatheringOptions(enabled=rank != 1, after=1)
+        options = rpc.AllGatherOptions(enabled=rank != 1, after=1)
         url = f"file://{tmp_path}/static"
-        options = rpc.RpcBackendOptions(init_method=url, gatherings=options)
+        options = rpc.RpcBackendOptions(init_method=url, all_gather=options)
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options)
         for _ in range(5):
             rpc.barrier()
@@ -347,7 +347,7 @@ def test_switched_off_and_dynamic(workers, tmp_path):
         pending.result()
 
     def join_dynamic(rank: int) -> None:
-        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/dynamic", gatherings=AT_ONCE)
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/dynamic", all_gather=AT_ONCE)
         rpc.init_rpc(f"worker{rank}", rpc_backend_options=options)
 
     for rank, worker in enumerate(started):
@@ -358,13 +358,13 @@ def test_switched_off_and_dynamic(workers, tmp_path):
 
 
 def test_options():
-    assert rpc.RpcBackendOptions().gatherings == rpc.GatheringOptions(enabled=True, after=4, max_groups=8)
+    assert rpc.RpcBackendOptions().all_gather == rpc.AllGatherOptions(enabled=True, after=4, max_groups=8)
     for wrong in ({"after": 0}, {"after": 1.5}, {"max_groups": 0}, {"max_groups": True}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            rpc.GatheringOptions(**wrong)
+            rpc.AllGatherOptions(**wrong)
     with pytest.raises(TypeError, match="enabled"):
-        rpc.GatheringOptions(enabled="yes")
+        rpc.AllGatherOptions(enabled="yes")
     with pytest.raises(TypeError, match="unexpected"):
-        rpc.GatheringOptions(always=True)
+        rpc.AllGatherOptions(always=True)
     with pytest.raises(TypeError, match="gatherings"):
-        rpc.RpcBackendOptions(gatherings=True)
+        rpc.RpcBackendOptions(all_gather=True)

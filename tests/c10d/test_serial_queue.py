@@ -3,12 +3,12 @@
 import threading
 
 import pytest
-from gradwire.c10d.serial_queue import Lane
+from gradwire.c10d.serial_queue import SerialQueue
 from gradwire.c10d.work import GroupWork
 
 
 def test_the_caller_that_waits_runs_the_job_itself():
-    lane = Lane("test")
+    lane = SerialQueue("test")
     threads = []
     job = lane.put(lambda: threads.append(threading.current_thread()), now=True)
     job.wait(None)
@@ -17,7 +17,7 @@ def test_the_caller_that_waits_runs_the_job_itself():
 
 
 def test_what_nobody_waits_for_runs_on_a_thread_of_its_own():
-    lane = Lane("test")
+    lane = SerialQueue("test")
     ran = threading.Event()
     names = []
     job = lane.put(lambda: names.append(threading.current_thread().name), now=False)
@@ -30,7 +30,7 @@ def test_what_nobody_waits_for_runs_on_a_thread_of_its_own():
 
 
 def test_who_waits_with_a_limit_does_not_run_the_job_itself():
-    lane = Lane("test")
+    lane = SerialQueue("test")
     go_on = threading.Event()
     threads = []
 
@@ -48,7 +48,7 @@ def test_who_waits_with_a_limit_does_not_run_the_job_itself():
 
 
 def test_a_lane_is_entered_only_when_nothing_is_on_it():
-    lane = Lane("test")
+    lane = SerialQueue("test")
     assert lane.enter()
     assert not lane.enter()
     ran = threading.Event()
@@ -59,7 +59,7 @@ def test_a_lane_is_entered_only_when_nothing_is_on_it():
 
 
 def test_jobs_run_in_order_whoever_waits_for_which():
-    lane = Lane("test")
+    lane = SerialQueue("test")
     order: list[int] = []
     jobs = [lane.put(lambda i=i: order.append(i), now=i % 3 == 0) for i in range(300)]
     waiters = [threading.Thread(target=job.wait, args=(None,)) for job in jobs[::7]]
@@ -73,7 +73,7 @@ def test_jobs_run_in_order_whoever_waits_for_which():
 
 
 def test_a_waiter_for_a_later_job_gets_it_though_another_thread_runs_the_first():
-    lane = Lane("test")
+    lane = SerialQueue("test")
     begun, go_on = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -95,7 +95,7 @@ def test_a_waiter_for_a_later_job_gets_it_though_another_thread_runs_the_first()
 
 
 def test_an_error_comes_to_everybody_who_waits_and_the_next_job_runs():
-    lane = Lane("test")
+    lane = SerialQueue("test")
 
     def fail() -> None:
         raise KeyError("the reason")
@@ -109,7 +109,7 @@ def test_an_error_comes_to_everybody_who_waits_and_the_next_job_runs():
 
 
 def test_a_future_runs_callbacks_where_they_may_wait_for_the_lane():
-    lane = Lane("test")
+    lane = SerialQueue("test")
     go_on = threading.Event()
     first = lane.put(lambda: go_on.wait(10) and None, now=False)
     work = GroupWork("first", ["value"], first)
@@ -129,7 +129,7 @@ def test_a_future_runs_callbacks_where_they_may_wait_for_the_lane():
 
 
 def test_a_failed_work_says_so_everywhere():
-    lane = Lane("test")
+    lane = SerialQueue("test")
 
     def fail() -> None:
         raise ValueError("the reason")

@@ -7,7 +7,7 @@ import threading
 import pytest
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.collectives.all_gather import ASK, Gatherings
+from gradwire.rpc.collectives.all_gather import ASK, AllGatherService
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import set_event, wait_for, wait_until
@@ -38,7 +38,7 @@ def test_the_leader_dies_when_it_has_told_one_of_two(workers):
     a, b, c = workers.rpc(3)
 
     def die_between_answers() -> None:
-        def complete(self: Gatherings) -> None:
+        def complete(self: AllGatherService) -> None:
             with self._lock:
                 for key, gathering in self._open.items():
                     if gathering.complete:
@@ -48,7 +48,7 @@ def test_the_leader_dies_when_it_has_told_one_of_two(workers):
                         wait_until(lambda member=member: rpc.rpc_sync(member, rounds_finished) == 1)
                         os.kill(os.getpid(), signal.SIGKILL)
 
-        Gatherings._complete = complete
+        AllGatherService._complete = complete
 
     a.run(die_between_answers)
     a.start(gather, "a")
@@ -65,7 +65,7 @@ def test_the_leader_dies_when_it_has_told_one_that_does_not_come_again(workers):
     a, b, c, d = workers.rpc(4)
 
     def die_between_answers() -> None:
-        def complete(self: Gatherings) -> None:
+        def complete(self: AllGatherService) -> None:
             with self._lock:
                 for key, gathering in self._open.items():
                     if gathering.complete:
@@ -74,23 +74,23 @@ def test_the_leader_dies_when_it_has_told_one_that_does_not_come_again(workers):
                         rpc.rpc_sync("worker2", wait_for, ("about to finish",))
                         os.kill(os.getpid(), signal.SIGKILL)
 
-        Gatherings._complete = complete
+        AllGatherService._complete = complete
 
     def be_slow() -> None:
-        gatherings, finish = current_agent()._gatherings, Gatherings._finish
+        all_gather, finish = current_agent()._all_gather_service, AllGatherService._finish
         was_asked = threading.Event()
 
         def ask(leader: rpc.WorkerInfo, key: object) -> None:
-            gatherings._asked(leader, key)
+            all_gather._asked(leader, key)
             was_asked.set()
 
-        def finish_when_asked(self: Gatherings, *args: object) -> None:
+        def finish_when_asked(self: AllGatherService, *args: object) -> None:
             set_event("about to finish")
             assert was_asked.wait(30)
             finish(self, *args)
 
         current_agent().control.on(ASK, ask)
-        Gatherings._finish = finish_when_asked
+        AllGatherService._finish = finish_when_asked
 
     c.run(be_slow)
     a.run(die_between_answers)
@@ -105,7 +105,7 @@ def twice(value: str) -> tuple[dict[int, object], dict[int, object]]:
 
 
 def rounds_finished() -> int:
-    return len(current_agent()._gatherings._finished)
+    return len(current_agent()._all_gather_service._finished)
 
 
 def test_who_could_not_send_its_value_is_still_in_the_same_round(workers):

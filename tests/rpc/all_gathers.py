@@ -10,17 +10,17 @@ from gradwire.rpc.collectives import all_gather_group as gather_group
 from gradwire.rpc.contracts.agent import current_agent
 
 MIB = 2**20
-AT_ONCE = rpc.GatheringOptions(after=1)
+AT_ONCE = rpc.AllGatherOptions(after=1)
 """Groups form after the first gathering."""
 
 
 def groups() -> int:
-    return rpc.debug_info()["gather_groups"]
+    return rpc.debug_info()["all_gather_groups"]
 
 
 def went_through_group() -> bool:
     """Did the last gathering of all workers?"""
-    finished = current_agent()._gatherings._finished
+    finished = current_agent()._all_gather_service._finished
     return finished["user", tuple(range(len(current_agent().workers())))][1].flat
 
 
@@ -35,12 +35,12 @@ def form(names: list[str] | None = None) -> None:
 def groups_of(names: list[str] | None) -> bool:
     """Has the group of these workers come together?"""
     ids = tuple(sorted(rpc.get_worker_info(name).id for name in names or rpc.debug_info()["transports"]))
-    return current_agent()._gatherings.paths.standing(ids).formed
+    return current_agent()._all_gather_service.paths.status(ids).formed
 
 
 def grouped(workers, count: int, **options) -> list:
     """Workers that have a group."""
-    started = workers.rpc(count, gatherings=options.pop("gatherings", AT_ONCE), **options)
+    started = workers.rpc(count, all_gather=options.pop("gatherings", AT_ONCE), **options)
     workers.each(started, form)
     assert workers.each(started, groups) == [1] * count
     return started
