@@ -24,7 +24,7 @@ from .functions import receive, send
 from .gradients import GradSwapLock, LeafGradients
 from .partial import PartialGradients
 
-__all__ = ["Context", "PassId", "current_context", "inside", "set_current_context"]
+__all__ = ["Context", "GradientFuture", "PassId", "current_context", "inside", "set_current_context"]
 
 PassId = tuple[int, int]
 """A backward pass: the worker that runs it, and that worker's count."""
@@ -257,7 +257,7 @@ class Context:
         with self._lock:
             self._abort(identifier, error)
 
-    def worker_lost(self, worker: int, error: Exception) -> None:
+    def on_worker_lost(self, worker: int, error: Exception) -> None:
         """Ends the running pass if it cannot go on without a worker."""
         with self._lock:
             if self._running is not None and worker in self._needed():

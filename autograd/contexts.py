@@ -90,10 +90,10 @@ class Contexts:
         for worker in to_tell:
             self._tell_released(worker, identifier, told)
 
-    def worker_lost(self, worker: int, error: Exception) -> None:
+    def on_worker_lost(self, worker: int, error: Exception) -> None:
         """Ends what a lost worker had begun."""
         for context in self.all():
-            context.worker_lost(worker, error)
+            context.on_worker_lost(worker, error)
             if context.creator == worker:
                 self.release(context.id)
 

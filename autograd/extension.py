@@ -41,7 +41,7 @@ class Autograd(Extension):
             MessageType.RREF_BACKWARD: Handler(self._backward_from_rref, user_values=True),
         }
 
-    def leaving(self, message: Outgoing) -> None:
+    def on_send(self, message: Outgoing) -> None:
         """Puts a gate over the tensors of a message that belongs to a context."""
         context = self._context_of(message)
         if context is None:
@@ -69,13 +69,13 @@ class Autograd(Extension):
             message.envelope.autograd.anomaly = True
             message.envelope.autograd.anomaly_check_nan = anomaly.check_nan
 
-    def withdrawn(self, message: Outgoing) -> None:
+    def on_send_aborted(self, message: Outgoing) -> None:
         """The gate is not needed."""
         header = message.envelope.autograd
         if header.differentiable and (context := self.contexts.find(header.context_id)) is not None:
             context.drop_send(header.message_id)
 
-    def arriving(self, message: Incoming) -> None:
+    def on_receive(self, message: Incoming) -> None:
         """Makes the tensors of a message part of this worker's graph."""
         if not message.envelope.HasField("autograd"):
             return
@@ -101,11 +101,11 @@ class Autograd(Extension):
         for index, tensor in zip(indices, received, strict=True):
             message.tensors[index] = tensor
 
-    def unreadable(self, message: Incoming, error: Exception) -> None:
+    def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Gradients that cannot be read never come, so no pass may wait for them."""
         if message.envelope.type == MessageType.GRADIENTS:
             for context in self.contexts.all():
-                context.worker_lost(message.source.id, error)
+                context.on_worker_lost(message.source.id, error)
 
     def scope(self, message: Incoming) -> AbstractContextManager[None]:
         """What a remote function calls belongs to its caller's context."""
@@ -115,10 +115,10 @@ class Autograd(Extension):
         header = message.envelope.autograd
         return self._inside(context, Anomaly(header.anomaly, header.anomaly_check_nan))
 
-    def worker_lost(self, worker: WorkerInfo) -> None:
+    def on_worker_lost(self, worker: WorkerInfo) -> None:
         """Ends its passes and contexts."""
         reason = self.agent.why_lost(worker.id) or "it is gone"
-        self.contexts.worker_lost(worker.id, WorkerLostError(worker.name, reason))
+        self.contexts.on_worker_lost(worker.id, WorkerLostError(worker.name, reason))
 
     def live_objects(self) -> Mapping[str, int]:
         """Contexts that this worker has a part in."""

@@ -43,7 +43,7 @@ class TorchErrorStyle(Extension):
             return False
         return find_builtin(function) is None  # type: ignore[no-untyped-call]
 
-    def failed(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
+    def map_error(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
         """What the caller of a function gets that has raised an error."""
         return as_torch_raises(error)
 

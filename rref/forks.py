@@ -197,7 +197,7 @@ class References(Extension):
 
     # References that leave and arrive in messages.
 
-    def leaving(self, message: Outgoing) -> None:
+    def on_send(self, message: Outgoing) -> None:
         """Makes a fork of every reference."""
         for rref in message.references:
             handle, fork = rref._handle, self._ids.next()
@@ -219,14 +219,14 @@ class References(Extension):
                 self._children[fork] = (handle, message.destination.id)
             message.envelope.references.append(_reference(identifier, fork, owner))
 
-    def withdrawn(self, message: Outgoing) -> None:
+    def on_send_aborted(self, message: Outgoing) -> None:
         """The forks will not come to be."""
         for reference in message.envelope.references:
             fork = GlobalId.from_proto(reference.fork)
             if self._children.pop(fork, None) is None:
                 self.table.remove_fork(GlobalId.from_proto(reference.reference), fork)
 
-    def arriving(self, message: Incoming) -> None:
+    def on_receive(self, message: Incoming) -> None:
         """Takes the forks over, whether or not the message can be unpickled afterwards."""
         message.references.extend(
             RRef._of(self._take_over(message.source, reference)) for reference in message.envelope.references
@@ -234,7 +234,7 @@ class References(Extension):
         if message.envelope.HasField("created"):
             message.state[References] = self._begin_creation(message)
 
-    def not_ready(self, message: Incoming) -> "concurrent.futures.Future[None] | None":
+    def wait_before_run(self, message: Incoming) -> "concurrent.futures.Future[None] | None":
         """A function may count on it that the references in its arguments are confirmed."""
         forks = [r._handle.fork for r in message.references if isinstance(r._handle, UserHandle)]
         if all(fork.confirmed for fork in forks):
@@ -250,9 +250,9 @@ class References(Extension):
         self.agent.control.run(look)
         return None if self._closed else ready  # if closed by now, it may have come too late to be run
 
-    def unreadable(self, message: Incoming, error: Exception) -> None:
+    def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Takes the references over, only to drop them; nobody is to wait for a value that cannot come."""
-        self.arriving(message)
+        self.on_receive(message)
         entry = message.state.get(References)
         if entry is not None:
             entry.fail(error)
@@ -443,7 +443,7 @@ class References(Extension):
 
     # The rest.
 
-    def worker_lost(self, worker: WorkerInfo) -> None:
+    def on_worker_lost(self, worker: WorkerInfo) -> None:
         """Reclaims what a lost worker held."""
         self.table.drop_worker(worker.id, self.agent.why_lost(worker.id) or "it is gone")
         for fork, (_, destination) in list(self._children.items()):

@@ -76,7 +76,7 @@ class Client:
 
     def __init__(
         self,
-        messaging: Codec,
+        codec: Codec,
         handlers: Mapping[MessageType.ValueType, Handler],
         executor: "Executor",
         activity: CallCounter,
@@ -87,7 +87,7 @@ class Client:
         self.pending: dict[int, PendingRequest] = {}
         self.kept: dict[int, tuple[int, object]] = {}
         """What requests that are not over keep, and the workers they went to."""
-        self._messaging = messaging
+        self._codec = codec
         self._handlers = handlers
         self._executor = executor
         self._activity = activity
@@ -105,7 +105,7 @@ class Client:
         keep: object,
     ) -> Future[Any]:
         """Sends a request: see `RpcAgent.request`."""
-        packed = self._messaging.pack(value, what, worker, None)
+        packed = self._codec.pack(value, what, worker, None)
         return self._send(worker, kind, packed, seconds, header, keep, None)
 
     def send_to_all(
@@ -120,11 +120,11 @@ class Client:
     ) -> list[Future[Any]]:
         """Sends a request to several workers: see `RpcAgent.request_all`."""
         packs: dict[frozenset[tuple[Device, Device]], Packed] = {}  # by device map
-        devices = [frozenset(self._messaging.device_map(worker, None).items()) for worker in workers]
+        devices = [frozenset(self._codec.device_map(worker, None).items()) for worker in workers]
         for worker, key in zip(workers, devices, strict=True):
             if key not in packs:
-                packs[key] = self._messaging.pack(value, what, worker, None)
-        broadcast = self._messaging.network.broadcast(workers) if len(packs) == 1 else None
+                packs[key] = self._codec.pack(value, what, worker, None)
+        broadcast = self._codec.network.broadcast(workers) if len(packs) == 1 else None
         try:
             if broadcast is not None:
                 for packed in packs.values():
@@ -153,7 +153,7 @@ class Client:
         keep: object,
         broadcast: Broadcast | None,
     ) -> Future[Any]:
-        device_map = device_map_to_proto(self._messaging.device_map(worker, None))
+        device_map = device_map_to_proto(self._codec.device_map(worker, None))
         envelope = agent_pb2.Envelope(id=next(self._ids), type=kind, device_map=device_map)
         if header is not None:
             header(envelope)
@@ -166,7 +166,7 @@ class Client:
         if keep is not None:
             self.kept[envelope.id] = worker.id, keep
         try:
-            sent = self._messaging.send(worker, kind, envelope, packed, None, broadcast)
+            sent = self._codec.send(worker, kind, envelope, packed, None, broadcast)
             if handler.cancellable:
                 envelope.ClearField("body")
                 envelope.ClearField("tensors")
@@ -195,12 +195,12 @@ class Client:
         try:
             if envelope.type == MessageType.ERROR:
                 error = decode_failure(arrived(envelope.body), source.name)
-                for extension in self._messaging.extensions:
-                    error = extension.failed(error, source)
+                for extension in self._codec.extensions:
+                    error = extension.map_error(error, source)
                 raise error
             # An answer that comes too late is read all the same: references in it must be counted.
-            message = self._messaging.read(source, envelope, arrived, users=True)
-            message.value = self._messaging.unpack(message)
+            message = self._codec.read(source, envelope, arrived, users=True)
+            message.value = self._codec.unpack(message)
         except Exception as error:
             self._fail(pending, error)
             return
@@ -228,11 +228,11 @@ class Client:
             return False
         if pending.sent is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whatever was queued
-                self._messaging.network.call_soon(self._withdraw, pending.worker, pending.sent)
+                self._codec.network.call_soon(self._withdraw, pending.worker, pending.sent)
         self._fail(pending, RpcCancelledError(pending.worker.name))
         return True
 
-    def worker_lost(self, worker: WorkerInfo, reason: str) -> None:
+    def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None:
         """Nobody will answer what a lost worker was asked."""
         for identifier, pending in list(self.pending.items()):
             if pending.worker.id == worker.id:
@@ -254,10 +254,10 @@ class Client:
 
     def _withdraw(self, worker: WorkerInfo, sent: SentMessage) -> None:
         """Takes a request back; if it is on its way, has the other side not begin it. Called on the loop."""
-        network = self._messaging.network
+        network = self._codec.network
         if network.withdraw(worker, sent.ticket, sent.payloads):
             self.kept.pop(sent.envelope.id, None)
-            self._executor.submit(self._messaging.withdrawn, worker, sent.envelope)
+            self._executor.submit(self._codec.send_aborted, worker, sent.envelope)
             return
         cancel = agent_pb2.Envelope(id=sent.envelope.id, type=MessageType.CANCEL)
         with contextlib.suppress(WorkerLostError, SendFailedError):
@@ -283,8 +283,8 @@ class Client:
 
     def _tell_answered(self, pending: PendingRequest) -> None:
         if self._handlers[pending.kind].user_values:
-            for extension in self._messaging.extensions:
-                extension.answered(pending.identifier)
+            for extension in self._codec.extensions:
+                extension.on_complete(pending.identifier)
 
     def _ended(self, kind: MessageType.ValueType) -> None:
         if self._handlers[kind].user_values:

@@ -131,13 +131,13 @@ class Codec:
             self.network.check_present(worker)
             for extension in self._hooked(kind):
                 left.append(extension)
-                extension.leaving(message)
+                extension.on_send(message)
             return self.send_bare(message, packed.body, broadcast)
         except BaseException:
             if broadcast is not None:
                 broadcast.not_sent(worker.id)
             for extension in left:
-                extension.withdrawn(message)
+                extension.on_send_aborted(message)
             raise
 
     def send_bare(self, message: Outgoing, body: bytes, broadcast: Broadcast | None = None) -> SentMessage:
@@ -151,11 +151,11 @@ class Codec:
         self.traffic.sent(writer.nbytes)
         return SentMessage(envelope, ticket, writer.apart or (), writer.nbytes)
 
-    def withdrawn(self, worker: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def send_aborted(self, worker: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """A message was taken back before it left."""
         message = Outgoing(worker, envelope, [], [], None)
         for extension in self._hooked(envelope.type):
-            extension.withdrawn(message)
+            extension.on_send_aborted(message)
 
     # Reading.
 
@@ -184,7 +184,7 @@ class Codec:
         self.traffic.received(nbytes)
         message = Incoming(source, envelope, body, tensors, nbytes)
         for extension in self.extensions if users else []:
-            extension.arriving(message)
+            extension.on_receive(message)
         return message
 
     def unpack(self, message: Incoming) -> Any:
@@ -203,7 +203,7 @@ class Codec:
         """Of a message there is nothing but the headers."""
         for extension in self.extensions:
             try:
-                extension.unreadable(Incoming(source, envelope, b"", []), error)
+                extension.on_decode_error(Incoming(source, envelope, b"", []), error)
             except Exception:
                 log.exception("the headers of an unreadable message from worker %s", source.name)
 

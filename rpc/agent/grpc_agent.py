@@ -91,16 +91,16 @@ class GrpcAgent(RpcAgent):
         )
         self._worker_events = WorkerEvents(self._executor.submit, self.connect)
         self.worker_events = self._worker_events
-        self._messaging = Codec(info, options, self._handlers)
-        self._all_gather_service = AllGatherService(self, self._messaging)
+        self._codec = Codec(info, options, self._handlers)
+        self._all_gather_service = AllGatherService(self, self._codec)
         self._handlers.update(self._all_gather_service.handlers())
-        self._requests = Client(self._messaging, self._handlers, self._executor, self._activity)
-        self._service = Server(info, self._messaging, self._handlers, self._executor, self._activity)
-        pending = self._requests.pending
-        self._deadlines = self._requests.deadlines = factories.deadlines(
+        self._client = Client(self._codec, self._handlers, self._executor, self._activity)
+        self._server = Server(info, self._codec, self._handlers, self._executor, self._activity)
+        pending = self._client.pending
+        self._deadlines = self._client.deadlines = factories.deadlines(
             self._expire, pending.__contains__, pending.__len__, f"gradwire-deadlines-{info.name}"
         )
-        self._network = self._messaging.network = factories.network(info, options, group, self, roster)
+        self._network = self._codec.network = factories.network(info, options, group, self, roster)
 
     def listen(self, where: ListenAddress = ListenAddress()) -> str:  # noqa: B008 - a frozen value
         """Starts serving on an ephemeral port; returns the address at which others dial, host:port."""
@@ -120,14 +120,14 @@ class GrpcAgent(RpcAgent):
                     store=store,
                     control=self.control,
                     worker=self.worker,
-                    sent_again=self._messaging.traffic.sent_again,
+                    sent_again=self._codec.traffic.sent_again,
                 )
             )
             self._all_gather_service.paths.open(store)
         for factory in extension_factories():
             extension = factory(self)
             self._handlers.update(extension.handlers())
-            self._messaging.add(extension)
+            self._codec.add(extension)
         self._network.admit()
 
     def _prepare_thread(self) -> None:
@@ -175,7 +175,7 @@ class GrpcAgent(RpcAgent):
         """Sends a request; a future of its answer."""
         self._check_open()
         seconds = self.rpc_timeout if timeout is None else timeout
-        return self._requests.send(worker, kind, value, seconds, what=what, header=header, keep=keep)
+        return self._client.send(worker, kind, value, seconds, what=what, header=header, keep=keep)
 
     def request_all(
         self,
@@ -190,7 +190,7 @@ class GrpcAgent(RpcAgent):
         """Sends a request to several workers; futures of their answers."""
         self._check_open()
         seconds = self.rpc_timeout if timeout is None else timeout
-        return self._requests.send_to_all(workers, kind, value, seconds, what=what, around=around)
+        return self._client.send_to_all(workers, kind, value, seconds, what=what, around=around)
 
     def post(
         self,
@@ -203,15 +203,15 @@ class GrpcAgent(RpcAgent):
         reply_to: Incoming | None = None,
     ) -> int:
         """Sends a message that gets no answer; bytes of its body and tensors."""
-        packed = self._messaging.pack(value, what, worker, reply_to)
+        packed = self._codec.pack(value, what, worker, reply_to)
         envelope = agent_pb2.Envelope(type=kind)
         if header is not None:
             header(envelope)
-        return self._messaging.send(worker, kind, envelope, packed, reply_to).nbytes
+        return self._codec.send(worker, kind, envelope, packed, reply_to).nbytes
 
     def serving(self, message: Incoming) -> AbstractContextManager[None]:
         """The scopes in which a request is handled."""
-        return self._messaging.scopes(message)
+        return self._codec.scopes(message)
 
     def blocking(self) -> AbstractContextManager[None]:
         """Around a wait for other workers."""
@@ -223,7 +223,7 @@ class GrpcAgent(RpcAgent):
 
     def extension(self, kind: type[E]) -> E:
         """The agent's extension of this class."""
-        return next(extension for extension in self._messaging.extensions if isinstance(extension, kind))
+        return next(extension for extension in self._codec.extensions if isinstance(extension, kind))
 
     def all_gather(
         self,
@@ -242,32 +242,32 @@ class GrpcAgent(RpcAgent):
 
     # What the network tells, on the event loop, and the deadlines, on their thread: nothing here may block.
 
-    def coming(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """A message is here, but for its payloads."""
-        self._service.coming(source, envelope)
+        self._server.on_announced(source, envelope)
 
-    def vanished(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """The payloads of a message will not come."""
-        self._service.arrivals.forget(source, envelope)
+        self._server.arrivals.forget(source, envelope)
 
-    def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+    def on_message(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """A message is here."""
         if envelope.type == MessageType.CANCEL:
             # Now: on a thread it would come after the calls that wait for one.
-            self._service.arrivals.cancel(source, envelope)
+            self._server.arrivals.cancel(source, envelope)
             return
-        run = self._requests.complete if _is_answer(envelope) else self._service.serve
+        run = self._client.complete if _is_answer(envelope) else self._server.serve
         self._executor.submit(run, source, envelope, payloads)
 
-    def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """A message cannot be read."""
         self._executor.submit(self._refuse, source, envelope, error)
 
-    def joined(self, worker: WorkerInfo) -> None:
+    def on_peer_joined(self, worker: WorkerInfo) -> None:
         """A worker has joined the dynamic group."""
         self._worker_events.joined(worker)
 
-    def lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """A worker is gone for good."""
         self._worker_events.left(worker, end.reason)
         # Who leaves a dynamic group need not tell a worker that it has never talked to.
@@ -277,24 +277,24 @@ class GrpcAgent(RpcAgent):
 
     def _expire(self, identifier: int) -> None:
         # Not taken here: what is still pending when the executor closes is failed then.
-        self._executor.submit(self._requests.time_out, identifier)
+        self._executor.submit(self._client.time_out, identifier)
 
     # On the executor's threads.
 
     def _refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        self._messaging.tell_unreadable(source, envelope, error)
+        self._codec.tell_unreadable(source, envelope, error)
         if _is_answer(envelope):
-            self._requests.refuse(source, envelope, error)
+            self._client.refuse(source, envelope, error)
         else:
-            self._service.refuse(source, envelope, error)
+            self._server.refuse(source, envelope, error)
 
     def _worker_lost(self, worker: WorkerInfo, reason: str) -> None:
         level = logging.WARNING if worker.id in self._failed else logging.INFO
         log.log(level, "worker %s is lost: %s", worker.name, reason)
-        self._requests.worker_lost(worker, reason)
-        self._all_gather_service.worker_lost(worker)
-        for extension in self._messaging.extensions:
-            extension.worker_lost(worker)
+        self._client.on_worker_lost(worker, reason)
+        self._all_gather_service.on_worker_lost(worker)
+        for extension in self._codec.extensions:
+            extension.on_worker_lost(worker)
 
     # The rest.
 
@@ -305,24 +305,24 @@ class GrpcAgent(RpcAgent):
             "agent.thread_pool_size": self.options.num_worker_threads,
             "agent.num_idle_threads": self._executor.idle,
             "agent.num_pending_requests": self._executor.queued,
-            "agent.client_active_calls": len(self._requests.pending),
-            "unanswered_calls": dict(self._requests.unanswered()),
-            "agent.server_active_calls": self._service.running.running,
-            "agent.server_active_async_calls": self._service.deferred.running,
+            "agent.client_active_calls": len(self._client.pending),
+            "unanswered_calls": dict(self._client.unanswered()),
+            "agent.server_active_calls": self._server.running.running,
+            "agent.server_active_async_calls": self._server.deferred.running,
             "executor_threads": self._executor.threads,
             "lost_workers": {self.worker(lost).name: why for lost, why in self._network.lost.items()},
-            **self._messaging.traffic.counts(),
+            **self._codec.traffic.counts(),
             "transports": self._network.transport_names(),
             "broadcast_groups": self._network.broadcasts.groups,
             "all_gather_groups": self._all_gather_service.paths.formed,
         }
-        for extension in self._messaging.extensions:
+        for extension in self._codec.extensions:
             info.update(extension.live_objects())
         return info
 
     def join(self, timeout: float) -> None:
         """Returns when nothing would be lost by leaving."""
-        quiescence = Quiescence(self, self._activity, self._all_gather_service, self._requests.unanswered)
+        quiescence = Quiescence(self, self._activity, self._all_gather_service, self._client.unanswered)
         if self._dynamic:
             quiescence.wait_here(timeout)
         else:
@@ -369,13 +369,13 @@ class GrpcAgent(RpcAgent):
         self._closed = True
         self._worker_events.close()
         self._network.leave()
-        for extension in self._messaging.extensions:
+        for extension in self._codec.extensions:
             extension.close()
         self._all_gather_service.paths.close()
         self._network.disconnect(end)
         self._control.close()
         self._deadlines.close()
-        self._requests.close(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
+        self._client.close(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
         self._executor.close(CLOSE_SECONDS if end.orderly else FAILED_CLOSE_SECONDS)
         self._network.release()
 

@@ -48,22 +48,22 @@ Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 class NetworkListener(Protocol):
     """Whom the network reports to, on the event loop. Must not block."""
 
-    def coming(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """A message is here, but not yet its payloads. `arrived`, `refused` or `vanished` follows."""
+    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """A message is here, but not yet its payloads. `on_message`, `on_rejected` or `on_dropped` follows."""
 
-    def arrived(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+    def on_message(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """A message is here with all of its payloads."""
 
-    def refused(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """A message came whose payloads are not accepted."""
 
-    def vanished(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """The payloads of a message will not come, because its sender is gone."""
 
-    def joined(self, worker: WorkerInfo) -> None:
+    def on_peer_joined(self, worker: WorkerInfo) -> None:
         """A worker has joined the dynamic group after this one. Said once for each."""
 
-    def lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """A worker is gone for good. Said once for each."""
 
 
@@ -76,7 +76,7 @@ class Network:
         me: WorkerInfo,
         options: RpcBackendOptions,
         group: str,
-        receiver: NetworkListener,
+        listener: NetworkListener,
         roster: RosterLog | None = None,
         wrap: Wrap = lambda transport, _peer, _loop: transport,
     ) -> None:
@@ -84,7 +84,7 @@ class Network:
         self.me = me
         self._roster = roster
         self._options = options
-        self._receiver = receiver
+        self._listener = listener
         self._wrap = wrap
         self._members: dict[int, Member] = {}
         self._by_name: dict[str, WorkerInfo] = {}
@@ -168,7 +168,7 @@ class Network:
             self._add(member)
         self._let_in()
         for member in joined:
-            self._receiver.joined(member.info)
+            self._listener.on_peer_joined(member.info)
 
     @property
     def lost(self) -> Mapping[int, str]:
@@ -262,38 +262,38 @@ class Network:
         self._router.withdraw(worker.id, payloads)
         return True
 
-    def deliver(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """An envelope has arrived: waits for its payloads. Called by transports on the loop."""
-        self._receiver.coming(source, envelope)
+        self._listener.on_announced(source, envelope)
         try:
             arrived = self._router.collect(source.id, envelope)
         except Exception as error:  # a refusal, or no memory
-            self._receiver.refused(source, envelope, error)
+            self._listener.on_rejected(source, envelope, error)
             return
         if not isinstance(arrived, asyncio.Future):
-            self._receiver.arrived(source, envelope, arrived)
+            self._listener.on_message(source, envelope, arrived)
             return
 
         def collected(done: "asyncio.Future[PayloadReader]") -> None:
             error = None if done.cancelled() else done.exception()
             if isinstance(error, ValueError):
-                self._receiver.refused(source, envelope, error)
+                self._listener.on_rejected(source, envelope, error)
             elif done.cancelled() or error is not None:
                 # The worker is lost, which fails what waits for this message.
-                self._receiver.vanished(source, envelope)
+                self._listener.on_dropped(source, envelope)
             else:
-                self._receiver.arrived(source, envelope, done.result())
+                self._listener.on_message(source, envelope, done.result())
 
         arrived.add_done_callback(collected)
 
-    def closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+    def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """The connection to a worker is over. Called by transports on the loop."""
         if self._closing or peer.id in self._lost:
             return
         self._lost[peer.id] = end.reason
         for channel in self._router.channels:
             channel.drop(peer.id, end.reason)
-        self._receiver.lost(peer, end)
+        self._listener.on_peer_lost(peer, end)
 
     def leave(self) -> None:
         """Leaves a dynamic group; who joins from now on does not look for this worker."""

@@ -31,7 +31,7 @@ class Server:
     def __init__(
         self,
         me: WorkerInfo,
-        messaging: Codec,
+        codec: Codec,
         handlers: Mapping[MessageType.ValueType, Handler],
         executor: "Executor",
         activity: CallCounter,
@@ -43,12 +43,12 @@ class Server:
         self.deferred = CallCounter()
         """Requests that are to be answered later."""
         self._me = me
-        self._messaging = messaging
+        self._codec = codec
         self._handlers = handlers
         self._executor = executor
         self._activity = activity
 
-    def coming(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """A request is here, but for its payloads. Called on the loop."""
         handler = self._handlers.get(envelope.type)
         if handler is not None and handler.cancellable:
@@ -62,7 +62,7 @@ class Server:
             return
         if handler.cancellable and not self.arrivals.begin(source, envelope):
             cancelled = RpcCancelledError(self._me.name)
-            self._messaging.tell_unreadable(source, envelope, cancelled)
+            self._codec.tell_unreadable(source, envelope, cancelled)
             self._answer_error(source, envelope, cancelled)  # so that its caller knows that it is over
             return
         if handler.user_values:
@@ -71,11 +71,11 @@ class Server:
         message = None
         deferred = False
         try:
-            message = self._messaging.read(source, envelope, arrived, users=handler.user_values)
+            message = self._codec.read(source, envelope, arrived, users=handler.user_values)
             self._await_ready(message, handler)
-            with self._messaging.scopes(message):
+            with self._codec.scopes(message):
                 try:
-                    message.value = self._messaging.unpack(message)
+                    message.value = self._codec.unpack(message)
                     result = handler.run(message)
                     if isinstance(result, Deferred):
                         deferred = True
@@ -102,17 +102,17 @@ class Server:
         self._answer_error(source, envelope, error)
 
     def _await_ready(self, message: Incoming, handler: Handler) -> None:
-        for extension in self._messaging.extensions if handler.user_values else []:
-            if (ready := extension.not_ready(message)) is not None:
+        for extension in self._codec.extensions if handler.user_values else []:
+            if (ready := extension.wait_before_run(message)) is not None:
                 self._executor.wait(ready)
 
     def _answer(self, request: Incoming, value: object) -> None:
         if not request.envelope.id:
             return
         envelope = agent_pb2.Envelope(id=request.envelope.id, type=MessageType.RESULT)
-        packed = self._messaging.pack(value, "the result", request.source, request)
+        packed = self._codec.pack(value, "the result", request.source, request)
         try:
-            self._messaging.send(request.source, request.envelope.type, envelope, packed, request)
+            self._codec.send(request.source, request.envelope.type, envelope, packed, request)
         except WorkerLostError:
             pass  # a caller that is gone needs no answer
         except SendFailedError as error:
@@ -144,4 +144,4 @@ class Server:
             return
         envelope = agent_pb2.Envelope(id=request.id, type=MessageType.ERROR)
         with contextlib.suppress(WorkerLostError, SendFailedError):
-            self._messaging.send_bare(Outgoing(source, envelope, [], [], None), encode_failure(error))
+            self._codec.send_bare(Outgoing(source, envelope, [], [], None), encode_failure(error))

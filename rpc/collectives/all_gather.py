@@ -306,9 +306,9 @@ class AllGatherService:
             MessageType.ALL_GATHER_STATUS: Handler(self._tell_who_is_missing),
         }
 
-    def worker_lost(self, worker: WorkerInfo) -> None:
+    def on_worker_lost(self, worker: WorkerInfo) -> None:
         """Nobody waits for a dead member."""
-        self.paths.worker_lost(worker.id)
+        self.paths.on_worker_lost(worker.id)
         with self._lock:
             for open_round in self._open.values():
                 open_round.expected.discard(worker.id)

@@ -167,7 +167,7 @@ class GroupRounds:
             ended = self._take_group(found) if found is not None else []
         _end(ended)
 
-    def worker_lost(self, worker: int) -> None:
+    def on_worker_lost(self, worker: int) -> None:
         """Ends the groups that a lost worker is in."""
         with self._lock:
             broken = [members for members in self._sets if worker in members]

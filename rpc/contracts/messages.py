@@ -119,34 +119,34 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
         """Returns whether a value's bare Parameters arrive as leaves; those of modules do anyway."""
         return False
 
-    def leaving(self, message: Outgoing) -> None:
+    def on_send(self, message: Outgoing) -> None:
         """A message leaves: add headers. Raising keeps it from being sent."""
 
-    def withdrawn(self, message: Outgoing) -> None:
-        """A message that went through `leaving` was not sent. Its tensors and references may be let go already."""
+    def on_send_aborted(self, message: Outgoing) -> None:
+        """A message that went through `on_send` was not sent. Its tensors and references may be let go already."""
 
-    def arriving(self, message: Incoming) -> None:
+    def on_receive(self, message: Incoming) -> None:
         """A message has arrived and is not unpickled yet: read headers, replace tensors, fill references."""
 
-    def not_ready(self, message: Incoming) -> "concurrent.futures.Future[None] | None":  # noqa: ARG002
+    def wait_before_run(self, message: Incoming) -> "concurrent.futures.Future[None] | None":  # noqa: ARG002
         """A request has arrived: what must be done before its handler runs, if anything."""
         return None
 
-    def failed(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
+    def map_error(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
         """A request to a worker has been answered with an error: what its caller gets."""
         return error
 
-    def answered(self, identifier: int) -> None:
+    def on_complete(self, identifier: int) -> None:
         """A request of this worker is over, with an answer or an error; next its future is done."""
 
-    def unreadable(self, message: Incoming, error: Exception) -> None:
+    def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """A message has arrived whose payloads were refused or are malformed: its headers are all there is."""
 
     def scope(self, message: Incoming) -> AbstractContextManager[None]:  # noqa: ARG002
         """What surrounds the run of a request's handler."""
         return nullcontext()
 
-    def worker_lost(self, worker: WorkerInfo) -> None:
+    def on_worker_lost(self, worker: WorkerInfo) -> None:
         """A worker is gone for good. Must not wait for other workers."""
 
     def live_objects(self) -> Mapping[str, int]:

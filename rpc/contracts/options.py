@@ -254,7 +254,7 @@ _CHECKS = {
     "num_worker_threads": _check_threads,
     "channels": _check_kind("channels", ChannelOptions),
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
-    "gatherings": _check_kind("gatherings", AllGatherOptions),
+    "all_gather": _check_kind("all_gather", AllGatherOptions),
     "device_maps": _check_device_maps,
     "devices": _check_devices,
 }

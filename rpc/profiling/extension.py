@@ -112,7 +112,7 @@ class Profiling(Extension):
 
     # The caller.
 
-    def leaving(self, message: Outgoing) -> None:
+    def on_send(self, message: Outgoing) -> None:
         """A request asks for the callee's events, its answer brings them."""
         if message.reply_to is not None:
             served: _Served | None = message.reply_to.state.get(Profiling)
@@ -124,12 +124,12 @@ class Profiling(Extension):
             self._calls[message.envelope.id] = call
             message.envelope.profile.CopyFrom(call.config)
 
-    def withdrawn(self, message: Outgoing) -> None:
+    def on_send_aborted(self, message: Outgoing) -> None:
         """A request was not sent."""
         if message.reply_to is None:
-            self.answered(message.envelope.id)
+            self.on_complete(message.envelope.id)
 
-    def arriving(self, message: Incoming) -> None:
+    def on_receive(self, message: Incoming) -> None:
         """Takes the events out of an answer; has a request profiled."""
         has_header = message.envelope.HasField("profile")
         if message.envelope.type == MessageType.RESULT:
@@ -139,7 +139,7 @@ class Profiling(Extension):
             header = message.envelope.profile if has_header else None
             message.state[Profiling] = _Served(self, header, tuple(self._collectors))
 
-    def answered(self, identifier: int) -> None:
+    def on_complete(self, identifier: int) -> None:
         """A call is over."""
         if (call := self._calls.pop(identifier, None)) is not None:
             call.finish()

@@ -97,9 +97,9 @@ class Streams(Extension):
             yield
         finally:
             if isinstance(message.error, Exception):
-                self.unreadable(message, message.error.with_traceback(None))
+                self.on_decode_error(message, message.error.with_traceback(None))
 
-    def unreadable(self, message: Incoming, error: Exception) -> None:
+    def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Puts the error in an item's place."""
         if message.envelope.type != MessageType.STREAM_ITEM:
             return
@@ -127,7 +127,7 @@ class Streams(Extension):
             self.agent.submit(producer.close)
             raise
         if self.agent.why_lost(producer.consumer.id) is not None:
-            producer.close()  # `worker_lost` may have been told before this stream was there
+            producer.close()  # `on_worker_lost` may have been told before this stream was there
         self.agent.submit(producer.advance)
         return Deferred(producer.done)
 
@@ -154,7 +154,7 @@ class Streams(Extension):
         with contextlib.suppress(WorkerLostError):
             self.agent.post(message.source, kind, None, header=head)
 
-    def worker_lost(self, worker: WorkerInfo) -> None:
+    def on_worker_lost(self, worker: WorkerInfo) -> None:
         """Ends the streams from and to a worker."""
         error = WorkerLostError(worker.name, self.agent.why_lost(worker.id) or "it is gone")
         for consumer in list(self._consumers.values()):

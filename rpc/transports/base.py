@@ -50,8 +50,8 @@ class Transport(Protocol):
 class TransportListener(Protocol):
     """Whom transports report to, on the event loop. Must not block."""
 
-    def deliver(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """An envelope has arrived."""
 
-    def closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+    def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """The connection is over: nothing that is queued or outstanding will be answered."""

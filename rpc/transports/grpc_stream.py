@@ -199,7 +199,7 @@ class GrpcStream:
             while (data := await read()) is not aio.EOF:
                 frame = agent_pb2.Frame.FromString(data)
                 for envelope in frame.envelopes:
-                    self._streams.listener.deliver(self._peer, envelope)
+                    self._streams.listener.on_envelope(self._peer, envelope)
                 if frame.goodbye:
                     departed = WorkerEnd.from_proto(frame.departure)
                     break
@@ -317,7 +317,7 @@ class GrpcStream:
             self._queue.clear()
         self._ended.set()
         if report:
-            self._streams.listener.closed(self._peer, end)
+            self._streams.listener.on_closed(self._peer, end)
 
 
 async def _write(call: Any, data: bytes) -> None:

@@ -28,7 +28,7 @@ class LoopbackTransport:
         if self._closed:
             raise TransportClosedError(SHUT_DOWN.reason)
         message = agent_pb2.Envelope.FromString(envelope)
-        self._loop.call_soon_threadsafe(self._listener.deliver, self._me, message)
+        self._loop.call_soon_threadsafe(self._listener.on_envelope, self._me, message)
         return 0
 
     def withdraw(self, ticket: int) -> bool:  # noqa: ARG002

@@ -109,14 +109,14 @@ def hop(x: torch.Tensor) -> torch.Tensor:
 
 def measure_headers() -> None:
     """Keeps the size of the largest autograd header that leaves this worker in the class."""
-    leaving = Autograd.leaving
+    leaving = Autograd.on_send
     Autograd.largest = 0
 
     def measured(self: Autograd, message: Outgoing) -> None:
         leaving(self, message)
         Autograd.largest = max(Autograd.largest, message.envelope.autograd.ByteSize())
 
-    Autograd.leaving = measured
+    Autograd.on_send = measured
 
 
 def largest_header() -> int:

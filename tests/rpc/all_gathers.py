@@ -40,7 +40,7 @@ def groups_of(names: list[str] | None) -> bool:
 
 def grouped(workers, count: int, **options) -> list:
     """Workers that have a group."""
-    started = workers.rpc(count, all_gather=options.pop("gatherings", AT_ONCE), **options)
+    started = workers.rpc(count, all_gather=options.pop("all_gather", AT_ONCE), **options)
     workers.each(started, form)
     assert workers.each(started, groups) == [1] * count
     return started

@@ -173,7 +173,7 @@ def test_what_waits_for_a_thread_is_not_begun(agents):
     futures = [a.request(b.info, MessageType.CALL, (keep, (f"call {i}",), {})) for i in range(3)]
     wait_until(lambda: len(waiting) == 3)
     assert futures[1].cancel()
-    wait_until(lambda: len(b._service.arrivals) == 2)
+    wait_until(lambda: len(b._server.arrivals) == 2)
     b._executor.submit = run
     for task in waiting:
         run(*task)
@@ -181,7 +181,7 @@ def test_what_waits_for_a_thread_is_not_begun(agents):
     wait_until(lambda: b.debug_info()["agent.server_active_calls"] == 0)
     assert {"call 0", "call 2"} <= set(remote_functions.kept)
     assert "call 1" not in remote_functions.kept
-    assert not len(b._service.arrivals)
+    assert not len(b._server.arrivals)
 
 
 def test_what_runs_is_not_interrupted(workers):

@@ -83,7 +83,7 @@ def test_who_learns_that_the_others_have_another_group_gives_its_own_up(paths, p
 
 def test_another_group_takes_twice_as_many_rounds(paths):
     first = paths[0]
-    first.worker_lost(1)
+    first.on_worker_lost(1)
     ready = []
     for number in range(3, 7):
         ready.append(first.status((0, 1)).ready)

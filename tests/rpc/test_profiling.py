@@ -356,8 +356,11 @@ def test_without_a_profile_nothing_is_sent(workers):
 
         profiling = rpc.agent.current_agent().extension(Profiling)
         seen = []
-        arriving = profiling.arriving
-        profiling.arriving = lambda message: (seen.append(message.envelope.HasField("profile")), arriving(message))
+        arriving = profiling.on_receive
+        profiling.on_receive = lambda message: (
+            seen.append(message.envelope.HasField("profile")),
+            arriving(message),
+        )
         rpc.rpc_sync("worker1", remote_functions.torch_operations)
         with profiler_legacy.profile():
             rpc.rpc_sync("worker1", remote_functions.torch_operations)

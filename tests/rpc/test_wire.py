@@ -94,12 +94,12 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
     """Sends a hand-made request from a to b; the future of its answer."""
     future = a.request(b.info, MessageType.CALL, (identity, ("ready",), {}))
     assert future.wait() == "ready"
-    from gradwire.rpc.agent.client import Pending
+    from gradwire.rpc.agent.client import PendingRequest
     from gradwire.rpc.execution.futures import Future
 
     future = Future(a._executor)
     envelope.id = 1 << 40
-    a._requests.pending[envelope.id] = Pending(envelope.id, future, b.info, MessageType.CONTROL, 0.0)
+    a._client.pending[envelope.id] = PendingRequest(envelope.id, future, b.info, MessageType.CONTROL, 0.0)
     a._network.send(b.info, envelope.SerializeToString())
     return future
 

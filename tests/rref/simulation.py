@@ -100,7 +100,7 @@ class Machine:
                 scheduler=lambda *_: SimulatedScheduler(self),
             ),
         )
-        self.network.receiver = self.agent
+        self.network.listener = self.agent
         self.agent.open(members)
 
     def run(self, task: Task) -> None:
@@ -405,15 +405,15 @@ class World:
         self.link(flight.target, flight.source)
         envelope = agent_pb2.Envelope()
         envelope.CopyFrom(flight.envelope)
-        receiver = flight.target.network.receiver
-        receiver.coming(flight.source.info, envelope)
+        listener = flight.target.network.listener
+        listener.on_announced(flight.source.info, envelope)
         refusable = not flight.unreliable and envelope.type != MessageType.CANCEL  # which has nothing to refuse
         if refusable and self.chance.happens(2):
             self.counts["refused"] += 1
             self.refused(envelope)
-            receiver.refused(flight.source.info, envelope, ValueError("the simulation refused it"))
+            listener.on_rejected(flight.source.info, envelope, ValueError("the simulation refused it"))
         else:
-            receiver.arrived(flight.source.info, envelope, lambda payload: payload.inline)
+            listener.on_message(flight.source.info, envelope, lambda payload: payload.inline)
 
     def refused(self, envelope: agent_pb2.Envelope) -> None:
         """A message will not be read."""
@@ -451,7 +451,7 @@ class World:
         self._notices.remove((knower, dead))
         self.flights = [f for f in self.flights if not (f.source is dead and f.target is knower)]
         knower.network.lost[dead.info.id] = REASON
-        knower.network.receiver.lost(dead.info, WorkerEnd(EndKind.DISCONNECTED, REASON))
+        knower.network.listener.on_peer_lost(dead.info, WorkerEnd(EndKind.DISCONNECTED, REASON))
 
 
 def _take(tasks: deque[Task], index: int) -> Task:

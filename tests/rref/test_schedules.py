@@ -211,7 +211,7 @@ def test_a_creation_here_that_is_refused():
     (user, _) = schedule.machines
     rref = create(schedule, user, user)
     (flight,) = hold_back(schedule, MessageType.RREF_CREATE)
-    user.agent.refused(user.info, flight.envelope, ValueError("too large"))
+    user.agent.on_rejected(user.info, flight.envelope, ValueError("too large"))
     schedule.settle()
     with pytest.raises(ValueError, match="too large"):
         on(user, rref.to_here)
@@ -310,16 +310,16 @@ def test_a_value_is_there_as_long_as_a_reference_to_it():
 def test_a_refused_control_message_keeps_nothing_of_what_refused_it():
     """Its outcome is kept for repetitions, also where no message follows that acknowledges it."""
     schedule = start(2)
-    sender, receiver = schedule.machines
+    sender, listener = schedule.machines
     payloads = []
 
     def refuse(_sender, payload):
         payloads.append(weakref.ref(payload))
         raise RRefError("refused")
 
-    receiver.agent.control.on("refused", refuse)
+    listener.agent.control.on("refused", refuse)
     outcomes = []
-    sender.agent.control.send(receiver.info, "refused", Value(0, []), outcomes.append)
+    sender.agent.control.send(listener.info, "refused", Value(0, []), outcomes.append)
     (message,) = hold_back(schedule, MessageType.CONTROL)
     schedule.flights += [message, message]
     schedule.settle()
