@@ -22,7 +22,7 @@ GradwireError
     ├── RpcCancelledError         .worker: the caller cancelled the call
     ├── SendFailedError           .worker, .reason: a message has not left, so it may be sent again
     ├── AnswerFailedError         .worker, .reason: a call has run, but its answer could not be sent
-    ├── WorkerLostError           .worker, .reason: the peer died, left, or cannot be reached
+    ├── WorkerLostError           .worker, .reason, .cause: the peer died, left, or cannot be reached
     ├── SerializationError        .path: where in the arguments or the result it went wrong
     ├── RemoteError               .worker, .remote_traceback: a function raised on another worker
     │   └── RemoteUnpicklableError  its exception could not be rebuilt here; the text is kept
@@ -37,6 +37,7 @@ A remote exception whose class can be rebuilt arrives as that class; its `__caus
 """
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
@@ -50,6 +51,7 @@ __all__ = [
     "DeviceMapError",
     "GradwireError",
     "GroupAbortedError",
+    "LossCause",
     "NotInitializedError",
     "ProcessGroupError",
     "QueueEmptyError",
@@ -237,13 +239,31 @@ class AnswerFailedError(RpcError):
         self.reason = reason
 
 
+class LossCause(Enum):
+    """Why a worker is lost."""
+
+    SHUTDOWN = auto()
+    """It called `shutdown`."""
+    EXCEPTION = auto()
+    """An uncaught exception ended its program."""
+    EXIT = auto()
+    """Its program ended without `shutdown`."""
+    DISCONNECTED = auto()
+    """Its connection ended without a goodbye, or broke: it was killed, for example, or cut off."""
+    REFUSED = auto()
+    """It is there, but refused the connection."""
+    UNREACHABLE = auto()
+    """It accepts no connection, and there was none before: it may have ended in any way."""
+
+
 class WorkerLostError(RpcError):
     """A worker died, left the group, or cannot be reached."""
 
-    def __init__(self, worker: str, reason: str) -> None:
+    def __init__(self, worker: str, reason: str, cause: LossCause = LossCause.DISCONNECTED) -> None:
         super().__init__(f"worker {worker!r} is lost: {reason}")
         self.worker = worker
         self.reason = reason
+        self.cause = cause
 
 
 class SerializationError(RpcError):

@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from ..errors import AutogradError, RpcTimeoutError, UnknownContextError, WorkerLostError
+from ..errors import AutogradError, RpcTimeoutError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType
 from ..rpc.execution.kept_errors import copy_error
@@ -239,10 +239,10 @@ class Context:
             self._running, self._awaited = identifier, message_ids
             self._timeout, self._deadline = timeout, time.monotonic() + timeout
             self._partial = partial
-            lost = next((worker for worker in self._needed() if self.agent.why_lost(worker) is not None), None)
-            if lost is not None:
-                self._running = None
-                raise WorkerLostError(self.agent.worker(lost).name, self.agent.why_lost(lost) or "")
+            for worker in self._needed():
+                if (end := self.agent.end_of(worker)) is not None:
+                    self._running = None
+                    raise end.as_error(self.agent.worker(worker).name)
 
     def end_pass(self, identifier: PassId) -> None:
         """The running pass is over."""

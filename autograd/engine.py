@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import Incoming, MessageType
+from ..rpc.contracts.messages import Incoming, MessageType, Request
 from ..rpc.execution.futures import error_of
 from .anomaly import Anomaly, AnomalyScopes
 from .closure import Closure, Message, start_node, walk
@@ -174,7 +174,7 @@ class Engine:
     def _ask(self, kind: MessageType.ValueType, requests: Mapping[int, object]) -> dict[int, Any]:
         """Asks several workers at once; their answers."""
         futures = {
-            worker: self._agent.request(self._agent.worker(worker), kind, value)
+            worker: self._agent.request(self._agent.worker(worker), Request(kind, value))
             for worker, value in requests.items()
         }
         with self._agent.blocking():
@@ -276,7 +276,9 @@ class _Pass:
     def start(self, worker: int, part: Part) -> None:
         """Has a worker run its part."""
         timeout = part.timeout and part.timeout + ANSWER_SECONDS
-        done = self._agent.request(self._agent.worker(worker), MessageType.BACKWARD, part, timeout=timeout)
+        done = self._agent.request(
+            self._agent.worker(worker), Request(MessageType.BACKWARD, part, timeout=timeout)
+        )
         self._parts.append(done)
         done.add_done_callback(self._part_done)
 

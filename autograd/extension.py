@@ -6,10 +6,12 @@ from typing import Any, final
 
 import torch
 
-from ..errors import AutogradError, WorkerLostError
+from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import Extension, Handler, Incoming, MessageType, Outgoing, register_extension
+from ..rpc.contracts.extension import Extension
+from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing
 from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.contracts.worker_end import WorkerEnd
 from .anomaly import Anomaly, AnomalyScopes
 from .closure import Closure, closure_from_proto, closure_to_proto, union
 from .context import Context, current_context, inside
@@ -23,6 +25,8 @@ __all__ = ["Autograd"]
 class Autograd(Extension):
     """The contexts and passes of one agent."""
 
+    control_kinds = ("autograd.abort", "autograd.release")
+
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self.contexts = Contexts(agent, self._tell_released)
@@ -34,11 +38,19 @@ class Autograd(Extension):
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Backward passes and their gradients."""
         return {
-            MessageType.BACKWARD: Handler(self.engine.serve),
+            MessageType.BACKWARD: Handler(self.engine.serve, description="the part of a backward pass on worker"),
             MessageType.GRADIENTS: Handler(self.engine.gradients_arrived),
-            MessageType.CLOSURE: Handler(self.engine.tell_closure),
-            MessageType.SENDS: Handler(self.engine.tell_sends),
-            MessageType.RREF_BACKWARD: Handler(self._backward_from_rref, user_values=True),
+            MessageType.CLOSURE: Handler(
+                self.engine.tell_closure, description="the preparation of a backward pass on worker"
+            ),
+            MessageType.SENDS: Handler(
+                self.engine.tell_sends, description="the preparation of a backward pass on worker"
+            ),
+            MessageType.RREF_BACKWARD: Handler(
+                self._backward_from_rref,
+                user_values=True,
+                description="RRef.backward() from a value on worker",
+            ),
         }
 
     def on_send(self, message: Outgoing) -> None:
@@ -115,10 +127,9 @@ class Autograd(Extension):
         header = message.envelope.autograd
         return self._inside(context, Anomaly(header.anomaly, header.anomaly_check_nan))
 
-    def on_worker_lost(self, worker: WorkerInfo) -> None:
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Ends its passes and contexts."""
-        reason = self.agent.why_lost(worker.id) or "it is gone"
-        self.contexts.on_worker_lost(worker.id, WorkerLostError(worker.name, reason))
+        self.contexts.on_worker_lost(worker.id, end.as_error(worker.name))
 
     def live_objects(self) -> Mapping[str, int]:
         """Contexts that this worker has a part in."""
@@ -165,6 +176,3 @@ class Autograd(Extension):
         context_id, pass_id, error = payload
         if (context := self.contexts.find(context_id)) is not None:
             context.abort_pass(pass_id, error)
-
-
-register_extension(Autograd)

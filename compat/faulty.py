@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from .. import rpc
 from ..c10d.torch_types import TorchStore
-from ..rpc.backend_registry import BackendType, backend_registered, init_backend, register_backend
-from ..rpc.fault_injection import FaultyRpcBackendOptions
+from ..rpc.backend_registry import backend_registered, register_backend
+from ..rpc.fault_injection import FaultyRpcBackendOptions, start_faulty_agent
+from .messages import TORCH_STYLE_EXTENSIONS
 from .tensorpipe import TensorPipeRpcBackendOptions
 
 __all__ = ["FaultyTensorPipeRpcBackendOptions", "register", "start_agent"]
@@ -92,9 +93,7 @@ def start_agent(
         num_fail_sends=options.num_fail_sends,
         messages_to_delay=delays,
     )
-    return init_backend(
-        BackendType["FAULTY"], store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=faults
-    )
+    return start_faulty_agent(store, name, rank, world_size, faults, TORCH_STYLE_EXTENSIONS)
 
 
 def _construct_options(

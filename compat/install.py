@@ -1,6 +1,5 @@
 """Moving torch's names to gradwire, and back."""
 
-import functools
 import importlib
 import threading
 import types
@@ -9,12 +8,10 @@ from typing import final
 
 from ..autograd.functions import RecvRpc, SendRpc
 from ..nn.remote_module import RemoteModule
-from ..rpc.contracts.messages import register_extension
 from ..rref.rref import RRef
 from .contexts import NODE_METHODS
 from .defaults import defaults
 from .imports import when_imported
-from .messages import TorchErrorStyle
 from .names import TABLES
 from .patches import Patches
 from .references import METHODS
@@ -71,7 +68,6 @@ class _Installation:
             self.there = True
             for name in FIRST:
                 importlib.import_module(name)
-            _register_extension()
             self._patches.replace(RRef, METHODS)
             self._patches.replace(RemoteModule, MODULE_METHODS)
             for function in (SendRpc, RecvRpc):
@@ -91,9 +87,3 @@ class _Installation:
 
 
 _installation = _Installation()
-
-
-@functools.cache
-def _register_extension() -> None:
-    """Once for the process: an agent that starts after `uninstall` still prints what its functions raise."""
-    register_extension(TorchErrorStyle)

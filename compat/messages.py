@@ -3,18 +3,20 @@
 import logging
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import final
 
 import torch
 
+from ..extensions import DEFAULT_EXTENSIONS
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import Extension
+from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.profiling.extension import Profiling
 from ..torch_internals import find_builtin
 from .errors import as_torch_raises
 
-__all__ = ["TorchErrorStyle"]
+__all__ = ["TORCH_STYLE_EXTENSIONS", "TorchErrorStyle"]
 
 FAILED_CALLS = logging.getLogger("gradwire.rpc.calls")
 
@@ -65,3 +67,7 @@ class _Printer(logging.Handler):
         if record.exc_info and (error := record.exc_info[1]) is not None:
             text = "".join(traceback.format_exception(*record.exc_info))
             print(f"On {self._worker}:\n{error!r}\n{text}", file=sys.stderr)
+
+
+TORCH_STYLE_EXTENSIONS: Sequence[type[Extension]] = (*DEFAULT_EXTENSIONS, TorchErrorStyle)
+"""The extensions of agents that programs for torch start."""

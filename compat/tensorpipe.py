@@ -2,15 +2,18 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from .. import rpc
 from ..c10d.torch_types import TorchStore
+from ..rpc.agent.grpc_agent import GrpcAgent
 from ..rpc.backend_registry import backend_registered, register_backend
 from ..rpc.contracts.devices import Device
 from ..rpc.contracts.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT
 from ..rpc.grpc_backend import start_agent
 from .defaults import defaults
+from .messages import TORCH_STYLE_EXTENSIONS
 
 __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions", "register"]
 
@@ -96,4 +99,5 @@ def _start_agent(
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, but it is {rpc_backend_options!r}"
         )
-    return start_agent(store, name, rank, world_size, rpc_backend_options)
+    make_agent = partial(GrpcAgent, extensions=TORCH_STYLE_EXTENSIONS)
+    return start_agent(store, name, rank, world_size, rpc_backend_options, make_agent)

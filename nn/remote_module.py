@@ -12,7 +12,7 @@ from ..rpc.calls import rpc_async, rpc_sync
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.arguments import check_call
 from ..rpc.contracts.devices import Device
-from ..rpc.contracts.messages import Extension, register_extension
+from ..rpc.contracts.extension import Extension
 from ..rpc.execution.futures import Future
 from ..rref.api import remote
 from ..rref.rref import RRef
@@ -342,6 +342,3 @@ class ModuleReducers(Extension):
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         """RemoteModules, and modules compiled by torch.jit."""
         return {RemoteModule: _reduce, RecursiveScriptModule: reduce_script_module}
-
-
-register_extension(ModuleReducers)

@@ -11,7 +11,8 @@ from ..errors import RpcError
 from ..torch_internals import AnyFuture
 from .contracts.agent import Destination, current_agent
 from .contracts.arguments import CALL_PARTS, UNSET_RPC_TIMEOUT, check_call, check_timeout
-from .contracts.messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
+from .contracts.extension import Extension
+from .contracts.messages import Deferred, Handler, Incoming, MessageType, Request
 from .contracts.worker import WorkerInfo
 from .execution.futures import Future, when_done
 from .execution.script_functions import run_script_function
@@ -47,14 +48,19 @@ class Calls(Extension):
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """The one type."""
-        return {MessageType.CALL: Handler(self._run, user_values=True, cancellable=True)}
+        return {
+            MessageType.CALL: Handler(
+                self._run,
+                user_values=True,
+                cancellable=True,
+                operation="rpc_async",
+                description="a call to worker",
+            )
+        }
 
     def _run(self, message: Incoming) -> Any:
         with logged(message):
             return run_profiled(message, run_function, *message.value)
-
-
-register_extension(Calls)
 
 
 @contextmanager
@@ -201,7 +207,8 @@ def send_call(
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
     with profiled_call(agent, mode, func, worker):
-        future = agent.request(worker, MessageType.CALL, call, timeout=seconds, what=CALL_PARTS, keep=keep)
+        request = Request(MessageType.CALL, call, timeout=seconds, what=CALL_PARTS, keep=keep)
+        future = agent.request(worker, request)
     future.operation = f"rpc_{mode.value} {name or name_of(func)}"
     return future
 
@@ -360,10 +367,7 @@ def broadcast_call(
     seconds = check_timeout(timeout)
     futures = agent.request_all(
         workers,
-        MessageType.CALL,
-        call,
-        timeout=seconds,
-        what=CALL_PARTS,
+        Request(MessageType.CALL, call, timeout=seconds, what=CALL_PARTS),
         around=lambda worker: profiled_call(agent, RPCExecMode.ASYNC, func, worker),
     )
     for future in futures:

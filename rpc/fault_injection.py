@@ -30,6 +30,9 @@ from .agent.factories import AgentFactories
 from .agent.grpc_agent import GrpcAgent
 from .agent.network import Network
 from .backend_registry import register_backend
+from .channels.broadcast import channel as broadcast
+from .collectives import all_gather
+from .contracts.extension import ExtensionFactory
 from .contracts.messages import MessageType
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
@@ -37,35 +40,30 @@ from .contracts.worker_end import WorkerEnd
 from .grpc_backend import start_agent
 from .transports.base import Transport, TransportClosedError
 
-__all__ = ["CONTROL_KINDS", "MESSAGE_NAMES", "FaultyRpcBackendOptions", "start_faulty_agent"]
-
-CONTROL_KINDS = (
-    "autograd.abort",
-    "autograd.release",
-    "broadcast.ended",
-    "broadcast.missed",
-    "all_gather.ask",
-    "all_gather.tell",
-    "rref.accept",
-    "rref.await",
-    "rref.delete",
-    "rref.fork",
-    "stream.close",
-)
-"""The kinds of CONTROL messages."""
+__all__ = ["FaultyRpcBackendOptions", "control_kinds", "message_names", "start_faulty_agent"]
 
 DELAYED_TICKET = -1
 """The ticket of what leaves late: it cannot be taken back."""
 
-MESSAGE_NAMES = (*sorted(set(MessageType.keys()) - {"MESSAGE_TYPE_UNSPECIFIED"}), *CONTROL_KINDS)
-"""What messages can be called in FaultyRpcBackendOptions."""
+
+def control_kinds() -> Sequence[str]:
+    """Returns the kinds of control messages that an agent with the default extensions sends."""
+    from ..extensions import DEFAULT_EXTENSIONS  # here, because the extensions are built on this package
+
+    kinds = [*all_gather.CONTROL_KINDS, *broadcast.CONTROL_KINDS]
+    return sorted([*kinds, *(kind for extension in DEFAULT_EXTENSIONS for kind in extension.control_kinds)])
+
+
+def message_names() -> Sequence[str]:
+    """Returns the names that messages have in FaultyRpcBackendOptions."""
+    return [*sorted(set(MessageType.keys()) - {"MESSAGE_TYPE_UNSPECIFIED"}), *control_kinds()]
 
 
 @dataclass(slots=True, kw_only=True)
 class FaultyRpcBackendOptions(RpcBackendOptions):
     """The options of `init_rpc` with backend="FAULTY".
 
-    messages_to_fail: names of messages (see MESSAGE_NAMES), the first sends of which fail on this worker.
+    messages_to_fail: names of messages (see `message_names`), the first sends of which fail on this worker.
     num_fail_sends: how many sends of each of them fail.
     messages_to_delay: names of messages, and the seconds by which each of their sends is late.
     """
@@ -99,8 +97,8 @@ def _check_delays(delays: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _check_name(option: str, name: str) -> str:
-    if name not in MESSAGE_NAMES:
-        raise ValueError(f"{option} names {name!r}; messages are called {', '.join(MESSAGE_NAMES)}")
+    if name not in (names := message_names()):
+        raise ValueError(f"{option} names {name!r}; messages are called {', '.join(names)}")
     return name
 
 
@@ -116,17 +114,35 @@ def _options(rpc_timeout: float, init_method: str, **others: Any) -> FaultyRpcBa
 
 
 def start_faulty_agent(
-    store: TorchStore, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
+    store: TorchStore,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: RpcBackendOptions,
+    extensions: Sequence[ExtensionFactory] | None = None,
 ) -> GrpcAgent:
-    """Does what `start_agent` does, with the faults of these options.
+    """Starts an agent as `start_agent` does, with the faults of these options.
+
+    Args:
+        store: see `start_agent`.
+        name: see `start_agent`.
+        rank: see `start_agent`.
+        world_size: see `start_agent`.
+        rpc_backend_options: FaultyRpcBackendOptions.
+        extensions: the agent's; by default the default ones.
 
     Raises:
         TypeError: the options are not FaultyRpcBackendOptions.
     """
     if not isinstance(rpc_backend_options, FaultyRpcBackendOptions):
         raise TypeError(f"rpc_backend_options is {rpc_backend_options!r}: give FaultyRpcBackendOptions")
+    if extensions is None:
+        from ..extensions import DEFAULT_EXTENSIONS  # see control_kinds
+
+        extensions = DEFAULT_EXTENSIONS
     factories = AgentFactories(network=partial(Network, wrap=_Faults(rpc_backend_options).wrap))
-    return start_agent(store, name, rank, world_size, rpc_backend_options, partial(GrpcAgent, factories=factories))
+    make_agent = partial(GrpcAgent, extensions=extensions, factories=factories)
+    return start_agent(store, name, rank, world_size, rpc_backend_options, make_agent)
 
 
 @final

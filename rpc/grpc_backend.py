@@ -13,10 +13,10 @@ from ..c10d.start_barrier import Claim, Purpose, StartBarrier
 from ..c10d.stores.prefix import PrefixStore
 from ..c10d.torch_types import TorchStore
 from ..c10d.waiting import wait_with_warnings
-from ..errors import RendezvousError, WorkerLostError
+from ..errors import LossCause, RendezvousError, WorkerLostError
 from .agent.grpc_agent import GrpcAgent
 from .backend_registry import register_backend
-from .contracts.messages import MessageType
+from .contracts.messages import MessageType, Request
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
 from .execution.futures import Future
@@ -24,7 +24,6 @@ from .membership.addresses import choose_address, unreachable_members
 from .membership.device_maps import check_device_maps, device_maps_as_text
 from .membership.members import Member, exchange_members, introduce
 from .membership.roster import RosterLog
-from .transports.grpc_stream import REFUSED
 
 __all__ = ["AgentFactory", "start_agent"]
 
@@ -41,7 +40,7 @@ def start_agent(
     rank: int,
     world_size: int | None,
     rpc_backend_options: RpcBackendOptions,
-    make_agent: AgentFactory = GrpcAgent,
+    make_agent: AgentFactory | None = None,
 ) -> GrpcAgent:
     """An agent that has joined the group which meets at a store.
 
@@ -51,12 +50,16 @@ def start_agent(
         rank: this worker's; -1 for any in a dynamic group.
         world_size: None for a dynamic group.
         rpc_backend_options: its options.
-        make_agent: makes it.
+        make_agent: makes the agent; by default a GrpcAgent with the default extensions.
 
     Raises:
         RendezvousError: the workers contradict each other, or do not come.
         DeviceMapError: a worker has a device map with unknown workers or devices. All workers raise it.
     """
+    if make_agent is None:
+        from ..extensions import DEFAULT_EXTENSIONS  # here, because the extensions are built on this package
+
+        make_agent = partial(GrpcAgent, extensions=DEFAULT_EXTENSIONS)
     if world_size is None:
         return _join_dynamic(store, name, rank, rpc_backend_options, make_agent)
     options = rpc_backend_options
@@ -145,13 +148,15 @@ def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) ->
     """Has the members of the moment know this worker; those that do not live any more leave the group."""
     others: Sequence[WorkerInfo] = [worker for worker in agent.workers() if worker != agent.info]
     left = max(1e-3, deadline - time.monotonic())
-    greetings = [(worker, agent.request(worker, MessageType.GREETING, None, timeout=left)) for worker in others]
+    greetings = [
+        (worker, agent.request(worker, Request(MessageType.GREETING, None, timeout=left))) for worker in others
+    ]
     for worker, greeting in greetings:
         try:
             _wait_for_answer(greeting, left, f"{agent.info.name!r} waits for member {worker.name!r} to let it in")
             greeting.wait()
         except WorkerLostError as error:
-            if error.reason.startswith(REFUSED):
+            if error.cause is LossCause.REFUSED:
                 _check_left(agent, log, worker, error.reason)
             else:
                 log.leave(worker.id)

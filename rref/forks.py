@@ -33,16 +33,10 @@ from ..errors import RemoteError, RpcTimeoutError, RRefError, SendFailedError, W
 from ..proto.v1 import agent_pb2
 from ..rpc.calls import logged, name_of, run_function
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import (
-    Deferred,
-    Extension,
-    Handler,
-    Incoming,
-    MessageType,
-    Outgoing,
-    register_extension,
-)
+from ..rpc.contracts.extension import Extension
+from ..rpc.contracts.messages import Deferred, Handler, Incoming, MessageType, Outgoing, Request
 from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.profiling.extension import run_profiled
 from ..rpc.wire.failures import without_frames
@@ -92,6 +86,8 @@ class Fork:
 class References(Extension):
     """The references of one worker: those it holds, and those others hold to its values."""
 
+    control_kinds = ("rref.accept", "rref.await", "rref.delete", "rref.fork")
+
     reference_type = RRef
 
     def __init__(self, agent: RpcAgent) -> None:
@@ -115,8 +111,19 @@ class References(Extension):
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Creating and fetching."""
         return {
-            MessageType.RREF_CREATE: Handler(self._create, user_values=True),
-            MessageType.RREF_FETCH: Handler(self._fetch, user_values=True, cancellable=True),
+            MessageType.RREF_CREATE: Handler(
+                self._create,
+                user_values=True,
+                operation="remote",
+                description="RRef creation via remote() on worker",
+            ),
+            MessageType.RREF_FETCH: Handler(
+                self._fetch,
+                user_values=True,
+                cancellable=True,
+                operation="to_here",
+                description="to_here() of a value on worker",
+            ),
         }
 
     # Making references.
@@ -180,12 +187,14 @@ class References(Extension):
         created = _reference(identifier, fork, owner.id)
         future = self.agent.request(
             owner,
-            MessageType.RREF_CREATE,
-            call,
-            timeout=timeout,
-            what=("the function", "args", "kwargs"),
-            header=lambda envelope: envelope.created.CopyFrom(created),
-            keep=keep,
+            Request(
+                MessageType.RREF_CREATE,
+                call,
+                timeout=timeout,
+                what=("the function", "args", "kwargs"),
+                header=lambda envelope: envelope.created.CopyFrom(created),
+                keep=keep,
+            ),
         )
         future.operation = f"remote {name_of(call[0])}"
         return future
@@ -443,9 +452,9 @@ class References(Extension):
 
     # The rest.
 
-    def on_worker_lost(self, worker: WorkerInfo) -> None:
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Reclaims what a lost worker held."""
-        self.table.drop_worker(worker.id, self.agent.why_lost(worker.id) or "it is gone")
+        self.table.drop_worker(worker.id, end.reason)
         for fork, (_, destination) in list(self._children.items()):
             if destination == worker.id:
                 self._children.pop(fork, None)
@@ -468,9 +477,6 @@ class References(Extension):
         self.agent.control.run(self._confirm_none)
         self.table.clear(WorkerLostError(self.agent.info.name, "it has shut down its RPC agent"))
         self._children.clear()
-
-
-register_extension(References)
 
 
 def _reference(identifier: GlobalId, fork: GlobalId, owner: int) -> agent_pb2.Reference:

@@ -9,7 +9,7 @@ import torch
 from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefError
 from ..rpc.contracts.agent import RpcAgent, current_agent
 from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
-from ..rpc.contracts.messages import MessageType
+from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
@@ -197,9 +197,12 @@ class RRef(Generic[T_co]):
         """
         handle = self._handle
         if dist_autograd_ctx_id != -1:
-            request = (self, dist_autograd_ctx_id, retain_graph)
-            # Like autograd.backward, it takes the time it takes.
-            handle.agent.request(self.owner(), MessageType.RREF_BACKWARD, request, timeout=0.0).wait()
+            request = Request(
+                MessageType.RREF_BACKWARD,
+                (self, dist_autograd_ctx_id, retain_graph),
+                timeout=0.0,  # none, as for autograd.backward
+            )
+            handle.agent.request(self.owner(), request).wait()
             return
         if not isinstance(handle, OwnerHandle):
             raise AutogradError(f"User RRefs require 'dist_autograd_ctx_id' to be specified, and {self} is one")
@@ -270,7 +273,8 @@ class RRef(Generic[T_co]):
         identifier = tuple(handle.fork.reference)
         try:
             return handle.agent.request(
-                handle.fork.owner, MessageType.RREF_FETCH, identifier, timeout=seconds, keep=handle.fork.hold
+                handle.fork.owner,
+                Request(MessageType.RREF_FETCH, identifier, timeout=seconds, keep=handle.fork.hold),
             )
         except NotInitializedError as error:
             raise NotInitializedError(

@@ -27,7 +27,7 @@ class BadNetwork:
         self._random = random.Random(seed)
         self._kept: list[tuple[WorkerInfo, bytes]] = []
         self.lost = 0
-        agent._codec.network = self  # type: ignore[assignment]
+        agent._codec._network = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from gradwire.c10d import HashStore
+from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
@@ -72,7 +73,12 @@ def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
 
     def start(count: int, **options: Any) -> list[GrpcAgent]:
         made.extend(
-            GrpcAgent(WorkerInfo(f"agent{rank}", rank), RpcBackendOptions(**options), "test")
+            GrpcAgent(
+                WorkerInfo(f"agent{rank}", rank),
+                RpcBackendOptions(**options),
+                "test",
+                extensions=DEFAULT_EXTENSIONS,
+            )
             for rank in range(count)
         )
         members = [Member(agent.info, agent.listen()) for agent in made]

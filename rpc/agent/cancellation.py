@@ -1,4 +1,4 @@
-"""Requests that have come and have not begun to run: those that can still be cancelled."""
+"""Requests that have arrived and do not run yet: those that their callers can still cancel."""
 
 from typing import final
 
@@ -10,25 +10,28 @@ __all__ = ["CancellableRequests"]
 
 @final
 class CancellableRequests:
-    """Takes no lock: each step is one operation on a set, and only one of `begin` and `cancel` succeeds."""
+    """Decides between the begin of a request and its cancellation: only one of `begin` and `cancel` succeeds.
+
+    Takes no lock: each step is one operation on a set.
+    """
 
     def __init__(self) -> None:
         self._waiting: set[tuple[int, int]] = set()
 
     def add(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """A request has come; its payloads may still be on their way."""
+        """Registers a request that has arrived; its payloads may still be on their way."""
         self._waiting.add((source.id, envelope.id))
 
     def begin(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
-        """A request is about to run; False if it was cancelled, and must not."""
+        """Returns whether a request may run: whether it was not cancelled."""
         return self._remove(source, envelope)
 
     def cancel(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
-        """The request with this envelope's id is not wanted any more; False if it has begun, or never came."""
+        """Cancels the request with this envelope's id; returns False if it has begun, or never arrived."""
         return self._remove(source, envelope)
 
-    def forget(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """A request will not run."""
+    def discard(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Forgets a request that will not run."""
         self._remove(source, envelope)
 
     def __len__(self) -> int:

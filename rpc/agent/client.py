@@ -1,60 +1,38 @@
-"""What this worker has asked of others, until it is answered."""
+"""The requests that this worker has sent, until they are answered."""
 
 import contextlib
 import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from ...errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..channels.router import PayloadReader
-from ..contracts.devices import Device
-from ..contracts.messages import Handler, MessageType
+from ..contracts.devices import Device, DeviceMap
+from ..contracts.messages import Handler, MessageType, Outgoing, Request
 from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
+from ..execution.deadlines import Deadlines
+from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..wire.device_maps import device_map_to_proto
 from ..wire.failures import decode_failure
 from ..wire.pickling import Packed
 from ..wire.tensors import make_sendable
 from .codec import Codec, SentMessage
+from .extensions import Extensions
+from .factories import DeadlinesFactory
+from .network import Network
 from .stats import CallCounter
-
-if TYPE_CHECKING:
-    from ..execution.deadlines import Deadlines
-    from ..execution.executor import Executor
 
 __all__ = ["Client", "PendingRequest"]
 
 log = logging.getLogger(__name__)
-
-OPERATIONS = {
-    MessageType.CALL: "rpc_async",
-    MessageType.RREF_CREATE: "remote",
-    MessageType.RREF_FETCH: "to_here",
-    MessageType.STREAM_OPEN: "rpc_stream",
-}
-"""The functions that users call for each request."""
-
-DOING = {
-    MessageType.CALL: "a call to worker",
-    MessageType.CONTROL: "a control message to worker",
-    MessageType.ALL_GATHER: "the value for a collective, sent to worker",
-    MessageType.ALL_GATHER_STATUS: "the question who is missing in a collective, to worker",
-    MessageType.GREETING: "the announcement of a new worker to worker",
-    MessageType.RREF_CREATE: "RRef creation via remote() on worker",
-    MessageType.RREF_FETCH: "to_here() of a value on worker",
-    MessageType.RREF_BACKWARD: "RRef.backward() from a value on worker",
-    MessageType.BACKWARD: "the part of a backward pass on worker",
-    MessageType.CLOSURE: "the preparation of a backward pass on worker",
-    MessageType.SENDS: "the preparation of a backward pass on worker",
-    MessageType.STREAM_OPEN: "the request of a stream from worker",
-}
-"""What each request does, in words that users know."""
 
 
 @dataclass(slots=True)
@@ -64,207 +42,276 @@ class PendingRequest:
     identifier: int
     future: Future[Any]
     worker: WorkerInfo
-    kind: MessageType.ValueType
+    handler: Handler
     timeout: float
     sent: SentMessage | None = None
-    """Set where it can be cancelled."""
+    """Set once it is sent, if it can be cancelled."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Encoded:
+    """A request's value, pickled for one device map, and what its message shares with those to other workers."""
+
+    packed: Packed
+    device_map: DeviceMap
+    broadcast: Broadcast | None = None
 
 
 @final
 class Client:
-    """The requests of one agent. Who takes one out of `pending` ends it: an answer, a timeout, a loss."""
+    """Sends the requests of one agent, and completes their futures.
+
+    Whoever takes a request out of `pending` completes it: an answer, its timeout, its cancellation or the loss of its
+    worker. Taking it out is one operation on a dict, so exactly one of them does.
+    """
 
     def __init__(
         self,
         codec: Codec,
-        handlers: Mapping[MessageType.ValueType, Handler],
-        executor: "Executor",
-        activity: CallCounter,
+        network: Network,
+        extensions: Extensions,
+        executor: Executor,
+        calls: CallCounter,
+        make_deadlines: DeadlinesFactory,
+        name: str,
     ) -> None:
-        """Args: what sends them; what is known of their types; who is told of waits; what counts users' calls."""
-        self.deadlines: Deadlines
-        """To be set before the first request."""
+        """Makes the client of one agent.
+
+        Args:
+            codec: encodes requests and decodes answers.
+            network: takes messages back that are cancelled.
+            extensions: know the message types, and have hooks.
+            executor: runs what an expired deadline causes, and is told of threads that wait for an answer.
+            calls: counts users' calls in flight.
+            make_deadlines: makes the clock of the timeouts.
+            name: of this worker, for the clock's thread.
+        """
         self.pending: dict[int, PendingRequest] = {}
+        """The requests without an answer, by id."""
         self.kept: dict[int, tuple[int, object]] = {}
-        """What requests that are not over keep, and the workers they went to."""
+        """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
         self._codec = codec
-        self._handlers = handlers
+        self._network = network
+        self._extensions = extensions
         self._executor = executor
-        self._activity = activity
+        self._calls = calls
         self._ids = itertools.count(1)
+        self._deadlines: Deadlines = make_deadlines(
+            self._expire, self.pending.__contains__, self.pending.__len__, f"gradwire-deadlines-{name}"
+        )
 
-    def send(
-        self,
-        worker: WorkerInfo,
-        kind: MessageType.ValueType,
-        value: object,
-        seconds: float,
-        *,
-        what: str | Sequence[str],
-        header: Callable[[agent_pb2.Envelope], None] | None,
-        keep: object,
-    ) -> Future[Any]:
-        """Sends a request: see `RpcAgent.request`."""
-        packed = self._codec.pack(value, what, worker, None)
-        return self._send(worker, kind, packed, seconds, header, keep, None)
+    # Sending: on any thread.
 
-    def send_to_all(
+    def send(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
+        """Sends a request: see `RpcAgent.request`.
+
+        Args:
+            worker: the receiver.
+            request: what to send.
+            timeout: seconds, 0 for none.
+        """
+        device_map = self._codec.device_map(worker)
+        packed = self._codec.pack(request.value, request.what, worker, device_map)
+        return self._send(worker, request, timeout, _Encoded(packed, device_map))
+
+    def send_all(
         self,
         workers: Sequence[WorkerInfo],
-        kind: MessageType.ValueType,
-        value: object,
-        seconds: float,
-        *,
-        what: str | Sequence[str],
+        request: Request,
+        timeout: float,
         around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
     ) -> list[Future[Any]]:
         """Sends a request to several workers: see `RpcAgent.request_all`."""
-        packs: dict[frozenset[tuple[Device, Device]], Packed] = {}  # by device map
-        devices = [frozenset(self._codec.device_map(worker, None).items()) for worker in workers]
-        for worker, key in zip(workers, devices, strict=True):
-            if key not in packs:
-                packs[key] = self._codec.pack(value, what, worker, None)
-        broadcast = self._codec.network.broadcast(workers) if len(packs) == 1 else None
+        encoded = self._encode_all(workers, request)
+        same_for_all = all(each.packed is encoded[0].packed for each in encoded)
+        broadcast = self._network.broadcast(workers) if same_for_all else None
+        if broadcast is None:
+            return [self._try_send(*each, request, timeout, around) for each in zip(workers, encoded, strict=True)]
+        encoded[0].packed.tensors[:] = map(make_sendable, encoded[0].packed.tensors)
+        request = replace(request, keep=broadcast)
         try:
-            if broadcast is not None:
-                for packed in packs.values():
-                    packed.tensors[:] = map(make_sendable, packed.tensors)
-            futures = []
-            for worker, key in zip(workers, devices, strict=True):
-                with around(worker):
-                    try:
-                        future = self._send(worker, kind, packs[key], seconds, None, broadcast, broadcast)
-                    except Exception as error:  # to the other workers it goes all the same
-                        future = Future(self._executor, None, worker.name, _operation(kind))
-                        future.set_exception(error)
-                futures.append(future)
-            return futures
+            return [
+                self._try_send(worker, replace(each, broadcast=broadcast), request, timeout, around)
+                for worker, each in zip(workers, encoded, strict=True)
+            ]
         finally:
-            if broadcast is not None:
-                broadcast.sent()
+            broadcast.sent()
 
-    def _send(
+    def _encode_all(self, workers: Sequence[WorkerInfo], request: Request) -> "list[_Encoded]":
+        """Pickles a request for several workers: once for each device map."""
+        by_map: dict[frozenset[tuple[Device, Device]], _Encoded] = {}
+        encoded = []
+        for worker in workers:
+            device_map = self._codec.device_map(worker)
+            key = frozenset(device_map.items())
+            if key not in by_map:
+                packed = self._codec.pack(request.value, request.what, worker, device_map)
+                by_map[key] = _Encoded(packed, device_map)
+            encoded.append(by_map[key])
+        return encoded
+
+    def _try_send(
         self,
         worker: WorkerInfo,
-        kind: MessageType.ValueType,
-        packed: Packed,
-        seconds: float,
-        header: Callable[[agent_pb2.Envelope], None] | None,
-        keep: object,
-        broadcast: Broadcast | None,
+        encoded: "_Encoded",
+        request: Request,
+        timeout: float,
+        around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
     ) -> Future[Any]:
-        device_map = device_map_to_proto(self._codec.device_map(worker, None))
-        envelope = agent_pb2.Envelope(id=next(self._ids), type=kind, device_map=device_map)
-        if header is not None:
-            header(envelope)
-        handler = self._handlers[kind]
-        cancel = partial(self.cancel, envelope.id) if handler.cancellable else None
-        future: Future[Any] = Future(self._executor, cancel, worker.name, _operation(kind))
-        if handler.user_values:
-            self._activity.begin()
-        pending = self.pending[envelope.id] = PendingRequest(envelope.id, future, worker, kind, seconds)
-        if keep is not None:
-            self.kept[envelope.id] = worker.id, keep
+        """Sends a request to one of several workers; an error fails this future only."""
+        with around(worker):
+            try:
+                return self._send(worker, request, timeout, encoded)
+            except Exception as error:
+                operation = self._extensions.handlers[request.kind].operation
+                future: Future[Any] = Future(self._executor, None, worker.name, operation)
+                future.set_exception(error)
+                return future
+
+    def _send(self, worker: WorkerInfo, request: Request, timeout: float, encoded: "_Encoded") -> Future[Any]:
+        handler = self._extensions.handlers[request.kind]
+        packed = encoded.packed
+        envelope = agent_pb2.Envelope(
+            id=next(self._ids), type=request.kind, device_map=device_map_to_proto(encoded.device_map)
+        )
+        if request.header is not None:
+            request.header(envelope)
+        message = Outgoing(
+            worker,
+            envelope,
+            packed.body,
+            [*packed.tensors],
+            packed.references,
+            user_values=handler.user_values,
+            device_map=encoded.device_map,
+            leaves=packed.leaves,
+        )
+        pending = self._register(worker, envelope.id, handler, timeout, request.keep)
         try:
-            sent = self._codec.send(worker, kind, envelope, packed, None, broadcast)
+            sent = self._codec.send(message, encoded.broadcast)
+        except BaseException as error:
+            self._roll_back(pending, error)
+        else:
             if handler.cancellable:
                 envelope.ClearField("body")
                 envelope.ClearField("tensors")
                 pending.sent = sent
-        except (WorkerLostError, SendFailedError) as error:
-            self.kept.pop(envelope.id, None)
-            if isinstance(error, SendFailedError):
-                error = SendFailedError(worker.name, error.reason, _doing(kind))
-            self._fail(self._take(envelope.id), error)
-        except BaseException:
-            self.kept.pop(envelope.id, None)
-            if self._take(envelope.id) is not None:  # else it has ended with the loss of its worker
-                self._ended(kind)
-            raise
-        else:
-            if seconds:
-                self.deadlines.add(envelope.id, seconds)
-        return future
+            if timeout:
+                self._deadlines.add(envelope.id, timeout)
+        return pending.future
 
-    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: PayloadReader) -> None:
-        """An answer is here."""
-        if self._is_of_another(source, envelope):
+    def _register(
+        self, worker: WorkerInfo, identifier: int, handler: Handler, timeout: float, keep: object
+    ) -> PendingRequest:
+        """Registers a request before it is sent: the answer may arrive before `send` returns."""
+        cancel = partial(self.cancel, identifier) if handler.cancellable else None
+        future: Future[Any] = Future(self._executor, cancel, worker.name, handler.operation)
+        if handler.user_values:
+            self._calls.begin()
+        pending = self.pending[identifier] = PendingRequest(identifier, future, worker, handler, timeout)
+        if keep is not None:
+            self.kept[identifier] = worker.id, keep
+        return pending
+
+    def _roll_back(self, pending: PendingRequest, error: BaseException) -> None:
+        """Undoes `_register` for a request that was not sent: fails its future, or raises where the caller is wrong."""
+        self.kept.pop(pending.identifier, None)
+        if isinstance(error, SendFailedError):
+            error = SendFailedError(pending.worker.name, error.reason, pending.handler.description)
+        if isinstance(error, WorkerLostError | SendFailedError):
+            self._fail(self._take(pending.identifier), error)
+            return
+        if self._take(pending.identifier) is not None:  # else the loss of its worker has completed it
+            self._count_end(pending)
+        raise error
+
+    # Completing: on the executor's threads.
+
+    def on_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+        """Completes the request that a message answers."""
+        if self._is_from_another(source, envelope):
             return
         pending = self._take(envelope.id)
         self.kept.pop(envelope.id, None)
         try:
             if envelope.type == MessageType.ERROR:
-                error = decode_failure(arrived(envelope.body), source.name)
-                for extension in self._codec.extensions:
-                    error = extension.map_error(error, source)
-                raise error
-            # An answer that comes too late is read all the same: references in it must be counted.
-            message = self._codec.read(source, envelope, arrived, users=True)
+                error = decode_failure(payloads(envelope.body), source.name)
+                raise self._extensions.map_error(error, source)
+            # An answer that arrives after the timeout is read all the same: references in it must be counted.
+            message = self._codec.read(source, envelope, payloads, user_values=True)
             message.value = self._codec.unpack(message)
         except Exception as error:
             self._fail(pending, error)
             return
         if pending is not None:
-            self._tell_answered(pending)
+            self._tell_complete(pending)
             pending.future.set_result(message.value)
-            self._ended(pending.kind)
+            self._count_end(pending)
 
-    def refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """An answer cannot be read."""
-        if self._is_of_another(source, envelope):
+    def on_rejected_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        """Fails the request whose answer cannot be read."""
+        if self._is_from_another(source, envelope):
             return
         self.kept.pop(envelope.id, None)
         self._fail(self._take(envelope.id), error)
 
-    def time_out(self, identifier: int) -> None:
-        """A request's time is up."""
-        if (pending := self._take(identifier)) is not None:
-            self._fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, _doing(pending.kind)))
-
-    def cancel(self, identifier: int) -> bool:
-        """Ends a request at its caller's wish; False if it is over."""
-        pending = self._take(identifier)
-        if pending is None:
-            return False
-        if pending.sent is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whatever was queued
-                self._codec.network.call_soon(self._withdraw, pending.worker, pending.sent)
-        self._fail(pending, RpcCancelledError(pending.worker.name))
-        return True
-
-    def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None:
-        """Nobody will answer what a lost worker was asked."""
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+        """Fails the requests to a worker that is lost."""
         for identifier, pending in list(self.pending.items()):
             if pending.worker.id == worker.id:
-                self._fail(self._take(identifier), WorkerLostError(worker.name, reason))
+                self._fail(self._take(identifier), end.as_error(worker.name))
         for identifier, (destination, _) in list(self.kept.items()):
             if destination == worker.id:
                 self.kept.pop(identifier, None)
 
-    def unanswered(self) -> Mapping[str, int]:
-        """How many users' calls to whom are not answered."""
-        pending = [p for p in list(self.pending.values()) if self._handlers[p.kind].user_values]
-        return Counter(p.worker.name for p in pending)
+    def cancel(self, identifier: int) -> bool:
+        """Fails a request with RpcCancelledError; returns False if it is complete. Called on any thread."""
+        pending = self._take(identifier)
+        if pending is None:
+            return False
+        if pending.sent is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it what was queued
+                self._network.call_soon(self._withdraw, pending.worker, pending.sent)
+        self._fail(pending, RpcCancelledError(pending.worker.name))
+        return True
 
-    def close(self, error: Exception) -> None:
-        """Fails all of them."""
+    def unanswered(self) -> Mapping[str, int]:
+        """Returns the number of users' calls without an answer, by the name of the worker called."""
+        pending = [each for each in list(self.pending.values()) if each.handler.user_values]
+        return Counter(each.worker.name for each in pending)
+
+    def stop_deadlines(self) -> None:
+        """Ends the clock: no request times out from now on."""
+        self._deadlines.close()
+
+    def fail_all(self, error: Exception) -> None:
+        """Fails all requests that are pending."""
         for identifier in list(self.pending):
             self._fail(self._take(identifier), error)
         self.kept.clear()
 
+    def _expire(self, identifier: int) -> None:
+        """Is told by the clock that a timeout is over; must not block."""
+        # The request is not taken here: if the executor closes first, `fail_all` completes it.
+        self._executor.submit(self._time_out, identifier)
+
+    def _time_out(self, identifier: int) -> None:
+        if (pending := self._take(identifier)) is not None:
+            error = RpcTimeoutError(pending.worker.name, pending.timeout, pending.handler.description)
+            self._fail(pending, error)
+
     def _withdraw(self, worker: WorkerInfo, sent: SentMessage) -> None:
-        """Takes a request back; if it is on its way, has the other side not begin it. Called on the loop."""
-        network = self._codec.network
-        if network.withdraw(worker, sent.ticket, sent.payloads):
+        """Takes a request back; if it is sent already, asks its worker not to begin it. Called on the event loop."""
+        if self._network.withdraw(worker, sent.ticket, sent.payloads):
             self.kept.pop(sent.envelope.id, None)
-            self._executor.submit(self._codec.send_aborted, worker, sent.envelope)
+            self._executor.submit(self._extensions.on_send_aborted, Outgoing(worker, sent.envelope))
             return
         cancel = agent_pb2.Envelope(id=sent.envelope.id, type=MessageType.CANCEL)
         with contextlib.suppress(WorkerLostError, SendFailedError):
-            network.send(worker, cancel.SerializeToString())
+            self._network.send(worker, cancel.SerializeToString())
 
-    def _is_of_another(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
-        """Was another worker asked what this one answers? Such an answer is dropped."""
+    def _is_from_another(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
+        """Returns whether an answer comes from a worker that was not asked."""
         pending = self.pending.get(envelope.id)
         if pending is None or pending.worker.id == source.id:
             return False
@@ -272,28 +319,19 @@ class Client:
         return True
 
     def _take(self, identifier: int) -> PendingRequest | None:
-        """Who waits for an answer; nobody else gets it."""
+        """Takes a request out of `pending`; None if it is complete."""
         return self.pending.pop(identifier, None)
 
     def _fail(self, pending: PendingRequest | None, error: Exception) -> None:
         if pending is not None:
-            self._tell_answered(pending)
+            self._tell_complete(pending)
             pending.future.set_exception(error)
-            self._ended(pending.kind)
+            self._count_end(pending)
 
-    def _tell_answered(self, pending: PendingRequest) -> None:
-        if self._handlers[pending.kind].user_values:
-            for extension in self._codec.extensions:
-                extension.on_complete(pending.identifier)
+    def _tell_complete(self, pending: PendingRequest) -> None:
+        if pending.handler.user_values:
+            self._extensions.on_complete(pending.identifier)
 
-    def _ended(self, kind: MessageType.ValueType) -> None:
-        if self._handlers[kind].user_values:
-            self._activity.end()
-
-
-def _operation(kind: MessageType.ValueType) -> str:
-    return OPERATIONS.get(kind, "request")
-
-
-def _doing(kind: MessageType.ValueType) -> str:
-    return DOING.get(kind, "a request to worker")
+    def _count_end(self, pending: PendingRequest) -> None:
+        if pending.handler.user_values:
+            self._calls.end()

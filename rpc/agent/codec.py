@@ -1,10 +1,9 @@
-"""Values to envelopes and back, with what the extensions add and take."""
+"""Values to messages and back."""
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
@@ -13,17 +12,16 @@ from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..channels.router import PayloadReader
 from ..contracts.devices import NO_DEVICES, DeviceMap
-from ..contracts.messages import Buffer, Extension, Handler, Incoming, MessageType, Outgoing
+from ..contracts.messages import Buffer, Incoming, Outgoing
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..wire.device_maps import device_map_of_answer
 from ..wire.flat_pickle import can_flatten, flatten, unflatten
 from ..wire.pickling import Packed, Packer
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
+from .extensions import Extensions
+from .network import Network
 from .stats import TrafficStats
-
-if TYPE_CHECKING:
-    from .network import Network
 
 __all__ = ["Codec", "SentMessage"]
 
@@ -32,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SentMessage:
-    """What it takes to take a message back: its envelope, and where it and its payloads went."""
+    """Where a message and its payloads went, so that it can be taken back."""
 
     envelope: agent_pb2.Envelope
     ticket: int
@@ -42,51 +40,61 @@ class SentMessage:
 
 @final
 class Codec:
-    """Sends and reads the messages of one agent. What they mean is not known here."""
+    """Encodes the messages of one agent into its network, and decodes those that arrive."""
 
     def __init__(
-        self, me: WorkerInfo, options: RpcBackendOptions, handlers: Mapping[MessageType.ValueType, Handler]
+        self,
+        me: WorkerInfo,
+        options: RpcBackendOptions,
+        packer: Packer,
+        extensions: Extensions,
+        network: Network,
     ) -> None:
-        """Args: who sends; how to behave; which messages carry users' values. Set `network` before sending."""
-        self.network: Network
+        """Makes the codec of one agent.
+
+        Args:
+            me: this worker.
+            options: the agent's.
+            packer: pickles values.
+            extensions: add headers to messages and read them.
+            network: carries the messages.
+        """
         self.traffic = TrafficStats()
-        self.extensions: list[Extension] = []
         self._me = me
         self._options = options
-        self._handlers = handlers
-        self._packer = Packer()
-
-    def add(self, extension: Extension) -> None:
-        """Has an extension take part in users' messages from now on."""
-        self.extensions.append(extension)
-        if extension.reference_type is not None:
-            self._packer.register_reference_type(extension.reference_type)
-        self._packer.register_reducers(extension.reducers())
-        self._packer.detach_parameters_if(extension.detaches_parameters)
+        self._packer = packer
+        self._extensions = extensions
+        self._network = network
 
     # Sending.
 
-    def device_map(self, worker: WorkerInfo, reply_to: Incoming | None) -> DeviceMap:
-        """Where tensors go in a message to a worker, which may belong to a request of that worker."""
+    def device_map(self, worker: WorkerInfo, reply_to: Incoming | None = None) -> DeviceMap:
+        """Returns where tensors go in a message to a worker, or in one that belongs to a request of that worker."""
         if reply_to is None:
             return self._options.device_maps.get(worker.name, NO_DEVICES)
         return device_map_of_answer(reply_to.envelope.device_map)
 
     def pack(
-        self, value: object, what: str | Sequence[str], worker: WorkerInfo, reply_to: Incoming | None
+        self,
+        value: object,
+        what: str | Sequence[str],
+        worker: WorkerInfo,
+        device_map: DeviceMap,
+        *,
+        is_answer: bool = False,
     ) -> Packed:
         """Pickles a value for a worker. Raises SerializationError."""
         try:
-            return self._packer.pack(value, what, self.device_map(worker, reply_to))
+            return self._packer.pack(value, what, device_map)
         except SerializationError as error:
             if isinstance(unmapped := error.__cause__, UnmappedDeviceError):
-                problem = self._how_to_map(unmapped.device, worker, reply_to)
-                raise SerializationError(error.path, problem) from unmapped
+                advice = self._how_to_map(unmapped.device, worker, is_answer=is_answer)
+                raise SerializationError(error.path, advice) from unmapped
             raise
 
-    def _how_to_map(self, device: torch.device, worker: WorkerInfo, reply_to: Incoming | None) -> str:
+    def _how_to_map(self, device: torch.device, worker: WorkerInfo, *, is_answer: bool) -> str:
         options = type(self._options)
-        if reply_to is not None:
+        if is_answer:
             return (
                 f"Response device mapping is not available for a tensor on {device}: return tensor.cpu(), or have "
                 f"worker {worker.name!r}, which asks for it, call `set_device_map` for {self._me.name!r} on its "
@@ -98,71 +106,68 @@ class Codec:
         )
 
     def flatten(self, value: object, what: str, worker: WorkerInfo) -> memoryview | None:
-        """A value as one piece of bytes for several workers, of whom this is one; None if it must go in a message.
+        """Returns a value as bytes for several workers, this one of them; None if it can only travel in a message.
 
-        Raises SerializationError.
+        Raises:
+            SerializationError: the value does not pickle.
         """
-        packed = self.pack(value, what, worker, None)
+        packed = self.pack(value, what, worker, self.device_map(worker))
         return flatten(packed) if can_flatten(packed) else None
 
     def unflatten(self, data: bytes | bytearray) -> Any:
-        """The value that was flattened. Raises what `unpack` does."""
+        """Returns the value that was flattened. Raises what `unpack` raises."""
         body, tensors = unflatten(data)
         return self.unpack(Incoming(self._me, agent_pb2.Envelope(), body, tensors))
 
-    def send(
-        self,
-        worker: WorkerInfo,
-        kind: MessageType.ValueType,
-        envelope: agent_pb2.Envelope,
-        packed: Packed,
-        reply_to: Incoming | None,
-        broadcast: Broadcast | None = None,
-    ) -> SentMessage:
-        """Sends an envelope. `kind` is that of the request, also where the envelope answers it.
+    def send(self, message: Outgoing, broadcast: Broadcast | None = None) -> SentMessage:
+        """Sends a message. If that fails, the extensions undo what they have noted of it.
 
-        `broadcast` is what it shares with envelopes to other workers.
+        Args:
+            message: what to send; its envelope is completed.
+            broadcast: what it shares with messages to other workers.
+
+        Raises:
+            WorkerLostError, SendFailedError, SerializationError: nothing was sent; see `Network.send`.
+            Exception: an extension refuses the message; nothing was sent.
         """
-        device_map = self.device_map(worker, reply_to)
-        message = Outgoing(worker, envelope, [*packed.tensors], packed.references, reply_to, device_map)
-        message.leaves = packed.leaves
-        left: list[Extension] = []
         try:
-            self.network.check_present(worker)
-            for extension in self._hooked(kind):
-                left.append(extension)
-                extension.on_send(message)
-            return self.send_bare(message, packed.body, broadcast)
+            self._network.check_present(message.destination)
+            if not message.user_values:
+                return self._put(message, broadcast)
+            self._extensions.on_send(message)
+            try:
+                return self._put(message, broadcast)
+            except BaseException:
+                self._extensions.on_send_aborted(message)
+                raise
         except BaseException:
             if broadcast is not None:
-                broadcast.not_sent(worker.id)
-            for extension in left:
-                extension.on_send_aborted(message)
+                broadcast.not_sent(message.destination.id)
             raise
 
-    def send_bare(self, message: Outgoing, body: bytes, broadcast: Broadcast | None = None) -> SentMessage:
-        """Sends a message of which the extensions need not know."""
+    def _put(self, message: Outgoing, broadcast: Broadcast | None) -> SentMessage:
+        """Puts the payloads of a message into channels, and its envelope into the transport."""
         envelope = message.envelope
-        writer = self.network.writer(message.destination, broadcast)
-        envelope.body.CopyFrom(writer.put(memoryview(body)))
+        writer = self._network.writer(message.destination, broadcast)
+        envelope.body.CopyFrom(writer.put(memoryview(message.body)))
         envelope.tensors.extend(encode_tensors(message.tensors, writer.put, message.device_map, message.leaves))
-        ticket = self.network.send(message.destination, envelope.SerializeToString())
+        ticket = self._network.send(message.destination, envelope.SerializeToString())
         writer.start()
         self.traffic.sent(writer.nbytes)
         return SentMessage(envelope, ticket, writer.apart or (), writer.nbytes)
 
-    def send_aborted(self, worker: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """A message was taken back before it left."""
-        message = Outgoing(worker, envelope, [], [], None)
-        for extension in self._hooked(envelope.type):
-            extension.on_send_aborted(message)
-
-    # Reading.
+    # Receiving.
 
     def read(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: PayloadReader, *, users: bool
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, user_values: bool
     ) -> Incoming:
-        """A message that has arrived, not unpickled yet; the extensions see it if it has users' values.
+        """Returns a message that has arrived, not unpickled yet.
+
+        Args:
+            source: the sender.
+            envelope: the message's.
+            payloads: reads the payloads that the envelope names.
+            user_values: whether it carries users' values, so that the extensions read its headers.
 
         Raises:
             Exception: it is malformed, or an extension refuses it.
@@ -171,7 +176,7 @@ class Codec:
 
         def get(payload: agent_pb2.Payload) -> Buffer:
             nonlocal nbytes
-            data = arrived(payload)
+            data = payloads(payload)
             nbytes += len(data)
             return data
 
@@ -179,16 +184,16 @@ class Codec:
             tensors = decode_tensors(envelope.tensors, get)
             body = get(envelope.body)
         except Exception as error:
-            self.tell_unreadable(source, envelope, error)
+            self._extensions.on_decode_error(source, envelope, error)
             raise
         self.traffic.received(nbytes)
         message = Incoming(source, envelope, body, tensors, nbytes)
-        for extension in self.extensions if users else []:
-            extension.on_receive(message)
+        if user_values:
+            self._extensions.on_receive(message)
         return message
 
     def unpack(self, message: Incoming) -> Any:
-        """The value of a message. Raises SerializationError, or what unpickling raises."""
+        """Returns the value of a message. Raises SerializationError, or what unpickling raises."""
         try:
             return self._packer.unpack(message.body, message.tensors, message.references)
         except (AttributeError, ImportError) as error:
@@ -198,22 +203,3 @@ class Codec:
                 "RPC pickler does not serialize functions and classes, it names them: define them at the top "
                 "level of a module that both workers can import",
             ) from error
-
-    def tell_unreadable(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """Of a message there is nothing but the headers."""
-        for extension in self.extensions:
-            try:
-                extension.on_decode_error(Incoming(source, envelope, b"", []), error)
-            except Exception:
-                log.exception("the headers of an unreadable message from worker %s", source.name)
-
-    @contextlib.contextmanager
-    def scopes(self, message: Incoming) -> Iterator[None]:
-        """What the extensions put around the handling of a request."""
-        with contextlib.ExitStack() as stack:
-            for extension in self._hooked(message.envelope.type):
-                stack.enter_context(extension.scope(message))
-            yield
-
-    def _hooked(self, kind: MessageType.ValueType) -> Sequence[Extension]:
-        return self.extensions if self._handlers[kind].user_values else ()

@@ -22,7 +22,7 @@ from ...errors import (
     WorkerLostError,
 )
 from ...proto.v1 import agent_pb2
-from ..contracts.messages import Handler, Incoming, MessageType
+from ..contracts.messages import Handler, Incoming, MessageType, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.futures import error_of
 from ..execution.kept_errors import copy_error
@@ -124,7 +124,7 @@ class RetryingControlMessages:
 
     def handler(self) -> Handler:
         """The handler of CONTROL messages."""
-        return Handler(self._handle)
+        return Handler(self._handle, description="a control message to worker")
 
     def close(self) -> None:
         """Ends the tasks. What is unacknowledged is given up."""
@@ -145,10 +145,12 @@ class RetryingControlMessages:
         try:
             future = self._agent.request(
                 sent.worker,
-                MessageType.CONTROL,
-                sent.payload,
-                timeout=ATTEMPT_SECONDS,
-                header=lambda envelope: envelope.control.CopyFrom(control),
+                Request(
+                    MessageType.CONTROL,
+                    sent.payload,
+                    timeout=ATTEMPT_SECONDS,
+                    header=lambda envelope: envelope.control.CopyFrom(control),
+                ),
             )
         except (NotInitializedError, SerializationError) as error:
             self._settle(sent, error)

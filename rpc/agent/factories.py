@@ -1,7 +1,7 @@
-"""What an agent is built from.
+"""The parts of an agent that can be exchanged.
 
-The parts that make messages, threads and time can be exchanged: faults are injected between an agent and its
-network, and tests of the protocols simulate all four, so that every schedule can be tried and repeated.
+Faults are injected between an agent and its network, and tests of the protocols simulate network, threads and time,
+so that every schedule can be tried and repeated.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,11 @@ from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
 from ..execution.scheduler import Scheduler, SerialThread, Task
 from ..membership.roster import RosterLog
-from .network import Network, NetworkListener
+from .network import Network
 
-__all__ = ["AgentFactories"]
+__all__ = ["AgentFactories", "DeadlinesFactory"]
+
+DeadlinesFactory = Callable[[Callable[[int], None], Callable[[int], bool], Callable[[], int], str], Deadlines]
 
 
 @final
@@ -24,16 +26,13 @@ __all__ = ["AgentFactories"]
 class AgentFactories:
     """Makes the parts of one GrpcAgent.
 
-    network: carries envelopes; takes the worker, its options, the group's name, whom to report to, and the roster
-        of a dynamic group.
+    network: carries envelopes; takes the worker, its options, the group's name, and the roster of a dynamic group.
     executor: runs incoming calls; see Executor.
     deadlines: keeps timeouts; see Deadlines.
-    scheduler: runs the control messages' tasks; takes a name, and what is to run first.
+    scheduler: runs the tasks of control messages; takes a thread name, and a task to run first.
     """
 
-    network: Callable[[WorkerInfo, RpcBackendOptions, str, NetworkListener, RosterLog | None], Network] = Network
+    network: Callable[[WorkerInfo, RpcBackendOptions, str, RosterLog | None], Network] = Network
     executor: Callable[[int, str, Task], Executor] = Executor
-    deadlines: Callable[[Callable[[int], None], Callable[[int], bool], Callable[[], int], str], Deadlines] = (
-        Deadlines
-    )
+    deadlines: DeadlinesFactory = Deadlines
     scheduler: Callable[[str, Task], Scheduler] = SerialThread

@@ -9,7 +9,7 @@ import grpc
 
 from ...c10d.addresses import format_address
 from ...c10d.event_loop import acquire_event_loop
-from ...errors import SerializationError, UnknownWorkerError, WorkerLostError
+from ...errors import LossCause, SerializationError, UnknownWorkerError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
@@ -46,25 +46,25 @@ Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 
 
 class NetworkListener(Protocol):
-    """Whom the network reports to, on the event loop. Must not block."""
+    """Handles what a network reports. All methods are called on the event loop and must not block."""
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """A message is here, but not yet its payloads. `on_message`, `on_rejected` or `on_dropped` follows."""
+        """Handles an envelope whose payloads have not arrived; `on_message`, `on_rejected` or `on_dropped` follows."""
 
     def on_message(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
-        """A message is here with all of its payloads."""
+        """Handles a message that has arrived with all of its payloads."""
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """A message came whose payloads are not accepted."""
+        """Handles a message whose payloads are not accepted."""
 
     def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """The payloads of a message will not come, because its sender is gone."""
+        """Handles a message whose payloads will not arrive, because its sender is lost."""
 
     def on_peer_joined(self, worker: WorkerInfo) -> None:
-        """A worker has joined the dynamic group after this one. Said once for each."""
+        """Handles a worker that has joined the dynamic group after this one. Called once for each."""
 
     def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """A worker is gone for good. Said once for each."""
+        """Handles the loss of a worker. Called once for each."""
 
 
 @final
@@ -76,20 +76,27 @@ class Network:
         me: WorkerInfo,
         options: RpcBackendOptions,
         group: str,
-        listener: NetworkListener,
         roster: RosterLog | None = None,
         wrap: Wrap = lambda transport, _peer, _loop: transport,
     ) -> None:
-        """The group is a dynamic one if it has a roster; `wrap` is for every transport."""
+        """Makes a network that does not listen yet.
+
+        Args:
+            me: this worker.
+            options: the agent's.
+            group: the name of the group, unique among all groups.
+            roster: the members of a dynamic group; None in a static group.
+            wrap: wraps every transport.
+        """
         self.me = me
         self._roster = roster
         self._options = options
-        self._listener = listener
+        self._listener: NetworkListener  # given to `listen`, before which nothing is reported
         self._wrap = wrap
         self._members: dict[int, Member] = {}
         self._by_name: dict[str, WorkerInfo] = {}
         self._transports: dict[int, Transport] = {}
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, WorkerEnd] = {}
         self._closing = False
         self._events = acquire_event_loop()
         self._events.run(self._build(group))
@@ -123,8 +130,13 @@ class Network:
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
-    def listen(self, where: ListenAddress) -> str:
-        """Starts serving on an ephemeral port; returns the address at which others dial, host:port."""
+    def listen(self, where: ListenAddress, listener: NetworkListener) -> str:
+        """Starts serving on an ephemeral port, and reports to a listener from now on.
+
+        Returns:
+            The address at which other workers dial, host:port.
+        """
+        self._listener = listener
 
         async def start() -> int:
             port: int = self._server.add_insecure_port(format_address(where.bind, 0))
@@ -171,8 +183,8 @@ class Network:
             self._listener.on_peer_joined(member.info)
 
     @property
-    def lost(self) -> Mapping[int, str]:
-        """The ids of lost workers, and why they are."""
+    def lost(self) -> Mapping[int, WorkerEnd]:
+        """How the lost workers ended, by id."""
         return self._lost
 
     def workers(self) -> list[WorkerInfo]:
@@ -222,7 +234,7 @@ class Network:
     def check_present(self, worker: WorkerInfo) -> None:
         """Raises WorkerLostError if a worker is known to be lost."""
         if worker.id in self._lost:
-            raise WorkerLostError(worker.name, self._lost[worker.id])
+            raise self._lost[worker.id].as_error(worker.name)
 
     def send(self, worker: WorkerInfo, envelope: bytes) -> int:
         """Queues an envelope.
@@ -244,7 +256,9 @@ class Network:
         try:
             return self._transports[worker.id].send(envelope)
         except TransportClosedError as error:
-            raise WorkerLostError(worker.name, str(error)) from None
+            end = self._lost.get(worker.id)
+            cause = end.cause if end is not None else LossCause.DISCONNECTED
+            raise WorkerLostError(worker.name, str(error), cause) from None
 
     def call_soon(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function on the event loop, after everything that is queued already has been handed to it."""
@@ -290,7 +304,7 @@ class Network:
         """The connection to a worker is over. Called by transports on the loop."""
         if self._closing or peer.id in self._lost:
             return
-        self._lost[peer.id] = end.reason
+        self._lost[peer.id] = end
         for channel in self._router.channels:
             channel.drop(peer.id, end.reason)
         self._listener.on_peer_lost(peer, end)

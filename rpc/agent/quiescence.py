@@ -24,13 +24,13 @@ class Quiescence:
     def __init__(
         self,
         agent: "RpcAgent",
-        activity: CallCounter,
+        calls: CallCounter,
         all_gather_service: AllGatherService,
         unanswered: Callable[[], Mapping[str, int]],
     ) -> None:
         """Args: whose; its count of calls under way; its gatherings; its unanswered calls by worker name."""
         self._agent = agent
-        self._activity = activity
+        self._calls = calls
         self._all_gather_service = all_gather_service
         self._unanswered = unanswered
 
@@ -63,7 +63,7 @@ class Quiescence:
             try:
                 told = self._all_gather_service.all_gather(
                     "shutdown",
-                    (self._activity.total, dict(failed)),
+                    (self._calls.total, dict(failed)),
                     workers,
                     left,
                     "shutdown",
@@ -80,7 +80,7 @@ class Quiescence:
         me = self._agent.info.name
         while True:
             left = max(0.0, deadline - time.monotonic()) if deadline else WARN_INTERVAL_S
-            if self._activity.wait_for_none(min(left, WARN_INTERVAL_S)):
+            if self._calls.wait_for_none(min(left, WARN_INTERVAL_S)):
                 return
             if deadline and time.monotonic() >= deadline:
                 raise RpcTimeoutError(me, timeout, f"shutdown waits for {self._under_way()} on worker")
@@ -90,7 +90,7 @@ class Quiescence:
         """The calls that are under way, in words."""
         sent = self._unanswered()
         parts = [f"{count} calls to {name!r}" for name, count in sorted(sent.items())]
-        if (served := self._activity.running - sum(sent.values())) > 0:
+        if (served := self._calls.in_flight - sum(sent.values())) > 0:
             parts.append(f"{served} calls from others")
         return " and ".join(parts) or "calls that are about to end"
 

@@ -1,23 +1,22 @@
-"""What other workers ask of this one."""
+"""Runs the requests of other workers and answers them."""
 
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable
+from typing import Any, final
 
 from ...errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..channels.router import PayloadReader
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Outgoing
 from ..contracts.worker import WorkerInfo
+from ..execution.executor import Executor
 from ..wire.failures import encode_failure
 from .cancellation import CancellableRequests
 from .codec import Codec
+from .extensions import Extensions
 from .stats import CallCounter
-
-if TYPE_CHECKING:
-    from ..execution.executor import Executor
 
 __all__ = ["Server"]
 
@@ -26,100 +25,135 @@ log = logging.getLogger(__name__)
 
 @final
 class Server:
-    """Runs the handlers of requests, and answers. Everything happens on the executor's threads."""
+    """Runs the handlers of requests, on the executor's threads, and sends their answers."""
 
     def __init__(
-        self,
-        me: WorkerInfo,
-        codec: Codec,
-        handlers: Mapping[MessageType.ValueType, Handler],
-        executor: "Executor",
-        activity: CallCounter,
+        self, me: WorkerInfo, codec: Codec, extensions: Extensions, executor: Executor, calls: CallCounter
     ) -> None:
-        """Args: who serves; what sends; what requests do; whose threads; what counts users' calls."""
-        self.arrivals = CancellableRequests()
+        """Makes the server of one agent.
+
+        Args:
+            me: this worker.
+            codec: decodes requests and encodes answers.
+            extensions: have the handlers, and hooks.
+            executor: runs the handlers.
+            calls: counts users' calls in flight.
+        """
+        self.cancellable = CancellableRequests()
         self.running = CallCounter()
-        """Requests that a thread is busy with."""
+        """Users' calls that a thread is busy with."""
         self.deferred = CallCounter()
         """Requests that are to be answered later."""
         self._me = me
         self._codec = codec
-        self._handlers = handlers
+        self._extensions = extensions
         self._executor = executor
-        self._activity = activity
+        self._calls = calls
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """A request is here, but for its payloads. Called on the loop."""
-        handler = self._handlers.get(envelope.type)
+        """Notes a request whose payloads have not arrived yet. Called on the event loop."""
+        handler = self._extensions.handlers.get(envelope.type)
         if handler is not None and handler.cancellable:
-            self.arrivals.add(source, envelope)
+            self.cancellable.add(source, envelope)
 
-    def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, arrived: PayloadReader) -> None:
-        """Does what a request asks for."""
-        handler = self._handlers.get(envelope.type)
+    def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+        """Runs a request and answers it. Runs on a thread of the executor."""
+        handler = self._extensions.handlers.get(envelope.type)
         if handler is None:
-            self.refuse(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
-            return
-        if handler.cancellable and not self.arrivals.begin(source, envelope):
+            self.reject(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
+        elif handler.cancellable and not self.cancellable.begin(source, envelope):
             cancelled = RpcCancelledError(self._me.name)
-            self._codec.tell_unreadable(source, envelope, cancelled)
+            self._extensions.on_decode_error(source, envelope, cancelled)
             self._answer_error(source, envelope, cancelled)  # so that its caller knows that it is over
-            return
-        if handler.user_values:
-            self._activity.begin()
-            self.running.begin()
-        message = None
-        deferred = False
-        try:
-            message = self._codec.read(source, envelope, arrived, users=handler.user_values)
-            self._await_ready(message, handler)
-            with self._codec.scopes(message):
-                try:
-                    message.value = self._codec.unpack(message)
-                    result = handler.run(message)
-                    if isinstance(result, Deferred):
-                        deferred = True
-                        self.deferred.begin()
-                        result.future.add_done_callback(self._answer_later(message))
-                        return
-                    self._answer(message, result)
-                except BaseException as error:
-                    message.error = error
-                    self._answer_error(source, envelope, error)
-        except BaseException as error:
-            self._answer_error(source, envelope, error)
-        finally:
-            if message is not None:
-                message.error = None  # its traceback leads back to this frame
-            if handler.user_values:
-                self.running.end()
-                if not deferred:
-                    self._activity.end()
+        elif handler.user_values:
+            self._serve_call(source, envelope, payloads, handler)
+        else:
+            self._run(source, envelope, payloads, handler)
 
-    def refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """A request cannot be read: its sender gets the error."""
-        self.arrivals.forget(source, envelope)
+    def reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        """Answers a request that cannot be read with an error."""
+        self.cancellable.discard(source, envelope)
         self._answer_error(source, envelope, error)
 
-    def _await_ready(self, message: Incoming, handler: Handler) -> None:
-        for extension in self._codec.extensions if handler.user_values else []:
-            if (ready := extension.wait_before_run(message)) is not None:
-                self._executor.wait(ready)
+    def _serve_call(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, handler: Handler
+    ) -> None:
+        """Runs a users' call; it counts as in flight until it is answered."""
+        self._calls.begin()
+        self.running.begin()
+        deferred = False
+        try:
+            deferred = self._run(source, envelope, payloads, handler)
+        finally:
+            self.running.end()
+            if not deferred:
+                self._calls.end()
 
-    def _answer(self, request: Incoming, value: object) -> None:
+    def _run(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, handler: Handler
+    ) -> bool:
+        """Runs the handler of a request and answers, with its error if it raises.
+
+        Returns:
+            Whether the answer is deferred.
+        """
+        try:
+            message = self._codec.read(source, envelope, payloads, user_values=handler.user_values)
+            if handler.user_values:
+                for ready in self._extensions.waits_before_run(message):
+                    self._executor.wait(ready)
+            try:
+                with self._extensions.scope(message):
+                    return self._run_in_scope(message, handler)
+            finally:
+                message.error = None  # its traceback leads back to this frame
+        except BaseException as error:
+            self._answer_error(source, envelope, error)
+            return False
+
+    def _run_in_scope(self, message: Incoming, handler: Handler) -> bool:
+        try:
+            message.value = self._codec.unpack(message)
+            result = handler.run(message)
+            if isinstance(result, Deferred):
+                self.deferred.begin()
+                result.future.add_done_callback(self._answer_later(message, handler))
+                return True
+            self._answer(message, result, handler)
+        except BaseException as error:
+            message.error = error  # which scopes look at when they end
+            self._answer_error(message.source, message.envelope, error)
+        return False
+
+    def _answer(self, request: Incoming, value: object, handler: Handler) -> None:
         if not request.envelope.id:
             return
-        envelope = agent_pb2.Envelope(id=request.envelope.id, type=MessageType.RESULT)
-        packed = self._codec.pack(value, "the result", request.source, request)
+        device_map = self._codec.device_map(request.source, request)
+        packed = self._codec.pack(value, "the result", request.source, device_map, is_answer=True)
+        message = Outgoing(
+            request.source,
+            agent_pb2.Envelope(id=request.envelope.id, type=MessageType.RESULT),
+            packed.body,
+            packed.tensors,
+            packed.references,
+            request,
+            handler.user_values,
+            device_map,
+            packed.leaves,
+        )
         try:
-            self._codec.send(request.source, request.envelope.type, envelope, packed, request)
+            self._codec.send(message)
         except WorkerLostError:
             pass  # a caller that is gone needs no answer
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
 
-    def _answer_later(self, request: Incoming) -> Any:
-        def done(future: "concurrent.futures.Future[Any]") -> None:
+    def _answer_later(
+        self, request: Incoming, handler: Handler
+    ) -> "Callable[[concurrent.futures.Future[Any]], None]":
+        """Returns a callback that answers a request with the result of a future, on a thread of the executor."""
+
+        def on_done(future: "concurrent.futures.Future[Any]") -> None:
             self._executor.submit(answer, future)
 
         def answer(future: "concurrent.futures.Future[Any]") -> None:
@@ -128,15 +162,15 @@ class Server:
                 if (error := future.exception()) is not None:
                     self._answer_error(request.source, request.envelope, error)
                 else:
-                    self._answer(request, future.result())
+                    self._answer(request, future.result(), handler)
             except BaseException as error:
                 self._answer_error(request.source, request.envelope, error)
             finally:
                 self.deferred.end()
-                if self._handlers[request.envelope.type].user_values:
-                    self._activity.end()
+                if handler.user_values:
+                    self._calls.end()
 
-        return done
+        return on_done
 
     def _answer_error(self, source: WorkerInfo, request: agent_pb2.Envelope, error: BaseException) -> None:
         if not request.id:
@@ -144,4 +178,4 @@ class Server:
             return
         envelope = agent_pb2.Envelope(id=request.id, type=MessageType.ERROR)
         with contextlib.suppress(WorkerLostError, SendFailedError):
-            self._codec.send_bare(Outgoing(source, envelope, [], [], None), encode_failure(error))
+            self._codec.send(Outgoing(source, envelope, encode_failure(error)))

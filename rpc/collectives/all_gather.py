@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 import torch
 
 from ...errors import RpcError, RpcTimeoutError, SerializationError, WorkerLostError
-from ..contracts.messages import Deferred, Handler, Incoming, MessageType
+from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Request
 from ..contracts.worker import WorkerInfo
 from .all_gather_group import AllGatherGroup
 from .group_rounds import NO_STATUS, GroupRounds, MemberStatus, NextRound, plan_next_round
@@ -54,6 +54,7 @@ MAX_GROUP_WAIT_S = 24 * 3600.0
 
 ASK = "all_gather.ask"
 TELL = "all_gather.tell"
+CONTROL_KINDS = (ASK, TELL)
 """Kinds of control messages: what came out of a round? This."""
 
 REQUEST_PARTS = ("the topic", "the number", "the members", "obj", "the standing", "the attempt")
@@ -251,7 +252,7 @@ class AllGatherService:
             self._askers.get(key, set()).discard(leader)  # it gets this value, and so needs no result
         with self._not_begun(key):
             future = self._agent.request(
-                members[leader], MessageType.ALL_GATHER, body, timeout=left, what=REQUEST_PARTS
+                members[leader], Request(MessageType.ALL_GATHER, body, timeout=left, what=REQUEST_PARTS)
             )
         try:
             while not self._wait(future):
@@ -279,7 +280,7 @@ class AllGatherService:
         log.info("%s of worker %s waits for %s", operation, self._agent.info.name, ", ".join(names))
 
     def _leader(self, key: Key) -> int:
-        return next(i for i in key[2] if i == self._agent.info.id or self._agent.why_lost(i) is None)
+        return next(i for i in key[2] if i == self._agent.info.id or self._agent.end_of(i) is None)
 
     def _wait(self, future: torch.futures.Future[Any]) -> bool:
         """Waits for a future, but not for longer than patience lasts; is it done?"""
@@ -292,7 +293,7 @@ class AllGatherService:
         """The names of those that have not come, as far as the leader tells."""
         try:
             asked = self._agent.request(
-                members[leader], MessageType.ALL_GATHER_STATUS, key, timeout=STATUS_TIMEOUT_S
+                members[leader], Request(MessageType.ALL_GATHER_STATUS, key, timeout=STATUS_TIMEOUT_S)
             )
             missing: Sequence[int] = asked.wait()
         except RpcError:
@@ -302,8 +303,12 @@ class AllGatherService:
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Gathering, and asking how far it is."""
         return {
-            MessageType.ALL_GATHER: Handler(self._handle),
-            MessageType.ALL_GATHER_STATUS: Handler(self._tell_who_is_missing),
+            MessageType.ALL_GATHER: Handler(
+                self._handle, description="the value for a collective, sent to worker"
+            ),
+            MessageType.ALL_GATHER_STATUS: Handler(
+                self._tell_who_is_missing, description="the question who is missing in a collective, to worker"
+            ),
         }
 
     def on_worker_lost(self, worker: WorkerInfo) -> None:
@@ -334,7 +339,7 @@ class AllGatherService:
             open_round.values[message.source.id] = value
             open_round.statuses[message.source.id] = status
             open_round.answers.append(answer)
-            open_round.expected -= {i for i in ids if self._agent.why_lost(i) is not None}
+            open_round.expected -= {i for i in ids if self._agent.end_of(i) is not None}
             ask = open_round.expected - open_round.values.keys() if tried and not open_round.asked else ()
             open_round.asked |= tried
         for member in ask:
@@ -379,7 +384,7 @@ class AllGatherService:
     def _drop_former(self, topic: str, ids: tuple[int, ...]) -> None:
         """Drops the results of gatherings that have lost members, and whose others have all come to this one."""
         for former in [key for key in self._finished if key[0] == topic and key[1] != ids]:
-            living = {i for i in former[1] if self._agent.why_lost(i) is None}
+            living = {i for i in former[1] if self._agent.end_of(i) is None}
             if len(living) < len(former[1]) and living <= set(ids):
                 del self._finished[former]
 

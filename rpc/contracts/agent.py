@@ -1,7 +1,7 @@
-"""What an agent is, and which one is current.
+"""The contract of an agent, and the current agent.
 
-Users call through the current agent. There is one holder of it: the process's default, which `init_rpc`
-sets, unless the thread belongs to another agent, as the threads that run an agent's calls do.
+Users call through the current agent: that of the process, which `init_rpc` sets, unless the calling thread belongs
+to another agent, as the threads that run an agent's calls do.
 """
 
 import threading
@@ -14,7 +14,7 @@ from ...errors import NotInitializedError
 from ...proto.v1 import agent_pb2
 from ..execution.futures import Future
 from .control import ControlMessages
-from .messages import Extension, Incoming, MessageType
+from .messages import Incoming, MessageType, Request
 from .options import RpcBackendOptions
 from .worker import WorkerInfo
 from .worker_end import WorkerEnd
@@ -22,62 +22,60 @@ from .worker_events import WorkerEventSource
 
 __all__ = ["CurrentAgent", "Destination", "RpcAgent", "current_agent", "holder", "is_initialized"]
 
-E = TypeVar("E", bound=Extension)
+E = TypeVar("E")
 
 Destination = str | int | WorkerInfo
-"""How users name a worker: by name, id or WorkerInfo."""
+"""A worker as users name it: by name, id or WorkerInfo."""
 
 
 class RpcAgent(ABC):
-    """Sends requests to the workers of a group and serves theirs."""
+    """Sends requests to the workers of a group and serves theirs.
+
+    All methods may be called from any thread.
+    """
 
     info: WorkerInfo
+    """This worker."""
     options: RpcBackendOptions
     control: ControlMessages
+    """Sends messages that must not get lost."""
     worker_events: WorkerEventSource
-    """What is told of workers that join and leave."""
+    """Tells subscribers of workers that join and leave."""
     rpc_timeout: float
-    """Seconds that a call without a timeout of its own may take, 0 for any."""
+    """Seconds after which a request without a timeout of its own fails; 0 for never."""
+
+    # The group.
+
+    @property
+    @abstractmethod
+    def dynamic(self) -> bool:
+        """Whether the group is a dynamic one, whose workers join and leave at any time."""
 
     @abstractmethod
     def worker(self, destination: Destination) -> WorkerInfo:
-        """The worker meant. Raises UnknownWorkerError."""
+        """Returns the worker with this name, id or WorkerInfo. Raises UnknownWorkerError."""
 
     @abstractmethod
     def workers(self) -> Sequence[WorkerInfo]:
-        """All workers of the group by id: in a static group with the lost ones, in a dynamic one without."""
+        """Returns all workers by id: of a static group with the lost ones, of a dynamic group without."""
 
     @abstractmethod
-    def why_lost(self, worker: int) -> str | None:
-        """Why a worker is lost; None while it is not known to be."""
+    def end_of(self, worker: int) -> WorkerEnd | None:
+        """Returns how the worker with this id ended, if it is known to be lost."""
 
     @abstractmethod
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now, so that its loss is noticed."""
 
+    # Messages.
+
     @abstractmethod
-    def request(
-        self,
-        worker: WorkerInfo,
-        kind: MessageType.ValueType,
-        value: object,
-        *,
-        timeout: float | None = None,
-        what: str | Sequence[str] = "the value",
-        header: Callable[[agent_pb2.Envelope], None] | None = None,
-        keep: object = None,
-    ) -> Future[Any]:
+    def request(self, worker: WorkerInfo, request: Request) -> Future[Any]:
         """Sends a request.
 
         Args:
             worker: one of `workers()`.
-            kind: a message type that the other side has a handler for.
-            value: the body, anything that pickles.
-            timeout: seconds, 0 for none, None for `rpc_timeout`.
-            what: what to call the value, or each of a tuple's items, in a SerializationError.
-            header: fills in headers of the envelope.
-            keep: is kept until the request is over: until it is answered, even if that is after its timeout,
-                or never can be.
+            request: what to send.
 
         Returns:
             A future of the answer. It fails with what the handler raised, WorkerLostError, SendFailedError or
@@ -91,26 +89,19 @@ class RpcAgent(ABC):
     def request_all(
         self,
         workers: Sequence[WorkerInfo],
-        kind: MessageType.ValueType,
-        value: object,
-        *,
-        timeout: float | None = None,
-        what: str | Sequence[str] = "the value",
+        request: Request,
         around: Callable[[WorkerInfo], AbstractContextManager[None]] = lambda _worker: nullcontext(),
     ) -> list[Future[Any]]:
-        """Sends one request to several workers, as `request` does to each, and its bytes as seldom as possible.
+        """Sends one request to several workers, and its bytes as seldom as possible.
 
         Args:
             workers: of `workers()`, each once.
-            kind: see `request`.
-            value: see `request`.
-            timeout: see `request`.
-            what: see `request`.
+            request: what to send; its `keep` is ignored.
             around: makes the context in which the request to a worker is sent.
 
         Returns:
-            A future for each worker, in their order. What keeps a request to one worker from being sent fails its
-            future only.
+            A future for each worker, in their order. An error that keeps the request to one worker from being sent
+            fails its future only.
 
         Raises:
             SerializationError: the value does not pickle; nothing was sent.
@@ -119,7 +110,7 @@ class RpcAgent(ABC):
         futures = []
         for worker in workers:
             with around(worker):
-                futures.append(self.request(worker, kind, value, timeout=timeout, what=what))
+                futures.append(self.request(worker, request))
         return futures
 
     @abstractmethod
@@ -137,11 +128,11 @@ class RpcAgent(ABC):
 
         Args:
             worker: one of `workers()`.
-            kind: a message type that the other side has a handler for.
+            kind: a message type that the receiver has a handler for.
             value: the body, anything that pickles.
-            what: what to call the value in a SerializationError.
+            what: the value's name in a SerializationError.
             header: fills in headers of the envelope.
-            reply_to: a request that this message belongs to, so that it travels in that one's context.
+            reply_to: a request that this message belongs to, whose device map it uses.
 
         Returns:
             Bytes of the body and the tensors.
@@ -152,22 +143,6 @@ class RpcAgent(ABC):
         """
 
     @abstractmethod
-    def serving(self, message: Incoming) -> AbstractContextManager[None]:
-        """The scopes in which a request is handled, for a handler that goes on with it later."""
-
-    @abstractmethod
-    def submit(self, task: Callable[..., None], *args: Any) -> None:
-        """Runs a task on one of the threads that run incoming calls."""
-
-    @abstractmethod
-    def blocking(self) -> AbstractContextManager[None]:
-        """Around a wait for other workers inside a remote function, so that another thread takes its place."""
-
-    @abstractmethod
-    def extension(self, kind: type[E]) -> E:
-        """The agent's extension of this class."""
-
-    @abstractmethod
     def all_gather(
         self,
         topic: str,
@@ -176,62 +151,77 @@ class RpcAgent(ABC):
         timeout: float,
         operation: str = "all_gather",
     ) -> Mapping[int, Any]:
-        """Brings the values of several workers, this one among them, together on all of them.
+        """Collects the values of several workers, this one included, on all of them.
 
         Args:
-            topic: separates gatherings of different purpose; every worker goes through those of one topic in
-                the same order.
-            value: this worker's, anything that pickles.
-            workers: who takes part.
+            topic: separates all_gathers of different purpose; every worker calls those of one topic in the same
+                order.
+            value: this worker's value, anything that pickles.
+            workers: the participants.
             timeout: seconds, 0 for none.
-            operation: what errors and the log call it: the function that the user has called.
+            operation: the name of the function that the user has called, for errors and log lines.
 
         Returns:
-            The values of those that live, by worker id.
+            The values of the participants that are not lost, by worker id.
 
         Raises:
-            RpcTimeoutError: not everybody came in time.
+            RpcTimeoutError: a participant did not call it in time.
         """
+
+    # Threads.
+
+    @abstractmethod
+    def serving(self, message: Incoming) -> AbstractContextManager[None]:
+        """Returns the context in which a request is handled, for a handler that continues on another thread."""
+
+    @abstractmethod
+    def submit(self, task: Callable[..., None], *args: Any) -> None:
+        """Runs a task on one of the threads that run incoming calls."""
+
+    @abstractmethod
+    def blocking(self) -> AbstractContextManager[None]:
+        """Returns a context for blocking on other workers; another thread runs incoming calls meanwhile."""
+
+    # The rest.
+
+    @abstractmethod
+    def extension(self, kind: type[E]) -> E:
+        """Returns the agent's extension of this class."""
 
     @abstractmethod
     def debug_info(self) -> Mapping[str, Any]:
-        """Counts of what is alive and of what has been sent."""
-
-    @property
-    @abstractmethod
-    def dynamic(self) -> bool:
-        """Is the group a dynamic one, whose workers join and leave at any time?"""
+        """Returns counts of live objects and of what has been sent."""
 
     @abstractmethod
     def join(self, timeout: float) -> None:
-        """Returns when nothing would be lost by leaving.
+        """Waits until this worker can leave without losing a call.
 
-        That is when no call is under way in the group, and all its workers must wait for it together; or, in
-        a dynamic group, when none is on this worker.
+        In a static group all workers have to wait for it together: it returns when no call is in flight among
+        them. In a dynamic group it returns when no call is in flight on this worker.
 
         Args:
             timeout: seconds, 0 for none.
 
         Raises:
-            RpcTimeoutError: it took longer; it says what for.
+            RpcTimeoutError: it took longer; the text says what it waited for.
         """
 
     @abstractmethod
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
-        """Leaves the group, if `graceful` after `join(timeout)`. Doing it again does nothing."""
+        """Leaves the group, if `graceful` after `join(timeout)`. Does nothing when called again."""
 
     def leave_at_exit(self, end: WorkerEnd) -> None:  # noqa: ARG002
         """Leaves the group at once, because the process ends without `shutdown`.
 
         Args:
-            end: how it ends, which the other workers are to be told.
+            end: how the process ends, for the other workers.
         """
         self.shutdown(graceful=False, timeout=0)
 
 
 @final
 class CurrentAgent:
-    """The holder of the current agent."""
+    """Holds the current agent."""
 
     def __init__(self) -> None:
         self._default: RpcAgent | None = None
@@ -239,27 +229,27 @@ class CurrentAgent:
         self._of_thread = threading.local()
 
     def get(self) -> RpcAgent | None:
-        """This thread's agent, else the process's."""
+        """Returns the calling thread's agent, or else that of the process."""
         return getattr(self._of_thread, "agent", None) or self._default
 
     def set_default(self, agent: RpcAgent, afterwards: ExitStack) -> None:
-        """Sets the process's agent, and what is closed when it is forgotten."""
+        """Sets the agent of the process, and a stack that is closed when it is forgotten."""
         self._default = agent
         self._afterwards = afterwards
 
     def forget(self, agent: RpcAgent) -> None:
-        """Has the process no longer an agent, if it is this one."""
+        """Removes the agent of the process, if it is this one."""
         if self._default is agent:
             self._default = None
             self._afterwards.close()
 
     def bind_thread(self, agent: RpcAgent) -> None:
-        """Makes an agent that of the calling thread, for as long as the thread lives."""
+        """Makes an agent the calling thread's, for as long as the thread lives."""
         self._of_thread.agent = agent
 
     @contextmanager
     def using(self, agent: RpcAgent) -> Iterator[None]:
-        """Makes an agent the calling thread's for a while."""
+        """Makes an agent the calling thread's inside a `with` block."""
         before = getattr(self._of_thread, "agent", None)
         self._of_thread.agent = agent
         try:
@@ -272,10 +262,10 @@ holder = CurrentAgent()
 
 
 def current_agent() -> RpcAgent:
-    """The agent that this thread's calls go through.
+    """Returns the agent that this thread's calls go through.
 
     Raises:
-        NotInitializedError: there is none.
+        NotInitializedError: there is no current agent.
     """
     agent = holder.get()
     if agent is None:
@@ -287,5 +277,5 @@ def current_agent() -> RpcAgent:
 
 
 def is_initialized() -> bool:
-    """Is there a current agent?"""
+    """Returns whether there is a current agent."""
     return holder.get() is not None

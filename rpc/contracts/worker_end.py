@@ -1,40 +1,25 @@
-"""How a worker ended: what it says in its goodbye, or what others conclude from the end of its connection."""
+"""How a worker ended, as it says in its goodbye or as others conclude from the end of its connection."""
 
 import sys
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Self, final
 
+from ...errors import LossCause, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import text_of
 
-__all__ = ["SHUT_DOWN", "EndKind", "WorkerEnd", "last_uncaught_error"]
+__all__ = ["SHUT_DOWN", "WorkerEnd", "last_uncaught_error"]
 
 MAX_REASON = 500
-"""Characters of a reason; a longer one is cut. It may come from another worker, and goes into logs."""
-
-
-class EndKind(Enum):
-    """What kinds of ends there are."""
-
-    SHUTDOWN = auto()
-    """It called `shutdown`."""
-    EXCEPTION = auto()
-    """An exception that nobody caught ended its program."""
-    EXIT = auto()
-    """Its program ended without `shutdown`."""
-    DISCONNECTED = auto()
-    """Its connection ended without a goodbye, or cannot be used: it was killed, say, or cut off."""
-    UNREACHABLE = auto()
-    """It accepts no connection, and there was none before: it may have ended in any way."""
+"""Characters of a reason at most: it may come from another worker, and goes into log lines."""
 
 
 _KINDS = {
-    EndKind.SHUTDOWN: agent_pb2.Departure.SHUTDOWN,
-    EndKind.EXCEPTION: agent_pb2.Departure.EXCEPTION,
-    EndKind.EXIT: agent_pb2.Departure.EXIT,
+    LossCause.SHUTDOWN: agent_pb2.Departure.SHUTDOWN,
+    LossCause.EXCEPTION: agent_pb2.Departure.EXCEPTION,
+    LossCause.EXIT: agent_pb2.Departure.EXIT,
 }
-"""What can be said in a goodbye."""
+"""The causes that a worker can tell in its goodbye."""
 
 
 @final
@@ -42,25 +27,29 @@ _KINDS = {
 class WorkerEnd:
     """How a worker ended.
 
-    kind: in one word.
-    reason: in a sentence that goes on from the worker's name: "worker 'a' is lost: it has shut down".
+    cause: the kind of end.
+    reason: the end in words that go on with "worker 'a' is lost:", such as "it has shut down".
     """
 
-    kind: EndKind
+    cause: LossCause
     reason: str
 
     @property
     def orderly(self) -> bool:
-        """Whether it left on purpose."""
-        return self.kind is EndKind.SHUTDOWN
+        """Whether the worker left on purpose."""
+        return self.cause is LossCause.SHUTDOWN
+
+    def as_error(self, worker: str) -> WorkerLostError:
+        """Returns the error of a call to the worker with this name."""
+        return WorkerLostError(worker, self.reason, self.cause)
 
     @classmethod
     def by_error(cls, error: BaseException) -> Self:
-        """The end of a program that nobody kept from ending by this exception."""
+        """Returns the end of a program by an exception that was not caught."""
         if isinstance(error, SystemExit):
             return cls._by_exit(error)
         text = text_of(error)
-        return cls(EndKind.EXCEPTION, _clean(f"it ended by {type(error).__qualname__}{': ' * bool(text)}{text}"))
+        return cls(LossCause.EXCEPTION, _clean(f"it ended by {type(error).__qualname__}{': ' * bool(text)}{text}"))
 
     @classmethod
     def _by_exit(cls, error: SystemExit) -> Self:
@@ -69,14 +58,14 @@ class WorkerEnd:
         cause = error.__cause__ or error.__context__
         if status and isinstance(cause, Exception):
             return cls.by_error(cause)
-        return cls(EndKind.EXIT, f"it exited{f' with status {status}' * bool(status)} without calling shutdown")
+        return cls(LossCause.EXIT, f"it exited{f' with status {status}' * bool(status)} without calling shutdown")
 
     @classmethod
     def of_this_process(cls, stale: BaseException | None) -> Self:
-        """How this process ends, asked while it does.
+        """Returns how this process ends; called while it ends.
 
         Args:
-            stale: what `last_uncaught_error` told while the program still ran; such an error did not end it.
+            stale: the result of `last_uncaught_error` while the program still ran; that error did not end it.
         """
         # The children of multiprocessing end while their exception is being handled; a script after that.
         error = sys.exception()
@@ -87,29 +76,29 @@ class WorkerEnd:
 
     @classmethod
     def from_proto(cls, departure: agent_pb2.Departure) -> Self:
-        """What a goodbye says."""
-        kind = next((kind for kind, value in _KINDS.items() if value == departure.kind), EndKind.EXIT)
-        if kind is EndKind.SHUTDOWN:
-            return cls(kind, SHUT_DOWN.reason)
-        return cls(kind, _clean(departure.reason) or "it ended without calling shutdown")
+        """Returns the end that a goodbye tells."""
+        cause = next((cause for cause, kind in _KINDS.items() if kind == departure.kind), LossCause.EXIT)
+        if cause is LossCause.SHUTDOWN:
+            return cls(cause, SHUT_DOWN.reason)
+        return cls(cause, _clean(departure.reason) or "it ended without calling shutdown")
 
     def to_proto(self) -> agent_pb2.Departure:
-        """What to say in a goodbye."""
-        return agent_pb2.Departure(kind=_KINDS[self.kind], reason=self.reason)
+        """Returns the message of a goodbye."""
+        return agent_pb2.Departure(kind=_KINDS[self.cause], reason=self.reason)
 
 
 def last_uncaught_error() -> BaseException | None:
-    """The exception that Python printed last because nobody caught it, which is before the hooks of atexit run."""
+    """Returns the uncaught exception that Python printed last, which it does before the hooks of atexit run."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) else None
 
 
 def _clean(text: str) -> str:
-    """One printable line of bounded length."""
+    """Returns the text as one printable line of bounded length."""
     text = text[: 4 * MAX_REASON]  # a peer may send megabytes
     text = " ".join("".join(each if each.isprintable() else " " for each in text).split())
     return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}…"
 
 
-SHUT_DOWN = WorkerEnd(EndKind.SHUTDOWN, "it has shut down")
-"""Of a worker that leaves on purpose."""
+SHUT_DOWN = WorkerEnd(LossCause.SHUTDOWN, "it has shut down")
+"""The end of a worker that leaves on purpose."""

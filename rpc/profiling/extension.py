@@ -19,7 +19,8 @@ import torch
 from ...proto.v1 import agent_pb2
 from ...torch_internals import find_builtin, profiler_enabled, qualified_name, set_profiler_node_id
 from ..contracts.agent import RpcAgent
-from ..contracts.messages import Deferred, Extension, Incoming, MessageType, Outgoing, register_extension
+from ..contracts.extension import Extension
+from ..contracts.messages import Deferred, Incoming, MessageType, Outgoing
 from ..contracts.worker import WorkerInfo
 from .events import REMOTE_PREFIX, events_from_tensor, events_to_tensor
 from .sessions import ProfiledCall, Session, current_session, hooks
@@ -155,9 +156,6 @@ class Profiling(Extension):
         events = events_from_tensor(message.tensors.pop())
         if (call := self._calls.get(message.envelope.id)) is not None:
             call.received = events
-
-
-register_extension(Profiling)
 
 
 @final

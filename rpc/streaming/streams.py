@@ -17,9 +17,11 @@ from ...errors import NotInitializedError, RpcTimeoutError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import Destination, RpcAgent, current_agent
 from ..contracts.arguments import CALL_PARTS, UNSET_RPC_TIMEOUT, check_call, check_timeout
-from ..contracts.messages import Deferred, Extension, Handler, Incoming, MessageType, register_extension
+from ..contracts.extension import Extension
+from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Request
 from ..contracts.options import MIB
 from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
 from .consumer import CLOSE, NothingYetError, StreamConsumer
 from .producer import StreamProducer, items_of
 
@@ -40,6 +42,8 @@ WINDOW_ITEMS = 1024
 class Streams(Extension):
     """The open streams of one agent, at both of their ends."""
 
+    control_kinds = (CLOSE,)
+
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self._consumers: dict[int, StreamConsumer] = {}
@@ -49,7 +53,13 @@ class Streams(Extension):
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Opening, items, and what is said about them."""
         return {
-            MessageType.STREAM_OPEN: Handler(self._open, user_values=True, cancellable=True),
+            MessageType.STREAM_OPEN: Handler(
+                self._open,
+                user_values=True,
+                cancellable=True,
+                operation="rpc_stream",
+                description="the request of a stream from worker",
+            ),
             MessageType.STREAM_OPENED: Handler(self._on_opened),
             MessageType.STREAM_ITEM: Handler(self._on_item, user_values=True),
             MessageType.STREAM_CREDIT: Handler(self._on_credit),
@@ -67,7 +77,7 @@ class Streams(Extension):
 
         try:
             answer = self.agent.request(
-                worker, MessageType.STREAM_OPEN, call, timeout=0, what=CALL_PARTS, header=head
+                worker, Request(MessageType.STREAM_OPEN, call, timeout=0, what=CALL_PARTS, header=head)
             )
         except BaseException:
             self._forget(consumer)
@@ -126,7 +136,7 @@ class Streams(Extension):
         except BaseException:
             self.agent.submit(producer.close)
             raise
-        if self.agent.why_lost(producer.consumer.id) is not None:
+        if self.agent.end_of(producer.consumer.id) is not None:
             producer.close()  # `on_worker_lost` may have been told before this stream was there
         self.agent.submit(producer.advance)
         return Deferred(producer.done)
@@ -154,9 +164,9 @@ class Streams(Extension):
         with contextlib.suppress(WorkerLostError):
             self.agent.post(message.source, kind, None, header=head)
 
-    def on_worker_lost(self, worker: WorkerInfo) -> None:
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Ends the streams from and to a worker."""
-        error = WorkerLostError(worker.name, self.agent.why_lost(worker.id) or "it is gone")
+        error = end.as_error(worker.name)
         for consumer in list(self._consumers.values()):
             if consumer.producer == worker:
                 consumer.broken(error)
@@ -181,9 +191,6 @@ class Streams(Extension):
         error = NotInitializedError(f"worker {self.agent.info.name!r} has shut down its RPC agent")
         for consumer in list(self._consumers.values()):
             consumer.broken(error)
-
-
-register_extension(Streams)
 
 
 @final

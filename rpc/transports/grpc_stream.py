@@ -20,15 +20,16 @@ from typing import Any, ClassVar, final
 import grpc
 from google.protobuf.message import DecodeError
 
+from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import SHUT_DOWN, EndKind, WorkerEnd
+from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..wire.framing import bytes_field
 from .base import TransportClosedError, TransportListener
 from .handshake import Handshake, RefusedError
 from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
 
-__all__ = ["REFUSED", "GrpcStream", "GrpcStreams"]
+__all__ = ["GrpcStream", "GrpcStreams"]
 
 FRAME_BYTES = 1 << 20
 """Bytes of envelopes that share a frame at most; a larger envelope has one of its own."""
@@ -42,9 +43,6 @@ DIAL_PAUSE = 0.05
 
 DUPLICATE_PATIENCE = 5.0
 """Seconds to wait for the stream that a peer says it is opening, before opening one again."""
-
-REFUSED = "it refused the connection"
-"""How the reason of a loss begins if the peer is there, but does not let this worker in."""
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +165,7 @@ class GrpcStream:
 
     def abort(self, reason: str) -> None:
         """The peer cannot be used any more, although this connection stands: ends it. Called on the loop."""
-        self._finish(WorkerEnd(EndKind.DISCONNECTED, reason))
+        self._finish(WorkerEnd(LossCause.DISCONNECTED, reason))
         if self._carrier is not None:
             self._carrier.cancel()
 
@@ -216,7 +214,7 @@ class GrpcStream:
             reason = f"its connection broke: {error!r}"
         finally:
             writer.cancel()
-            self._finish(SHUT_DOWN if self.goodbye else departed or WorkerEnd(EndKind.DISCONNECTED, reason))
+            self._finish(SHUT_DOWN if self.goodbye else departed or WorkerEnd(LossCause.DISCONNECTED, reason))
 
     def _start_or_wake(self) -> None:
         if self._state is _State.IDLE and not self.goodbye:
@@ -238,7 +236,7 @@ class GrpcStream:
                     self._finish(_end_of(error, self._address))
                     return
             except Exception as error:
-                self._finish(WorkerEnd(EndKind.UNREACHABLE, f"connecting to it failed: {error!r}"))
+                self._finish(WorkerEnd(LossCause.UNREACHABLE, f"connecting to it failed: {error!r}"))
                 return
             await asyncio.sleep(pause)
             pause *= 2
@@ -337,5 +335,5 @@ async def _raise_status(call: Any) -> None:
 def _end_of(error: aio.AioRpcError, address: str) -> WorkerEnd:
     """What is known of a peer to which no stream can be opened."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return WorkerEnd(EndKind.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
-    return WorkerEnd(EndKind.DISCONNECTED, f"{REFUSED}: {error.details()}")
+        return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
+    return WorkerEnd(LossCause.REFUSED, f"it refused the connection: {error.details()}")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RemoteError, RpcCancelledError, RpcTimeoutError
-from gradwire.proto.v1.agent_pb2 import MessageType
 from gradwire.rpc import aio
+from gradwire.rpc.contracts.messages import MessageType, Request
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, counts, identity, keep, set_event, wait_for, wait_until
@@ -170,10 +170,10 @@ def test_what_waits_for_a_thread_is_not_begun(agents):
     a, b = agents(2)
     run, waiting = b._executor.submit, []
     b._executor.submit = lambda *task: waiting.append(task)  # the threads of b are all taken
-    futures = [a.request(b.info, MessageType.CALL, (keep, (f"call {i}",), {})) for i in range(3)]
+    futures = [a.request(b.info, Request(MessageType.CALL, (keep, (f"call {i}",), {}))) for i in range(3)]
     wait_until(lambda: len(waiting) == 3)
     assert futures[1].cancel()
-    wait_until(lambda: len(b._server.arrivals) == 2)
+    wait_until(lambda: len(b._server.cancellable) == 2)
     b._executor.submit = run
     for task in waiting:
         run(*task)
@@ -181,7 +181,7 @@ def test_what_waits_for_a_thread_is_not_begun(agents):
     wait_until(lambda: b.debug_info()["agent.server_active_calls"] == 0)
     assert {"call 0", "call 2"} <= set(remote_functions.kept)
     assert "call 1" not in remote_functions.kept
-    assert not len(b._server.arrivals)
+    assert not len(b._server.cancellable)
 
 
 def test_what_runs_is_not_interrupted(workers):

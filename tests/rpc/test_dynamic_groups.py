@@ -5,7 +5,7 @@ from gradwire import rpc
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError, WorkerLostError
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.transports import handshake
@@ -188,7 +188,7 @@ def enter():
     agents = []
 
     def start(name, log):
-        agent = GrpcAgent(log.choose(name, -1), rpc.RpcBackendOptions(), "dynamic/group/0", roster=log)
+        agent = GrpcAgent(log.choose(name, -1), rpc.RpcBackendOptions(), "dynamic/group/0", log)
         agents.append(agent)
         assert log.join(Member(agent.info, agent.listen()))
         return agent
@@ -208,5 +208,5 @@ def test_who_was_read_of_in_the_log_before_its_hello_is_let_in(enter):
     b = enter("b", logs[1])
     logs[0].catch_up()
     b.open(logs[1].members())
-    assert b.request(a.info, MessageType.GREETING, None).wait() is None
+    assert b.request(a.info, Request(MessageType.GREETING, None)).wait() is None
     assert a.workers() == [a.info, b.info]

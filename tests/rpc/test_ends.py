@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing
 from gradwire import compat, rpc
-from gradwire.errors import WorkerLostError
+from gradwire.errors import LossCause, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.contracts.worker_end import MAX_REASON, EndKind, WorkerEnd
+from gradwire.rpc.contracts.worker_end import MAX_REASON, WorkerEnd
 
 from tests.remote_functions import add, set_event, wait_for, wait_until
 from tests.workers import _context, _init_rpc
@@ -203,12 +203,12 @@ def test_an_error_whose_text_cannot_be_made():
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert WorkerEnd.by_error(Mute()).kind is EndKind.EXCEPTION
+    assert WorkerEnd.by_error(Mute()).cause is LossCause.EXCEPTION
 
 
 def test_an_error_in_a_prompt_ends_nothing(monkeypatch):
     monkeypatch.setattr(sys, "last_value", ValueError("typed an hour ago"), raising=False)
     monkeypatch.setattr(sys, "last_exc", ValueError("typed an hour ago"), raising=False)
-    assert WorkerEnd.of_this_process(None).kind is EndKind.EXCEPTION
+    assert WorkerEnd.of_this_process(None).cause is LossCause.EXCEPTION
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert WorkerEnd.of_this_process(None).kind is EndKind.EXIT
+    assert WorkerEnd.of_this_process(None).cause is LossCause.EXIT

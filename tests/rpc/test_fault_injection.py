@@ -8,7 +8,7 @@ from gradwire import autograd, rpc
 from gradwire.errors import AnswerFailedError, RpcTimeoutError, RRefError, SendFailedError
 from gradwire.rpc.backend_registry import BackendType, construct_rpc_backend_options
 from gradwire.rpc.contracts.messages import MessageType
-from gradwire.rpc.fault_injection import CONTROL_KINDS, MESSAGE_NAMES, FaultyRpcBackendOptions
+from gradwire.rpc.fault_injection import FaultyRpcBackendOptions, control_kinds, message_names
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_for
@@ -93,7 +93,7 @@ def test_a_creation_that_is_failed(workers, owner):
 
 
 def test_control_messages_are_sent_until_they_arrive(workers):
-    a, b, c = faulty(workers, 3, messages_to_fail=CONTROL_KINDS, num_fail_sends=3)
+    a, b, c = faulty(workers, 3, messages_to_fail=control_kinds(), num_fail_sends=3)
 
     def check() -> None:
         rref = rpc.remote("worker1", torch.ones, (2,))
@@ -192,18 +192,18 @@ def test_what_is_late_leaves_when_the_worker_does(workers):
 
 
 def test_names():
-    assert set(MESSAGE_NAMES) == {*MessageType.keys(), *CONTROL_KINDS} - {"MESSAGE_TYPE_UNSPECIFIED"}
+    assert set(message_names()) == {*MessageType.keys(), *control_kinds()} - {"MESSAGE_TYPE_UNSPECIFIED"}
     for options in (
         {"messages_to_fail": ["PYTHON_CALL"]},
         {"messages_to_delay": {"rref.frok": 1}},
     ):
-        with pytest.raises(ValueError, match="messages are called BACKWARD.*rref.fork"):
+        with pytest.raises(ValueError, match="messages are called ALL_GATHER.*rref.fork"):
             FaultyRpcBackendOptions(**options)
 
 
 def test_every_control_kind_has_a_name(agents):
     (agent,) = agents(1)
-    assert set(agent.control.kinds()) == set(CONTROL_KINDS)
+    assert set(agent.control.kinds()) == set(control_kinds())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.errors import RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.proto.v1.agent_pb2 import MessageType
+from gradwire.rpc.contracts.messages import MessageType, Request
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, event, identity, set_event, wait_for, wait_until
@@ -397,7 +397,7 @@ def test_messages_about_streams_that_are_not_there(agents):
     for kind in ("OPENED", "ITEM", "CREDIT"):
         a.post(b.info, MessageType.Value(f"STREAM_{kind}"), None, header=lambda e: _name_stream(e, 1 << 50))
     a._network.send(b.info, agent_pb2.Envelope(id=1 << 50, type=MessageType.CANCEL).SerializeToString())
-    assert a.request(b.info, MessageType.CALL, (add, (1, 2), {})).wait() == 3
+    assert a.request(b.info, Request(MessageType.CALL, (add, (1, 2), {}))).wait() == 3
     wait_until(lambda: not b.debug_info()["agent.server_active_calls"])
     assert b.debug_info()["num_consumed_streams"] == b.debug_info()["num_produced_streams"] == 0
 

@@ -8,7 +8,7 @@ from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import RpcError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.inline import InlineChannel
-from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
@@ -72,7 +72,7 @@ def test_strangers_are_refused(agents, loop, changes, reason, method):
     refusal = loop.run(knock(a._network._members[0].address, method, opening.SerializeToString()), 20)
     assert refusal.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert reason in refusal.details()
-    assert a.request(a.info, MessageType.CALL, (identity, (1,), {})).wait() == 1
+    assert a.request(a.info, Request(MessageType.CALL, (identity, (1,), {}))).wait() == 1
 
 
 def test_bytes_that_are_no_hello(agents, loop):
@@ -87,12 +87,12 @@ def test_a_peer_that_sends_rubbish_is_lost(agents, loop):
     loop.run(knock(a._network._members[0].address, EXCHANGE_METHOD, opening, b"\xff\xff\xff"), 20)
     wait_until(lambda: a.why_lost(1) is not None)
     with pytest.raises(WorkerLostError, match="bytes that are no frame"):
-        a.request(b.info, MessageType.CALL, (identity, (1,), {})).wait()
+        a.request(b.info, Request(MessageType.CALL, (identity, (1,), {}))).wait()
 
 
 def send_envelope(a, b, envelope: agent_pb2.Envelope):
     """Sends a hand-made request from a to b; the future of its answer."""
-    future = a.request(b.info, MessageType.CALL, (identity, ("ready",), {}))
+    future = a.request(b.info, Request(MessageType.CALL, (identity, ("ready",), {})))
     assert future.wait() == "ready"
     from gradwire.rpc.agent.client import PendingRequest
     from gradwire.rpc.execution.futures import Future
@@ -142,7 +142,7 @@ def test_malformed_requests_get_errors(agents):
     for envelope, text in cases:
         with pytest.raises(Exception, match=text):
             send_envelope(a, b, envelope).wait()
-    assert a.request(b.info, MessageType.CALL, (identity, (1,), {})).wait() == 1
+    assert a.request(b.info, Request(MessageType.CALL, (identity, (1,), {}))).wait() == 1
 
 
 def test_chunks_that_do_not_fit_are_refused(agents, loop):
@@ -170,7 +170,7 @@ def test_both_open_a_stream_at_once(agents):
     made = agents(4)
     for _ in range(5):
         futures = [
-            x.request(y.info, MessageType.CALL, (identity, (i,), {}))
+            x.request(y.info, Request(MessageType.CALL, (identity, (i,), {})))
             for i, (x, y) in enumerate((x, y) for x in made for y in made)
         ]
         assert [f.wait() for f in futures] == list(range(16))

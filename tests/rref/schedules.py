@@ -23,7 +23,7 @@ from gradwire.errors import (
 )
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import current_agent, holder
-from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.execution.futures import Future, error_of
 from gradwire.rref.forks import References
 from gradwire.rref.ids import GlobalId
@@ -223,10 +223,7 @@ class Schedule(World):
             handle = rref._handle
             future = handle.agent.request(
                 handle.fork.owner,
-                MessageType.RREF_FETCH,
-                tuple(identify(rref)),
-                timeout=timeout,
-                keep=handle.fork.hold,
+                Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=timeout, keep=handle.fork.hold),
             )
             self._watch(machine, future, number, timeout)
 

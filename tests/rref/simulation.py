@@ -17,17 +17,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gradwire.errors import SendFailedError, UnknownWorkerError, WorkerLostError
+from gradwire.errors import LossCause, SendFailedError, UnknownWorkerError
+from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.agent.network import NetworkListener
 from gradwire.rpc.channels.inline import InlineChannel
 from gradwire.rpc.channels.router import PayloadWriter
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.contracts.worker_end import EndKind, WorkerEnd
+from gradwire.rpc.contracts.worker_end import WorkerEnd
 from gradwire.rpc.membership.members import Member
 
 ANSWERS = (MessageType.RESULT, MessageType.ERROR)
@@ -93,6 +95,7 @@ class Machine:
             self.info,
             RpcBackendOptions(rpc_timeout=60),
             "simulated",
+            extensions=DEFAULT_EXTENSIONS,
             factories=AgentFactories(
                 network=lambda *_: self.network,
                 executor=lambda *_: SimulatedExecutor(self),
@@ -100,7 +103,7 @@ class Machine:
                 scheduler=lambda *_: SimulatedScheduler(self),
             ),
         )
-        self.network.listener = self.agent
+        self.agent.listen()
         self.agent.open(members)
 
     def run(self, task: Task) -> None:
@@ -236,10 +239,14 @@ class SimulatedNetwork:
 
     def __init__(self, machine: Machine) -> None:
         self.me = machine.info
-        self.lost: dict[int, str] = {}
+        self.lost: dict[int, WorkerEnd] = {}
         self.fail_next = False
         self._machine = machine
         self._world = machine.world
+
+    def listen(self, where: object, listener: NetworkListener) -> str:
+        self.listener = listener
+        return "simulated"
 
     def open(self, members: Sequence[Member]) -> None:
         self._members = {member.info.id: member.info for member in members}
@@ -261,7 +268,7 @@ class SimulatedNetwork:
 
     def check_present(self, worker: WorkerInfo) -> None:
         if worker.id in self.lost:
-            raise WorkerLostError(worker.name, self.lost[worker.id])
+            raise self.lost[worker.id].as_error(worker.name)
 
     def connect(self, worker: WorkerInfo) -> None:
         self._world.link(self._machine, self._world.machines[worker.id])
@@ -450,8 +457,9 @@ class World:
     def _notice(self, knower: Machine, dead: Machine) -> None:
         self._notices.remove((knower, dead))
         self.flights = [f for f in self.flights if not (f.source is dead and f.target is knower)]
-        knower.network.lost[dead.info.id] = REASON
-        knower.network.listener.on_peer_lost(dead.info, WorkerEnd(EndKind.DISCONNECTED, REASON))
+        end = WorkerEnd(LossCause.DISCONNECTED, REASON)
+        knower.network.lost[dead.info.id] = end
+        knower.network.listener.on_peer_lost(dead.info, end)
 
 
 def _take(tasks: deque[Task], index: int) -> Task:

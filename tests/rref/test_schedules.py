@@ -12,7 +12,7 @@ import pytest
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
 from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.execution.futures import error_of
 from gradwire.rref.forks import References
 from hypothesis import HealthCheck, Phase, given, settings
@@ -134,7 +134,8 @@ def test_a_fetch_that_is_overtaken_by_the_end_of_its_reference():
     rref = create(schedule, user, owner)
     schedule.settle()
     fetch = user.agent.request(
-        owner.info, MessageType.RREF_FETCH, tuple(identify(rref)), timeout=1.0, keep=rref._handle.fork.hold
+        owner.info,
+        Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=1.0, keep=rref._handle.fork.hold),
     )
     late = hold_back(schedule, MessageType.RREF_FETCH)
     until_timeouts(schedule, 1.0)
@@ -272,7 +273,9 @@ def test_the_loss_of_a_creator_is_noticed_by_an_owner_it_never_reached():
     on(creator, rpc.rpc_async, user.info, receive, ([rref], 0))
     while not user.held:
         assert schedule.step()
-    fetch = user.agent.request(owner.info, MessageType.RREF_FETCH, tuple(identify(user.held[0])), timeout=0.0)
+    fetch = user.agent.request(
+        owner.info, Request(MessageType.RREF_FETCH, tuple(identify(user.held[0])), timeout=0.0)
+    )
     schedule.kill(creator)
     schedule.settle()
     assert isinstance(error_of(fetch), RRefError)

@@ -33,6 +33,7 @@ __all__ = ["BroadcastChannel", "BroadcastDependencies"]
 
 MISSED = "broadcast.missed"
 ENDED = "broadcast.ended"
+CONTROL_KINDS = (ENDED, MISSED)
 """Kinds of control messages: to the sender and from it."""
 
 MAX_RECEIVING_GROUPS = 256

@@ -1,0 +1,16 @@
+"""The extensions that an agent has by default: the one place that knows of all of them."""
+
+from collections.abc import Sequence
+
+from .autograd.extension import Autograd
+from .nn.remote_module import ModuleReducers
+from .rpc.calls import Calls
+from .rpc.contracts.extension import Extension
+from .rpc.profiling.extension import Profiling
+from .rpc.streaming.streams import Streams
+from .rref.forks import References
+
+__all__ = ["DEFAULT_EXTENSIONS"]
+
+DEFAULT_EXTENSIONS: Sequence[type[Extension]] = (Profiling, Calls, Streams, References, Autograd, ModuleReducers)
+"""In the order in which their hooks run."""

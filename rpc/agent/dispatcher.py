@@ -1,0 +1,118 @@
+"""What happens with what the network reports: the way up of a message."""
+
+import logging
+from collections.abc import Mapping
+from typing import final
+
+from ...errors import LossCause
+from ...proto.v1 import agent_pb2
+from ..channels.router import PayloadReader
+from ..collectives.all_gather import AllGatherService
+from ..contracts.messages import MessageType
+from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
+from ..execution.executor import Executor
+from ..membership.worker_events import WorkerEvents
+from .client import Client
+from .extensions import Extensions
+from .server import Server
+
+__all__ = ["Dispatcher"]
+
+log = logging.getLogger(__name__)
+
+ANSWERS = frozenset({MessageType.RESULT, MessageType.ERROR})
+
+
+@final
+class Dispatcher:
+    """Hands answers to the client and requests to the server, on the executor's threads.
+
+    The methods that begin with `on_` are those of NetworkListener: they run on the event loop and never block.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        server: Server,
+        all_gathers: AllGatherService,
+        extensions: Extensions,
+        worker_events: WorkerEvents,
+        executor: Executor,
+        *,
+        dynamic: bool,
+    ) -> None:
+        """Makes the dispatcher of one agent.
+
+        Args:
+            client: completes requests.
+            server: runs requests.
+            all_gathers: is told of lost workers.
+            extensions: are told of lost workers, and of messages that cannot be decoded.
+            worker_events: is told of workers that join and leave.
+            executor: runs what may block.
+            dynamic: whether the group is a dynamic one.
+        """
+        self._client = client
+        self._server = server
+        self._all_gathers = all_gathers
+        self._extensions = extensions
+        self._worker_events = worker_events
+        self._executor = executor
+        self._dynamic = dynamic
+        self._failed: dict[int, str] = {}
+
+    @property
+    def failed(self) -> Mapping[int, str]:
+        """The ids of workers that were lost without leaving, and why they are lost; it grows."""
+        return self._failed
+
+    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Handles an envelope whose payloads have not arrived yet."""
+        self._server.on_announced(source, envelope)
+
+    def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Handles a message whose payloads will not arrive."""
+        self._server.cancellable.discard(source, envelope)
+
+    def on_message(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+        """Handles a message that has arrived."""
+        if envelope.type == MessageType.CANCEL:
+            # Here and now: in the executor's queue it would come after the calls that wait for a thread.
+            self._server.cancellable.cancel(source, envelope)
+        elif envelope.type in ANSWERS:
+            self._executor.submit(self._client.on_answer, source, envelope, payloads)
+        else:
+            self._executor.submit(self._server.serve, source, envelope, payloads)
+
+    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        """Handles a message that cannot be read."""
+        self._executor.submit(self._reject, source, envelope, error)
+
+    def on_peer_joined(self, worker: WorkerInfo) -> None:
+        """Handles a worker that has joined the dynamic group."""
+        self._worker_events.joined(worker)
+
+    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+        """Handles the loss of a worker."""
+        self._worker_events.left(worker, end.reason)
+        # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
+        if not end.orderly and not (self._dynamic and end.cause is LossCause.UNREACHABLE):
+            self._failed[worker.id] = end.reason
+        self._executor.submit(self._lose, worker, end)
+
+    # On the executor's threads.
+
+    def _reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        self._extensions.on_decode_error(source, envelope, error)
+        if envelope.type in ANSWERS:
+            self._client.on_rejected_answer(source, envelope, error)
+        else:
+            self._server.reject(source, envelope, error)
+
+    def _lose(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+        level = logging.WARNING if worker.id in self._failed else logging.INFO
+        log.log(level, "worker %s is lost: %s", worker.name, end.reason)
+        self._client.on_worker_lost(worker, end)
+        self._all_gathers.on_worker_lost(worker)
+        self._extensions.on_worker_lost(worker, end)
