@@ -190,7 +190,8 @@ class Client:
         try:
             sent = self._codec.send(message, encoded.broadcast)
         except BaseException as error:
-            self._roll_back(pending, error)
+            if not self._roll_back(pending, error):
+                raise
         else:
             if handler.cancellable:
                 envelope.ClearField("body")
@@ -213,17 +214,21 @@ class Client:
             self.kept[identifier] = worker.id, keep
         return pending
 
-    def _roll_back(self, pending: PendingRequest, error: BaseException) -> None:
-        """Undoes `_register` for a request that was not sent: fails its future, or raises where the caller is wrong."""
+    def _roll_back(self, pending: PendingRequest, error: BaseException) -> bool:
+        """Undoes `_register` for a request that was not sent.
+
+        Returns:
+            Whether the error fails the future. Else the caller gets it at once.
+        """
         self.kept.pop(pending.identifier, None)
         if isinstance(error, SendFailedError):
             error = SendFailedError(pending.worker.name, error.reason, pending.handler.description)
         if isinstance(error, WorkerLostError | SendFailedError):
             self._fail(self._take(pending.identifier), error)
-            return
+            return True
         if self._take(pending.identifier) is not None:  # else the loss of its worker has completed it
             self._count_end(pending)
-        raise error
+        return False
 
     # Completing: on the executor's threads.
 

@@ -129,7 +129,7 @@ def test_results_are_not_kept_for_members_that_are_gone(workers):
     def gather_among_two() -> int:
         agent = current_agent()
         agent.connect(agent.worker(2))
-        wait_until(lambda: agent.why_lost(2) is not None)
+        wait_until(lambda: agent.end_of(2) is not None)
         agent.all_gather("test", "two", agent.workers()[:2], 30.0)
         return rounds_finished()
 

@@ -342,7 +342,7 @@ def test_a_receiver_that_stands_still_holds_nobody_up(workers):
 
 def forgive() -> None:
     """Has a worker try again to form groups that did not come together."""
-    rpc.api.current_agent()._network.broadcasts._hopeless.clear()
+    rpc.api.current_agent()._network.broadcasts._unformable.clear()
 
 
 def no_engine(_setup: object) -> None:

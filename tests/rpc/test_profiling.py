@@ -352,14 +352,15 @@ def test_torch_is_left_as_it_was(workers):
 
 def test_without_a_profile_nothing_is_sent(workers):
     def profiled_messages():
+        from gradwire.rpc.contracts.agent import current_agent
         from gradwire.rpc.profiling.extension import Profiling
 
-        profiling = rpc.agent.current_agent().extension(Profiling)
+        profiling = current_agent().extension(Profiling)
         seen = []
-        arriving = profiling.on_receive
+        on_receive = profiling.on_receive
         profiling.on_receive = lambda message: (
             seen.append(message.envelope.HasField("profile")),
-            arriving(message),
+            on_receive(message),
         )
         rpc.rpc_sync("worker1", remote_functions.torch_operations)
         with profiler_legacy.profile():

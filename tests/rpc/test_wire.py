@@ -8,7 +8,7 @@ from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import RpcError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.inline import InlineChannel
-from gradwire.rpc.contracts.messages import MessageType, Request
+from gradwire.rpc.contracts.messages import Handler, MessageType, Request
 from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR
 from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
@@ -85,7 +85,7 @@ def test_a_peer_that_sends_rubbish_is_lost(agents, loop):
     a, b = agents(2)
     opening = agent_pb2.Frame(hello=HELLO).SerializeToString()
     loop.run(knock(a._network._members[0].address, EXCHANGE_METHOD, opening, b"\xff\xff\xff"), 20)
-    wait_until(lambda: a.why_lost(1) is not None)
+    wait_until(lambda: a.end_of(1) is not None)
     with pytest.raises(WorkerLostError, match="bytes that are no frame"):
         a.request(b.info, Request(MessageType.CALL, (identity, (1,), {}))).wait()
 
@@ -99,7 +99,7 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
 
     future = Future(a._executor)
     envelope.id = 1 << 40
-    a._client.pending[envelope.id] = PendingRequest(envelope.id, future, b.info, MessageType.CONTROL, 0.0)
+    a._client.pending[envelope.id] = PendingRequest(envelope.id, future, b.info, Handler(print), 0.0)
     a._network.send(b.info, envelope.SerializeToString())
     return future
 

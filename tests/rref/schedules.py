@@ -353,7 +353,7 @@ class Schedule(World):
                 "pending requests": len(agent._client.pending),
                 "kept by requests": len(agent._client.kept),
                 "waiting threads": len(machine.waiting),
-                "running calls": agent._activity.running,
+                "running calls": agent._calls.in_flight,
             }
             found += [f"{machine.info.name} still has {n} {what}" for what, n in counts.items() if n]
         return found

@@ -212,7 +212,7 @@ def test_a_creation_here_that_is_refused():
     (user, _) = schedule.machines
     rref = create(schedule, user, user)
     (flight,) = hold_back(schedule, MessageType.RREF_CREATE)
-    user.agent.on_rejected(user.info, flight.envelope, ValueError("too large"))
+    user.network.listener.on_rejected(user.info, flight.envelope, ValueError("too large"))
     schedule.settle()
     with pytest.raises(ValueError, match="too large"):
         on(user, rref.to_here)
