@@ -13,9 +13,9 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has control messages be repeated soon."""
-    monkeypatch.setattr(control, "ATTEMPT_SECONDS", 0.05)
-    monkeypatch.setattr(control, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(control, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(control, "ATTEMPT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(control, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(control, "MAX_PAUSE_S", 0.02)
 
 
 class BadNetwork:

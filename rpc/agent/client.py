@@ -61,8 +61,8 @@ class _Encoded:
 class Client:
     """Sends the requests of one agent, and completes their futures.
 
-    Whoever takes a request out of `pending` completes it: an answer, its timeout, its cancellation or the loss of its
-    worker. Taking it out is one operation on a dict, so exactly one of them does.
+    A request is completed by what takes it out of `pending` first: its answer, its timeout, its cancellation or
+    the loss of its worker. Taking it out is one operation on a dict, so exactly one of them succeeds.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class Client:
             self._fail(pending, error)
 
     def _withdraw(self, worker: WorkerInfo, sent: SentMessage) -> None:
-        """Takes a request back; if it is sent already, asks its worker not to begin it. Called on the event loop."""
+        """Takes a request back, or asks its worker not to begin it. Called on the event loop."""
         if self._network.withdraw(worker, sent.ticket, sent.payloads):
             self.kept.pop(sent.envelope.id, None)
             self._executor.submit(self._extensions.on_send_aborted, Outgoing(worker, sent.envelope))

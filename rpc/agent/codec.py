@@ -69,7 +69,7 @@ class Codec:
     # Sending.
 
     def device_map(self, worker: WorkerInfo, reply_to: Incoming | None = None) -> DeviceMap:
-        """Returns where tensors go in a message to a worker, or in one that belongs to a request of that worker."""
+        """Returns the device map of messages to a worker, or of the answer to a request of that worker."""
         if reply_to is None:
             return self._options.device_maps.get(worker.name, NO_DEVICES)
         return device_map_of_answer(reply_to.envelope.device_map)

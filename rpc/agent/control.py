@@ -1,4 +1,4 @@
-"""Messages among agents that must not get lost: the bookkeeping of references and contexts.
+"""Control messages: messages between agents that must not get lost, such as those that count references.
 
 A control message is sent again until it is acknowledged, and processed once. Each sender numbers those it
 sends to each receiver. The receiver keeps the outcome of those it has processed and answers a repetition
@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from ...errors import (
     AnswerFailedError,
@@ -22,46 +22,43 @@ from ...errors import (
     WorkerLostError,
 )
 from ...proto.v1 import agent_pb2
+from ..contracts.agent import RpcAgent, holder
+from ..contracts.control import ControlHandler, OnSettled
 from ..contracts.messages import Handler, Incoming, MessageType, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.futures import error_of
 from ..execution.kept_errors import copy_error
 from ..execution.scheduler import Scheduler, SerialThread, Task
 
-if TYPE_CHECKING:
-    from ..contracts.agent import RpcAgent
-
 __all__ = ["RetryingControlMessages"]
 
-ATTEMPT_SECONDS = 5.0
-"""How long one attempt waits for its acknowledgement."""
+ATTEMPT_TIMEOUT_S = 5.0
+"""Seconds that one attempt waits for its acknowledgement."""
 
-FIRST_PAUSE = 0.05
-LONGEST_PAUSE = 5.0
-"""Seconds between attempts: doubled from the first to the longest. An attempt that could not be sent is over
-at once; any other only when its time is."""
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 5.0
+"""Seconds between attempts: doubled from the first to the longest. An attempt that could not be sent ends at once,
+any other when its time is up."""
 
 log = logging.getLogger(__name__)
 
-Done = Callable[[Exception | None], None]
-
 
 @dataclass(slots=True)
-class _Sent:
-    """A message that is not acknowledged yet."""
+class _Unacknowledged:
+    """A message that has been sent and is not acknowledged yet."""
 
     worker: WorkerInfo
     number: int
     kind: str
     payload: Any
-    done: Done
+    done: OnSettled
     expected: tuple[type[Exception], ...] = ()
     attempts: int = 0
 
 
 @dataclass(slots=True)
-class _Received:
-    """What has come from one sender."""
+class _Inbox:
+    """Control messages received from one worker, by number."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     floor: int = 0
@@ -70,28 +67,26 @@ class _Received:
 
 @final
 class RetryingControlMessages:
-    """Sends and handles the control messages of one agent, by tasks that run one after another.
+    """Sends control messages until they are acknowledged, and processes each that arrives once.
 
     `send` and `run` take no lock, so finalizers may call them.
     """
 
-    def __init__(self, agent: "RpcAgent", scheduler: Callable[[str, Task], Scheduler] = SerialThread) -> None:
-        from ..contracts.agent import holder  # here, because agents hold a ControlMessages
-
+    def __init__(self, agent: RpcAgent, scheduler: Callable[[str, Task], Scheduler] = SerialThread) -> None:
         self._agent = agent
         self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
         self._numbers: dict[int, int] = defaultdict(int)
-        self._unacknowledged: dict[int, dict[int, _Sent]] = defaultdict(dict)
-        self._received: dict[int, _Received] = defaultdict(_Received)
+        self._unacknowledged: dict[int, dict[int, _Unacknowledged]] = defaultdict(dict)
+        self._received: dict[int, _Inbox] = defaultdict(_Inbox)
         self._received_lock = threading.Lock()
         self._scheduler = scheduler(f"gradwire-control-{agent.info.name}", lambda: holder.bind_thread(agent))
 
-    def on(self, kind: str, handle: Callable[[WorkerInfo, Any], None]) -> None:
-        """Registers what a kind of message does: `handle(sender, payload)`, which must not wait for others."""
+    def on(self, kind: str, handle: ControlHandler) -> None:
+        """Registers what a kind of message does."""
         self._handlers[kind] = handle
 
     def kinds(self) -> Collection[str]:
-        """The kinds of messages that are known here."""
+        """Returns the registered kinds."""
         return self._handlers.keys()
 
     def send(
@@ -99,46 +94,38 @@ class RetryingControlMessages:
         worker: WorkerInfo,
         kind: str,
         payload: Any,
-        done: Done = lambda _error: None,
+        done: OnSettled = lambda _error: None,
         expected: tuple[type[Exception], ...] = (),
     ) -> None:
-        """Sends a message until it is acknowledged.
-
-        Args:
-            worker: to whom.
-            kind: what `on` was called with over there.
-            payload: anything that pickles.
-            done: called by a task with None, or with what the handler raised, or a
-                WorkerLostError when the receiver is gone.
-            expected: classes of errors by which the handler answers a question; others are logged as failures.
-        """
-        self._scheduler.submit(lambda: self._begin(_Sent(worker, 0, kind, payload, done, expected)))
+        """Sends a message, again and again until it is acknowledged: see `ControlMessages.send`."""
+        sent = _Unacknowledged(worker, 0, kind, payload, done, expected)
+        self._scheduler.submit(lambda: self._begin(sent))
 
     def run(self, task: Task) -> None:
-        """Runs a task after everything that was asked for before, and never beside another."""
+        """Runs a task on the control thread, after everything that was submitted before."""
         self._scheduler.submit(task)
 
     def pending(self) -> int:
-        """How many messages are not acknowledged yet."""
+        """Returns how many sent messages are not acknowledged yet."""
         return sum(map(len, list(self._unacknowledged.values())))
 
     def handler(self) -> Handler:
-        """The handler of CONTROL messages."""
+        """Returns the handler of CONTROL messages."""
         return Handler(self._handle, description="a control message to worker")
 
     def close(self) -> None:
-        """Ends the tasks. What is unacknowledged is given up."""
-        self._scheduler.close(ATTEMPT_SECONDS)
+        """Ends the control thread; messages that are not acknowledged are dropped."""
+        self._scheduler.close(ATTEMPT_TIMEOUT_S)
 
     # Sending: all by tasks of the scheduler.
 
-    def _begin(self, sent: _Sent) -> None:
+    def _begin(self, sent: _Unacknowledged) -> None:
         sent.number = self._numbers[sent.worker.id]
         self._numbers[sent.worker.id] += 1
         self._unacknowledged[sent.worker.id][sent.number] = sent
         self._attempt(sent)
 
-    def _attempt(self, sent: _Sent) -> None:
+    def _attempt(self, sent: _Unacknowledged) -> None:
         sent.attempts += 1
         below = min(self._unacknowledged[sent.worker.id])
         control = agent_pb2.ControlHeader(number=sent.number, acknowledged_below=below, kind=sent.kind)
@@ -148,7 +135,7 @@ class RetryingControlMessages:
                 Request(
                     MessageType.CONTROL,
                     sent.payload,
-                    timeout=ATTEMPT_SECONDS,
+                    timeout=ATTEMPT_TIMEOUT_S,
                     header=lambda envelope: envelope.control.CopyFrom(control),
                 ),
             )
@@ -159,16 +146,16 @@ class RetryingControlMessages:
             lambda done: self._scheduler.submit(lambda: self._attempted(sent, error_of(done)))
         )
 
-    def _attempted(self, sent: _Sent, error: Exception | None) -> None:
+    def _attempted(self, sent: _Unacknowledged, error: Exception | None) -> None:
         if isinstance(error, RpcTimeoutError | SendFailedError | AnswerFailedError):
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(sent.attempts - 1, 16))
+            pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(sent.attempts - 1, 16))
             self._scheduler.call_later(pause, lambda: self._attempt(sent))
             return
         if error is not None and not isinstance(error, (WorkerLostError, NotInitializedError, *sent.expected)):
             log.warning("control message %s to %s failed: %s", sent.kind, sent.worker.name, error)
         self._settle(sent, error)
 
-    def _settle(self, sent: _Sent, error: Exception | None) -> None:
+    def _settle(self, sent: _Unacknowledged, error: Exception | None) -> None:
         del self._unacknowledged[sent.worker.id][sent.number]
         sent.done(error)
 

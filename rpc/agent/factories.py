@@ -1,7 +1,7 @@
 """The parts of an agent that can be exchanged.
 
-Faults are injected between an agent and its network, and tests of the protocols simulate network, threads and time,
-so that every schedule can be tried and repeated.
+Fault injection wraps the network. Tests of the protocols simulate network, threads and time, so that every
+schedule can be tried and repeated.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,10 @@
 """The agent on gRPC, put together from its parts.
 
-The way of a request down: `client` registers it, `codec` pickles its value and encodes it (the extensions add their
-headers), `network` puts tensor bytes into channels and the envelope into the receiver's transport. The way up:
-`network` collects the payloads on the event loop, `dispatcher` hands the message to a thread of the executor, where
-`server` decodes it, runs its handler and sends the answer, or `client` completes the request that it answers.
+A request goes straight down: `client` has its value pickled and registers it, `codec` encodes it (the extensions
+add their headers), `network` puts tensor bytes into channels and the envelope into the receiver's transport. A
+message goes straight up: `network` collects its payloads on the event loop, `dispatcher` hands it to a thread of
+the executor, and there `server` decodes it, runs its handler and sends the answer, or `client` completes the
+request that it answers.
 """
 
 import logging

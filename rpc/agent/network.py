@@ -32,24 +32,27 @@ from ..transports.settings import MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, a
 __all__ = ["Network", "NetworkListener"]
 
 DRAIN_SECONDS = 5.0
-"""How long a closing worker waits for its peers to take what is queued for them."""
+"""Seconds that a closing worker waits for its peers to receive what is queued for them."""
 
 FAREWELL_DIALS = 16
-"""To how many workers one that fails says so though it has no connection to them."""
+"""How many unconnected workers a failing worker dials to say goodbye."""
 
 GRACE_SECONDS = 1.0
-"""How long peers that are leaving too may take to end their streams; then they are cut."""
+"""Seconds that peers may take to end their streams; then the server cancels them."""
 
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
-"""Puts a transport to a worker, which lives on an event loop, into another that changes what it does."""
+"""Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
 
 
 class NetworkListener(Protocol):
     """Handles what a network reports. All methods are called on the event loop and must not block."""
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Handles an envelope whose payloads have not arrived; `on_message`, `on_rejected` or `on_dropped` follows."""
+        """Handles an envelope whose payloads have not arrived.
+
+        `on_message`, `on_rejected` or `on_dropped` follows.
+        """
 
     def on_message(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Handles a message that has arrived with all of its payloads."""
@@ -146,12 +149,12 @@ class Network:
         return format_address(where.advertised, self._events.run(start()))
 
     def open(self, members: Sequence[Member]) -> None:
-        """Makes the members known; nobody is let in before `admit`."""
+        """Sets the members; none of them is let in before `admit`."""
         for member in sorted(members, key=lambda member: member.info.id):
             self._add(member)
 
     def admit(self) -> None:
-        """Lets the members in."""
+        """Accepts connections of the members from now on."""
         self._events.loop.call_soon_threadsafe(self._let_in)
 
     def _add(self, member: Member) -> None:
@@ -170,11 +173,11 @@ class Network:
         self._handshake.open(members, self._roster.entries() if self._roster is not None else ())
 
     def _learn(self, entries: Sequence[str]) -> None:
-        """Somebody who has joined a dynamic group tells what it knows. On the loop."""
+        """Learns the roster that a worker which has joined a dynamic group knows. Called on the loop."""
         if self._roster is None:
             return
         self._roster.learn(entries)
-        # All that are missing here: the roster may know some from the store, where `leave` reads of them.
+        # All that are unknown here: `leave` may have read some of them from the store before.
         joined = [member for member in self._roster.members() if member.info.id not in self._members]
         for member in joined:
             self._add(member)
@@ -188,18 +191,18 @@ class Network:
         return self._lost
 
     def workers(self) -> list[WorkerInfo]:
-        """All members by id; of a dynamic group, those that are not lost."""
+        """Returns all members by id; of a dynamic group, those that are not lost."""
         everybody = sorted(member.info.id for member in self._members.values())
         if self._roster is not None:
             everybody = [identifier for identifier in everybody if identifier not in self._lost]
         return [self._members[identifier].info for identifier in everybody]
 
     def worker(self, destination: object) -> WorkerInfo:
-        """The member with this name, id or WorkerInfo.
+        """Returns the member with this name, id or WorkerInfo.
 
         Raises:
-            UnknownWorkerError: there is none.
-            ValueError: it is none of the three.
+            UnknownWorkerError: there is no such member.
+            ValueError: the destination is neither a name, an id nor a WorkerInfo.
         """
         name, identifier = destination, destination
         if isinstance(destination, WorkerInfo):
@@ -216,15 +219,15 @@ class Network:
         return found
 
     def transport_names(self) -> dict[str, str]:
-        """How each member is reached."""
+        """Returns the name of the transport to each member, by the member's name."""
         return {worker.name: self._transports[worker.id].name for worker in self.workers()}
 
     def writer(self, worker: WorkerInfo, broadcast: Broadcast | None = None) -> PayloadWriter:
-        """What takes the payloads of one envelope to a worker; `broadcast` is what it shares with others."""
+        """Returns a writer for the payloads of an envelope; `broadcast` is shared with other envelopes."""
         return self._router.writer(worker.id, broadcast)
 
     def broadcast(self, workers: Sequence[WorkerInfo]) -> Broadcast | None:
-        """What envelopes to these workers are to share; None if nothing."""
+        """Returns what envelopes to these workers share; None if they share nothing."""
         return self.broadcasts.broadcast([worker.id for worker in workers if worker.id not in self._lost])
 
     def connect(self, worker: WorkerInfo) -> None:
@@ -240,11 +243,11 @@ class Network:
         """Queues an envelope.
 
         Returns:
-            A ticket that `withdraw` takes.
+            A ticket for `withdraw`.
 
         Raises:
-            WorkerLostError: the worker is gone.
-            SendFailedError: it was not sent, although the worker is there.
+            WorkerLostError: the worker is lost.
+            SendFailedError: it was not sent, although the worker is not known to be lost.
             SerializationError: the envelope is larger than a frame can be.
         """
         if len(envelope) > MAX_ENVELOPE_BYTES:
@@ -261,7 +264,7 @@ class Network:
             raise WorkerLostError(worker.name, str(error), cause) from None
 
     def call_soon(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls a function on the event loop, after everything that is queued already has been handed to it."""
+        """Calls a function on the event loop, after everything that has been queued before."""
         self._events.loop.call_soon_threadsafe(function, *args)
 
     def withdraw(self, worker: WorkerInfo, ticket: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
@@ -277,7 +280,7 @@ class Network:
         return True
 
     def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """An envelope has arrived: waits for its payloads. Called by transports on the loop."""
+        """Collects the payloads of an envelope that has arrived. Called by transports on the loop."""
         self._listener.on_announced(source, envelope)
         try:
             arrived = self._router.collect(source.id, envelope)
@@ -301,7 +304,7 @@ class Network:
         arrived.add_done_callback(collected)
 
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
-        """The connection to a worker is over. Called by transports on the loop."""
+        """Handles the end of the connection to a worker. Called by transports on the loop."""
         if self._closing or peer.id in self._lost:
             return
         self._lost[peer.id] = end
@@ -310,23 +313,27 @@ class Network:
         self._listener.on_peer_lost(peer, end)
 
     def leave(self) -> None:
-        """Leaves a dynamic group; who joins from now on does not look for this worker."""
+        """Removes this worker from the roster of a dynamic group."""
         if self._roster is not None and self.me.id in self._members:
             with contextlib.suppress(RuntimeError):  # the store may have gone before
                 self._roster.leave(self.me.id)
 
     def disconnect(self, end: WorkerEnd) -> None:
-        """Sends what is queued, says goodbye to all peers and stops serving. `end` is how this worker ends."""
+        """Sends what is queued, says goodbye to all peers and stops serving.
+
+        Args:
+            end: how this worker ends, for the goodbye.
+        """
         self._closing = True
         self.broadcasts.stop()
         self._events.run(self._disconnect(end))
 
     def release(self) -> None:
-        """Gives the event loop back."""
+        """Releases the event loop."""
         self._events.release()
 
     async def _disconnect(self, end: WorkerEnd) -> None:
-        # A failure is told also to workers that this one has never talked to: to those that lead gatherings.
+        # A failure is told also to workers without a connection: the lowest ids, which lead collectives.
         told = () if end.orderly else sorted(self._transports.keys() - self._lost.keys())[:FAREWELL_DIALS]
         transports = self._transports.items()
         await asyncio.gather(*(t.close(DRAIN_SECONDS, end, dial=peer in told) for peer, t in transports))

@@ -1,16 +1,14 @@
-"""When a worker may leave without anything being lost: when no calls are under way."""
+"""When a worker can leave without losing a call: when no calls are in flight."""
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from ...errors import RpcTimeoutError
 from ..collectives.all_gather import WARN_INTERVAL_S, AllGatherService
+from ..contracts.agent import RpcAgent
 from .stats import CallCounter
-
-if TYPE_CHECKING:
-    from ..contracts.agent import RpcAgent
 
 __all__ = ["Quiescence"]
 
@@ -19,37 +17,44 @@ log = logging.getLogger(__name__)
 
 @final
 class Quiescence:
-    """Waits for the calls of one agent, or of all workers of its group, and says what it waits for."""
+    """Waits for the calls of one agent, or of all workers of its group, and logs what it waits for."""
 
     def __init__(
         self,
-        agent: "RpcAgent",
+        agent: RpcAgent,
         calls: CallCounter,
-        all_gather_service: AllGatherService,
+        all_gathers: AllGatherService,
         unanswered: Callable[[], Mapping[str, int]],
     ) -> None:
-        """Args: whose; its count of calls under way; its gatherings; its unanswered calls by worker name."""
+        """Makes the wait of one agent.
+
+        Args:
+            agent: the agent.
+            calls: counts its calls in flight.
+            all_gathers: collects the counts of all workers.
+            unanswered: returns the number of calls without an answer, by the name of the worker called.
+        """
         self._agent = agent
         self._calls = calls
-        self._all_gather_service = all_gather_service
+        self._all_gathers = all_gathers
         self._unanswered = unanswered
 
     def wait_here(self, timeout: float) -> None:
-        """Returns when this worker has no calls under way. Raises RpcTimeoutError after `timeout` seconds."""
+        """Waits until this worker has no calls in flight. Raises RpcTimeoutError after `timeout` seconds."""
         self._wait_here(time.monotonic() + timeout if timeout else None, timeout)
 
     def wait_everywhere(self, timeout: float, failed: Mapping[int, str]) -> Mapping[int, str]:
-        """Returns when no worker has calls under way and none can arise.
+        """Waits until no worker has calls in flight and none can begin.
 
-        Every worker waits until nothing runs on it and tells how many calls there have been. Two rounds with
-        the same numbers mean that nothing happened in between. (After Mattern's four-counter method.)
+        Every worker waits until it has none, and tells the others how many calls there have been. Two rounds with
+        the same numbers mean that nothing happened in between. (Mattern's four-counter method.)
 
         Args:
             timeout: seconds, 0 for none.
-            failed: the ids of the workers whose failure is known here, and why they failed; it may grow meanwhile.
+            failed: the ids of the workers that are known here to have failed, and why; it may grow meanwhile.
 
         Returns:
-            Those whose failure is known to any worker.
+            The same for the workers that are known anywhere to have failed.
 
         Raises:
             RpcTimeoutError: it took more than `timeout` seconds.
@@ -59,15 +64,10 @@ class Quiescence:
         while True:
             self._wait_here(deadline, timeout)
             left = max(1e-3, deadline - time.monotonic()) if deadline else 0.0
-            workers = self._agent.workers()
+            mine = (self._calls.total, dict(failed))
             try:
-                told = self._all_gather_service.all_gather(
-                    "shutdown",
-                    (self._calls.total, dict(failed)),
-                    workers,
-                    left,
-                    "shutdown",
-                    self._say_who_is_awaited,
+                told = self._all_gathers.all_gather(
+                    "shutdown", mine, self._agent.workers(), left, "shutdown", self._log_missing
                 )
             except RpcTimeoutError as error:
                 raise RpcTimeoutError(error.worker, timeout, "shutdown waits for others to shut down:") from None
@@ -83,16 +83,16 @@ class Quiescence:
             if self._calls.wait_for_none(min(left, WARN_INTERVAL_S)):
                 return
             if deadline and time.monotonic() >= deadline:
-                raise RpcTimeoutError(me, timeout, f"shutdown waits for {self._under_way()} on worker")
-            log.info("shutdown of worker %s waits for %s", me, self._under_way())
+                raise RpcTimeoutError(me, timeout, f"shutdown waits for {self._in_flight()} on worker")
+            log.info("shutdown of worker %s waits for %s", me, self._in_flight())
 
-    def _under_way(self) -> str:
-        """The calls that are under way, in words."""
+    def _in_flight(self) -> str:
+        """Returns a description of the calls in flight."""
         sent = self._unanswered()
         parts = [f"{count} calls to {name!r}" for name, count in sorted(sent.items())]
         if (served := self._calls.in_flight - sum(sent.values())) > 0:
             parts.append(f"{served} calls from others")
         return " and ".join(parts) or "calls that are about to end"
 
-    def _say_who_is_awaited(self, names: Sequence[str]) -> None:
+    def _log_missing(self, names: Sequence[str]) -> None:
         log.info("shutdown of worker %s waits for %s to shut down", self._agent.info.name, ", ".join(names))

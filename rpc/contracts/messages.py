@@ -91,9 +91,9 @@ class Deferred:
 class Handler:
     """What a message type means.
 
-    run: processes a message and returns its answer: a value, or a Deferred.
-    user_values: whether its messages and answers carry users' values; then the hooks of the extensions run on them,
-        and shutdown waits for them.
+    run: processes a message and returns its answer, a value or a Deferred.
+    user_values: whether its messages and answers carry users' values; then the hooks of the extensions run on
+        them, and shutdown waits for them.
     cancellable: whether callers may cancel such a request before it has begun to run.
     operation: the function that users call to send such a request; for `repr` and log lines.
     description: what such a request is, in words that go on with the name of a worker; for errors.
