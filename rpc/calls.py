@@ -1,105 +1,31 @@
-"""Running functions on other workers."""
+"""The functions that call other workers: `rpc_sync`, `rpc_async` and `broadcast_call`."""
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar, TypeVarTuple, cast, final, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, TypeVarTuple, overload
 
-import torch
-
-from ..errors import RpcError
-from ..torch_internals import AnyFuture
 from .contracts.agent import Destination, current_agent
 from .contracts.arguments import CALL_PARTS, UNSET_RPC_TIMEOUT, check_call, check_timeout
-from .contracts.extension import Extension
-from .contracts.messages import Deferred, Handler, Incoming, MessageType, Request
+from .contracts.messages import MessageType, Request
 from .contracts.worker import WorkerInfo
-from .execution.futures import Future, when_done
-from .execution.script_functions import run_script_function
-from .functions import is_async_execution
-from .profiling.extension import RPCExecMode, profiled_call, run_profiled
+from .execution.futures import Future
+from .profiling.extension import RPCExecMode, profiled_call
 from .wait_all import note_future
 from .wire.script import not_scriptable
-from .wire.tracebacks import users_traceback
 
 __all__ = [
-    "Calls",
     "broadcast_call",
-    "logged",
     "name_of",
     "rpc_async",
     "rpc_sync",
-    "run_function",
     "send_call",
 ]
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-log = logging.getLogger(__name__)
-
-CALLS_USERS = ("run_function",)
-"""See tracebacks.py."""
-
-
-@final
-class Calls(Extension):
-    """Serves CALL messages."""
-
-    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
-        """The one type."""
-        return {
-            MessageType.CALL: Handler(
-                self._run,
-                user_values=True,
-                cancellable=True,
-                operation="rpc_async",
-                description="a call to worker",
-            )
-        }
-
-    def _run(self, message: Incoming) -> Any:
-        with logged(message):
-            return run_profiled(message, run_function, *message.value)
-
-
-@contextmanager
-def logged(message: Incoming) -> Iterator[None]:
-    """Logs what a function raises that another worker calls: it may be of more use here than there."""
-    try:
-        yield
-    except BaseException as error:
-        trace = (type(error), error, users_traceback(error))
-        log.info("a call from worker %s failed", message.source.name, exc_info=trace)
-        raise
-
-
-def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a function for another worker.
-
-    Returns:
-        Its result; a Deferred if the function answers later.
-
-    Raises:
-        RpcError: it is marked with `async_execution` and returned no future.
-        Exception: what the function raises.
-    """
-    if isinstance(function, torch.jit.ScriptFunction):
-        return run_script_function(function, args, kwargs)
-    result = function(*args, **kwargs)
-    if not is_async_execution(function):
-        return result
-    if not isinstance(result, AnyFuture):  # what `then` returns is no torch.futures.Future
-        name = getattr(function, "__qualname__", function)
-        raise RpcError(
-            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-            f"but {name} returned a {type(result).__name__}"
-        )
-    return Deferred(when_done(cast(torch.futures.Future[Any], result)))
-
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns what people call a function, or anything else that can be called."""
+    """Returns the name of a function, or of another callable, for people."""
     name = getattr(function, "__qualname__", "").rpartition("<locals>.")[2]
     if name.startswith("_"):  # torch's functions are methods of a private class
         name = name.rpartition(".")[2]
@@ -170,13 +96,13 @@ def rpc_async(
     Args:
         to: a worker's name, id or WorkerInfo; this worker itself too.
         func: a function or class that the other worker can import.
-        args: its positional arguments: anything that pickles. Large tensors are sent from where they are, so
-            leave them as they are until the future is done.
+        args: its positional arguments: anything that pickles. Large tensors are sent from the memory they are in,
+            so do not change them until the future is done.
         kwargs: its named arguments.
         timeout: seconds, 0 for none. By default that of the options.
 
     Returns:
-        A torch future. It fails with the exception that the function raised, whose `__cause__` is a
+        A torch future of the result. It fails with the exception that the function raised, whose `__cause__` is a
         RemoteError with the remote traceback; with RpcTimeoutError; or with WorkerLostError.
 
     Raises:
@@ -198,9 +124,17 @@ def send_call(
     keep: object = None,
     name: str | None = None,
 ) -> Future[Any]:
-    """Does what `rpc_async` does, but `wait_all` does not see it.
+    """Sends a call as `rpc_async` does, but `wait_all` does not wait for it.
 
-    `keep` is kept until the call is over. `name` is what the future calls the function if not by its own name.
+    Args:
+        to: see `rpc_async`.
+        func: see `rpc_async`.
+        args: see `rpc_async`.
+        kwargs: see `rpc_async`.
+        timeout: see `rpc_async`.
+        mode: the kind of call, for profiles.
+        keep: an object that is kept alive until the call is answered.
+        name: the function's name for people, if not its own.
     """
     agent = current_agent()
     worker = agent.worker(to)
@@ -343,7 +277,7 @@ def broadcast_call(
     Args:
         names: workers, each by its name, id or WorkerInfo; this worker too.
         func: see `rpc_async`.
-        args: its positional arguments. Tensors are sent from where they are: leave them as they are until all
+        args: its positional arguments. Tensors are sent from the memory they are in: do not change them until all
             futures are done.
         kwargs: its named arguments.
         timeout: of each call; see `rpc_async`.

@@ -43,7 +43,7 @@ from .transports.base import Transport, TransportClosedError
 __all__ = ["FaultyRpcBackendOptions", "control_kinds", "message_names", "start_faulty_agent"]
 
 DELAYED_TICKET = -1
-"""The ticket of what leaves late: it cannot be taken back."""
+"""The ticket of a delayed envelope, which cannot be withdrawn."""
 
 
 def control_kinds() -> Sequence[str]:
@@ -147,7 +147,7 @@ def start_faulty_agent(
 
 @final
 class _Faults:
-    """What goes wrong on one worker."""
+    """Decides which messages of one worker fail or are delayed."""
 
     def __init__(self, options: FaultyRpcBackendOptions) -> None:
         self._lock = threading.Lock()
@@ -158,7 +158,7 @@ class _Faults:
         return _FaultyTransport(self, transport, peer, loop)
 
     def should_fail(self, names: Sequence[str]) -> bool:
-        """Is it the turn of this send to fail?"""
+        """Returns whether this send is to fail, and counts it."""
         with self._lock:
             for name in names:
                 if self._to_fail[name]:
@@ -167,13 +167,13 @@ class _Faults:
         return False
 
     def delay(self, names: Sequence[str]) -> float:
-        """Seconds."""
+        """Returns the seconds by which a message is delayed."""
         return max(self._delays.get(name, 0.0) for name in names)
 
 
 @final
 class _FaultyTransport:
-    """Fails, delays or passes on what it is given to send."""
+    """Wraps a transport: fails or delays what is sent."""
 
     name: ClassVar[str] = "faulty"
 
@@ -184,8 +184,8 @@ class _FaultyTransport:
         self._transport = transport
         self._peer = peer
         self._loop = loop
-        self._late: dict[asyncio.TimerHandle, bytes] = {}
-        """Touched on the loop only."""
+        self._delayed: dict[asyncio.TimerHandle, bytes] = {}
+        """The delayed envelopes. Used on the event loop only."""
 
     def send(self, envelope: bytes) -> int:
         names = _names(envelope)
@@ -203,29 +203,29 @@ class _FaultyTransport:
         self._transport.connect()
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
-        """What is late leaves now."""
-        for timer, envelope in list(self._late.items()):
+        """Sends what is delayed at once, and closes the transport."""
+        for timer, envelope in list(self._delayed.items()):
             timer.cancel()
-            self._send_late(envelope)
-        self._late.clear()
+            self._send_delayed(envelope)
+        self._delayed.clear()
         await self._transport.close(drain, end, dial=dial)
 
     def _send_at(self, when: float, envelope: bytes) -> None:
         def leave() -> None:
-            del self._late[timer]
-            self._send_late(envelope)
+            del self._delayed[timer]
+            self._send_delayed(envelope)
 
         timer = self._loop.call_at(when, leave)
-        self._late[timer] = envelope
+        self._delayed[timer] = envelope
 
-    def _send_late(self, envelope: bytes) -> None:
-        # If the peer is lost meanwhile, whoever waits for an answer has been told.
+    def _send_delayed(self, envelope: bytes) -> None:
+        # If the peer is lost meanwhile, the calls that wait for an answer have failed already.
         with contextlib.suppress(TransportClosedError):
             self._transport.send(envelope)
 
 
 def _names(data: bytes) -> Sequence[str]:
-    """What a message is called, the most specific name first."""
+    """Returns the names of a message, the most specific first."""
     envelope = agent_pb2.Envelope.FromString(data)
     kind = [envelope.control.kind] if envelope.HasField("control") else []
     return [*kind, MessageType.Name(envelope.type)]

@@ -31,7 +31,8 @@ import torch
 
 from ..errors import RemoteError, RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
 from ..proto.v1 import agent_pb2
-from ..rpc.calls import logged, name_of, run_function
+from ..rpc.call_handler import logged, run_function
+from ..rpc.calls import name_of
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Deferred, Handler, Incoming, MessageType, Outgoing, Request

@@ -5,7 +5,8 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 
-from ..rpc.calls import run_function, send_call
+from ..rpc.call_handler import run_function
+from ..rpc.calls import send_call
 from ..rpc.contracts.agent import current_agent
 from ..rpc.execution.futures import Future
 from ..rpc.profiling.extension import RPCExecMode

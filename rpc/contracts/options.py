@@ -1,4 +1,4 @@
-"""How an agent behaves."""
+"""The options of `init_rpc`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -58,8 +58,9 @@ class BroadcastOptions:
     """When `broadcast_call` sends large tensors to all workers at once, in static groups.
 
     enabled: False to send them to each worker by itself.
-    threshold: bytes from which a tensor is large.
-    max_groups: sets of workers for which this worker keeps a process group; that used longest ago is given up.
+    threshold: bytes from which a tensor counts as large.
+    max_groups: process groups that this worker keeps, one for each set of receivers; beyond that, the least
+        recently used is closed.
     """
 
     enabled: bool = True
@@ -72,13 +73,14 @@ class BroadcastOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllGatherOptions:
-    """When `all_gather` and `barrier` go through a process group of the workers, in static groups.
+    """When `all_gather` and `barrier` run through a process group of the workers, in static groups.
 
-    It is formed in the background, and all of the workers must have this enabled.
+    The process group forms in the background. All of the workers must have this enabled.
 
-    enabled: False to have them go by messages always.
-    after: gatherings of the same workers that go by messages first, so that few of them do not cost a group.
-    max_groups: sets of workers for which this worker keeps a process group; that used longest ago is given up.
+    enabled: False to have them use messages always.
+    after: rounds of the same workers that use messages, before a process group forms.
+    max_groups: process groups that this worker keeps, one for each set of workers; beyond that, the least recently
+        used is closed.
     """
 
     enabled: bool = True
@@ -100,31 +102,31 @@ def _check_switch_and_counts(options: BroadcastOptions | AllGatherOptions, *coun
 
 @dataclass(slots=True, kw_only=True)
 class RpcBackendOptions:
-    """The options of `init_rpc`. They can be changed until then, and are checked whenever they are set.
+    """The options of `init_rpc`. They can be changed until it is called, and are checked whenever they are set.
 
     rpc_timeout: seconds after which a call without a timeout of its own fails; 0 is never.
-    init_method: the URL workers meet at: env://, tcp://host:port or file:///path.
+    init_method: the URL of the rendezvous: env://, tcp://host:port or file:///path.
     init_timeout: seconds to wait for all workers to join.
-    num_worker_threads: threads that run incoming calls side by side. More are started while these wait for
-        other calls, so nesting never runs dry.
-    host: a name or address of this machine, to listen on and to be called at; a wildcard ("0.0.0.0", "::")
-        listens on all of them, and is called at one. None, the default, is the loopback address; with `insecure`,
-        and among workers on several hosts, that at which the other hosts reach this one.
+    num_worker_threads: threads that run incoming calls at a time. Threads that wait for other calls do
+        not count, so nested calls cannot use them up.
+    host: a name or address of this machine, to listen on and to be reached at; a wildcard ("0.0.0.0", "::") listens
+        on all addresses and advertises one of them. None, the default, is the loopback address; with `insecure`,
+        and among workers on several hosts, it is the address at which the other hosts reach this one.
     insecure: allow workers on several hosts, or an `init_method` or `host` that other machines can reach, although
-        nothing proves who calls. Anybody who reaches a worker can run code in it. All workers need it alike.
-    channels: where tensor bytes travel.
-    broadcasts: when tensors for several workers travel to all of them at once.
-    gatherings: when `all_gather` and `barrier` go through shared memory, or what else a process group uses.
-    device_maps: by the name of a called worker, which of this worker's CUDA devices become which of that one's
-        for the tensors of a call; its results come back the opposite way.
+        callers are not authenticated: anybody who reaches a worker can run code in it. All workers must agree.
+    channels: how the bytes of bodies and tensors travel.
+    broadcasts: when tensors for several workers are sent to all of them at once.
+    all_gather: when `all_gather` and `barrier` run through a process group.
+    device_maps: by the name of a called worker: from this worker's CUDA devices to that worker's, for the tensors
+        of a call. Results come back the opposite way.
     devices: this worker's CUDA devices that take part in calls. By default those in `device_maps`.
     """
 
     CONSENT: ClassVar[str] = "pass rpc_backend_options=rpc.RpcBackendOptions(insecure=True) to init_rpc"
-    """How users allow addresses that are not loopback ones, for messages."""
+    """How users allow addresses that other machines can reach; part of error messages."""
 
     backend_name: ClassVar[str] = "gradwire's"
-    """What errors call the backend that these options are for."""
+    """The name of the backend in error messages."""
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
     init_method: str = DEFAULT_INIT_METHOD
@@ -139,17 +141,17 @@ class RpcBackendOptions:
     devices: Sequence[Device] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, _CHECKS.get(name, _as_it_is)(value))
+        object.__setattr__(self, name, _CHECKS.get(name, _unchecked)(value))
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Adds to the device map for calls to a worker.
 
         Args:
             to: the worker's name.
-            device_map: this worker's devices, and which of the other's each becomes. No two become the same.
+            device_map: from this worker's devices to the other worker's, one to one.
 
         Raises:
-            ValueError: it maps two devices to one, or contradicts what was set before.
+            ValueError: the map has two devices for one, or contradicts what was set before.
         """
         added = _device_map(device_map)
         before = self.device_maps.get(to, {})
@@ -167,13 +169,13 @@ class RpcBackendOptions:
 
 
 def check_rpc_timeout(value: Any) -> float:
-    """A default timeout of calls, in seconds. Raises ValueError if it cannot be one."""
+    """Returns a default timeout of calls in seconds. Raises ValueError if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"rpc_timeout is {value!r}: give seconds, or 0 for no timeout")
     return float(value)
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchecked(value: Any) -> Any:
     return value
 
 
@@ -202,7 +204,7 @@ def _check_threads(value: Any) -> Any:
 
 
 def _check_kind(name: str, kind: type) -> Callable[[Any], Any]:
-    """What checks that the option of this name is one of these."""
+    """Returns a check that the option of this name is an instance of `kind`."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, kind):
@@ -213,7 +215,7 @@ def _check_kind(name: str, kind: type) -> Callable[[Any], Any]:
 
 
 def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
-    """With devices in place of their names."""
+    """Returns the device map with devices in place of their names."""
     found: dict[Device, Device] = {}
     sources: dict[torch.device, torch.device] = {}
     for device, target in ((_device(d), _device(t)) for d, t in device_map.items()):

@@ -1,4 +1,4 @@
-"""Who a worker is."""
+"""The identity of a worker."""
 
 import re
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from ...errors import WorkerNameError
 __all__ = ["WorkerInfo", "check_worker_name"]
 
 _NAME = re.compile(r"[A-Za-z0-9_:.\-]+")
-_LONGEST_NAME = 128
+_NAME_LIMIT = 128
 
 
 @dataclass(frozen=True, slots=True, order=True, repr=False)
 class WorkerInfo:
-    """A worker of the group: its name, and its id (the rank in a static group).
+    """A worker of the group: its name, and its id, which is the rank in a static group.
 
     Raises:
-        WorkerNameError: no worker can be called so.
+        WorkerNameError: the name is not allowed; see `check_worker_name`.
     """
 
     name: str
@@ -30,17 +30,17 @@ class WorkerInfo:
 
 
 def check_worker_name(name: object) -> str:
-    """The name, if it can be one.
+    """Returns the name, if it is allowed.
 
     Raises:
-        WorkerNameError: it is no string of 1 to 127 letters, digits, `-`, `_`, `:` or `.`.
+        WorkerNameError: it is not a string of 1 to 127 letters, digits, `-`, `_`, `:` or `.`.
     """
     if not isinstance(name, str):
         raise WorkerNameError(name, "A worker name must be a string")
     if not name:
         raise WorkerNameError(name, "A worker name must be non-empty")
-    if len(name) >= _LONGEST_NAME:
-        raise WorkerNameError(name, f"A worker name must be shorter than {_LONGEST_NAME} characters")
+    if len(name) >= _NAME_LIMIT:
+        raise WorkerNameError(name, f"A worker name must be shorter than {_NAME_LIMIT} characters")
     if not _NAME.fullmatch(name):
         raise WorkerNameError(name, f"Worker name must match {_NAME.pattern}")
     return name

@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker has joined the group, which is a dynamic one."""
+    """A worker has joined the dynamic group."""
 
     worker: WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
-    """A worker has shut down or is lost; the reason says which, in words, as in a WorkerLostError."""
+    """A worker has shut down or is lost; `reason` is that of a WorkerLostError."""
 
     worker: WorkerInfo
     reason: str
@@ -80,7 +80,7 @@ class WorkerEventHandle:
 
 @final
 class WorkerEventBuffer:
-    """Events for one reader, who takes them when it likes. Safe to use from any thread."""
+    """Holds events until their one reader takes them. Safe to use from any thread."""
 
     def __init__(self, workers: Sequence[WorkerInfo]) -> None:
         self.workers = tuple(workers)
@@ -97,10 +97,10 @@ class WorkerEventBuffer:
             self._notify()
 
     def take(self, wake: Callable[[], None]) -> WorkerEvent | None:
-        """Returns the next event; if there is none, None, and has `wake` called once, when there may be one.
+        """Returns the next event; None if there is none yet: then `wake` is called once, when there may be one.
 
         Raises:
-            StopIteration: all events have been taken, and no other will come.
+            StopIteration: all events have been taken, and there will be no others.
         """
         with self._lock:
             if self._events:

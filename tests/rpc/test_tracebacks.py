@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from gradwire import rpc
 from gradwire.errors import RemoteError
+from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.tracebacks import format_error
 
@@ -85,7 +86,7 @@ def test_a_call_further_on_shows_the_users_functions_of_both(workers):
 def test_the_log_shows_the_users_frames(agents, caplog):
     (only,) = agents(1)
     caplog.set_level(logging.INFO, "gradwire.rpc.calls")
-    with rpc.agent.holder.using(only), pytest.raises(KeyError):
+    with holder.using(only), pytest.raises(KeyError):
         rpc.rpc_sync("agent0", fail)
     assert re.findall(r"^  File .*, in (\w+)$", caplog.text, re.M) == ["fail", "bread"]
 

@@ -1,0 +1,81 @@
+"""Runs the functions that other workers call."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast, final
+
+import torch
+
+from ..errors import RpcError
+from ..torch_internals import AnyFuture
+from .contracts.extension import Extension
+from .contracts.messages import Deferred, Handler, Incoming, MessageType
+from .execution.futures import when_done
+from .execution.script_functions import run_script_function
+from .functions import is_async_execution
+from .profiling.extension import run_profiled
+from .wire.tracebacks import users_traceback
+
+__all__ = ["Calls", "logged", "run_function"]
+
+log = logging.getLogger("gradwire.rpc.calls")
+
+CALLS_USERS = ("run_function",)
+"""Tracebacks for users begin below the frames of these functions: see wire/tracebacks.py."""
+
+
+@final
+class Calls(Extension):
+    """Handles CALL messages."""
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        """Returns the handler of CALL."""
+        return {
+            MessageType.CALL: Handler(
+                self._run,
+                user_values=True,
+                cancellable=True,
+                operation="rpc_async",
+                description="a call to worker",
+            )
+        }
+
+    def _run(self, message: Incoming) -> Any:
+        with logged(message):
+            return run_profiled(message, run_function, *message.value)
+
+
+@contextmanager
+def logged(message: Incoming) -> Iterator[None]:
+    """Context manager that logs the exception of a function that another worker calls."""
+    try:
+        yield
+    except BaseException as error:
+        trace = (type(error), error, users_traceback(error))
+        log.info("a call from worker %s failed", message.source.name, exc_info=trace)
+        raise
+
+
+def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs a function for another worker.
+
+    Returns:
+        Its result; a Deferred if the function answers later.
+
+    Raises:
+        RpcError: the function is marked with `async_execution` and returned no future.
+        Exception: what the function raises.
+    """
+    if isinstance(function, torch.jit.ScriptFunction):
+        return run_script_function(function, args, kwargs)
+    result = function(*args, **kwargs)
+    if not is_async_execution(function):
+        return result
+    if not isinstance(result, AnyFuture):  # what `then` returns is no torch.futures.Future
+        name = getattr(function, "__qualname__", function)
+        raise RpcError(
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+            f"but {name} returned a {type(result).__name__}"
+        )
+    return Deferred(when_done(cast(torch.futures.Future[Any], result)))
