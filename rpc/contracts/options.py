@@ -109,9 +109,9 @@ class RpcBackendOptions:
     init_timeout: seconds to wait for all workers to join.
     num_worker_threads: threads that run incoming calls at a time. Threads that wait for other calls do
         not count, so nested calls cannot use them up.
-    host: a name or address of this machine, to listen on and to be reached at; a wildcard ("0.0.0.0", "::") listens
-        on all addresses and advertises one of them. None, the default, is the loopback address; with `insecure`,
-        and among workers on several hosts, it is the address at which the other hosts reach this one.
+    host: a name or address of this machine, to listen on and to be reached at; a wildcard ("0.0.0.0", "::")
+        listens on all addresses and advertises one of them. None, the default, is the loopback address; with
+        `insecure`, and among workers on several hosts, it is the address at which the other hosts reach this one.
     insecure: allow workers on several hosts, or an `init_method` or `host` that other machines can reach, although
         callers are not authenticated: anybody who reaches a worker can run code in it. All workers must agree.
     channels: how the bytes of bodies and tensors travel.
