@@ -26,7 +26,7 @@ MILLISECONDS = 1e3
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     arguments = _arguments()
     peer = SYSTEMS[arguments.peer]
     subject = importlib.import_module(f".{arguments.subject}", __package__)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def machine_facts() -> dict[str, str]:
-    """What the figures depend on."""
+    """Returns the facts about machine and versions that the figures depend on."""
     cores = len(os.sched_getaffinity(0))
     return {
         "machine": f"{platform.machine()}, {cores} cores, Python {platform.python_version()}",
@@ -63,13 +63,13 @@ def machine_facts() -> dict[str, str]:
 
 
 def header(first: str, second: str) -> str:
-    """The head of the table."""
+    """Returns the header of the table."""
     columns = "".join(f"{name + ' median':>17}{'p99':>8}" for name in (first, second))
     return f"{'case':40}{columns}{'ratio':>8}"
 
 
 def row(comparison: Comparison) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     columns = "".join(
         f"{comparison.median(name) * MILLISECONDS:17.2f}{comparison.p99(name) * MILLISECONDS:8.2f}"
         for name in comparison.rounds
@@ -79,7 +79,7 @@ def row(comparison: Comparison) -> str:
 
 
 def figures(facts: dict[str, str], comparisons: Iterable[Comparison]) -> dict[str, Any]:
-    """Everything, for other programs; times are in seconds."""
+    """Returns all figures as JSON-compatible values; times are in seconds."""
     return {
         "facts": facts,
         "cases": [
@@ -116,8 +116,8 @@ def _arguments() -> argparse.Namespace:
         "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("subject", choices=SUBJECTS)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each system (15)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="that a turn takes (1)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of each system (15)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of a round (1)")
     parser.add_argument("--peer", choices=[n for n in SYSTEMS if n != GRADWIRE.name], default="torch")
     parser.add_argument("-k", default="", metavar="WORD", help="only the cases with this in their name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")

@@ -1,4 +1,4 @@
-"""Distributed autograd: what a forward and a backward pass, and a training step, cost."""
+"""The cost of distributed forward and backward passes, and of training steps."""
 
 import threading
 from abc import abstractmethod
@@ -18,7 +18,7 @@ LEARNING_RATE = 0.01
 
 
 class TinyBackward(Case):
-    """Two small tensors are added on the peer; then backward, and the gradients are looked at."""
+    """Adds two small tensors on the peer, runs backward and reads the gradients."""
 
     name = "tiny forward, backward, get_gradients"
     workers = 2
@@ -29,11 +29,11 @@ class TinyBackward(Case):
         self._leaves = [torch.rand(3, requires_grad=True) for _ in range(2)]
 
     def step(self) -> float:
-        """Once, with the context's beginning and end."""
+        """Runs a pass, with the creation and the release of the context."""
         return seconds_of(self.results)
 
     def results(self) -> list[torch.Tensor]:
-        """The gradients of both."""
+        """Returns the gradients of both tensors."""
         with self._autograd.context() as context_id:
             added = self._rpc.rpc_sync(PEER, torch.add, args=tuple(self._leaves))
             self._autograd.backward(context_id, [added.sum()])
@@ -42,7 +42,7 @@ class TinyBackward(Case):
 
 
 class Stage:
-    """A layer on a worker, which several calls may use at once."""
+    """A layer on a worker; several calls may use it at once."""
 
     def __init__(self, inputs: int, outputs: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -50,7 +50,7 @@ class Stage:
         self._module = torch.nn.Sequential(torch.nn.Linear(inputs, outputs), torch.nn.Tanh())
 
     def forward(self, x: Any) -> torch.Tensor:
-        """For a tensor, or for a reference to one on whatever worker."""
+        """Applies the layer to a tensor, or to the value of an RRef."""
         if not isinstance(x, torch.Tensor):
             x = x.to_here()
         with self._lock:
@@ -58,24 +58,24 @@ class Stage:
         return y
 
     def parameters(self) -> list[Any]:
-        """References to them."""
+        """Returns RRefs to the parameters."""
         return [system_here().rpc.RRef(parameter) for parameter in self._module.parameters()]
 
     def gradients(self, context_id: int) -> list[torch.Tensor]:
-        """Those of the parameters in a context."""
+        """Returns the gradients of the parameters in a context."""
         gradients = system_here().autograd.get_gradients(context_id)
         return [gradients[parameter] for parameter in self._module.parameters()]
 
     def values(self) -> list[torch.Tensor]:
-        """The parameters as they are."""
+        """Returns the parameters."""
         return [parameter.detach() for parameter in self._module.parameters()]
 
 
 class _Training(Case):
-    """A training step with stages on workers, which SGD updates where they are."""
+    """A training step with stages on workers, whose parameters SGD updates in place."""
 
     def __init__(self, system: System, layers: Sequence[tuple[str, int, int]]) -> None:
-        """Args: layers: of each stage its worker, inputs and outputs."""
+        """Args: layers: the worker, the inputs and the outputs of each stage."""
         self._rpc, self._autograd = system.rpc, system.autograd
         self._stages = [
             system.rpc.remote(worker, Stage, args=(inputs, outputs, seed))
@@ -86,14 +86,14 @@ class _Training(Case):
 
     @abstractmethod
     def forward(self) -> torch.Tensor:
-        """The loss."""
+        """Returns the loss."""
 
     def step(self) -> float:
-        """Forward, backward and the optimizer's step, with the context's beginning and end."""
+        """Runs forward, backward and the optimizer's step, with the creation and the release of the context."""
         return seconds_of(self._train)
 
     def results(self) -> list[torch.Tensor]:
-        """The gradients of all stages in a first step, and their parameters after it."""
+        """Returns the gradients of all stages in a first step, and their parameters after it."""
         with self._autograd.context() as context_id:
             self._autograd.backward(context_id, [self.forward()])
             gradients = [each for stage in self._stages for each in stage.rpc_sync().gradients(context_id)]
@@ -117,7 +117,7 @@ class Linear(_Training):
         self._x, self._y = torch.rand(32, 256), torch.rand(32, 256)
 
     def forward(self) -> torch.Tensor:
-        """The squared error."""
+        """Returns the squared error."""
         predicted = self._stages[0].rpc_sync().forward(self._x)
         return torch.nn.functional.mse_loss(predicted, self._y)
 
@@ -134,7 +134,7 @@ class Pipeline(_Training):
         self._x, self._y = torch.rand(64, 128), torch.rand(64, 128)
 
     def forward(self) -> torch.Tensor:
-        """The squared error. All micro-batches are under way at once."""
+        """Returns the squared error. All micro-batches are in flight at once."""
         outputs = []
         for x in self._x.chunk(self.micro_batches):
             reference = self._rpc.RRef(x)
@@ -145,13 +145,13 @@ class Pipeline(_Training):
 
 
 SEGMENT = 498
-"""Nodes between two messages of `ManyNodes`."""
+"""Autograd nodes between two messages of `ManyNodes`."""
 
 SEGMENTS = 10
 
 
 def segment(x: torch.Tensor) -> torch.Tensor:
-    """A chain of nodes."""
+    """Builds a chain of autograd nodes."""
     for _ in range(SEGMENT // 2):
         x = (x * 1.001).sin()
     return x
@@ -169,13 +169,13 @@ class ManyNodes(Case):
         self._leaf = torch.rand(16, requires_grad=True)
 
     def step(self) -> float:
-        """Builds the graph, then measures."""
+        """Builds the graph, then measures backward."""
         with self._autograd.context() as context_id:
             loss = self._forward()
             return seconds_of(lambda: self._autograd.backward(context_id, [loss]))
 
     def results(self) -> list[torch.Tensor]:
-        """The gradient at the far end of the chain."""
+        """Returns the gradient at the far end of the chain."""
         with self._autograd.context() as context_id:
             self._autograd.backward(context_id, [self._forward()])
             return [self._autograd.get_gradients(context_id)[self._leaf]]
@@ -188,7 +188,7 @@ class ManyNodes(Case):
 
 
 class OneProcess(Case):
-    """The same chain, and torch's backward in one process. No RPC: both should measure the same."""
+    """The same chain with torch's backward in one process, without RPC: both systems should measure the same."""
 
     name = "backward, 5,000 nodes in one process"
     workers = 2
@@ -198,12 +198,12 @@ class OneProcess(Case):
         self._leaf = torch.rand(16, requires_grad=True)
 
     def step(self) -> float:
-        """Builds the graph, then measures."""
+        """Builds the graph, then measures backward."""
         loss = self._forward()
         return seconds_of(lambda: torch.autograd.grad(loss, [self._leaf]))
 
     def results(self) -> list[torch.Tensor]:
-        """The gradient at the far end of the chain."""
+        """Returns the gradient at the far end of the chain."""
         return list(torch.autograd.grad(self._forward(), [self._leaf]))
 
     def _forward(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What collectives are measured on: torch.distributed's functions on some backend, or an engine's own calls."""
+"""The backends that collectives are measured on: torch.distributed's functions, or a library called directly."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["BACKENDS", "Backend", "Tensors"]
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """What one rank works on: its own tensor, and one for each rank's."""
+    """The tensors of one rank: its own, and one to receive each rank's."""
 
     rank: int
     mine: Tensor
@@ -22,29 +22,29 @@ class Tensors:
 
 
 class Backend(Protocol):
-    """Operations in the form of programs: they are over when they return."""
+    """Blocking operations of one rank."""
 
     def all_reduce(self, tensors: Tensors) -> None:
-        """The sum of all, everywhere."""
+        """Sums the ranks' tensors in place, on all ranks."""
 
     def broadcast(self, tensors: Tensors, root: int) -> None:
-        """The root's tensor, everywhere."""
+        """Copies the root's tensor to all ranks."""
 
     def all_gather(self, tensors: Tensors) -> None:
-        """Everybody's tensor, everywhere."""
+        """Copies each rank's tensor to all ranks."""
 
     def send(self, tensors: Tensors, to: int) -> None:
-        """One tensor to one rank."""
+        """Sends a tensor to one rank."""
 
     def recv(self, tensors: Tensors, source: int) -> None:
-        """One tensor from one rank."""
+        """Receives a tensor from one rank."""
 
     def barrier(self) -> None:
-        """Nothing but waiting."""
+        """Waits for all ranks."""
 
 
 class Torch:
-    """torch.distributed's functions, as everybody calls them."""
+    """The functions of torch.distributed, on one of its backends."""
 
     def __init__(self, backend: str, rank: int, size: int, url: str) -> None:
         dist.init_process_group(backend, init_method=url, rank=rank, world_size=size)
@@ -68,8 +68,8 @@ class Torch:
         dist.barrier()
 
 
-class GlooItself:
-    """The C++ class behind torch's backend, called directly."""
+class DirectGloo:
+    """torch's ProcessGroupGloo, called directly."""
 
     def __init__(self, _: str, rank: int, size: int, url: str) -> None:
         dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
@@ -96,8 +96,8 @@ class GlooItself:
         self._gloo.barrier().wait()
 
 
-class MpiItself:
-    """mpi4py, called directly, in a world that gradwire has formed."""
+class DirectMpi:
+    """mpi4py, called directly, in an MPI world that gradwire has formed."""
 
     def __init__(self, _: str, rank: int, size: int, url: str) -> None:
         gradwire.c10d.init_process_group("mpi", url, rank=rank, world_size=size)
@@ -134,7 +134,7 @@ BACKENDS: dict[str, Callable[[str, int, int, str], Backend]] = {
     "gradwire_gloo": Torch,
     "gradwire_mpi": Torch,
     "gloo": Torch,
-    "ProcessGroupGloo": GlooItself,
-    "mpi4py": MpiItself,
+    "ProcessGroupGloo": DirectGloo,
+    "mpi4py": DirectMpi,
 }
-"""By name; made with it, a rank, the number of ranks, and a URL where they meet."""
+"""Makes a backend, given its name, a rank, the number of ranks, and the URL of the rendezvous."""

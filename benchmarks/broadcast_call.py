@@ -3,9 +3,9 @@
 python -m benchmarks.broadcast_call                              # a table on stdout
 python -m benchmarks.broadcast_call --mib 0.25 1 --receivers 2   # these sizes, to two workers
 
-Workers on this host get one float32 tensor and answer with one of its elements. Both ways take turns in the same
-processes; times are from the calls until all answers are there. The first broadcast to a set of workers forms
-their process group: its time stands apart.
+Workers on this host get one float32 tensor and answer with one of its elements. Both variants run in turns in the
+same processes; times are from the calls to the last answer. The first broadcast to a set of workers forms their
+process group: its time is printed apart.
 """
 
 import argparse
@@ -26,22 +26,22 @@ Way = Callable[[list[str], torch.Tensor], list[rpc.Future]]
 
 
 def first_element(tensor: torch.Tensor) -> float:
-    """What the workers do."""
+    """Returns the first element of a tensor: the function that the workers run."""
     return float(tensor.view(-1)[0])
 
 
 def broadcast(names: list[str], tensor: torch.Tensor) -> list[rpc.Future]:
-    """One call to all."""
+    """Makes one call to all workers."""
     return rpc.broadcast_call(names, first_element, (tensor,))
 
 
-def one_by_one(names: list[str], tensor: torch.Tensor) -> list[rpc.Future]:
-    """A call to each."""
+def call_each(names: list[str], tensor: torch.Tensor) -> list[rpc.Future]:
+    """Makes a call to each worker."""
     return [rpc.rpc_async(name, first_element, (tensor,)) for name in names]
 
 
 def seconds_of(way: Way, names: list[str], tensor: torch.Tensor) -> float:
-    """How long it takes until all have answered."""
+    """Returns the seconds until all workers have answered."""
     start = time.perf_counter()
     answers = [future.wait() for future in way(names, tensor)]
     taken = time.perf_counter() - start
@@ -50,7 +50,7 @@ def seconds_of(way: Way, names: list[str], tensor: torch.Tensor) -> float:
 
 
 def measure(rank: int, receivers: int, sizes: list[float], rounds: int, url: str) -> None:
-    """One process; the first one prints."""
+    """Runs in each process; rank 0 prints the figures."""
     options = rpc.RpcBackendOptions(init_method=url, broadcasts=rpc.BroadcastOptions(threshold=64 * 1024))
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=receivers + 1, rpc_backend_options=options)
     if rank == 0:
@@ -59,7 +59,7 @@ def measure(rank: int, receivers: int, sizes: list[float], rounds: int, url: str
         print(f"{receivers} receivers; forming their group, and 1 MiB: {first:.1f} ms")
         for size in sizes:
             tensor = torch.rand(int(size * MIB / 4))
-            times: dict[Way, list[float]] = {broadcast: [], one_by_one: []}
+            times: dict[Way, list[float]] = {broadcast: [], call_each: []}
             for _ in range(WARM_UP + rounds):
                 for way, taken in times.items():
                     taken.append(seconds_of(way, names, tensor))
@@ -69,7 +69,7 @@ def measure(rank: int, receivers: int, sizes: list[float], rounds: int, url: str
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser("python -m benchmarks.broadcast_call", description=__doc__.splitlines()[0])
     parser.add_argument("--receivers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 64])

@@ -1,12 +1,12 @@
-"""Compares gradwire's engines for process groups with what others have, in one run.
+"""Compares gradwire's engines for process groups with their peers, in one run.
 
 python -m benchmarks.collectives                               # a table on stdout
 python -m benchmarks.collectives --engines shm mpi --ranks 2   # these engines, on two ranks
 python -m benchmarks.collectives --json FILE                   # and all figures in a file
 
 The shared-memory engine is compared with torch's own Gloo backend, which it replaces on one host. The others are
-compared with the library that they drive, called directly: what gradwire costs is the difference. Times are those
-that rank 0 sees.
+compared with the library that they drive, called directly: what gradwire costs is the difference. Times
+are measured on rank 0.
 """
 
 import argparse
@@ -25,34 +25,34 @@ import numpy as np
 import torch
 
 from .backends import BACKENDS, Backend, Tensors
-from .team import WARM_UP, Team, turns
+from .worker_sets import WARM_UP, WorkerSet, take_turns
 
 PEERS = {"shm": "gloo", "gloo": "ProcessGroupGloo", "mpi": "mpi4py"}
-"""By engine, the backend that it is compared with."""
+"""The backend that each engine is compared with."""
 
-FEWEST_STEPS, MOST_STEPS = 3, 3000
+MIN_STEPS, MAX_STEPS = 3, 3000
 
 KIB, MIB = 2**10, 2**20
 
 
 def all_reduce(backend: Backend, tensors: Tensors) -> None:
-    """Once."""
+    """Runs one all_reduce."""
     backend.all_reduce(tensors)
 
 
 def broadcast(backend: Backend, tensors: Tensors) -> None:
-    """There and back, so that rank 0 sees when it has arrived."""
+    """Broadcasts from rank 0 and from rank 1, so that rank 0 knows when the first has arrived."""
     backend.broadcast(tensors, 0)
     backend.broadcast(tensors, 1)
 
 
 def all_gather(backend: Backend, tensors: Tensors) -> None:
-    """Once."""
+    """Runs one all_gather."""
     backend.all_gather(tensors)
 
 
 def send_recv(backend: Backend, tensors: Tensors) -> None:
-    """There and back, between each even rank and the next."""
+    """Sends a tensor there and back, between each even rank and the next."""
     other = tensors.rank ^ 1
     if tensors.rank < other:
         backend.send(tensors, other)
@@ -63,7 +63,7 @@ def send_recv(backend: Backend, tensors: Tensors) -> None:
 
 
 def barrier(backend: Backend, _: Tensors) -> None:
-    """Once."""
+    """Runs one barrier."""
     backend.barrier()
 
 
@@ -75,12 +75,12 @@ STEPS: dict[str, tuple[Step, int]] = {
     "send_recv": (send_recv, 2),
     "barrier": (barrier, 1),
 }
-"""By name, what is measured, and how many operations that is."""
+"""The measured steps by name, and how many operations a step is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An operation on tensors of so many bytes on each rank."""
+    """An operation on float32 tensors of `size` bytes on each rank."""
 
     operation: str
     size: int
@@ -91,25 +91,25 @@ class Case:
 
 
 def cases(operations: Sequence[str], sizes: Sequence[int]) -> Iterator[Case]:
-    """All of them; a barrier has no tensors."""
+    """Yields all combinations; a barrier has no tensors."""
     for operation in operations:
         for size in sizes if operation != "barrier" else [0]:
             yield Case(operation, size)
 
 
 _here: tuple[Backend, int, int] | None = None
-"""What this process measures, its rank and the number of ranks."""
+"""The backend that this process measures, its rank and the number of ranks."""
 
 
 def _start(name: str, rank: int, size: int, url: str) -> Callable[[], None]:
     global _here  # noqa: PLW0603
     torch.set_num_threads(1)
     _here = BACKENDS[name](name, rank, size, url), rank, size
-    return lambda: os._exit(0)  # nothing here is to be kept, and the others may be gone already
+    return lambda: os._exit(0)  # at once: the other ranks may have ended already
 
 
 def _measure(case: Case, steps: int) -> list[float]:
-    """Seconds of an operation, in each of so many steps."""
+    """Returns the seconds of an operation, in each of `steps` steps."""
     assert _here is not None
     backend, rank, size = _here
     step, operations = STEPS[case.operation]
@@ -125,32 +125,32 @@ def _measure(case: Case, steps: int) -> list[float]:
     return times
 
 
-def compare(case: Case, teams: Sequence[Team], rounds: int, seconds: float) -> dict[str, list[list[float]]]:
-    """By backend and round, the seconds of each step."""
+def compare(case: Case, sets: Sequence[WorkerSet], rounds: int, seconds: float) -> dict[str, list[list[float]]]:
+    """Returns the seconds of each step, by backend and round."""
     steps = {}
-    for team in turns(teams, 1):
-        one = statistics.median(team.ask_all(_measure, case, FEWEST_STEPS)[0]) * STEPS[case.operation][1]
-        steps[team.name] = max(FEWEST_STEPS, min(MOST_STEPS, int(seconds / one)))
-    measured: dict[str, list[list[float]]] = {team.name: [] for team in teams}
-    for team in turns(teams, rounds):
-        measured[team.name].append(team.ask_all(_measure, case, steps[team.name])[0])
+    for worker_set in take_turns(sets, 1):
+        one = statistics.median(worker_set.ask_all(_measure, case, MIN_STEPS)[0]) * STEPS[case.operation][1]
+        steps[worker_set.name] = max(MIN_STEPS, min(MAX_STEPS, int(seconds / one)))
+    measured: dict[str, list[list[float]]] = {worker_set.name: [] for worker_set in sets}
+    for worker_set in take_turns(sets, rounds):
+        measured[worker_set.name].append(worker_set.ask_all(_measure, case, steps[worker_set.name])[0])
     return measured
 
 
 def row(case: Case, ranks: int, engine: str, measured: dict[str, list[list[float]]]) -> str:
-    """A line of the table: an engine against its peer."""
+    """Returns a line of the table: an engine against its peer."""
     pair = [measured[f"gradwire_{engine}"], measured[PEERS[engine]]]
-    mine, its = (np.concatenate(rounds) * 1e6 for rounds in pair)
-    columns = "".join(f"{np.median(times):12.1f}{np.percentile(times, 99):12.1f}" for times in (mine, its))
+    ours, theirs = (np.concatenate(rounds) * 1e6 for rounds in pair)
+    columns = "".join(f"{np.median(times):12.1f}{np.percentile(times, 99):12.1f}" for times in (ours, theirs))
     ratios = [statistics.median(one) / statistics.median(other) for one, other in zip(*pair, strict=True)]
     return (
-        f"{engine:6}{ranks:3}  {case!s:20}{columns}{np.median(mine) / np.median(its):8.3f}  "
-        f"({min(ratios):.3f} to {max(ratios):.3f}){np.median(mine) - np.median(its):12.1f}"
+        f"{engine:6}{ranks:3}  {case!s:20}{columns}{np.median(ours) / np.median(theirs):8.3f}  "
+        f"({min(ratios):.3f} to {max(ratios):.3f}){np.median(ours) - np.median(theirs):12.1f}"
     )
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     arguments = _arguments()
     facts = {
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
@@ -171,18 +171,18 @@ def main() -> None:
         f"{'':18}{'over it':>12}",
         flush=True,
     )
-    everything = []
+    figures = []
     backends = [name for engine in arguments.engines for name in (f"gradwire_{engine}", PEERS[engine])]
     for ranks in arguments.ranks:
         with contextlib.ExitStack() as stack:
-            teams = [stack.enter_context(Team(name, ranks, _start)) for name in backends]
+            sets = [stack.enter_context(WorkerSet(name, ranks, _start)) for name in backends]
             for case in cases(arguments.operations, arguments.sizes):
-                measured = compare(case, teams, arguments.rounds, arguments.seconds)
-                everything.append({"case": str(case), "ranks": ranks, "seconds": measured})
+                measured = compare(case, sets, arguments.rounds, arguments.seconds)
+                figures.append({"case": str(case), "ranks": ranks, "seconds": measured})
                 for engine in arguments.engines:
                     print(row(case, ranks, engine, measured), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"facts": facts, "cases": everything}))
+        arguments.json.write_text(json.dumps({"facts": facts, "cases": figures}))
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Measures one program on two systems, in turns, in one run."""
+"""Measures one program on two systems, in alternating rounds of one run."""
 
 import contextlib
 import statistics
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .systems import SYSTEMS, System, system_here
-from .team import WARM_UP, Team, turns
+from .worker_sets import WARM_UP, WorkerSet, take_turns
 
 __all__ = ["Case", "Comparison", "Results", "compare", "seconds_of"]
 
@@ -20,26 +20,26 @@ Results = list[np.ndarray[Any, Any]]
 
 
 class Case(ABC):
-    """A program to measure. It is made, and then runs, on worker 0 of `workers`."""
+    """A program to measure; it runs on worker 0 of `workers` workers."""
 
     name: ClassVar[str]
     workers: ClassVar[int]
 
     @abstractmethod
     def __init__(self, system: System) -> None:
-        """Sets up what all steps share."""
+        """Sets up what the steps share."""
 
     @abstractmethod
     def step(self) -> float:
-        """Does once what is measured. Returns how many seconds it took."""
+        """Runs the measured operation once; returns the seconds it took."""
 
     @abstractmethod
     def results(self) -> list[torch.Tensor]:
-        """What a first step computes, gradients above all: the same on both systems. Called before any step."""
+        """Returns what a first step computes, such as gradients; equal on both systems. Called before `step`."""
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """How long a function takes."""
+    """Returns the seconds that a function takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
@@ -47,10 +47,10 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was measured of one case.
+    """The measurements of one case.
 
-    rounds: by system, and by round, the seconds that each step took.
-    results: by system, what its first step computed.
+    rounds: the seconds of each step, by system and by round.
+    results: the results of the first step, by system.
     """
 
     case: str
@@ -59,26 +59,26 @@ class Comparison:
     results: Mapping[str, Results]
 
     def steps(self, system: str) -> list[float]:
-        """The seconds of all steps."""
+        """Returns the seconds of all steps of a system."""
         return [seconds for one in self.rounds[system] for seconds in one]
 
     def median(self, system: str) -> float:
-        """Seconds of a step."""
+        """Returns the median of a system's steps, in seconds."""
         return statistics.median(self.steps(system))
 
     def p99(self, system: str) -> float:
-        """Seconds that one step in a hundred takes longer than."""
+        """Returns the 99th percentile of a system's steps, in seconds."""
         return float(np.percentile(self.steps(system), 99))
 
     @property
     def ratio(self) -> float:
-        """Of the medians, first system over second; below 1 the first is faster."""
+        """The ratio of the medians, first system over second; below 1 the first is faster."""
         first, second = self.rounds
         return self.median(first) / self.median(second)
 
     @property
     def ratios(self) -> list[float]:
-        """That of each round."""
+        """The ratio of the medians in each round."""
         first, second = self.rounds.values()
         return [
             statistics.median(one) / statistics.median(other) for one, other in zip(first, second, strict=True)
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """The largest between two elements of the results."""
+        """The largest absolute difference between two elements of the results."""
         first, second = self.results.values()
         return max(float(np.abs(one - other).max()) for one, other in zip(first, second, strict=True))
 
@@ -97,32 +97,34 @@ def compare(
     """Measures cases one after another, on two systems.
 
     Args:
-        cases: classes at the top level of modules. Those next to each other with as many workers share processes.
+        cases: classes at the top level of modules. Consecutive ones with as many workers share processes.
         systems: the first is compared with the second.
-        rounds: turns of each system.
-        seconds: how long a turn takes; at least one step is made.
+        rounds: rounds of each system.
+        seconds: length of a round; at least one step is run.
 
     Raises:
-        AssertionError: the two do not compute the same.
+        AssertionError: the systems do not compute the same.
         RuntimeError: a worker failed; its traceback is in the message.
     """
     with contextlib.ExitStack() as stack:
-        teams: list[Team] = []
+        sets: list[WorkerSet] = []
         for case in cases:
-            if not teams or teams[0].size != case.workers:
+            if not sets or sets[0].size != case.workers:
                 stack.close()
-                teams = [stack.enter_context(Team(system.name, case.workers, _start)) for system in systems]
-            yield _compare(case, teams, rounds, seconds)
+                sets = [stack.enter_context(WorkerSet(system.name, case.workers, _start)) for system in systems]
+            yield _compare(case, sets, rounds, seconds)
 
 
-def _compare(case: type[Case], teams: Sequence[Team], rounds: int, seconds: float) -> Comparison:
-    results: dict[str, Results] = {team.name: team.ask(_set_up, case) for team in turns(teams, 1)}
+def _compare(case: type[Case], sets: Sequence[WorkerSet], rounds: int, seconds: float) -> Comparison:
+    results: dict[str, Results] = {
+        worker_set.name: worker_set.ask(_set_up, case) for worker_set in take_turns(sets, 1)
+    }
     for first, *others in zip(*results.values(), strict=True):
         for other in others:
             np.testing.assert_allclose(other, first, rtol=1e-5, atol=1e-6, err_msg=case.name)
-    measured: dict[str, list[list[float]]] = {team.name: [] for team in teams}
-    for team in turns(teams, rounds):
-        measured[team.name].append(team.ask(_measure, seconds))
+    measured: dict[str, list[list[float]]] = {worker_set.name: [] for worker_set in sets}
+    for worker_set in take_turns(sets, rounds):
+        measured[worker_set.name].append(worker_set.ask(_measure, seconds))
     return Comparison(case.name, case.workers, measured, results)
 
 
@@ -132,7 +134,7 @@ def _start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
 
 
 _case: Case | None = None
-"""What worker 0 measures."""
+"""The case that worker 0 measures."""
 
 
 def _set_up(case: type[Case]) -> Results:

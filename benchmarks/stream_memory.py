@@ -1,11 +1,11 @@
-"""How much memory a stream takes, and how fast it is.
+"""Measures the memory and the throughput of a stream.
 
     python benchmarks/stream_memory.py [--mebibytes 1024] [--pause 0.02]
 
-One process streams tensors of 1 to 16 MiB to another, once to a consumer that is slow and once to one that
-is not. For both ends it prints the most bytes that were sent and not consumed, as gradwire counts them, and
-how much the memory of the process (RSS) grew at most. The C library is told to give freed blocks back, so
-that memory is what is held.
+One process streams tensors of 1 to 16 MiB to another, once to a slow consumer and once to a fast one. For both
+ends it prints the peak of the bytes that were sent and not consumed, as gradwire counts them, and the peak
+growth of the process's memory (RSS). The C library is told to return freed blocks to the system, so that RSS is
+the memory in use.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from gradwire import rpc
 
 MIB = 1 << 20
 SIZES = [1, 2, 4, 8, 16]
-"""Mebibytes of the items, in turn."""
+"""Sizes of the items in MiB; they repeat."""
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def rss() -> int:
-    """Bytes of memory that this process has."""
+    """Returns the resident memory of this process, in bytes."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * PAGE
 
 
-class Peaks:
-    """Watches this process from a thread, until it is stopped."""
+class MemoryWatch:
+    """Samples the memory of this process from a thread, until `stop`."""
 
     def __init__(self) -> None:
         self.before = self.rss = rss()
@@ -44,26 +44,26 @@ class Peaks:
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
-    def look(self) -> None:
-        """Looks once."""
+    def sample(self) -> None:
+        """Takes a sample."""
         info = rpc.debug_info()
         self.buffered = max(self.buffered, info["stream_bytes_received"], info["stream_bytes_sent"])
         self.rss = max(self.rss, rss())
 
     def _watch(self) -> None:
         while not self._stopped.wait(0.01):
-            self.look()
+            self.sample()
 
     def stop(self) -> tuple[float, float]:
-        """Mebibytes: the most that was buffered, and how much the memory grew at most."""
+        """Returns the peaks of buffered bytes and of the growth of memory, in MiB."""
         self._stopped.set()
         self._thread.join()
         return self.buffered / MIB, (self.rss - self.before) / MIB
 
 
 def tensors(mebibytes: int) -> Iterator[Any]:
-    """Tensors of so many mebibytes altogether; last, this worker's peaks."""
-    peaks = Peaks()
+    """Yields tensors of `mebibytes` MiB in all, and last this worker's peaks."""
+    peaks = MemoryWatch()
     try:
         sent = count = 0
         while sent < mebibytes:
@@ -76,8 +76,12 @@ def tensors(mebibytes: int) -> Iterator[Any]:
 
 
 def consume(mebibytes: int, pause: float) -> tuple[float, tuple[float, float], tuple[float, float]]:
-    """Seconds, and the peaks of producer and consumer. Pauses for so many seconds after every tensor."""
-    peaks = Peaks()
+    """Consumes the stream, with a pause in seconds after each tensor.
+
+    Returns:
+        The seconds that it took, and the peaks of producer and consumer.
+    """
+    peaks = MemoryWatch()
     start = time.perf_counter()
     theirs = (0.0, 0.0)
     for item in rpc.rpc_stream("producer", tensors, (mebibytes,)):
@@ -89,7 +93,7 @@ def consume(mebibytes: int, pause: float) -> tuple[float, tuple[float, float], t
 
 
 def work(rank: int, url: str, mebibytes: int, pause: float) -> None:
-    """One of the two processes."""
+    """Runs in each of the two processes."""
     mmap_threshold = -3
     ctypes.CDLL(None).mallopt(mmap_threshold, 256 * 1024)
     options = rpc.RpcBackendOptions(init_method=url)
@@ -107,7 +111,7 @@ def work(rank: int, url: str, mebibytes: int, pause: float) -> None:
 
 
 def main() -> None:
-    """Starts both."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=1024, help="of tensors altogether (1024)")
     parser.add_argument(

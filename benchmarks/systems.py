@@ -1,4 +1,4 @@
-"""The two that are compared, behind one face: their Python API is the same, so one program runs on both."""
+"""The systems that are compared. Their Python API is the same, so one program runs on both."""
 
 import warnings
 from collections.abc import Callable
@@ -19,11 +19,11 @@ __all__ = ["GRADWIRE", "SYSTEMS", "TORCH", "TORCH_UV", "System", "system_here", 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One of the two, as a program sees it.
+    """One of the systems, as a program sees it.
 
-    rpc, autograd: modules.
-    optimizer_class: the class of distributed optimizers.
-    options: makes the options of an agent from the URL where workers meet.
+    rpc, autograd: its modules.
+    optimizer_class: its class of distributed optimizers.
+    options: makes the options of an agent from the URL of the rendezvous.
     """
 
     name: str
@@ -34,7 +34,7 @@ class System:
     options: Callable[[str], Any]
 
     def start(self, rank: int, world_size: int, url: str) -> None:
-        """Makes this process one of the system's workers, with one thread for torch's operations."""
+        """Joins the RPC group as one of the system's workers, with one thread for torch's operations."""
         global _here  # noqa: PLW0603
         _here = self
         torch.set_num_threads(1)
@@ -44,7 +44,7 @@ class System:
         )
 
     def stop(self) -> None:
-        """Waits for the others, and ends."""
+        """Leaves the RPC group when all workers do."""
         self.rpc.shutdown()
 
 
@@ -52,13 +52,13 @@ _here: System | None = None
 
 
 def system_here() -> System:
-    """The system that this process is a worker of; for functions that others call."""
+    """Returns the system that this process is a worker of; for functions that other workers call."""
     assert _here is not None, "no system has been started"
     return _here
 
 
 def worker_name(rank: int) -> str:
-    """What the worker of a rank is called."""
+    """Returns the name of the worker with this rank."""
     return f"worker{rank}"
 
 
@@ -82,7 +82,7 @@ GRADWIRE = System(
     lambda url: gradwire.rpc.RpcBackendOptions(init_method=url),
 )
 TORCH = _torch("torch")
-"""As everybody uses it: on one host TensorPipe goes through shared memory, and its threads spin."""
+"""TensorPipe with its default options: through shared memory on one host, with threads that spin."""
 
 TORCH_UV = _torch("torch-tcp", _transports=["uv"], _channels=["basic"])
 """TensorPipe over TCP, as between hosts. It does not spin."""

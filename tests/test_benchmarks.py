@@ -87,8 +87,8 @@ def test_broadcast_calls_are_measured():
 
 
 @pytest.mark.timeout(120)
-def test_gatherings_are_measured():
-    lines = measure("benchmarks.gatherings", "--workers", 2, "--rounds", 1, "--seconds", 0.01)
+def test_all_gather_is_measured():
+    lines = measure("benchmarks.all_gather", "--workers", 2, "--rounds", 1, "--seconds", 0.01)
     for case in all_gather.SIZES:
         (row,) = (line for line in lines if f"2  {case} " in line)
         group, _, messages, _, ratio, *_ = row.split(case)[1].split()

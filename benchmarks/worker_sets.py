@@ -1,7 +1,7 @@
-"""Processes that are measured: a team does what it is asked to, and is stopped while others are measured.
+"""The worker processes of a benchmark: one set for each system, stopped while another set is measured.
 
-A worker of TensorPipe spins on a core even when nobody calls it, and threads of others wake now and then. So each
-of the programs that are compared has a team of its own, and while one runs all others are stopped (SIGSTOP).
+A worker of TensorPipe spins on a core even when nobody calls it, and threads of other systems wake now and then.
+So each system has workers of its own, and while one set runs all others are stopped (SIGSTOP).
 """
 
 import contextlib
@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, final
 
-__all__ = ["WARM_UP", "Team", "turns"]
+__all__ = ["WARM_UP", "WorkerSet", "take_turns"]
 
 WARM_UP = 5
-"""Steps at the beginning of each turn that do not count: the first ones wake what has been stopped."""
+"""Steps at the beginning of each round that are not counted: the first ones wake threads that were stopped."""
 
-PATIENCE = 120.0
+ANSWER_TIMEOUT_S = 120.0
 """Seconds that a process may take to answer."""
 
 Start = Callable[[str, int, int, str], Callable[[], None]]
-"""Joins the others, given the team's name, a rank, the number of ranks and a URL where they meet. It returns what
-is to be called in the end."""
+"""Starts a worker, given the name of the set, a rank, the number of ranks and the URL of the rendezvous; returns a
+function that ends it."""
 
 _context = multiprocessing.get_context("forkserver")
 # torch.optim loads torch._dynamo late
@@ -32,12 +32,12 @@ _context.set_forkserver_preload(["benchmarks.systems", "torch._dynamo", "gradwir
 
 
 @final
-class Team:
-    """Processes on this host, stopped but within `running`. To be used in a with statement.
+class WorkerSet:
+    """Worker processes on this host, stopped except inside `running`. A context manager.
 
     Args:
-        name: what they run, for people.
-        size: how many there are.
+        name: of the system that they run.
+        size: the number of processes.
         start: a function at the top level of a module.
     """
 
@@ -56,7 +56,7 @@ class Team:
             self._connections.append(mine)
             self._processes.append(process)
 
-    def __enter__(self) -> "Team":
+    def __enter__(self) -> "WorkerSet":
         try:
             for rank in range(self.size):
                 self._answer(rank)
@@ -73,31 +73,31 @@ class Team:
             for connection in self._connections:
                 connection.send(None)
             for process in self._processes:
-                process.join(PATIENCE)
+                process.join(ANSWER_TIMEOUT_S)
         self._end()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """In this block, the processes run."""
+        """Context manager inside which the processes run."""
         self._signal(signal.SIGCONT)
         yield
         self._signal(signal.SIGSTOP)
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Has rank 0 run a function."""
+        """Runs a function on rank 0 and returns its result."""
         self._connections[0].send((function, args))
         return self._answer(0)
 
     def ask_all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Has all run a function at the same time; what each returns."""
+        """Runs a function on all ranks at the same time; returns their results by rank."""
         for connection in self._connections:
             connection.send((function, args))
         return [self._answer(rank) for rank in range(self.size)]
 
     def _answer(self, rank: int) -> Any:
         who = f"rank {rank} of {self.name}"
-        if not self._connections[rank].poll(PATIENCE):
-            raise RuntimeError(f"{who} does not answer for {PATIENCE:g} s")
+        if not self._connections[rank].poll(ANSWER_TIMEOUT_S):
+            raise RuntimeError(f"{who} does not answer for {ANSWER_TIMEOUT_S:g} s")
         try:
             value, error = self._connections[rank].recv()
         except EOFError:
@@ -118,16 +118,16 @@ class Team:
         self._folder.cleanup()
 
 
-def turns(teams: Sequence[Team], rounds: int) -> Iterator[Team]:
-    """The teams in turns, running: who is first changes, so what else the machine does meets all alike."""
+def take_turns(sets: Sequence[WorkerSet], rounds: int) -> Iterator[WorkerSet]:
+    """Yields each set, running, `rounds` times; the order alternates, so that other load affects all alike."""
     for number in range(rounds):
-        for team in teams if number % 2 == 0 else reversed(teams):
-            with team.running():
-                yield team
+        for worker_set in sets if number % 2 == 0 else reversed(sets):
+            with worker_set.running():
+                yield worker_set
 
 
 def _work(connection: Connection, start: Start, name: str, rank: int, size: int, url: str) -> None:
-    """A process."""
+    """Runs in a worker process."""
     stop = start(name, rank, size, url)
     connection.send((None, ""))
     while (request := connection.recv()) is not None:
