@@ -3,7 +3,7 @@
 python -m tests.conformance                       # all of them
 python -m tests.conformance -k rref_type          # those with "rref_type" in their name
 python -m tests.conformance -k RemoteModuleTest.  # a suite
-python -m tests.conformance --stock -k test_add   # on torch's own agent, to see what is expected
+python -m tests.conformance --stock -k test_add   # on torch's own agent
 """
 
 import argparse
@@ -26,7 +26,7 @@ MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
 
 
 def main() -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     arguments = _arguments()
     modules = [module for module in MODULES if arguments.module in (None, module.name)]
     if arguments.list:

@@ -1,4 +1,4 @@
-"""Runs the tests of one module: each in a process that is forked from this one, where torch is loaded already.
+"""Runs the tests of one module, each in a process forked from this one, which has imported torch already.
 
 torch's `MultiProcessTestCase` spawns the four workers of a test, and each imports torch anew. Here they are forked
 from the test's process, which is itself forked from this one: a clean process, without threads, in which nothing
@@ -28,24 +28,24 @@ from .suites import Module, load
 
 __all__ = ["Outcome", "TestRun", "run_module"]
 
-GRACE = 30.0
-"""Seconds between torch's own time limit, which prints the workers' stacks, and the end by force."""
+KILL_AFTER_S = 30.0
+"""Seconds after torch's own time limit, which prints the workers' stacks, until a test is killed."""
 
-EXCEPTED_SECONDS = 20
-"""The time limit of tests that are known to fail: some of them do so by waiting for ever."""
+EXCEPTED_TIMEOUT_S = 20
+"""Time limit in seconds of tests that are known to fail: some of them hang."""
 
 _forking = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a test.
+    """The outcome of a test.
 
     test: "Suite.test".
     kind: "passed", "failed" or "skipped".
-    text: why it was skipped, or the tracebacks of the test and its workers.
-    output: what they have printed.
-    seconds: how long it took.
+    text: the reason for skipping, or the tracebacks of the test and its workers.
+    output: what the test and its workers printed.
+    seconds: the duration.
     """
 
     test: str
@@ -57,14 +57,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """What to run and how.
+    """The options of a run.
 
-    stock: on torch's own agent instead of gradwire.
-    jobs: how many tests run at once.
+    stock: whether to use torch's own agent instead of gradwire.
+    jobs: number of tests that run at the same time.
     timeout: seconds for one test.
-    words: run the tests that have one of them in their "Suite.test"; without any, all.
+    words: run the tests with one of these in "Suite.test"; all if empty.
     logs: a folder for the output of each test.
-    excepted: "Suite.test" of those that are known to fail.
+    excepted: "Suite.test" of the tests that are known to fail.
     """
 
     stock: bool
@@ -76,7 +76,7 @@ class TestRun:
 
 
 def run_module(module: Module, run: TestRun, report: Connection) -> None:
-    """Runs the wanted tests of a module, sends an Outcome for each, and None at the end."""
+    """Runs the selected tests of a module; sends an Outcome for each, and None at the end."""
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(run.timeout)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to look for GPUs in a way that does not forbid forking
     script = functools.partial(torch.jit.script)  # no object that compat knows
@@ -100,7 +100,7 @@ def run_module(module: Module, run: TestRun, report: Connection) -> None:
             name = waiting.pop(0)
             running.append(_RunningTest(name, tests[name], run))
         wait([test.sentinel for test in running], timeout=1)
-        for test in [test for test in running if test.over()]:
+        for test in [test for test in running if test.is_done()]:
             running.remove(test)
             report.send(test.outcome())
     report.send(None)
@@ -111,24 +111,24 @@ class _RunningTest:
         self._name = name
         self._log = run.logs / f"{name}.log"
         self._started = time.monotonic()
-        self._limit = run.timeout + GRACE
+        self._limit = run.timeout + KILL_AFTER_S
         self._answer, theirs = _forking.Pipe(duplex=False)
         self._process = _forking.Process(target=_run_test, args=(case, self._log, theirs), name=name)
         self._process.start()
         theirs.close()
         self.sentinel = self._process.sentinel
 
-    def over(self) -> bool:
-        """Has the test ended? One that is too slow is ended here."""
+    def is_done(self) -> bool:
+        """Returns whether the test has ended; kills it if it is over its time limit."""
         if self._process.is_alive() and time.monotonic() - self._started > self._limit:
             _kill_group(self._process.pid)
             self._process.join()
         return not self._process.is_alive()
 
     def outcome(self) -> Outcome:
-        """What became of it, once it is over."""
-        _kill_group(self._process.pid)  # whatever it left behind
-        kind, text = "failed", ""  # where it ended without a word
+        """Returns the outcome of a test that has ended."""
+        _kill_group(self._process.pid)  # processes that the test left running
+        kind, text = "failed", ""  # the outcome of a process that died
         with contextlib.suppress(EOFError):
             kind, text = self._answer.recv()
         self._answer.close()
@@ -167,11 +167,11 @@ def _shorten(tests: Iterable[str]) -> None:
     from torch.testing._internal import common_distributed
 
     limits = common_distributed.TIMEOUT_OVERRIDE
-    limits.update({test.partition(".")[2]: EXCEPTED_SECONDS for test in tests})
+    limits.update({test.partition(".")[2]: EXCEPTED_TIMEOUT_S for test in tests})
 
 
 def _fork_instead_of_spawn() -> None:
-    """Has torch's test cases fork their workers."""
+    """Makes torch's test cases fork their workers."""
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
     def fork(self: MultiProcessTestCase) -> None:
@@ -181,7 +181,7 @@ def _fork_instead_of_spawn() -> None:
 
 
 def _keep_process_groups() -> None:
-    """Has workers keep the process groups that they destroy until they exit, when no destructor runs.
+    """Makes workers keep the process groups that they destroy until they exit, when no destructor runs.
 
     Where a DDP module is the last to hold a group, torch joins its thread under the interpreter's lock, for
     which that thread may be waiting, and the worker hangs (pytorch#56297), whatever the RPC agent.

@@ -1,4 +1,4 @@
-"""What a run comes to."""
+"""The report of a run."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ COLUMNS = ("passed", "failed", "excepted", "skipped")
 
 
 class Report:
-    """The outcomes of a run, against the known exceptions."""
+    """Compares the outcomes of a run with the known exceptions."""
 
     def __init__(self, outcomes: Sequence[Outcome], exceptions: Mapping[str, str], *, complete: bool) -> None:
-        """Args: what became of each test; reasons by test; did all tests run?"""
+        """Args: outcomes: of each test. exceptions: reasons by test. complete: whether all tests ran."""
         self._outcomes = outcomes
         self._exceptions = exceptions
         self._complete = complete
@@ -26,18 +26,18 @@ class Report:
 
     @property
     def outdated(self) -> list[str]:
-        """Exceptions that are none: the test passed, or there is no such test."""
+        """Exceptions that no longer hold: the test passed, or there is no such test."""
         failed = {each.test for each in self._outcomes if each.kind == "failed"}
         others = {each.test for each in self._outcomes} - failed
         return [test for test in self._exceptions if test in others or (self._complete and test not in failed)]
 
     @property
     def good(self) -> bool:
-        """Is everything as expected, and is there anything?"""
+        """Whether tests ran, and all outcomes are as expected."""
         return bool(self._outcomes) and not self.unexpected and not self.outdated
 
     def table(self) -> str:
-        """The outcomes by suite, and the names behind the figures."""
+        """Returns the number of outcomes by suite, and the names of tests that did not pass."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for outcome in self._outcomes:
             counts[outcome.test.partition(".")[0]][self._kind(outcome)] += 1
@@ -60,5 +60,5 @@ class Report:
                 if kind == "excepted"
             ),
             *(f"failed    {test}" for test in self.unexpected),
-            *(f"outdated  {test}: take it out of exceptions.toml" for test in self.outdated),
+            *(f"outdated  {test}: remove it from exceptions.toml" for test in self.outdated),
         ]

@@ -1,4 +1,4 @@
-"""Which of torch's test suites run, and on which of torch's fixtures.
+"""The suites of torch that run, and the fixtures of torch that they run on.
 
 The suites come from `torch.testing._internal.distributed`, inside the torch wheel. A module is loaded in a process
 of its own: torch registers the fault-injecting backend globally, and with it loaded two other tests fail.
@@ -23,11 +23,11 @@ RPC = "torch.testing._internal.distributed.rpc"
 class Module:
     """Suites that are loaded together.
 
-    name: what the module is called on the command line.
-    fixture: the module and class of torch's fixture, which says which backend is tested and how.
+    name: the module's name on the command line.
+    fixture: the module and the class of torch's fixture, which sets the backend and its options.
     suites: names of classes in `torch.testing._internal.distributed.rpc_utils`.
     max_gpus: tests that need more GPUs are left out.
-    max_jobs: how many of the tests run at once at most.
+    max_jobs: the highest number of tests that run at the same time.
     """
 
     name: str
@@ -78,7 +78,7 @@ MODULES = (
 
 
 def load(module: Module) -> dict[str, unittest.TestCase]:
-    """Imports a module's suites; all of their tests by "Suite.test", in order."""
+    """Imports a module's suites and returns their tests by "Suite.test", in order."""
     import importlib
     import sys
     import types
@@ -100,7 +100,7 @@ def load(module: Module) -> dict[str, unittest.TestCase]:
 
 
 def gpus_needed(test: Callable[..., Any]) -> int:
-    """The number of GPUs that a test says it needs, by torch's decorator `skip_if_lt_x_gpu`; 0 without it."""
+    """Returns the number of GPUs that a test needs by torch's decorator `skip_if_lt_x_gpu`; 0 without it."""
     while (wrapped := getattr(test, "__wrapped__", None)) is not None:
         if test.__code__.co_qualname.startswith("skip_if_lt_x_gpu."):
             return int(inspect.getclosurevars(test).nonlocals["x"])
