@@ -23,7 +23,7 @@ from .contracts.agent import Destination, current_agent
 from .contracts.arguments import UNSET_RPC_TIMEOUT
 from .contracts.worker import WorkerInfo
 from .contracts.worker_events import WorkerEvent, WorkerEventBuffer
-from .execution.futures import wait_in_loop
+from .execution.futures import wait_async
 
 __all__ = ["WorkerEventStream", "call", "wait", "worker_events"]
 
@@ -104,7 +104,7 @@ async def wait(future: torch.futures.Future[R]) -> R:
 
     Cancelling the wait cancels the call if the future is that of one, and nothing otherwise.
     """
-    return await wait_in_loop(future)
+    return await wait_async(future)
 
 
 @final

@@ -11,17 +11,17 @@ from ..errors import RpcError
 from ..torch_internals import AnyFuture
 from .contracts.extension import Extension
 from .contracts.messages import Deferred, Handler, Incoming, MessageType
-from .execution.futures import when_done
+from .execution.futures import as_concurrent_future
 from .execution.script_functions import run_script_function
 from .functions import is_async_execution
 from .profiling.extension import run_profiled
-from .wire.tracebacks import users_traceback
+from .wire.tracebacks import user_traceback
 
 __all__ = ["Calls", "logged", "run_function"]
 
 log = logging.getLogger("gradwire.rpc.calls")
 
-CALLS_USERS = ("run_function",)
+USER_CODE_CALLERS = ("run_function",)
 """Tracebacks for users begin below the frames of these functions: see wire/tracebacks.py."""
 
 
@@ -52,7 +52,7 @@ def logged(message: Incoming) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        trace = (type(error), error, users_traceback(error))
+        trace = (type(error), error, user_traceback(error))
         log.info("a call from worker %s failed", message.source.name, exc_info=trace)
         raise
 
@@ -78,4 +78,4 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
             "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but {name} returned a {type(result).__name__}"
         )
-    return Deferred(when_done(cast(torch.futures.Future[Any], result)))
+    return Deferred(as_concurrent_future(cast(torch.futures.Future[Any], result)))

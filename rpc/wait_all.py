@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .contracts.agent import holder
-from .execution.futures import when_done
+from .execution.futures import as_concurrent_future
 
 __all__ = ["note_future", "thread_futures", "wait_all", "wait_for_futures"]
 
@@ -52,7 +52,7 @@ def note_future(future: torch.futures.Future[Any]) -> None:
 def wait_for_futures(futures: Sequence[torch.futures.Future[Any]]) -> None:
     """Returns when all are done; raises the error of one that fails, without waiting for the others any longer."""
     # Not torch.futures.wait_all: for it an exception of Python's is a value, so it would wait for the others.
-    outcomes = [when_done(future) for future in futures]
+    outcomes = [as_concurrent_future(future) for future in futures]
     agent = holder.get()
     with nullcontext() if agent is None else agent.blocking():
         concurrent.futures.wait(outcomes, return_when=concurrent.futures.FIRST_EXCEPTION)

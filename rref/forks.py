@@ -40,7 +40,7 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.profiling.extension import run_profiled
-from ..rpc.wire.failures import without_frames
+from ..rpc.wire.failures import with_traceback_as_text
 from .ids import GlobalId, IdSource
 from .owner_table import OwnedValue, OwnerTable
 from .rref import Lease, OwnerHandle, RRef, UserHandle
@@ -427,7 +427,7 @@ class References(Extension):
 
     def _fail(self, entry: OwnedValue, error: Exception) -> None:
         """The call that makes a value has failed."""
-        entry.fail(without_frames(error, self.agent.info.name))
+        entry.fail(with_traceback_as_text(error, self.agent.info.name))
 
     def _fetch(self, message: Incoming) -> Deferred:
         return Deferred(self.entry(GlobalId(*message.value)).future)

@@ -21,7 +21,7 @@ __all__ = ["RRefProxy", "ask_type", "call_with_values"]
 K = TypeVar("K")
 """What a method called through a proxy returns: its result, a future of it, or a reference to it."""
 
-CALLS_USERS = ("_require_attribute", "_run_method")
+USER_CODE_CALLERS = ("_require_attribute", "_run_method")
 """See gradwire.rpc.wire.tracebacks."""
 
 

@@ -71,7 +71,7 @@ class Future(torch.futures.Future[T]):
         return f"Future({self.operation} on {self.worker!r}, {state})"
 
     def __await__(self) -> Generator[Any, None, T]:
-        return wait_in_loop(self).__await__()
+        return wait_async(self).__await__()
 
     def wait(self) -> T:
         """The call's result, or its exception raised here. Blocks until there is one."""
@@ -99,7 +99,7 @@ def _wait_interruptibly(future: torch.futures.Future[Any]) -> None:
     done.acquire()
 
 
-async def wait_in_loop(future: torch.futures.Future[T]) -> T:
+async def wait_async(future: torch.futures.Future[T]) -> T:
     """The result of a future, awaited on the running event loop. Cancelling the wait cancels a call."""
     if not future.done():
         loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ def error_of(future: torch.futures.Future[Any]) -> Exception | None:
     return None
 
 
-def when_done(future: torch.futures.Future[T]) -> "concurrent.futures.Future[T]":
+def as_concurrent_future(future: torch.futures.Future[T]) -> "concurrent.futures.Future[T]":
     """A future of Python's that gets the outcome of torch's."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 

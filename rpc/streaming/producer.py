@@ -19,7 +19,7 @@ from ..wire.failures import encode_failure
 
 __all__ = ["StreamProducer", "items_of"]
 
-CALLS_USERS = ("_next_item", "step")
+USER_CODE_CALLERS = ("_next_item", "step")
 """See tracebacks.py."""
 
 log = logging.getLogger(__name__)

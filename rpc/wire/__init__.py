@@ -1,1 +1,1 @@
-"""Values as bytes: pickling, tensors, errors and device maps in messages."""
+"""The encoding of messages: pickled values, tensors, errors and device maps."""

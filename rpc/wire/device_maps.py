@@ -1,4 +1,4 @@
-"""Device maps in messages."""
+"""Device maps in the headers of messages."""
 
 from collections.abc import Iterable
 
@@ -11,10 +11,10 @@ __all__ = ["device_map_of_answer", "device_map_to_proto"]
 
 
 def device_map_to_proto(device_map: DeviceMap) -> list[agent_pb2.DeviceMapping]:
-    """As messages."""
+    """Returns a device map in the form of a request's header."""
     return [agent_pb2.DeviceMapping(here=str(here), there=str(there)) for here, there in device_map.items()]
 
 
 def device_map_of_answer(mappings: Iterable[agent_pb2.DeviceMapping]) -> DeviceMap:
-    """The map for the answer to a request that came with these: the other way round."""
+    """Returns the device map for the answer to a request with this header: the inverse of the request's."""
     return {torch.device(mapping.there): torch.device(mapping.here) for mapping in mappings} or NO_DEVICES

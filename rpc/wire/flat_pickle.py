@@ -1,4 +1,4 @@
-"""Pickled values, and the bytes of what was taken out of them, in one piece."""
+"""A pickled value and the bytes of its tensors as one piece of bytes, for collectives that move bytes."""
 
 import io
 import pickle
@@ -14,12 +14,12 @@ __all__ = ["can_flatten", "flatten", "unflatten"]
 
 
 def can_flatten(packed: Packed) -> bool:
-    """Has it neither references, which must be counted, nor tensors that go to devices?"""
+    """Returns whether a value has no references, which must be counted, and no tensors on other devices."""
     return not packed.references and all(tensor.device.type == "cpu" for tensor in packed.tensors)
 
 
 def flatten(packed: Packed) -> memoryview:
-    """The whole of a pickled value, which `can_flatten`."""
+    """Returns a value for which `can_flatten` holds as bytes."""
     payloads: list[pickle.PickleBuffer] = []
 
     def put(data: memoryview) -> agent_pb2.Payload:
@@ -35,7 +35,7 @@ def flatten(packed: Packed) -> memoryview:
 
 
 def unflatten(data: bytes | bytearray) -> tuple[Buffer, list[torch.Tensor]]:
-    """Body and tensors, in memory of their own."""
+    """Returns body and tensors of a flattened value. They do not share memory with `data`."""
     body, tensors, payloads = pickle.loads(data)
     messages = map(agent_pb2.Tensor.FromString, tensors)
     return body, decode_tensors(messages, lambda payload: payloads[payload.local])

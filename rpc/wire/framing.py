@@ -10,7 +10,12 @@ _LENGTH_DELIMITED = 2
 
 
 def bytes_field(number: int, length: int) -> bytes:
-    """What precedes the bytes of field `number`, when there are `length` of them."""
+    """Returns the prefix of a length-delimited field: its tag and length.
+
+    Args:
+        number: the field's number in its message.
+        length: bytes of the field's content, which follow the prefix.
+    """
     return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(length)
 
 

@@ -1,80 +1,89 @@
-"""Python objects as pickle, with tensors and remote references taken out.
+"""Pickles the values of messages, without their tensors and remote references.
 
-Both travel beside the pickle, by index: tensors so that their bytes are copied as seldom as possible,
-references so that the receiver can count them even where the pickle itself cannot be read.
+Both travel beside the pickle, by index: tensors so that their bytes are copied as seldom as possible, references
+so that the receiver can count them even if it cannot unpickle the value. `unpickling` is the other direction.
 """
 
 import copyreg
 import io
 import pickle
-import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from ...errors import SerializationError
-from ...torch_internals import AnyFuture, RecursiveScriptModule
+from ...torch_internals import RecursiveScriptModule
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer
 from .script import reduce_script_function, reduce_script_module
 from .tensors import check_sendable
+from .unpickling import parameter_placeholder, reference_placeholder, tensor_placeholder, unpickle
+from .unsendable import explain_failure
 
 __all__ = ["Packed", "Packer"]
 
-PROTOCOL = 5
-"""Of pickle."""
+PICKLE_PROTOCOL = 5
 
-_arriving = threading.local()
+Reducer = Callable[[Any], Any]
+"""Returns how to pickle an object, as `__reduce__` does."""
 
 
 class Packed:
-    """A pickled object: the body, and what was taken out of it."""
+    """A pickled value."""
 
     __slots__ = ("body", "leaves", "references", "tensors")
 
     def __init__(self) -> None:
         self.body = b""
+        """The pickle, with placeholders for tensors and references."""
         self.tensors: list[torch.Tensor] = []
+        """The tensors, by the index in their placeholders."""
         self.references: list[Any] = []
+        """The references, by the index in their placeholders."""
         self.leaves: AbstractSet[int] = frozenset()
-        """The tensors, by index, that arrive as leaves even where gradients could flow back through them."""
+        """Indices of the tensors that the receiver gets as autograd leaves, even inside an autograd context."""
 
 
 @final
 class Packer:
-    """Pickles the values of messages. Functions and classes go by name, as in pickle itself."""
+    """Pickles and unpickles the values of one agent's messages.
+
+    Functions and classes go by name, as in pickle itself. Everything is registered before the first message.
+    """
 
     def __init__(self) -> None:
         self._reference_types: list[type] = []
-        self._reducers: dict[type, Callable[[Any], Any]] = {
+        self._reducers: dict[type, Reducer] = {
             torch.UntypedStorage: _reduce_storage,
             torch.jit.ScriptFunction: reduce_script_function,
             RecursiveScriptModule: reduce_script_module,
         }
-        self._detaching: list[Callable[[object], bool]] = []
+        self._detaches: list[Callable[[object], bool]] = []
 
     def register_reference_type(self, reference_type: type) -> None:
         """Has instances of exactly this class travel as references."""
         self._reference_types.append(reference_type)
 
-    def register_reducers(self, reducers: Mapping[type, Callable[[Any], Any]]) -> None:
+    def register_reducers(self, reducers: Mapping[type, Reducer]) -> None:
         """Has instances of exactly these classes pickled by functions, as in `copyreg`."""
         self._reducers.update(reducers)
 
     def detach_parameters_if(self, predicate: Callable[[object], bool]) -> None:
-        """Has every Parameter of a value that satisfies this arrive as a leaf, as those of modules always do."""
-        self._detaching.append(predicate)
+        """Has every Parameter of a value that satisfies `predicate` arrive as a leaf.
 
-    def pack(self, value: object, what: str | Sequence[str], device_map: DeviceMap = NO_DEVICES) -> Packed:
+        Parameters of modules and optimizers always do.
+        """
+        self._detaches.append(predicate)
+
+    def pack(self, value: object, label: str | Sequence[str], device_map: DeviceMap = NO_DEVICES) -> Packed:
         """Pickles a value.
 
         Args:
             value: anything that pickles.
-            what: what to call it in errors; for a tuple, what to call each of its items.
-            device_map: where tensors on which devices go; those that are not on the CPU must be in it.
+            label: what to call the value in errors; for a tuple, what to call each of its items.
+            device_map: devices of this worker to devices of the receiver. Tensors on the CPU need no entry.
 
         Raises:
             SerializationError: some part does not pickle; `path` says which.
@@ -82,82 +91,28 @@ class Packer:
         try:
             return self._pack(value, device_map)
         except Exception as error:
-            path, problem = self._find_culprit(value, what, error, device_map)
-            raise SerializationError(path, problem) from error
+            raise explain_failure(
+                value, label, error, lambda part: self._pickling_error(part, device_map)
+            ) from error
 
     def unpack(self, body: Buffer, tensors: Sequence[torch.Tensor], references: Sequence[Any]) -> Any:
-        """The value of a body. Raises whatever unpickling it raises."""
-        before = getattr(_arriving, "parts", None)
-        _arriving.parts = (tensors, references)
-        try:
-            return pickle.loads(body)
-        finally:
-            _arriving.parts = before
+        """Returns the value of a message; see `unpickle`."""
+        return unpickle(body, tensors, references)
 
     def _pack(self, value: object, device_map: DeviceMap) -> Packed:
-        packed = Packed()
-        parameters: dict[int, int] = {}  # by index, the id
-        owned: set[int] = set()  # ids of Parameters of modules and optimizers
-
-        def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-            check_sendable(tensor, device_map)
-            packed.tensors.append(tensor)
-            return _tensor, (len(packed.tensors) - 1,)
-
-        def reduce_parameter(parameter: nn.Parameter) -> tuple[Any, ...]:
-            check_sendable(parameter, device_map)
-            parameters[len(packed.tensors)] = id(parameter)
-            packed.tensors.append(parameter)
-            reduced = _parameter, (len(packed.tensors) - 1, parameter.requires_grad)
-            attributes = vars(parameter)
-            return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
-
-        def reduce_owner(owner: nn.Module | torch.optim.Optimizer) -> Any:
-            owned.update(map(id, _parameters_of(owner)))
-            return owner.__reduce_ex__(PROTOCOL)
-
-        def reduce_reference(reference: object) -> tuple[Any, ...]:
-            packed.references.append(reference)
-            return _reference, (len(packed.references) - 1,)
-
+        extractor = _Extractor(device_map)
         stream = io.BytesIO()
-        pickler = pickle.Pickler(stream, protocol=PROTOCOL)
-        table = _DispatchTable(copyreg.dispatch_table | self._reducers)
-        table.reduce_owner = reduce_owner
-        table[torch.Tensor] = reduce_tensor
-        table[nn.Parameter] = reduce_parameter
-        for reference_type in self._reference_types:
-            table[reference_type] = reduce_reference
-        pickler.dispatch_table = table
+        pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
+        pickler.dispatch_table = extractor.dispatch_table(self._reducers, self._reference_types)
         pickler.dump(value)
+        packed = extractor.packed
         packed.body = stream.getvalue()
-        if parameters and any(detaches(value) for detaches in self._detaching):
-            packed.leaves = parameters.keys()
-        elif owned:
-            packed.leaves = {index for index, identity in parameters.items() if identity in owned}
+        if extractor.parameter_ids:
+            detached = any(detaches(value) for detaches in self._detaches)
+            packed.leaves = extractor.parameter_ids.keys() if detached else extractor.owned_parameters()
         return packed
 
-    def _find_culprit(
-        self, value: object, what: str | Sequence[str], error: Exception, device_map: DeviceMap
-    ) -> tuple[str, str]:
-        """The path of the innermost part that does not pickle, and why not."""
-        if isinstance(what, str):
-            path = what
-        elif isinstance(value, tuple) and len(value) == len(what):
-            for part, name in zip(value, what, strict=True):
-                if problem := self._problem(part, device_map):
-                    return self._find_culprit(part, name, problem, device_map)
-            path = " and ".join(what)
-        for _ in range(32):
-            for name, part in _parts(value):
-                if problem := self._problem(part, device_map):
-                    path, value, error = path + name, part, problem
-                    break
-            else:
-                break
-        return path, _explain(value, error)
-
-    def _problem(self, value: object, device_map: DeviceMap) -> Exception | None:
+    def _pickling_error(self, value: object, device_map: DeviceMap) -> Exception | None:
         try:
             self._pack(value, device_map)
         except Exception as error:
@@ -166,38 +121,83 @@ class Packer:
 
 
 @final
-class _DispatchTable(dict[type, Callable[[Any], Any]]):
-    """How instances of exactly these classes are pickled; and those of all subclasses of what owns Parameters."""
+class _Extractor:
+    """Takes tensors and references out of one value while it is pickled."""
+
+    __slots__ = ("_device_map", "_owned_ids", "packed", "parameter_ids")
+
+    def __init__(self, device_map: DeviceMap) -> None:
+        self.packed = Packed()
+        self.parameter_ids: dict[int, int] = {}
+        """By the index of a tensor that is a Parameter, the `id` of the Parameter."""
+        self._owned_ids: set[int] = set()
+        """The `id` of each Parameter of a module or optimizer."""
+        self._device_map = device_map
+
+    def dispatch_table(
+        self, reducers: Mapping[type, Reducer], reference_types: Iterable[type]
+    ) -> "_DispatchTable":
+        """Returns the table for the pickler; this object does not refer to it, so no cycle keeps tensors alive."""
+        table = _DispatchTable(copyreg.dispatch_table)
+        table.update(reducers)
+        table.reduce_owner = self._reduce_owner
+        table[torch.Tensor] = self._reduce_tensor
+        table[nn.Parameter] = self._reduce_parameter
+        for reference_type in reference_types:
+            table[reference_type] = self._reduce_reference
+        return table
+
+    def owned_parameters(self) -> AbstractSet[int]:
+        """Returns the indices of the Parameters that belong to modules or optimizers."""
+        return {index for index, identity in self.parameter_ids.items() if identity in self._owned_ids}
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor_placeholder, (self._extract(tensor),)
+
+    def _reduce_parameter(self, parameter: nn.Parameter) -> tuple[Any, ...]:
+        index = self._extract(parameter)
+        self.parameter_ids[index] = id(parameter)
+        reduced = parameter_placeholder, (index, parameter.requires_grad)
+        attributes = vars(parameter)
+        return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
+
+    def _reduce_owner(self, owner: nn.Module | torch.optim.Optimizer) -> Any:
+        self._owned_ids.update(map(id, _parameters_of(owner)))
+        return owner.__reduce_ex__(PICKLE_PROTOCOL)
+
+    def _reduce_reference(self, reference: object) -> tuple[Any, ...]:
+        references = self.packed.references
+        references.append(reference)
+        return reference_placeholder, (len(references) - 1,)
+
+    def _extract(self, tensor: torch.Tensor) -> int:
+        """Adds a tensor to the message and returns its index. Raises ValueError if it cannot travel."""
+        check_sendable(tensor, self._device_map)
+        tensors = self.packed.tensors
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+
+@final
+class _DispatchTable(dict[type, Reducer]):
+    """Reducers by exact class, and one for all subclasses of nn.Module and Optimizer, which own Parameters."""
 
     __slots__ = ("reduce_owner",)
 
-    reduce_owner: Callable[[Any], Any]
+    reduce_owner: Reducer
 
-    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+    def __missing__(self, kind: type) -> Reducer:
         if issubclass(kind, nn.Module | torch.optim.Optimizer):
             return self.reduce_owner
         raise KeyError(kind)
 
 
 def _parameters_of(owner: nn.Module | torch.optim.Optimizer) -> Iterable[Any]:
-    """Its own ones: submodules are pickled by themselves."""
+    """Returns the Parameters of an optimizer, or of a module without its submodules."""
     if isinstance(owner, nn.Module):
         parameters: Mapping[str, Any] = vars(owner).get("_parameters", {})  # not there before nn.Module.__init__
         return parameters.values()
     return (parameter for group in owner.param_groups for parameter in group["params"])
-
-
-def _tensor(index: int) -> torch.Tensor:
-    tensors: Sequence[torch.Tensor] = _arriving.parts[0]
-    return tensors[index]
-
-
-def _parameter(index: int, requires_grad: bool) -> torch.Tensor:
-    """A Parameter again; but a tensor that leads back to its sender stays what gradients flow through."""
-    tensor = _tensor(index)
-    if tensor.grad_fn is not None:
-        return tensor
-    return nn.Parameter(tensor.detach(), requires_grad)
 
 
 def _set_attributes(parameter: torch.Tensor, attributes: Mapping[str, Any]) -> None:
@@ -206,57 +206,3 @@ def _set_attributes(parameter: torch.Tensor, attributes: Mapping[str, Any]) -> N
 
 def _reduce_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
     return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),)
-
-
-def _reference(index: int) -> Any:
-    return _arriving.parts[1][index]
-
-
-def _parts(value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-        yield from ((f" key {key!r}", key) for key in value)
-    elif isinstance(value, list | tuple):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif isinstance(value, set | frozenset):
-        yield from ((f" item {item!r}", item) for item in value)
-    elif not isinstance(value, type) and hasattr(value, "__dict__") and not callable(value):
-        yield from ((f".{name}", item) for name, item in vars(value).items())
-
-
-_UNSENDABLE: tuple[tuple[type, str], ...] = (
-    (
-        Generator,
-        "it is a generator: call the function by rpc_stream, which sends what it yields item by item, or return a "
-        "list",
-    ),
-    (
-        AsyncGenerator,
-        "it is an asynchronous generator: make the function an ordinary one and call it by rpc_stream, which "
-        "sends what it yields item by item",
-    ),
-    (
-        Coroutine,
-        "it is a coroutine, which nobody awaits there: call an ordinary function that runs it, as by asyncio.run",
-    ),
-    (
-        AnyFuture,
-        # Programs look for torch's words, which are the first.
-        "Can not pickle torch.futures.Future: wait for it, or mark the function that returns it with "
-        "rpc.functions.async_execution, so that the call is answered when the future is done",
-    ),
-)
-"""What does not pickle, and what to do instead."""
-
-
-def _explain(value: object, error: Exception) -> str:
-    for kind, advice in _UNSENDABLE:
-        if isinstance(value, kind):
-            return advice
-    name = getattr(value, "__qualname__", "")
-    if isinstance(name, str) and ("<lambda>" in name or "<locals>" in name):
-        return (
-            f"{name} has no importable name; functions and classes are sent by name, "
-            "so define it at the top level of a module that the other worker can import"
-        )
-    return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)

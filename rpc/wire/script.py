@@ -1,6 +1,7 @@
 """TorchScript functions and modules in messages.
 
-A script function goes by name where it has one that can be imported, else with its code, as modules do.
+A script function is sent by name if it can be imported by its name, else with its code. Modules are always sent
+with their code.
 """
 
 import sys
@@ -19,7 +20,7 @@ _PREFIX = "__torch__."
 
 
 def not_scriptable(function: F) -> F:
-    """Has `torch.jit.script` refuse what calls this function, with an error that says why."""
+    """Decorates a function so that `torch.jit.script` refuses code that calls it, with an error that says why."""
 
     def refuse() -> NoReturn:
         raise RpcError(
@@ -32,15 +33,15 @@ def not_scriptable(function: F) -> F:
 
 
 def reduce_script_function(function: Any) -> tuple[Any, ...]:
-    """How to pickle a `torch.jit.ScriptFunction`."""
+    """Returns how to pickle a `torch.jit.ScriptFunction`, as `__reduce__` does."""
     module, _, name = function.qualified_name.removeprefix(_PREFIX).rpartition(".")
     if getattr(sys.modules.get(module), name, None) is function:
-        return _named, (module, name)
+        return _import, (module, name)
     return _load, (save_script(function),)
 
 
 def reduce_script_module(module: Any) -> tuple[Any, ...]:
-    """How to pickle a scripted module: with code, parameters and buffers."""
+    """Returns how to pickle a scripted module with its code, parameters and buffers, as `__reduce__` does."""
     return _load, (save_script(module),)
 
 
@@ -48,5 +49,5 @@ def _load(data: bytes) -> Any:
     return load_script(data)
 
 
-def _named(module: str, name: str) -> Any:
+def _import(module: str, name: str) -> Any:
     return getattr(import_module(module), name)

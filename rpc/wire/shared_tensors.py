@@ -1,7 +1,7 @@
-"""Tensors of one message that share memory: views of another one, such as rows of a matrix or tied weights.
+"""Tensors of one message that share memory, such as a matrix and its rows, or tied weights.
 
-The memory is sent once, and they share it again where they arrive. But not those that gradients flow back through:
-there autograd would not know that a change in place of one of them changes others.
+The memory is sent once, and the tensors share it again at the receiver. Tensors through which gradients flow back
+are sent one by one: autograd at the receiver would not know that a change in place of one of them changes others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,19 +10,19 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from ...proto.v1 import agent_pb2
-from .strides import can_keep, span
+from .strides import can_keep_strides, span
 
-__all__ = ["find_shared", "share"]
+__all__ = ["find_shared", "restore_shared"]
 
 
 def find_shared(tensors: Sequence[torch.Tensor], leaves: AbstractSet[int]) -> Mapping[int, agent_pb2.SharedMemory]:
-    """Which of these tensors lie within the memory of which others, by index.
+    """Returns which tensors lie within the memory of another one, by index, and where in it.
 
-    Only within those that have no gaps, since gaps are not sent, and only on the CPU.
+    The other one is a CPU tensor of the same dtype without gaps between its elements, since gaps are not sent.
 
     Args:
-        tensors: those of a message.
-        leaves: by index those that gradients do not flow back through though they require grad.
+        tensors: all tensors of a message.
+        leaves: indices of tensors that require grad but arrive as autograd leaves.
     """
     by_memory: dict[tuple[int, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -36,25 +36,29 @@ def find_shared(tensors: Sequence[torch.Tensor], leaves: AbstractSet[int]) -> Ma
 
 
 def _find_within(tensors: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, agent_pb2.SharedMemory]]:
-    """Of the tensors of one storage and dtype."""
-    whole = {index for index, tensor in tensors.items() if _has_no_gaps(tensor)}
+    """Does what `find_shared` does, for tensors of one storage and dtype."""
+    dense = {index for index, tensor in tensors.items() if _has_no_gaps(tensor)}
     owner, begin, end = 0, 0, 0  # of those that begin before the tensor, the one that ends last
     for index, tensor in sorted(
-        tensors.items(), key=lambda item: (item[1].storage_offset(), item[0] not in whole, -item[1].numel())
+        tensors.items(), key=lambda item: (item[1].storage_offset(), item[0] not in dense, -item[1].numel())
     ):
         first = int(tensor.storage_offset())
         last = first + span(tensor.shape, tensor.stride())
         if last <= end:
             yield index, agent_pb2.SharedMemory(tensor=owner, offset=first - begin)
-        elif index in whole:
+        elif index in dense:
             owner, begin, end = index, first, last
 
 
-def share(base: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tensor:
-    """The tensor of a message in the memory of another one that has arrived.
+def restore_shared(base: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tensor:
+    """Returns the tensor of a message as a view of another one.
+
+    Args:
+        base: the received tensor whose memory it shares.
+        message: a message with `shared` set.
 
     Raises:
-        ValueError: it would not lie within that memory.
+        ValueError: the tensor would not lie within the memory of `base`.
     """
     sizes, strides, offset = tuple(message.sizes), tuple(message.strides), message.shared.offset
     if (
@@ -66,7 +70,7 @@ def share(base: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tensor:
         raise ValueError(
             f"malformed tensor: shape {sizes}, strides {strides} at element {offset} of a tensor of {base.numel()}"
         )
-    with torch.enable_grad():  # so that autograd sees changes in place, as of any view
+    with torch.enable_grad():  # so that autograd records changes in place, as of any view
         source = base.detach() if base.requires_grad else base
         return source.as_strided(sizes, strides, base.storage_offset() + offset)
 
@@ -83,4 +87,4 @@ def _has_no_gaps(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     sizes, strides = tensor.shape, tensor.stride()
-    return span(sizes, strides) == tensor.numel() and can_keep(sizes, strides)
+    return span(sizes, strides) == tensor.numel() and can_keep_strides(sizes, strides)

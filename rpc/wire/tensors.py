@@ -1,4 +1,4 @@
-"""Tensors as messages: dtype, shape and where the bytes are."""
+"""Tensors as protobuf messages: dtype, shape, and where the bytes of their elements are."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,47 +11,50 @@ from ...proto.v1 import agent_pb2
 from ...torch_internals import quantized, quantized_per_channel
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer
-from .shared_tensors import find_shared, share
-from .strides import arrange, by_falling_stride, can_keep
+from .shared_tensors import find_shared, restore_shared
+from .strides import can_keep_strides, dims_by_descending_stride, restore_strides
 
 __all__ = ["UnmappedDeviceError", "check_sendable", "decode_tensors", "encode_tensors", "make_sendable"]
 
-Put = Callable[[memoryview], agent_pb2.Payload]
-Get = Callable[[agent_pb2.Payload], Buffer]
+PutPayload = Callable[[memoryview], agent_pb2.Payload]
+"""Sends bytes, and returns where the receiver finds them."""
+
+GetPayload = Callable[[agent_pb2.Payload], Buffer]
+"""Returns the received bytes of a payload."""
 
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 
-_DTYPES: dict[torch.dtype, agent_pb2.DType.ValueType] = {
+_DTYPE_NUMBERS: dict[torch.dtype, agent_pb2.DType.ValueType] = {
     getattr(torch, name.lower()): agent_pb2.DType.Value(name)
     for name in agent_pb2.DType.keys()  # noqa: SIM118 - no dictionary
     if hasattr(torch, name.lower())
 }
-_DTYPES_BACK = {number: dtype for dtype, number in _DTYPES.items()}
+_DTYPES_BY_NUMBER = {number: dtype for dtype, number in _DTYPE_NUMBERS.items()}
 
-_QUANTIZED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
-"""Their integers' dtypes."""
+_INTEGER_DTYPES = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+"""Quantized dtypes, and the dtypes of their integers."""
 
-_CARRIERS = _QUANTIZED | {
+_CARRIER_DTYPES = _INTEGER_DTYPES | {
     dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
-    for dtype, number in _DTYPES.items()
+    for dtype, number in _DTYPE_NUMBERS.items()
     if agent_pb2.FLOAT4_E2M1FN_X2 <= number <= agent_pb2.UINT7
 }
-"""What elements are taken for to be copied, where torch cannot copy those of the dtype."""
+"""Dtypes whose tensors torch cannot copy, and dtypes of the same size as which their elements are copied."""
 
-_SPARSE: dict[torch.layout, agent_pb2.SparseLayout.ValueType] = {
+_LAYOUT_NUMBERS: dict[torch.layout, agent_pb2.SparseLayout.ValueType] = {
     torch.sparse_coo: agent_pb2.SPARSE_COO,
     torch.sparse_csr: agent_pb2.SPARSE_CSR,
     torch.sparse_csc: agent_pb2.SPARSE_CSC,
     torch.sparse_bsr: agent_pb2.SPARSE_BSR,
     torch.sparse_bsc: agent_pb2.SPARSE_BSC,
 }
-_SPARSE_BACK = {number: layout for layout, number in _SPARSE.items()}
+_LAYOUTS_BY_NUMBER = {number: layout for layout, number in _LAYOUT_NUMBERS.items()}
 
 
 class UnmappedDeviceError(ValueError):
-    """A tensor is on a device that no device map names. Who sends it says what to do."""
+    """A tensor is on a device that is not in the device map; the sender adds what to do about it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(f"it is a tensor on {device}, and no device map says where it goes")
@@ -59,24 +62,29 @@ class UnmappedDeviceError(ValueError):
 
 
 def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
-    """Raises ValueError, saying what to do instead, if this tensor cannot travel."""
+    """Checks that a tensor can be sent.
+
+    Raises:
+        UnmappedDeviceError: it is on a device that is not in `device_map`.
+        ValueError: it cannot be sent; the text says what to send instead.
+    """
     if tensor.is_nested:
         raise ValueError(
             "it is a nested tensor of strided layout, which does not travel: send its tensors, tensor.unbind(), "
             "or make it with layout=torch.jagged"
         )
-    if tensor.layout is not torch.strided and tensor.layout not in _SPARSE:
+    if tensor.layout is not torch.strided and tensor.layout not in _LAYOUT_NUMBERS:
         raise ValueError(
             f"it is a tensor of layout {tensor.layout}, which does not travel: send tensor.to_dense()"
         )
     device = tensor.device.type
     if device == "meta" and tensor.layout is not torch.strided:
-        raise ValueError("it is a sparse tensor on meta; of those that have no elements, dense ones travel")
+        raise ValueError("it is a sparse tensor on meta; of tensors without elements, only dense ones travel")
     if device not in ("cpu", "meta") and tensor.device not in device_map:
         raise UnmappedDeviceError(tensor.device)
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in _DTYPE_NUMBERS:
         raise ValueError(f"it is a tensor of dtype {tensor.dtype}, which does not travel")
-    if tensor.dtype in _QUANTIZED:
+    if tensor.dtype in _INTEGER_DTYPES:
         try:
             tensor.qscheme()
         except RuntimeError:
@@ -85,32 +93,32 @@ def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
 
 def encode_tensors(
     tensors: Sequence[torch.Tensor],
-    put: Put,
+    put: PutPayload,
     device_map: DeviceMap = NO_DEVICES,
     leaves: AbstractSet[int] = frozenset(),
 ) -> list[agent_pb2.Tensor]:
-    """The messages for the tensors of one envelope.
+    """Returns the messages for the tensors of one envelope, and sends their elements.
 
     Args:
-        tensors: all of them, since those that share memory are sent once.
-        put: sends bytes on their way, those of a CUDA tensor through the host.
-        device_map: where tensors on which devices go.
-        leaves: by index those that gradients do not flow back through though they require grad.
+        tensors: all tensors of the envelope, since memory that several of them share is sent once.
+        put: sends the elements of one tensor; those of a CUDA tensor are copied to the host first.
+        device_map: devices of this worker to devices of the receiver.
+        leaves: indices of tensors that require grad but arrive as autograd leaves.
     """
     shared = find_shared(tensors, leaves) if len(tensors) > 1 and _CPU not in device_map else {}
     return [
-        _head(tensor, shared=shared[index], strides=tensor.stride())
+        _header(tensor, shared=shared[index], strides=tensor.stride())
         if index in shared
         else _encode(tensor, put, device_map)
         for index, tensor in enumerate(tensors)
     ]
 
 
-def _head(
+def _header(
     tensor: torch.Tensor, strides: Sequence[int] = (), shared: agent_pb2.SharedMemory | None = None
 ) -> agent_pb2.Tensor:
     return agent_pb2.Tensor(
-        dtype=_DTYPES[tensor.dtype],
+        dtype=_DTYPE_NUMBERS[tensor.dtype],
         sizes=tensor.shape,
         strides=strides,
         requires_grad=tensor.requires_grad,
@@ -118,8 +126,8 @@ def _head(
     )
 
 
-def _encode(tensor: torch.Tensor, put: Put, device_map: DeviceMap = NO_DEVICES) -> agent_pb2.Tensor:
-    message = _head(tensor)
+def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DEVICES) -> agent_pb2.Tensor:
+    message = _header(tensor)
     if tensor.device.type == "meta":
         message.device = "meta"
         message.strides.extend(tensor.stride())
@@ -128,9 +136,9 @@ def _encode(tensor: torch.Tensor, put: Put, device_map: DeviceMap = NO_DEVICES) 
         message.device = str(target)
     tensor = tensor.detach().cpu()
     if tensor.layout is not torch.strided:
-        message.layout = _SPARSE[tensor.layout]
+        message.layout = _LAYOUT_NUMBERS[tensor.layout]
         message.coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
-        message.parts.extend(_encode(part, put) for part in _sparse_parts(tensor))
+        message.parts.extend(_encode(part, put) for part in _components(tensor))
         return message
     if tensor.is_quantized:
         message.quantization.CopyFrom(_quantization(tensor))
@@ -138,19 +146,23 @@ def _encode(tensor: torch.Tensor, put: Put, device_map: DeviceMap = NO_DEVICES) 
             parts = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
             message.parts.extend(_encode(part, put) for part in parts)
     if tensor.numel():
-        tensor = _carried(tensor)
-        if not tensor.is_contiguous() and can_keep(tensor.shape, tensor.stride()):
-            message.strides.extend(tensor.stride())
-            tensor = tensor.permute(by_falling_stride(tensor.stride()))
-        flat = tensor.resolve_conj().resolve_neg().contiguous()
-        flat = flat.as_strided((flat.numel(),), (1,))  # a single element may have any stride and be contiguous
-        message.data.CopyFrom(put(flat.view(torch.uint8).numpy().data))
+        _encode_elements(message, _as_carrier(tensor), put)
     return message
 
 
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that torch can copy."""
-    carrier = _CARRIERS.get(tensor.dtype)
+def _encode_elements(message: agent_pb2.Tensor, tensor: torch.Tensor, put: PutPayload) -> None:
+    """Fills in data and strides of a dense tensor's message."""
+    if not tensor.is_contiguous() and can_keep_strides(tensor.shape, tensor.stride()):
+        message.strides.extend(tensor.stride())
+        tensor = tensor.permute(dims_by_descending_stride(tensor.stride()))
+    flat = tensor.resolve_conj().resolve_neg().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # contiguous tensors of one element may have any stride
+    message.data.CopyFrom(put(flat.view(torch.uint8).numpy().data))
+
+
+def _as_carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that torch can copy, with the memory of the given one."""
+    carrier = _CARRIER_DTYPES.get(tensor.dtype)
     if carrier is None:
         return tensor
     if not tensor.is_quantized:
@@ -166,7 +178,8 @@ def _quantization(tensor: torch.Tensor) -> agent_pb2.Quantization:
     return agent_pb2.Quantization(axis=tensor.q_per_channel_axis())
 
 
-def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns indices and values of a sparse tensor, in the order of torch's constructors."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -175,22 +188,30 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def make_sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that encoding does not copy: this one, or a copy that gradients flow through as well."""
-    if tensor.layout is not torch.strided or tensor.dtype in _CARRIERS:
+    """Returns a tensor that encoding does not copy: the given one, or a copy through which gradients flow back.
+
+    For a tensor that goes to several workers, so that it is copied once at most.
+    """
+    if tensor.layout is not torch.strided or tensor.dtype in _CARRIER_DTYPES:
         return tensor
-    kept = tensor.is_contiguous() or can_keep(tensor.shape, tensor.stride())
-    if kept and not tensor.is_conj() and not tensor.is_neg():
+    is_kept = tensor.is_contiguous() or can_keep_strides(tensor.shape, tensor.stride())
+    if is_kept and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     with torch.set_grad_enabled(tensor.requires_grad):
         return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def decode_tensors(messages: Iterable[agent_pb2.Tensor], get: Get) -> list[torch.Tensor]:
-    """The tensors of an envelope, over memory that nothing else uses, on the devices that the messages name.
+def decode_tensors(messages: Iterable[agent_pb2.Tensor], get: GetPayload) -> list[torch.Tensor]:
+    """Returns the tensors of an envelope, in memory that nothing else uses, on the devices that the messages name.
+
+    No memory is allocated for sizes that do not match received bytes.
+
+    Args:
+        messages: the messages of all tensors of the envelope.
+        get: returns the received bytes of a payload.
 
     Raises:
-        ValueError: a message contradicts itself, or names no device of this worker. Nothing is allocated by its
-            word alone.
+        ValueError: a message contradicts itself, or names a device that this worker does not have.
     """
     messages = list(messages)
     tensors = [None if message.HasField("shared") else _decode(message, get) for message in messages]
@@ -203,55 +224,64 @@ def decode_tensors(messages: Iterable[agent_pb2.Tensor], get: Get) -> list[torch
 def _decode_shared(message: agent_pb2.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     index = message.shared.tensor
     base = tensors[index] if index < len(tensors) else None
-    if base is None or _DTYPES_BACK.get(message.dtype) != base.dtype:
+    if base is None or _DTYPES_BY_NUMBER.get(message.dtype) != base.dtype:
         raise ValueError(f"malformed tensor: it shares the memory of tensor {index}, which has none of its own")
-    tensor = share(base, message)
+    tensor = restore_shared(base, message)
     return _finish(tensor, message) if message.requires_grad else tensor
 
 
-def _decode(message: agent_pb2.Tensor, get: Get) -> torch.Tensor:
-    dtype = _DTYPES_BACK.get(message.dtype)
+def _decode(message: agent_pb2.Tensor, get: GetPayload) -> torch.Tensor:
+    dtype = _DTYPES_BY_NUMBER.get(message.dtype)
     sizes, strides = tuple(message.sizes), tuple(message.strides)
     if dtype is None or any(size < 0 for size in sizes):
         raise ValueError(f"malformed tensor: dtype number {message.dtype}, shape {sizes}")
     if message.device == "meta":
         return _finish(_decode_meta(sizes, strides, dtype), message)
-    if message.parts and dtype not in _QUANTIZED:
+    if message.parts and dtype not in _INTEGER_DTYPES:
         tensor = _decode_sparse(message, sizes, get)
-    elif not math.prod(sizes):
-        tensor = torch.empty(sizes, dtype=_CARRIERS.get(dtype, dtype))
     else:
-        data = get(message.data)
-        if math.prod(sizes) * dtype.itemsize != len(data):
-            raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of {dtype}")
-        writable = bytearray(data) if isinstance(data, bytes) else data
-        tensor = arrange(torch.frombuffer(writable, dtype=_CARRIERS.get(dtype, dtype)), sizes, strides)
-    if dtype in _QUANTIZED:
+        tensor = _decode_elements(message, sizes, dtype, get)
+    if dtype in _INTEGER_DTYPES:
         tensor = _decode_quantized(message, tensor, dtype, get)
-    elif dtype in _CARRIERS:
+    elif dtype in _CARRIER_DTYPES:
         tensor = tensor.view(dtype)
     if message.device:
-        tensor = tensor.to(_device_here(message.device))
+        tensor = tensor.to(_local_device(message.device))
     return _finish(tensor, message)
 
 
+def _decode_elements(
+    message: agent_pb2.Tensor, sizes: Sequence[int], dtype: torch.dtype, get: GetPayload
+) -> torch.Tensor:
+    """Returns the elements of a dense tensor, of the dtype as which they are copied."""
+    carrier = _CARRIER_DTYPES.get(dtype, dtype)
+    count = math.prod(sizes)
+    if not count:
+        return torch.empty(sizes, dtype=carrier)
+    data = get(message.data)
+    if count * dtype.itemsize != len(data):
+        raise ValueError(f"malformed tensor: {len(data)} bytes for shape {tuple(sizes)} of {dtype}")
+    writable = bytearray(data) if isinstance(data, bytes) else data
+    return restore_strides(torch.frombuffer(writable, dtype=carrier), sizes, tuple(message.strides))
+
+
 def _finish(tensor: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()  # no view, for autograd: of its changes in place that of a view would come out wrong
+    # Detached so that autograd does not treat it as a view: in-place changes would be recorded on its base.
+    tensor = tensor.detach()
     if message.requires_grad and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         tensor.requires_grad_()
     return tensor
 
 
-def _device_here(name: str) -> torch.device:
-    """A device that another worker's device map names."""
+def _local_device(name: str) -> torch.device:
+    """Returns the device of this worker that another worker's device map names. Raises ValueError."""
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"malformed tensor: no device is called {name!r}") from None
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"a tensor is to go to {device}, but there are {torch.cuda.device_count()} CUDA devices here"
-        )
+        count = torch.cuda.device_count()
+        raise ValueError(f"a device map sends a tensor to {device}, but this worker has {count} CUDA devices")
     return device
 
 
@@ -264,8 +294,8 @@ def _decode_meta(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtyp
         raise ValueError(f"malformed tensor: {error}") from None
 
 
-def _decode_sparse(message: agent_pb2.Tensor, sizes: Sequence[int], get: Get) -> torch.Tensor:
-    layout = _SPARSE_BACK.get(message.layout)
+def _decode_sparse(message: agent_pb2.Tensor, sizes: Sequence[int], get: GetPayload) -> torch.Tensor:
+    layout = _LAYOUTS_BY_NUMBER.get(message.layout)
     expected = 2 if layout is torch.sparse_coo else 3
     if layout is None or len(message.parts) != expected or any(part.parts for part in message.parts):
         raise ValueError(f"malformed sparse tensor: {len(message.parts)} parts, layout number {message.layout}")
@@ -275,7 +305,7 @@ def _decode_sparse(message: agent_pb2.Tensor, sizes: Sequence[int], get: Get) ->
             return torch.sparse_coo_tensor(
                 indices[0], values, tuple(sizes), is_coalesced=message.coalesced, check_invariants=True
             )
-        return _despite_warning(
+        return _retry_on_warning(
             lambda: torch.sparse_compressed_tensor(
                 indices[0], indices[1], values, tuple(sizes), layout=layout, check_invariants=True
             )
@@ -285,25 +315,25 @@ def _decode_sparse(message: agent_pb2.Tensor, sizes: Sequence[int], get: Get) ->
 
 
 def _decode_quantized(
-    message: agent_pb2.Tensor, integers: torch.Tensor, dtype: torch.dtype, get: Get
+    message: agent_pb2.Tensor, integers: torch.Tensor, dtype: torch.dtype, get: GetPayload
 ) -> torch.Tensor:
-    """The tensor with these integers, in their memory."""
+    """Returns the quantized tensor with these integers, in their memory."""
     header, sizes = message.quantization, integers.shape
     if not message.parts:
-        return _despite_warning(lambda: quantized(integers, dtype, header.scale, header.zero_point))
+        return _retry_on_warning(lambda: quantized(integers, dtype, header.scale, header.zero_point))
     axis = header.axis
     if any(part.parts for part in message.parts) or not 0 <= axis < len(sizes):
         raise ValueError(f"malformed quantized tensor: axis {axis} of shape {tuple(sizes)}")
     parts = [_decode(part, get) for part in message.parts]
     if [tuple(part.shape) for part in parts] != [(sizes[axis],)] * 2:
         raise ValueError(f"malformed quantized tensor: not one scale for each of {sizes[axis]} channels")
-    return _despite_warning(lambda: quantized_per_channel(integers, dtype, parts[0], parts[1], axis))
+    return _retry_on_warning(lambda: quantized_per_channel(integers, dtype, parts[0], parts[1], axis))
 
 
-def _despite_warning(make: Callable[[], T]) -> T:
-    """Returns what `make` does, of which torch warns once.
+def _retry_on_warning(make: Callable[[], T]) -> T:
+    """Returns what `make` returns, in programs that turn warnings into errors as well.
 
-    Where a program turns warnings into errors its tensors arrive all the same; torch does not warn a second time.
+    torch warns the first time a program makes such a tensor, and not the second time.
     """
     try:
         return make()

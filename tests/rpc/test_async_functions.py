@@ -9,7 +9,7 @@ import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
 from gradwire.rpc.collectives import all_gather as gather
-from gradwire.rpc.execution.futures import when_done
+from gradwire.rpc.execution.futures import as_concurrent_future
 
 from tests.remote_functions import add, assert_clean, event, identity, set_event, wait_for
 
@@ -328,7 +328,7 @@ def test_default_streams_wait_for_the_value_of_a_future():
         "default_stream": lambda _device: default,
     }
     future = torch.futures.Future()
-    outcome = when_done(future)
+    outcome = as_concurrent_future(future)
     with patch.multiple(torch.cuda, **cuda):
         future.set_result(3)
     assert outcome.result(timeout=20) == 3

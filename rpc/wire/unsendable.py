@@ -1,0 +1,102 @@
+"""Errors for values that cannot be pickled: where in the value the problem is, and what to do about it."""
+
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
+
+from ...errors import SerializationError
+from ...torch_internals import AnyFuture
+
+__all__ = ["explain_failure"]
+
+MAX_DEPTH = 32
+"""Levels of nested containers in which the problem is searched."""
+
+_ADVICE: tuple[tuple[type, str], ...] = (
+    (
+        Generator,
+        "it is a generator: call the function by rpc_stream, which sends what it yields item by item, or return a "
+        "list",
+    ),
+    (
+        AsyncGenerator,
+        "it is an asynchronous generator: make the function an ordinary one and call it by rpc_stream, which "
+        "sends what it yields item by item",
+    ),
+    (
+        Coroutine,
+        "it is a coroutine, which nobody awaits there: call an ordinary function that runs it, as by asyncio.run",
+    ),
+    (
+        AnyFuture,
+        # Programs search for torch's own text, with which this begins.
+        "Can not pickle torch.futures.Future: wait for it, or mark the function that returns it with "
+        "rpc.functions.async_execution, so that the call is answered when the future is done",
+    ),
+)
+"""Types that do not pickle, and what to send instead."""
+
+
+def explain_failure(
+    value: object,
+    label: str | Sequence[str],
+    error: Exception,
+    pickling_error: Callable[[object], Exception | None],
+) -> SerializationError:
+    """Returns the error to raise for a value that does not pickle.
+
+    Args:
+        value: the value.
+        label: what to call the value; for a tuple, what to call each of its items.
+        error: what pickling the value raised.
+        pickling_error: tries to pickle a part of the value, and returns what that raises.
+    """
+    path, part, error = _outermost(value, label, error, pickling_error)
+    for _ in range(MAX_DEPTH):
+        for suffix, inner in _parts(part):
+            if (problem := pickling_error(inner)) is not None:
+                path, part, error = path + suffix, inner, problem
+                break
+        else:
+            break
+    return SerializationError(path, _advise(part, error))
+
+
+def _outermost(
+    value: object,
+    label: str | Sequence[str],
+    error: Exception,
+    pickling_error: Callable[[object], Exception | None],
+) -> tuple[str, object, Exception]:
+    """Returns label, value and error of the labelled item that does not pickle, or of the whole value."""
+    if isinstance(label, str):
+        return label, value, error
+    if isinstance(value, tuple) and len(value) == len(label):
+        for item, name in zip(value, label, strict=True):
+            if (problem := pickling_error(item)) is not None:
+                return name, item, problem
+    return " and ".join(label), value, error
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    """Yields the parts of a container or object, each with how Python code would name it."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+        yield from ((f" key {key!r}", key) for key in value)
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield from ((f" item {item!r}", item) for item in value)
+    elif not isinstance(value, type) and hasattr(value, "__dict__") and not callable(value):
+        yield from ((f".{name}", item) for name, item in vars(value).items())
+
+
+def _advise(value: object, error: Exception) -> str:
+    for kind, advice in _ADVICE:
+        if isinstance(value, kind):
+            return advice
+    name = getattr(value, "__qualname__", "")
+    if isinstance(name, str) and ("<lambda>" in name or "<locals>" in name):
+        return (
+            f"{name} has no importable name; functions and classes are sent by name, "
+            "so define it at the top level of a module that the other worker can import"
+        )
+    return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
