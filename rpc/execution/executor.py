@@ -1,10 +1,10 @@
 """The threads that run incoming calls.
 
-A fixed pool deadlocks as soon as calls nest deeper than it has threads. So `size` counts only threads that
-can make progress: one that waits for another call does not count, and another is started in its place.
-Waits that the executor is not told of (a lock, an event, a foreign future) are found by a watch: when the
-queue stands still although all threads are taken, it adds one thread, and is slower to add each further one.
-Threads beyond `size` end when they run out of work.
+A fixed pool deadlocks as soon as calls nest deeper than it has threads. So `size` bounds only threads that can
+make progress: a thread that waits for another call does not count, and another thread is started in its place.
+Waits that the executor does not know of (for a lock, an event, another library's future) are found by a stall
+detector: when no task is taken from the queue although all threads are busy, the detector adds one thread, and
+waits longer before it adds each further one. Threads beyond `size` end when they run out of work.
 """
 
 import concurrent.futures
@@ -18,174 +18,193 @@ from typing import Any, TypeVar, final
 __all__ = ["Executor"]
 
 STALL_TIMEOUT_S = 0.02
-LONGEST_STALL_SECONDS = 0.25
-"""How long the queue stands still before the first thread is added; the next takes twice that, then three times
-that, up to the longest."""
+"""Seconds in which no task is taken from the queue, after which one thread is added.
 
-IDLE_SECONDS = 10.0
-"""How long a thread beyond the first waits for work before it ends."""
+The second additional thread takes twice that, the third one three times that, up to MAX_STALL_TIMEOUT_S.
+"""
+
+MAX_STALL_TIMEOUT_S = 0.25
+
+IDLE_TIMEOUT_S = 10.0
+"""Seconds that a thread waits for work before it ends, unless it is the last one."""
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Task = tuple[Callable[..., None], tuple[Any, ...]]
+_QueuedTask = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 @final
 class Executor:
-    """Runs tasks on daemon threads of its own. Tasks must not raise; one that does is logged."""
+    """Runs tasks on daemon threads of its own. A task must not raise; an exception of one is logged."""
 
     def __init__(self, size: int, name: str, initializer: Callable[[], None] = lambda: None) -> None:
         """Starts no thread yet.
 
         Args:
-            size: threads that may make progress at the same time.
+            size: number of threads that can make progress at the same time.
             name: prefix of the threads' names.
             initializer: runs first on every thread.
         """
         self._size = size
         self._name = name
         self._initializer = initializer
-        self._tasks: deque[Task] = deque()
+        self._tasks: deque[_QueuedTask] = deque()
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
+        """Guards all counts and the queue."""
+        self._has_work = threading.Condition(self._lock)
         self._saturated = threading.Condition(self._lock)
-        self._drained = threading.Condition(self._lock)
-        self._mine = threading.local()
+        """Notified when a task is queued for which no thread is free: wakes the stall detector."""
+        self._thread_ended = threading.Condition(self._lock)
+        self._local = threading.local()
+        """Of each thread: `is_worker`, whether it belongs to this executor; `is_blocked`, in `blocking`."""
         self._threads = 0
         self._idle = 0
         self._blocked = 0
-        self._surplus = 0
+        self._extra = 0
+        """Threads beyond `size` that the stall detector has added since the queue was last empty."""
         self._taken = 0
+        """Tasks taken from the queue so far."""
         self._started = 0
-        self._watch: threading.Thread | None = None
+        """Threads started so far."""
+        self._stall_detector: threading.Thread | None = None
         self._closed = False
 
     @property
     def threads(self) -> int:
-        """How many threads there are now."""
+        """The number of threads."""
         return self._threads
 
     @property
     def idle(self) -> int:
-        """How many of them wait for work."""
+        """The number of threads that wait for a task."""
         return self._idle
 
     @property
     def queued(self) -> int:
-        """How many tasks wait for a thread."""
+        """The number of tasks that wait for a thread."""
         return len(self._tasks)
 
     def submit(self, task: Callable[..., None], *args: Any) -> None:
-        """Queues a task. After `close` it is dropped."""
+        """Queues a task; drops it after `close`."""
         with self._lock:
             if self._closed:
                 return
             self._tasks.append((task, args))
             if self._idle >= len(self._tasks):
-                self._work.notify()
+                self._has_work.notify()
             else:
-                self._grow()
+                self._add_thread()
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
-        """Around a wait for other calls. Does nothing on threads that are not the executor's."""
-        if not getattr(self._mine, "member", False) or getattr(self._mine, "blocked", False):
+        """Context manager for blocking on other calls; another thread replaces the blocked one meanwhile.
+
+        Does nothing on threads that do not belong to the executor.
+        """
+        if not getattr(self._local, "is_worker", False) or getattr(self._local, "is_blocked", False):
             yield
             return
-        self._mine.blocked = True
+        self._local.is_blocked = True
         with self._lock:
             self._blocked += 1
             if len(self._tasks) > self._idle:
-                self._grow()
+                self._add_thread()
         try:
             yield
         finally:
-            self._mine.blocked = False
+            self._local.is_blocked = False
             with self._lock:
                 self._blocked -= 1
 
     def wait(self, future: "concurrent.futures.Future[T]") -> T:
-        """Waits for other calls to bring a future its result."""
+        """Returns the result of a future that other calls complete, or raises its exception."""
         with self.blocking():
             return future.result()
 
     def close(self, seconds: float) -> bool:
-        """Drops what is queued and lets the threads end; waits for them for at most `seconds`.
+        """Drops the queued tasks and lets the threads end; waits at most `seconds` for them.
 
         Returns:
-            Have they all ended? One that runs user code cannot be ended from outside; being a daemon it
-            does not keep the process.
+            Whether all threads have ended. A thread that runs user code cannot be ended from outside; as a
+            daemon, it does not keep the process from exiting.
         """
         with self._lock:
             self._closed = True
             self._tasks.clear()
-            self._work.notify_all()
+            self._has_work.notify_all()
             self._saturated.notify_all()
-            mine = 1 if getattr(self._mine, "member", False) else 0
-            return self._drained.wait_for(lambda: self._threads <= mine, seconds)
+            own = 1 if getattr(self._local, "is_worker", False) else 0  # a thread cannot wait for its own end
+            return self._thread_ended.wait_for(lambda: self._threads <= own, seconds)
 
-    def _grow(self) -> None:
-        """Starts a thread if one is due, else has the watch look after the queue. Called with the lock."""
-        if self._threads - self._blocked < self._size + self._surplus:
-            self._spawn()
-        elif self._watch is None:
-            self._watch = threading.Thread(target=self._look_for_stalls, name=f"{self._name}-watch", daemon=True)
-            self._watch.start()
+    def _add_thread(self) -> None:
+        """Starts a thread if there may be one more, else wakes the stall detector. Called with the lock."""
+        if self._threads - self._blocked < self._size + self._extra:
+            self._start_thread()
+        elif self._stall_detector is None:
+            self._stall_detector = threading.Thread(
+                target=self._detect_stalls, name=f"{self._name}-stalls", daemon=True
+            )
+            self._stall_detector.start()
         else:
             self._saturated.notify()
 
-    def _spawn(self) -> None:
+    def _start_thread(self) -> None:
         self._started += 1
         thread = threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True)
         self._threads += 1
         try:
             thread.start()
-        except RuntimeError:  # the system gives no more threads: those there are must do
+        except RuntimeError:  # at the system's limit: the threads that there are go on
             self._threads -= 1
             log.warning("cannot start thread %d for incoming calls", self._threads + 1)
 
     def _run(self) -> None:
-        self._mine.member = True
+        self._local.is_worker = True
         self._initializer()
         while (task := self._next()) is not None:
             function, args = task
             try:
                 function(*args)
             except BaseException:
-                log.exception("a task of %s failed", self._name)
-            del task, function, args  # an idle thread keeps nothing of its last task alive
+                log.exception("a task of executor %s failed", self._name)
+            del task, function, args  # an idle thread keeps no task alive
 
-    def _next(self) -> Task | None:
-        """The next task; None if the thread is to end, which is then no longer counted."""
+    def _next(self) -> _QueuedTask | None:
+        """Waits for the next task; returns None if this thread is to end, after which it is not counted."""
         with self._lock:
             self._idle += 1
             try:
                 while not self._tasks:
-                    surplus = self._threads - self._blocked > self._size
-                    waited_in_vain = not surplus and not self._closed and not self._work.wait(IDLE_SECONDS)
-                    if self._closed or surplus or (waited_in_vain and not self._tasks and self._threads > 1):
+                    if self._should_end():
                         self._threads -= 1
-                        self._drained.notify_all()
+                        self._thread_ended.notify_all()
                         return None
                 self._taken += 1
                 return self._tasks.popleft()
             finally:
                 self._idle -= 1
 
-    def _look_for_stalls(self) -> None:
+    def _should_end(self) -> bool:
+        """Waits for work; returns whether an idle thread should end. Called with the lock."""
+        if self._closed or self._threads - self._blocked > self._size:
+            return True
+        was_notified = self._has_work.wait(IDLE_TIMEOUT_S)
+        return self._closed or (not was_notified and not self._tasks and self._threads > 1)
+
+    def _detect_stalls(self) -> None:
         with self._lock:
             while not self._closed:
-                # Not to sleep for good while there are tasks, idle threads or not: an idle thread may be
-                # about to take one and wait in it for the next.
+                # While there are tasks, the detector must not wait without a timeout, not even if threads are
+                # idle: an idle thread may be about to take a task that waits for the next one.
                 if not self._tasks:
-                    self._surplus = 0
+                    self._extra = 0
                     self._saturated.wait()
                     continue
                 taken = self._taken
-                stall = min(LONGEST_STALL_SECONDS, STALL_TIMEOUT_S * (self._surplus + 1))
+                stall = min(MAX_STALL_TIMEOUT_S, STALL_TIMEOUT_S * (self._extra + 1))
                 self._saturated.wait_for(lambda: self._closed, stall)
                 if not self._closed and self._tasks and not self._idle and self._taken == taken:
-                    self._surplus += 1
-                    self._spawn()
+                    self._extra += 1
+                    self._start_thread()

@@ -1,8 +1,8 @@
 """The futures that calls return.
 
-torch's futures live in C++, where Python's garbage collector cannot look. An exception that is kept in one
-and has a traceback with a frame that knows the future would never be freed, nor would anything else in that
-frame. So exceptions are kept here without a traceback, and `wait` raises a copy.
+torch's futures are C++ objects, which Python's garbage collector cannot traverse. An exception in a future, with a
+traceback that has a frame which refers to the future, is a cycle that would never be freed. So futures store
+exceptions without a traceback, and `wait` raises a copy.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from .kept_errors import copy_error
 if TYPE_CHECKING:
     from .executor import Executor
 
-__all__ = ["Future", "error_of", "wait_in_loop", "when_done"]
+__all__ = ["Future", "as_concurrent_future", "error_of", "wait_async"]
 
 T = TypeVar("T")
 
 
 class Future(torch.futures.Future[T]):
-    """A torch future that tells the agent's executor when one of its threads waits.
+    """A torch future that tells the agent's executor when one of its threads waits for it.
 
-    Waiting inside a remote function then never starves the calls that the wait depends on. In an asyncio
-    program the future can be awaited; a task that is cancelled meanwhile cancels the call.
+    So a wait inside a remote function never starves the calls that it depends on. In an asyncio program the future
+    can be awaited; cancelling the task that awaits it cancels the call.
     """
 
     def __new__(cls, *_: object) -> Self:
-        """The C++ side takes no arguments."""
+        """Passes no arguments to the C++ constructor."""
         return super().__new__(cls)
 
     def __init__(
@@ -42,22 +42,31 @@ class Future(torch.futures.Future[T]):
         worker: str = "",
         operation: str = "request",
     ) -> None:
+        """Makes a pending future.
+
+        Args:
+            executor: is told of waits.
+            cancel: cancels the call and returns whether it was pending; None if the call cannot be cancelled.
+            worker: see `worker`.
+            operation: see `operation`.
+        """
         super().__init__()
         self.worker = worker
-        """The name of the worker that was asked."""
+        """The name of the worker that the call was sent to."""
         self.operation = operation
-        """What it was asked, for people: such as `rpc_async add`."""
+        """What the call does, for people: such as `rpc_async add`."""
         self._executor = executor
         self._cancel = cancel
 
     def cancel(self) -> bool:
         """Cancels the call: the future fails at once with RpcCancelledError.
 
-        What of the call has not been sent is not sent. Where it has been sent but has not begun to run, it is
-        not run (if the cancellation gets there first). A call that runs goes on, and its result is dropped.
+        A call that has not been sent is not sent. A call that was sent but has not started at the other worker
+        does not start, provided that the cancellation arrives in time. A running call continues, and its result
+        is dropped.
 
         Returns:
-            Was the call cancelled? False if it was over already.
+            Whether the call was cancelled; False if it was done already.
         """
         return self._cancel is not None and self._cancel()
 
@@ -74,7 +83,7 @@ class Future(torch.futures.Future[T]):
         return wait_async(self).__await__()
 
     def wait(self) -> T:
-        """The call's result, or its exception raised here. Blocks until there is one."""
+        """Blocks until the call is done; returns its result or raises its exception."""
         try:
             if self.done():
                 return super().wait()
@@ -86,13 +95,13 @@ class Future(torch.futures.Future[T]):
             error.__traceback__ = None
             raise copy_error(error) from error.__cause__
 
-    def set_exception(self, result: Exception) -> None:  # type: ignore[override] # torch says: a value
-        """Fails the future."""
+    def set_exception(self, result: Exception) -> None:  # type: ignore[override] # torch's type is a value's
+        """Completes the future with an exception."""
         super().set_exception(result.with_traceback(None))  # type: ignore[arg-type]
 
 
 def _wait_interruptibly(future: torch.futures.Future[Any]) -> None:
-    """Returns when a future is done; Ctrl-C, which C++ would not notice before that, ends the wait."""
+    """Returns when a future is done. Ctrl-C interrupts this wait, unlike that of torch's future in C++."""
     done = threading.Lock()
     done.acquire()
     future.add_done_callback(lambda _future: done.release())
@@ -100,13 +109,16 @@ def _wait_interruptibly(future: torch.futures.Future[Any]) -> None:
 
 
 async def wait_async(future: torch.futures.Future[T]) -> T:
-    """The result of a future, awaited on the running event loop. Cancelling the wait cancels a call."""
+    """Awaits a future on the running event loop; returns its result or raises its exception.
+
+    Cancelling the task that awaits cancels the call, if the future is one of a call.
+    """
     if not future.done():
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
         def wake(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks have ended
                 loop.call_soon_threadsafe(woken.set)
 
         future.add_done_callback(wake)
@@ -120,7 +132,7 @@ async def wait_async(future: torch.futures.Future[T]) -> T:
 
 
 def error_of(future: torch.futures.Future[Any]) -> Exception | None:
-    """The exception of a future that is done, without a traceback; None if it has a value."""
+    """Returns the exception of a future that is done, without a traceback; None if it has a value."""
     try:
         future.value()
     except Exception as error:
@@ -129,7 +141,7 @@ def error_of(future: torch.futures.Future[Any]) -> Exception | None:
 
 
 def as_concurrent_future(future: torch.futures.Future[T]) -> "concurrent.futures.Future[T]":
-    """A future of Python's that gets the outcome of torch's."""
+    """Returns a `concurrent.futures.Future` that gets the outcome of a torch future."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def done(future: torch.futures.Future[T]) -> None:
@@ -144,10 +156,10 @@ def as_concurrent_future(future: torch.futures.Future[T]) -> "concurrent.futures
 
 
 def _order_streams() -> None:
-    """Has what default streams do from now on come after what this thread's current streams are to do.
+    """Makes the default CUDA streams wait for this thread's current streams.
 
-    torch runs the callbacks of a future on streams that wait for its value; the agent's threads work on default
-    streams.
+    torch runs the callbacks of a future on streams that wait for its value, while the agent's threads use the
+    value on default streams.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return

@@ -1,4 +1,4 @@
-"""Exceptions that are kept, to be raised later and perhaps by several threads."""
+"""Copies of exceptions that are stored, to be raised later and perhaps by several threads."""
 
 import copy
 
@@ -8,7 +8,7 @@ __all__ = ["copy_error", "is_plain", "text_of"]
 
 
 def copy_error(error: Exception) -> Exception:
-    """An error to raise while the given one is kept; that one itself if its class cannot be copied."""
+    """Returns a copy of a stored error, to be raised; the error itself if its class cannot be copied."""
     try:
         if is_plain(error):
             return rebuild(type(error), error.args, error.__dict__)
@@ -19,14 +19,17 @@ def copy_error(error: Exception) -> Exception:
 
 
 def is_plain(error: Exception) -> bool:
-    """Is everything in `args` and `__dict__`? Not if a base in C has fields, or the class knows better."""
-    has_fields = isinstance(error, OSError | UnicodeError | ImportError | SyntaxError | StopIteration)
-    own_way = type(error).__reduce__ is not BaseException.__reduce__
-    return not has_fields and not own_way and type(error).__reduce_ex__ is object.__reduce_ex__
+    """Returns whether an error's state is in `args` and `__dict__`, and its class does not define its pickling."""
+    has_c_fields = isinstance(error, OSError | UnicodeError | ImportError | SyntaxError | StopIteration)
+    is_reduced_by_class = (
+        type(error).__reduce__ is not BaseException.__reduce__
+        or type(error).__reduce_ex__ is not object.__reduce_ex__
+    )
+    return not has_c_fields and not is_reduced_by_class
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says. Never raises."""
+    """Returns the text of an exception. Never raises."""
     try:
         return str(error)
     except Exception:

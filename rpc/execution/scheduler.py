@@ -1,4 +1,4 @@
-"""Where the tasks of an agent's control messages run, one after another."""
+"""Runs the tasks of an agent's control messages, one after another."""
 
 import heapq
 import itertools
@@ -17,19 +17,19 @@ Task = Callable[[], None]
 
 
 class Scheduler(Protocol):
-    """Runs tasks one after another, in the order in which they come. A task that raises is logged.
+    """Runs tasks one after another, in the order in which they were submitted.
 
-    Owned by one ControlMessages, which calls `close` once.
+    A task that raises is logged, and the next one runs. Owned by one ControlMessages, which calls `close` once.
     """
 
     def submit(self, task: Task) -> None:
-        """Has a task run after those that came before. Takes no lock, so finalizers may call it."""
+        """Queues a task. May be called from any thread; takes no lock, so finalizers may call it."""
 
     def call_later(self, seconds: float, task: Task) -> None:
-        """Has a task run in `seconds`. Only tasks call this."""
+        """Has a task run after `seconds`. Only tasks may call this."""
 
     def close(self, seconds: float) -> None:
-        """Ends after the tasks that came before; waits for that for at most `seconds`. Drops what is not due."""
+        """Ends after the queued tasks, and drops those of `call_later`. Waits at most `seconds` for the end."""
 
 
 @final
@@ -37,25 +37,32 @@ class SerialThread:
     """A scheduler on a thread of its own."""
 
     def __init__(self, name: str, initializer: Task) -> None:
-        """Starts the thread, which runs `initializer` first."""
-        self._todo: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._later: list[tuple[float, int, Task]] = []
+        """Starts the thread.
+
+        Args:
+            name: of the thread.
+            initializer: runs first on the thread.
+        """
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        """Tasks; None ends the thread."""
+        self._timers: list[tuple[float, int, Task]] = []
+        """A heap of time of `time.monotonic`, count and task. Used by the thread only."""
         self._count = itertools.count()
         self._initializer = initializer
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Has a task run."""
-        self._todo.put(task)
+        """Queues a task."""
+        self._queue.put(task)
 
     def call_later(self, seconds: float, task: Task) -> None:
-        """Has a task run in `seconds`."""
-        heapq.heappush(self._later, (time.monotonic() + seconds, next(self._count), task))
+        """Has a task run after `seconds`."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._count), task))
 
     def close(self, seconds: float) -> None:
-        """Ends the thread."""
-        self._todo.put(None)
+        """Ends the thread after the queued tasks; waits at most `seconds`."""
+        self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
@@ -65,16 +72,16 @@ class SerialThread:
             try:
                 task()
             except Exception:
-                log.exception("a task of %s failed", self._thread.name)
-            del task  # a waiting thread keeps nothing of its last task alive
+                log.exception("a task of thread %s failed", self._thread.name)
+            del task  # an idle thread keeps no task alive
 
     def _next(self) -> Task | None:
-        """The next task; None at the end."""
+        """Waits for the next task; returns None at the end."""
         while True:
-            left = self._later[0][0] - time.monotonic() if self._later else None
+            left = self._timers[0][0] - time.monotonic() if self._timers else None
             if left is not None and left <= 0:
-                return heapq.heappop(self._later)[2]
+                return heapq.heappop(self._timers)[2]
             try:
-                return self._todo.get(timeout=left)
+                return self._queue.get(timeout=left)
             except queue.Empty:
                 continue

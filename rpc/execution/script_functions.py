@@ -1,7 +1,7 @@
-"""References as arguments of TorchScript functions.
+"""Runs TorchScript functions that take references (`RRef[T]`).
 
-TorchScript takes no object for an RRef but one of torch's own agent. A function that another worker calls is run
-as a copy of itself that takes, for each reference, the value and whatever else the function asks of the reference.
+TorchScript accepts no RRef but those of torch's own agent. So a function that another worker calls is run as a
+copy that takes, in place of each reference, its value and whatever else the function asks of the reference.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,46 +14,49 @@ from ...torch_internals import function_of_graph
 
 __all__ = ["check_references", "run_script_function"]
 
-_VALUE = frozenset({"aten::local_value", "aten::to_here"})
-_FACTS: dict[str, Callable[[Any], Any]] = {
+_VALUE_OPERATORS = frozenset({"aten::local_value", "aten::to_here"})
+"""Operators that return the value of a reference."""
+
+_PROPERTY_OPERATORS: dict[str, Callable[[Any], Any]] = {
     "aten::confirmed_by_owner": lambda reference: reference.confirmed_by_owner(),
     "aten::is_owner": lambda reference: reference.is_owner(),
     "aten::owner_name": lambda reference: reference.owner_name(),
 }
-"""Operators on a reference that give something other than its value, and what gives the same in Python."""
+"""Operators that return something else about a reference, and functions that return the same in Python."""
 
-MAX_REWRITTEN = 64
-"""Script functions whose copies are kept."""
+MAX_CACHED_COPIES = 64
+"""Script functions whose copies are cached."""
 
 
 @dataclass(frozen=True, slots=True)
-class _OnValues:
-    """A copy of a script function that takes no references.
+class _ValueFunction:
+    """A copy of a script function that takes values instead of references.
 
-    function: the copy. Its arguments are those of the original, with values in the place of references, then one
-        for each of `facts`.
+    function: the copy. Its arguments are those of the original, with values in place of references, then one for
+        each of `properties`.
     positions: which arguments of the original are references.
-    facts: position of a reference, and the function of that reference that gives the additional argument.
+    properties: for each additional argument, the position of a reference, and the function that returns the
+        argument for it.
     """
 
     function: Any
     positions: Sequence[int]
-    facts: Sequence[tuple[int, Callable[[Any], Any]]]
+    properties: Sequence[tuple[int, Callable[[Any], Any]]]
 
 
 def run_script_function(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a TorchScript function, which may take references (`RRef[T]`).
+    """Runs a TorchScript function, which may take references.
 
-    The value of a reference that another worker owns is fetched before the function runs, within the timeout that
-    calls have by default, whatever timeout the function gives `to_here`.
+    The value of a reference that another worker owns is fetched before the function runs, within the default
+    timeout of calls, whatever timeout the function passes to `to_here`.
 
     Raises:
         RpcError: the function does something else with a reference than ask for its value, its owner's name,
             or whether it is the owner's, or confirmed.
-        TypeError: the arguments do not fit.
-        Exception: what the function raises, or what kept a value from coming.
+        TypeError: the arguments do not fit the function.
+        Exception: what the function raises, or what fetching a value raises.
     """
-    copy = _on_values(function)
+    copy = _copy_for_values(function)
     if copy is None:
         return function(*args, **kwargs)
     given = _bind(function, args, kwargs)
@@ -61,17 +64,17 @@ def run_script_function(function: Any, args: Sequence[Any], kwargs: Mapping[str,
         if not hasattr(given[position], "to_here"):
             name = function.schema.arguments[position].name
             raise TypeError(f"{name!r} of {function.name} is {given[position]!r}: give an RRef")
-    facts = [fact(given[position]) for position, fact in copy.facts]
+    properties = [get(given[position]) for position, get in copy.properties]
     for position in copy.positions:
         given[position] = given[position].to_here()
-    return copy.function(*given, *facts)
+    return copy.function(*given, *properties)
 
 
 def check_references(graph: Any) -> None:
-    """Checks that `run_script_function` can run a function of this inlined graph. Raises RpcError."""
+    """Checks that `run_script_function` can run a function with this inlined graph. Raises RpcError if not."""
     for argument in _references(graph):
         for use in argument.uses():
-            if use.user.kind() not in _VALUE and use.user.kind() not in _FACTS:
+            if use.user.kind() not in _VALUE_OPERATORS and use.user.kind() not in _PROPERTY_OPERATORS:
                 name = argument.debugName().partition(".")[0]
                 raise RpcError(
                     f"{name!r}, {argument.type()}, is used by {use.user.kind()} in TorchScript, which knows only "
@@ -80,31 +83,42 @@ def check_references(graph: Any) -> None:
                 )
 
 
-@lru_cache(maxsize=MAX_REWRITTEN)
-def _on_values(function: Any) -> _OnValues | None:
-    """The copy that takes no references; None if the function takes none itself. Raises RpcError."""
+@lru_cache(maxsize=MAX_CACHED_COPIES)
+def _copy_for_values(function: Any) -> _ValueFunction | None:
+    """Returns the copy of a function that takes values; None if it takes no references. Raises RpcError."""
     if not any(argument.type.kind() == "RRefType" for argument in function.schema.arguments):
         return None
     graph = function.inlined_graph.copy()
     check_references(graph)
     positions = []
-    facts = []
+    properties = []
     for position, argument in enumerate(list(graph.inputs())):
-        if argument.type().kind() != "RRefType":
-            continue
-        positions.append(position)
-        nodes = [use.user for use in argument.uses()]
-        for node in nodes:
-            replacement = argument
-            if (fact := _FACTS.get(node.kind())) is not None:
-                replacement = graph.addInput()
-                replacement.setType(node.output().type())
-                facts.append((position, fact))
-            node.output().replaceAllUsesWith(replacement)
-            node.destroy()
-        argument.setType(argument.type().getElementType())
+        if argument.type().kind() == "RRefType":
+            positions.append(position)
+            properties += [(position, get) for get in _replace_by_value(graph, argument)]
     graph.lint()
-    return _OnValues(function_of_graph(function.name, graph), positions, facts)
+    return _ValueFunction(function_of_graph(function.name, graph), positions, properties)
+
+
+def _replace_by_value(graph: Any, argument: Any) -> list[Callable[[Any], Any]]:
+    """Turns a reference among a graph's inputs into its value.
+
+    Adds an input for each use of another property of the reference.
+
+    Returns:
+        For each added input, the function that returns its value.
+    """
+    properties = []
+    for node in [use.user for use in argument.uses()]:
+        replacement = argument
+        if (get := _PROPERTY_OPERATORS.get(node.kind())) is not None:
+            replacement = graph.addInput()
+            replacement.setType(node.output().type())
+            properties.append(get)
+        node.output().replaceAllUsesWith(replacement)
+        node.destroy()
+    argument.setType(argument.type().getElementType())
+    return properties
 
 
 def _references(graph: Any) -> list[Any]:
@@ -112,7 +126,7 @@ def _references(graph: Any) -> list[Any]:
 
 
 def _bind(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call by position. Raises TypeError."""
+    """Returns the arguments of a call by position. Raises TypeError if they do not fit."""
     parameters = function.schema.arguments
     names = [parameter.name for parameter in parameters]
     given = dict(zip(names, args, strict=False))

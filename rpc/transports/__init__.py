@@ -1,1 +1,1 @@
-"""How envelopes travel between two workers: over a gRPC stream, or within one process."""
+"""Transports: how envelopes get from one worker to another, by a gRPC stream or within one process."""

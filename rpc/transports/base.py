@@ -1,4 +1,4 @@
-"""What a transport is."""
+"""The contract of transports, which carry the envelopes of messages between two workers."""
 
 from typing import ClassVar, Protocol
 
@@ -10,48 +10,68 @@ __all__ = ["Transport", "TransportClosedError", "TransportListener"]
 
 
 class TransportClosedError(Exception):
-    """The peer is gone; the text says how."""
+    """The connection is closed, and nothing more can be sent. The text is the `reason` of a WorkerEnd."""
 
 
 class Transport(Protocol):
-    """Carries envelopes to one peer and back, each at most once.
+    """Connects this worker to one peer, and carries serialized envelopes in both directions.
 
-    Owned by the agent, which calls `close` exactly once.
+    - Delivery: in the order of the calls of `send`, each envelope at most once. Envelopes are lost only with the
+      connection; a transport reports that loss to its listener, and does not connect again.
+    - Connecting: at the first `send` or `connect`, or when the peer connects. Before that, a transport has neither
+      socket nor thread. If both workers connect at the same moment, one of the two connections remains.
+    - Threads: `send` and `connect` are called from any thread, all else on the agent's event loop. A transport
+      that reads on a thread of its own hands envelopes to the loop by `call_soon_threadsafe`.
+    - Blocking: no method waits for the peer, except `close`, which does not block the loop.
+    - Ownership: the agent's Network makes one transport for each peer, and calls `close` once, even if the
+      connection is lost already. Sockets and threads belong to the transport, which releases them in `close`.
     """
 
     name: ClassVar[str]
+    """What debug info calls this kind of transport."""
 
     def send(self, envelope: bytes) -> int:
-        """Queues one serialized envelope. Called from any thread; never blocks on the peer.
+        """Queues one envelope, of at most `settings.MAX_ENVELOPE_BYTES`. The queue is unbounded.
 
         Returns:
-            A ticket that `withdraw` takes.
+            A ticket for `withdraw`.
 
         Raises:
-            TransportClosedError: the peer is gone.
+            TransportClosedError: the connection is closed, and the envelope is not sent.
         """
 
     def withdraw(self, ticket: int) -> bool:
-        """Takes an envelope back; False if it is on its way already. Called on the event loop."""
+        """Removes an envelope from the queue, if nothing of it has been sent.
+
+        Returns:
+            Whether it was removed. If not, the peer may receive it.
+        """
 
     def connect(self) -> None:
-        """Connects now rather than at the first send, so that the loss of the peer is noticed."""
+        """Starts to connect if there is no connection, so that the loss of the peer will be noticed."""
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
-        """Sends what is queued and a goodbye, then releases the connection.
+        """Sends the queue and a goodbye, waits for the peer's goodbye, and releases the connection.
 
         Args:
-            drain: seconds that it may take.
+            drain: seconds that this may take; after that, the connection is cut.
             end: how this worker ends, for the goodbye.
-            dial: whether to say it also to a peer to which there is no connection.
+            dial: whether to connect only to say goodbye, if there is no connection.
         """
 
 
 class TransportListener(Protocol):
-    """Whom transports report to, on the event loop. Must not block."""
+    """Receives the envelopes of all transports of an agent. Called on its event loop; must not block or raise."""
 
     def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """An envelope has arrived."""
+        """Handles an envelope from a peer. Also called while `close` waits for the peer's goodbye."""
 
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
-        """The connection is over: nothing that is queued or outstanding will be answered."""
+        """Handles the end of a connection. Called at most once for each transport, after the last `on_envelope`.
+
+        The transport has dropped its queue, and `send` raises from now on. During `close` it may not be called.
+
+        Args:
+            peer: the worker at the other end.
+            end: what the peer's goodbye says, or how the connection broke.
+        """

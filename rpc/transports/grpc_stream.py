@@ -1,10 +1,11 @@
-"""Envelopes over one bidirectional gRPC stream per pair of workers.
+"""The transport over gRPC: one bidirectional stream per pair of workers.
 
-The worker that has something to send first opens the stream. When both open one at the same moment, that of
-the worker with the lower id stands: the other is told `duplicate` and waits for it.
+The worker that has something to send first opens the stream. If both open one at the same moment, the stream of
+the worker with the lower id is used: the other worker's stream is answered with `duplicate`, and that worker
+waits for its peer's.
 
-All streams run on the one event loop, so threads do not grow with the number of peers. What is sent while a
-write is under way goes into the next frame together: that coalescing makes the rate.
+All streams run on one event loop, so the number of threads does not grow with that of peers. Envelopes that are
+sent while a write is in flight share the next frame; messages per second depend on that.
 """
 
 import asyncio
@@ -32,35 +33,38 @@ from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
 __all__ = ["GrpcStream", "GrpcStreams"]
 
 FRAME_BYTES = 1 << 20
-"""Bytes of envelopes that share a frame at most; a larger envelope has one of its own."""
+"""Maximum bytes of envelopes that share a frame; a larger envelope has a frame of its own."""
 
 DIAL_ATTEMPTS = 3
-"""A peer's server is up before its address is known, so a refused connection means that it is gone; the
-further attempts are for a listen queue that overflows while many connect at once."""
+"""Attempts to open a stream. A peer serves before its address is known, so a refused connection means that it is
+gone; the further attempts are for a listen queue that overflows while many workers connect at once."""
 
-DIAL_PAUSE = 0.05
-"""Seconds before the second attempt; each further pause is twice as long."""
+DIAL_BACKOFF_S = 0.05
+"""Seconds before the second attempt; doubled for each further one."""
 
-DUPLICATE_PATIENCE = 5.0
-"""Seconds to wait for the stream that a peer says it is opening, before opening one again."""
+DUPLICATE_TIMEOUT_S = 5.0
+"""Seconds to wait for the stream that a peer said it is opening, before opening one again."""
 
 log = logging.getLogger(__name__)
 
 Read = Callable[[], Awaitable[Any]]
+"""Reads a serialized frame; `aio.EOF` at the end."""
+
 Write = Callable[[bytes], Awaitable[Any]]
+"""Writes a serialized frame."""
 
 
 class _State(Enum):
     IDLE = auto()
     DIALING = auto()
-    AWAITED = auto()  # the peer is opening the stream that stands
+    AWAITING_PEER = auto()  # the peer is opening the stream that will be used
     OPEN = auto()
     CLOSED = auto()
 
 
 @final
 class GrpcStreams:
-    """All streams of one agent. Lives on the event loop."""
+    """All streams of one agent. Used on the event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handshake: Handshake, listener: TransportListener) -> None:
         self.loop = loop
@@ -69,16 +73,21 @@ class GrpcStreams:
         self._streams: dict[int, GrpcStream] = {}
 
     def add(self, peer: WorkerInfo, address: str) -> "GrpcStream":
-        """The stream to a peer, opened when it is first used."""
+        """Makes the stream to a peer; opens it when it is first used.
+
+        Args:
+            peer: the worker at the other end.
+            address: of the peer's server, host:port.
+        """
         stream = self._streams[peer.id] = GrpcStream(self, peer, address)
         return stream
 
     def abort(self, peer: int, reason: str) -> None:
-        """A peer cannot be used any more."""
+        """Ends the stream to a peer that cannot be used any more; see `GrpcStream.abort`."""
         self._streams[peer].abort(reason)
 
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
-        """The Exchange method of the agent's gRPC service."""
+        """Serves the Exchange method of the agent's gRPC service."""
         first = await context.read()
         if first is aio.EOF:
             return
@@ -89,21 +98,21 @@ class GrpcStreams:
         stream = self._streams[peer.id]
         if stream.goodbye:
             await context.write(stream.goodbye)
-            stream.taken_leave()
+            stream.on_goodbye_sent()
             return
-        if stream.closed_because is not None:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, stream.closed_because)
-        accepted = stream.yields_to_peer()
+        if stream.closed_reason is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, stream.closed_reason)
+        accepted = stream.accept()
         welcome = agent_pb2.Frame(welcome=agent_pb2.Welcome(duplicate=not accepted)).SerializeToString()
         if accepted:
-            await stream.carry(context.read, context.write, first=welcome)
+            await stream.run(context.read, context.write, first=welcome)
         else:
             await context.write(welcome)
 
 
 @final
 class GrpcStream:
-    """The stream to one peer, whichever of the two opens it."""
+    """The stream between this worker and one peer, whichever of the two opens it."""
 
     name: ClassVar[str] = "grpc"
 
@@ -115,22 +124,22 @@ class GrpcStream:
         self._lock = threading.Lock()
         self._tickets = itertools.count()
         self._queue: OrderedDict[int, bytes] = OrderedDict()
-        self.closed_because: str | None = None
-        """Why the stream is over."""
-        # What follows is touched on the loop only.
+        self.closed_reason: str | None = None
+        """Why the stream is closed; None until then."""
+        # All attributes that follow are used on the loop only.
         self._state = _State.IDLE
-        self._filled = asyncio.Event()
+        self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self.goodbye = b""
-        """The frame that ends the stream, once this worker leaves."""
+        """The serialized frame that ends the stream; empty until this worker leaves."""
         self._dialing: asyncio.Task[None] | None = None
-        self._carrier: asyncio.Task[Any] | None = None
+        self._runner: asyncio.Task[Any] | None = None
 
     def send(self, envelope: bytes) -> int:
-        """Queues one envelope."""
+        """Queues an envelope."""
         with self._lock:
-            if self.closed_because is not None:
-                raise TransportClosedError(self.closed_because)
+            if self.closed_reason is not None:
+                raise TransportClosedError(self.closed_reason)
             ticket = next(self._tickets)
             self._queue[ticket] = bytes_field(agent_pb2.Frame.ENVELOPES_FIELD_NUMBER, len(envelope)) + envelope
             first = len(self._queue) == 1
@@ -139,7 +148,7 @@ class GrpcStream:
         return ticket
 
     def withdraw(self, ticket: int) -> bool:
-        """Takes an envelope out of the queue."""
+        """Removes an envelope from the queue, if it is there."""
         with self._lock:
             return self._queue.pop(ticket, None) is not None
 
@@ -148,14 +157,14 @@ class GrpcStream:
         self._loop.call_soon_threadsafe(self._start_or_wake)
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
-        """Sends what is queued and a goodbye, waits for the peer's, then ends the stream."""
+        """Sends the queue and a goodbye, waits for the peer's goodbye, and ends the stream."""
         if self._state is _State.IDLE and dial:
             self._start_or_wake()
         self.goodbye = agent_pb2.Frame(goodbye=True, departure=end.to_proto()).SerializeToString()
         if self._state is _State.IDLE:
             self._finish(SHUT_DOWN, report=False)
             return
-        self._filled.set()
+        self._wake.set()
         try:
             await asyncio.wait_for(self._ended.wait(), drain)
         except TimeoutError:
@@ -164,18 +173,21 @@ class GrpcStream:
             self._dialing.cancel()
 
     def abort(self, reason: str) -> None:
-        """The peer cannot be used any more, although this connection stands: ends it. Called on the loop."""
+        """Ends a stream that works, because the peer cannot be used for another reason. Called on the loop."""
         self._finish(WorkerEnd(LossCause.DISCONNECTED, reason))
-        if self._carrier is not None:
-            self._carrier.cancel()
+        if self._runner is not None:
+            self._runner.cancel()
 
-    def taken_leave(self) -> None:
-        """The peer knows that this worker leaves: what it was to open a stream for. Called on the loop."""
-        if self._state is _State.AWAITED:
+    def on_goodbye_sent(self) -> None:
+        """Ends a stream that was awaited only to say goodbye to the peer, who knows now. Called on the loop."""
+        if self._state is _State.AWAITING_PEER:
             self._finish(SHUT_DOWN, report=False)
 
-    def yields_to_peer(self) -> bool:
-        """Does the stream that the peer has just opened stand? If so, the caller carries it."""
+    def accept(self) -> bool:
+        """Decides whether the stream that the peer has opened is used. If so, the caller calls `run` with it.
+
+        It is not used if there is a stream, or if this worker is opening one and has the lower id.
+        """
         if self._state is _State.OPEN:
             return False
         if self._state is _State.DIALING and self._peer.id > self._streams.handshake.me.id:
@@ -186,20 +198,26 @@ class GrpcStream:
         self._state = _State.OPEN
         return True
 
-    async def carry(self, read: Read, write: Write, first: bytes = b"") -> None:
-        """Moves frames, after a first one, until either side says goodbye or the connection breaks."""
+    async def run(self, read: Read, write: Write, first: bytes = b"") -> None:
+        """Exchanges frames until either side says goodbye or the connection breaks.
+
+        Args:
+            read: reads a frame of the peer.
+            write: writes a frame.
+            first: a frame to write before all others.
+        """
         self._state = _State.OPEN
-        self._carrier = asyncio.current_task()
+        self._runner = asyncio.current_task()
         writer = self._loop.create_task(self._write_frames(write, first))
         reason = "its connection closed without a goodbye; the process has died or was cut off"
-        departed: WorkerEnd | None = None
+        peer_end: WorkerEnd | None = None
         try:
             while (data := await read()) is not aio.EOF:
                 frame = agent_pb2.Frame.FromString(data)
                 for envelope in frame.envelopes:
                     self._streams.listener.on_envelope(self._peer, envelope)
                 if frame.goodbye:
-                    departed = WorkerEnd.from_proto(frame.departure)
+                    peer_end = WorkerEnd.from_proto(frame.departure)
                     break
             if self.goodbye:
                 await writer
@@ -208,27 +226,27 @@ class GrpcStream:
         except DecodeError:
             reason = "it sent bytes that are no frame"
         except asyncio.CancelledError:
-            pass  # so gRPC ends a handler whose peer has vanished
+            pass  # gRPC cancels a handler whose peer has vanished
         except Exception as error:
             log.exception("the stream to worker %s failed", self._peer.name)
             reason = f"its connection broke: {error!r}"
         finally:
             writer.cancel()
-            self._finish(SHUT_DOWN if self.goodbye else departed or WorkerEnd(LossCause.DISCONNECTED, reason))
+            self._finish(SHUT_DOWN if self.goodbye else peer_end or WorkerEnd(LossCause.DISCONNECTED, reason))
 
     def _start_or_wake(self) -> None:
         if self._state is _State.IDLE and not self.goodbye:
             self._state = _State.DIALING
             self._dialing = self._loop.create_task(self._dial())
         else:
-            self._filled.set()
+            self._wake.set()
 
     async def _dial(self) -> None:
-        pause = DIAL_PAUSE
+        backoff = DIAL_BACKOFF_S
         for attempt in range(1, DIAL_ATTEMPTS + 1):
             try:
                 if not await self._open():
-                    self._await_peer()
+                    self._wait_for_peer()
                 return
             except aio.AioRpcError as error:
                 unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
@@ -238,11 +256,11 @@ class GrpcStream:
             except Exception as error:
                 self._finish(WorkerEnd(LossCause.UNREACHABLE, f"connecting to it failed: {error!r}"))
                 return
-            await asyncio.sleep(pause)
-            pause *= 2
+            await asyncio.sleep(backoff)
+            backoff *= 2
 
     async def _open(self) -> bool:
-        """Opens a stream and carries it to its end; False if it is a duplicate."""
+        """Opens a stream and runs it until it ends. Returns False if it is a duplicate."""
         async with aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
             call = channel.stream_stream(EXCHANGE_METHOD)()
             try:
@@ -257,22 +275,23 @@ class GrpcStream:
                     return True
                 if welcome.welcome.duplicate:
                     return False
-                await self.carry(call.read, lambda data: _write(call, data))
+                await self.run(call.read, lambda data: _write(call, data))
                 with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
                     await call.done_writing()
                 return True
             finally:
                 call.cancel()
 
-    def _await_peer(self) -> None:
-        self._state = _State.AWAITED
+    def _wait_for_peer(self) -> None:
+        """Waits for the stream that the peer is opening; if none comes, opens one again."""
+        self._state = _State.AWAITING_PEER
 
-        def again() -> None:
-            if self._state is _State.AWAITED:
+        def redial() -> None:
+            if self._state is _State.AWAITING_PEER:
                 self._state = _State.IDLE
                 self._start_or_wake()
 
-        self._loop.call_later(DUPLICATE_PATIENCE, again)
+        self._loop.call_later(DUPLICATE_TIMEOUT_S, redial)
 
     async def _write_frames(self, write: Write, first: bytes) -> None:
         try:
@@ -285,12 +304,13 @@ class GrpcStream:
                     await write(self.goodbye)
                     return
                 else:
-                    await self._filled.wait()
-                    self._filled.clear()
+                    await self._wake.wait()
+                    self._wake.clear()
         except (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError):
-            pass  # the reading side sees the same end, and knows why
+            pass  # `run` sees the same end while it reads, with the reason
 
     def _next_frame(self) -> bytes:
+        """Takes envelopes of up to FRAME_BYTES, but at least one, from the queue; empty if there is none."""
         with self._lock:
             taken: list[bytes] = []
             size = 0
@@ -311,7 +331,7 @@ class GrpcStream:
             return
         self._state = _State.CLOSED
         with self._lock:
-            self.closed_because = end.reason
+            self.closed_reason = end.reason
             self._queue.clear()
         self._ended.set()
         if report:
@@ -319,7 +339,7 @@ class GrpcStream:
 
 
 async def _write(call: Any, data: bytes) -> None:
-    """Writes; a call that has ended raises its status, as reading from it does."""
+    """Writes a frame; raises the status of a call that has ended, as reading does."""
     try:
         await call.write(data)
     except asyncio.InvalidStateError:
@@ -333,7 +353,7 @@ async def _raise_status(call: Any) -> None:
 
 
 def _end_of(error: aio.AioRpcError, address: str) -> WorkerEnd:
-    """What is known of a peer to which no stream can be opened."""
+    """Returns the end of a peer to which no stream can be opened."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
     return WorkerEnd(LossCause.REFUSED, f"it refused the connection: {error.details()}")

@@ -1,4 +1,4 @@
-"""From a worker to itself."""
+"""The transport from a worker to itself."""
 
 import asyncio
 from typing import ClassVar, final
@@ -13,7 +13,7 @@ __all__ = ["LoopbackTransport"]
 
 @final
 class LoopbackTransport:
-    """Delivers on the event loop, as if the envelope had come over a wire."""
+    """Delivers parsed copies of envelopes to this worker's own listener, on the event loop."""
 
     name: ClassVar[str] = "loopback"
 
@@ -24,7 +24,7 @@ class LoopbackTransport:
         self._closed = False
 
     def send(self, envelope: bytes) -> int:
-        """Delivers a copy."""
+        """Schedules the delivery."""
         if self._closed:
             raise TransportClosedError(SHUT_DOWN.reason)
         message = agent_pb2.Envelope.FromString(envelope)
@@ -32,12 +32,12 @@ class LoopbackTransport:
         return 0
 
     def withdraw(self, ticket: int) -> bool:  # noqa: ARG002
-        """It has been delivered."""
+        """Returns False: there is no queue."""
         return False
 
     def connect(self) -> None:
-        """Is always connected."""
+        """Does nothing: the worker is always connected to itself."""
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:  # noqa: ARG002
-        """Refuses what comes later."""
+        """Has `send` raise from now on."""
         self._closed = True

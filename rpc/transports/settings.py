@@ -1,4 +1,4 @@
-"""gRPC as all of an agent's connections use it."""
+"""Names and options of gRPC that all connections of an agent share."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 aio: Any = grpc.aio
-"""Untyped: the stubs that exist for grpc.aio know neither EOF nor calls without serializers."""
+"""The module grpc.aio, untyped: its stubs lack `EOF`, and calls without serializers."""
 
 _DESCRIPTOR = agent_pb2.DESCRIPTOR.services_by_name["Agent"]
 
@@ -27,15 +27,15 @@ EXCHANGE_METHOD = f"/{SERVICE}/Exchange"
 TRANSFER_METHOD = f"/{SERVICE}/Transfer"
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""The largest frame or chunk that gRPC takes."""
+"""Bytes of the largest gRPC message, a frame of envelopes or of chunks."""
 
 MAX_ENVELOPE_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
-"""Payloads are chunked long before, so only envelopes with hundreds of thousands of tensors come near."""
+"""Bytes of the largest envelope. Only hundreds of thousands of tensors fill one, since large payloads go apart."""
 
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A host that vanishes closes no connection: ping it.
+    # Pings find out that a peer's host has lost power or network, which closes no connection.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -49,8 +49,8 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
-    # A port that is taken is an error, not half of the calls going elsewhere.
+    # Without it, two servers could share a port, each with half of the calls.
     ("grpc.so_reuseport", 0),
-    # Pings pile up while a process is suspended (SIGSTOP, a laptop that sleeps): no reason to break with it.
+    # Pings pile up while a process is suspended (by SIGSTOP, or a sleeping laptop); do not disconnect it for that.
     ("grpc.http2.max_ping_strikes", 0),
 ]

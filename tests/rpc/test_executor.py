@@ -77,7 +77,7 @@ def test_surplus_threads_end(executor):
     gate, started = start_waiting(executor, 8, told=True)
     for _ in range(8):
         assert started.acquire(timeout=10)
-    threads = [t for t in threading.enumerate() if t.name.startswith("test-executor-") and "watch" not in t.name]
+    threads = [t for t in threading.enumerate() if t.name.startswith("test-executor-") and "stalls" not in t.name]
     assert len(threads) == executor.threads >= 8
     gate.set()
     wait_until(lambda: executor.threads <= 2)
