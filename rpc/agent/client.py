@@ -135,7 +135,7 @@ class Client:
                 for worker, each in zip(workers, encoded, strict=True)
             ]
         finally:
-            broadcast.sent()
+            broadcast.release()
 
     def _encode_all(self, workers: Sequence[WorkerInfo], request: Request) -> "list[_Encoded]":
         """Pickles a request for several workers: once for each device map."""

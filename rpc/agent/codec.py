@@ -154,7 +154,7 @@ class Codec:
         ticket = self._network.send(message.destination, envelope.SerializeToString())
         writer.start()
         self.traffic.sent(writer.nbytes)
-        return SentMessage(envelope, ticket, writer.apart or (), writer.nbytes)
+        return SentMessage(envelope, ticket, writer.external or (), writer.nbytes)
 
     # Receiving.
 

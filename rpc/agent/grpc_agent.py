@@ -155,7 +155,7 @@ class GrpcAgent(RpcAgent):
                     store=store,
                     control=self.control,
                     worker=self.worker,
-                    sent_again=self._codec.traffic.sent_again,
+                    on_resend=self._codec.traffic.sent_again,
                 )
             )
             self._all_gather_service.paths.open(store)

@@ -309,7 +309,7 @@ class Network:
             return
         self._lost[peer.id] = end
         for channel in self._router.channels:
-            channel.drop(peer.id, end.reason)
+            channel.drop_peer(peer.id, end.reason)
         self._listener.on_peer_lost(peer, end)
 
     def leave(self) -> None:

@@ -1,1 +1,1 @@
-"""How the bytes of tensors and bodies travel: inside the envelope, in chunks, or by broadcast."""
+"""Channels: how the bytes of bodies and tensors travel, in the envelope, in chunks, or by broadcast."""

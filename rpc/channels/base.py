@@ -1,4 +1,4 @@
-"""What a channel is."""
+"""The contract of channels, which carry payloads: the bytes of a message's body, or of one of its tensors."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,45 +7,78 @@ from typing import ClassVar, Protocol
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
 
-__all__ = ["Channel", "Start"]
+__all__ = ["Channel", "StartTransfer"]
 
-Start = Callable[[], None]
+StartTransfer = Callable[[], None]
+"""Starts to send a payload. Called once from any thread, and must not block."""
 
 
 class Channel(Protocol):
-    """Moves payloads from this worker to others and the other way.
+    """Carries payloads between this worker and all of its peers, which are given by their ids.
 
-    `send` is called from any thread, everything else on the event loop.
+    The sender's channel describes each payload by a `Payload` message, which travels in the envelope. By it the
+    receiver's channel of the same name finds the bytes, which may arrive before or after the envelope.
+
+    - Order: payloads may arrive in any order. None may wait forever for its envelope and delay others: a channel
+      sends a payload only once the envelope is queued, and the agent calls `receive` or `discard` for each.
+    - Threads: `send` and the function that it returns are called from any thread, all else on the agent's event
+      loop. Nothing blocks on a peer.
+    - Memory: a channel need not copy the bytes that it sends, only keep the memoryview until they are sent; users
+      leave a tensor unchanged until its call is done. A received buffer belongs to the tensor made from it, which
+      may be written to, so nothing else may use it (`bytes` are copied first).
+    - Ownership: the agent's Network makes its channels, and calls `close` once. Connections and threads belong to
+      the channel.
     """
 
     name: ClassVar[str]
-    """The field of Payload's `location` that this channel fills."""
+    """The field of Payload's `location` that this channel sets."""
 
-    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, Start | None]:
-        """Says where these bytes will be for worker `peer`, and what sends them there.
+    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer | None]:
+        """Prepares to send a payload.
 
-        `start` is called once the envelope that names them is on its way, and not at all if that fails. It
-        must not block on the peer; the memory must stay as it is until the peer has received it.
+        Args:
+            peer: the receiver.
+            data: the bytes, contiguous.
+
+        Returns:
+            The description for the envelope, and a function that starts the transfer; None in its place if nothing
+            remains to be sent. The function is called once the envelope is queued, and never if that fails: a
+            channel keeps nothing for a transfer that has not been started.
         """
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> "Buffer | asyncio.Future[Buffer]":
-        """The bytes that `peer` has sent, or a future of them.
+        """Returns the bytes of a payload, or a future of them, which fails if they cannot arrive.
+
+        The future raises ValueError for malformed transfers, ConnectionError if the peer is lost.
+
+        Args:
+            peer: the sender.
+            payload: the description, which is not trusted: no memory is allocated beyond
+                `ChannelOptions.max_payload_bytes`.
 
         Raises:
-            ValueError: the payload contradicts itself or is larger than what is accepted.
+            ValueError: the description contradicts itself, or announces more than is accepted.
         """
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """The bytes of this payload are not wanted: takes no more memory for them, and does not wait for them."""
+        """Drops a payload that is not wanted, before or after it arrives, without memory for it.
+
+        Called in place of `receive`, or after it, whether it raised or not; its future is then cancelled.
+        """
 
     def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:
-        """Has nothing yet been sent of these bytes, which this worker was to send to `peer`?"""
+        """Returns whether a payload that this worker sends is still complete in the channel's queue."""
 
     def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """Does not send these bytes, of which nothing has been sent."""
+        """Removes a payload from the channel's queue. Called right after `can_withdraw` returned True."""
 
-    def drop(self, peer: int, reason: str) -> None:
-        """`peer` is gone: release what is kept for it."""
+    def drop_peer(self, peer: int, reason: str) -> None:
+        """Releases all that is queued for a lost peer, and fails what is expected from it with ConnectionError.
+
+        Args:
+            peer: the lost worker.
+            reason: for errors, as in WorkerEnd.
+        """
 
     async def close(self) -> None:
-        """Releases everything."""
+        """Does what `drop_peer` does for all peers, and releases connections and threads."""

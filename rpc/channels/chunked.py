@@ -1,8 +1,8 @@
-"""Large payloads as chunks on gRPC streams of their own.
+"""The channel for large payloads, which travel in chunks on gRPC streams of their own.
 
-Each worker opens one Transfer stream to every peer it sends large payloads to, on a connection apart from
-that of the envelopes, and sends one payload after the other. The receiver allocates a payload when its
-envelope, which has come the other way, says how large it is, and lets the stream wait until then.
+A worker opens one Transfer stream to each peer that it sends large payloads to, on another connection than that of
+the envelopes, and sends one payload after the other. The receiver allocates memory for a payload when the envelope
+tells its size; until then it does not read on, so that flow control stops the sender.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from ..contracts.options import ChannelOptions
 from ..transports.handshake import Handshake, RefusedError
 from ..transports.settings import CLIENT_OPTIONS, TRANSFER_METHOD, aio
 from ..wire.framing import bytes_field
-from .base import Start
+from .base import StartTransfer
 
 __all__ = ["ChunkedChannel"]
 
 
 @final
 class ChunkedChannel:
-    """The sending and the receiving ends of all transfers of one agent."""
+    """Both ends of all transfers of one agent."""
 
     name: ClassVar[str] = "chunked"
 
@@ -37,64 +37,71 @@ class ChunkedChannel:
         handshake: Handshake,
         address_of: Callable[[int], str],
         options: ChannelOptions,
-        broken: Callable[[int, str], None],
+        on_broken: Callable[[int, str], None],
     ) -> None:
-        """`broken(peer, reason)` is called when payloads can no longer be sent to a peer."""
+        """Opens no stream yet.
+
+        Args:
+            loop: the agent's event loop.
+            handshake: makes and checks the hellos of streams.
+            address_of: returns the address of a worker's server, host:port, by its id.
+            options: sizes of chunks and payloads.
+            on_broken: called on the loop, with a peer and a reason, when nothing can be sent to the peer any more.
+        """
         self._loop = loop
         self._handshake = handshake
         self._address_of = address_of
         self._options = options
-        self._broken = broken
+        self._on_broken = on_broken
         self._numbers = itertools.count(1)
-        self._outboxes: dict[int, _Outbox] = {}
-        self._inboxes: dict[int, _Inbox] = {}
+        self._senders: dict[int, _TransferSender] = {}
+        """By peer."""
+        self._receivers: dict[int, _TransferReceiver] = {}
+        """By peer."""
 
-    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, Start]:
-        """`start` queues the bytes, without a copy.
-
-        Not earlier: a transfer whose envelope never comes would hold up all that follow.
-        """
+    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer]:
+        """Numbers the payload; starting the transfer queues the bytes without a copy."""
         number = next(self._numbers)
         payload = agent_pb2.Payload(chunked=agent_pb2.ChunkedPayload(transfer_id=number, nbytes=data.nbytes))
         return payload, lambda: self._start(peer, number, data)
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> "asyncio.Future[Buffer]":
-        """A future of the assembled bytes."""
+        """Allocates memory for the payload, and returns a future of it."""
         announced = payload.chunked
         if not 0 < announced.nbytes <= self._options.max_payload_bytes:
             raise ValueError(
                 f"a payload of {announced.nbytes} bytes is refused: "
                 f"max_payload_bytes is {self._options.max_payload_bytes}"
             )
-        return self._inbox(peer).announce(announced.transfer_id, announced.nbytes)
+        return self._receiver(peer).expect(announced.transfer_id, announced.nbytes)
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """Lets the chunks pass: a stream that waited for them to be wanted would hold up all that follow."""
-        self._inbox(peer).discard(payload.chunked.transfer_id, payload.chunked.nbytes)
+        """Has the payload's chunks read and dropped, so that the stream goes on to the payloads after it."""
+        self._receiver(peer).discard(payload.chunked.transfer_id, payload.chunked.nbytes)
 
     def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:
-        """Has no chunk of it been taken out of the outbox?"""
-        outbox = self._outboxes.get(peer)
-        return outbox is not None and outbox.holds_whole(payload.chunked.transfer_id)
+        """Returns whether no chunk of the payload has been sent."""
+        sender = self._senders.get(peer)
+        return sender is not None and sender.is_unsent(payload.chunked.transfer_id)
 
     def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """Takes it out of the outbox."""
-        self._outboxes[peer].remove(payload.chunked.transfer_id)
+        """Removes the payload from the peer's queue."""
+        self._senders[peer].remove(payload.chunked.transfer_id)
 
-    def drop(self, peer: int, reason: str) -> None:
-        """Fails what is still expected from a peer and stops sending to it."""
-        if inbox := self._inboxes.pop(peer, None):
-            inbox.fail(reason)
-        if outbox := self._outboxes.pop(peer, None):
-            outbox.stop()
+    def drop_peer(self, peer: int, reason: str) -> None:
+        """Stops sending to a peer, and fails what is expected from it."""
+        if receiver := self._receivers.pop(peer, None):
+            receiver.fail(reason)
+        if sender := self._senders.pop(peer, None):
+            sender.stop()
 
     async def close(self) -> None:
         """Stops all transfers."""
-        for peer in {*self._inboxes, *self._outboxes}:
-            self.drop(peer, "this worker shuts down")
+        for peer in {*self._receivers, *self._senders}:
+            self.drop_peer(peer, "this worker shuts down")
 
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
-        """The Transfer method of the agent's gRPC service."""
+        """Serves the Transfer method of the agent's gRPC service."""
         peer: int | None = None
         async for data in requests:
             message = agent_pb2.Chunks.FromString(data)
@@ -105,36 +112,39 @@ class ChunkedChannel:
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
             else:
                 for chunk in message.chunks:
-                    await self._inbox(peer).add(chunk.transfer_id, chunk.data)
+                    await self._receiver(peer).add_chunk(chunk.transfer_id, chunk.data)
         return agent_pb2.TransferClosed().SerializeToString()
 
-    def _inbox(self, peer: int) -> "_Inbox":
-        return self._inboxes.setdefault(peer, _Inbox(self._loop))
+    def _receiver(self, peer: int) -> "_TransferReceiver":
+        return self._receivers.setdefault(peer, _TransferReceiver(self._loop))
 
     def _start(self, peer: int, number: int, data: memoryview) -> None:
         self._loop.call_soon_threadsafe(self._enqueue, peer, number, data)
 
     def _enqueue(self, peer: int, number: int, data: memoryview) -> None:
-        outbox = self._outboxes.get(peer)
-        if outbox is None:
+        sender = self._senders.get(peer)
+        if sender is None:
             hello = agent_pb2.Chunks(hello=self._handshake.hello).SerializeToString()
-            outbox = _Outbox(self._loop, self._address_of(peer), hello, self._options.chunk_bytes)
-            outbox.on_broken(lambda reason: self._outbox_broken(peer, reason))
-            self._outboxes[peer] = outbox
-        outbox.put(number, data)
+            sender = _TransferSender(self._loop, self._address_of(peer), hello, self._options.chunk_bytes)
+            sender.when_broken(lambda reason: self._handle_broken_sender(peer, reason))
+            self._senders[peer] = sender
+        sender.put(number, data)
 
-    def _outbox_broken(self, peer: int, reason: str) -> None:
-        self._outboxes.pop(peer, None)  # with the payloads that it still held
-        self._broken(peer, reason)
+    def _handle_broken_sender(self, peer: int, reason: str) -> None:
+        self._senders.pop(peer, None)  # and the payloads in its queue
+        self._on_broken(peer, reason)
 
 
-class _Outbox:
-    """What waits to be sent to one peer, and the task that sends it."""
+@final
+class _TransferSender:
+    """The queue of payloads for one peer, and the task that sends them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: str, hello: bytes, chunk_bytes: int) -> None:
         self._queue: OrderedDict[int, memoryview] = OrderedDict()
-        self._begun: int | None = None
-        self._filled = asyncio.Event()
+        """What remains to be sent of each payload, by transfer id."""
+        self._partly_sent: int | None = None
+        """The id of the first transfer, if some of it has been sent."""
+        self._wake = asyncio.Event()
         self._address = address
         self._hello = hello
         self._chunk_bytes = chunk_bytes
@@ -142,127 +152,137 @@ class _Outbox:
 
     def put(self, number: int, data: memoryview) -> None:
         self._queue[number] = data
-        self._filled.set()
+        self._wake.set()
 
-    def holds_whole(self, number: int) -> bool:
-        return number in self._queue and number != self._begun
+    def is_unsent(self, number: int) -> bool:
+        return number in self._queue and number != self._partly_sent
 
     def remove(self, number: int) -> None:
         del self._queue[number]
 
-    def on_broken(self, tell: Callable[[str], None]) -> None:
-        """Has `tell` be called with the reason when the stream ends although nobody stopped it."""
+    def when_broken(self, callback: Callable[[str], None]) -> None:
+        """Has `callback` called with the reason if the stream ends without `stop`."""
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def on_done(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
-                tell(f"its connection for large payloads broke: {task.exception()}")
+                callback(f"its connection for large payloads broke: {task.exception()}")
 
-        self._task.add_done_callback(ended)
+        self._task.add_done_callback(on_done)
 
     def stop(self) -> None:
         self._task.cancel()
         self._queue.clear()
 
     async def _run(self) -> None:
+        # A subchannel pool of its own, so that gRPC does not share the connection of the envelopes.
         options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
         async with aio.insecure_channel(self._address, options=options) as channel:
             call = channel.stream_unary(TRANSFER_METHOD)()
             try:
                 await call.write(self._hello)
                 while True:
-                    await self._filled.wait()
-                    self._filled.clear()
+                    await self._wake.wait()
+                    self._wake.clear()
                     while self._queue:
-                        await call.write(b"".join(self._next_parts()))
+                        await call.write(b"".join(self._next_chunks()))
             finally:
                 call.cancel()
 
-    def _next_parts(self) -> list[Buffer]:
-        """The next chunk of what is first in the queue, and as many whole payloads after it as fit."""
-        parts: list[Buffer] = []
-        room = self._chunk_bytes
+    def _next_chunks(self) -> list[Buffer]:
+        """Takes up to `chunk_bytes` from the queue: part of the first payload, or as many whole payloads as fit.
+
+        Returns:
+            The pieces of a serialized Chunks message.
+        """
+        pieces: list[Buffer] = []
+        bytes_left = self._chunk_bytes
         while self._queue:
             number, data = next(iter(self._queue.items()))
-            if parts and data.nbytes > room:
+            if pieces and data.nbytes > bytes_left:
                 break
-            now, rest = data[:room], data[room:]
+            now, rest = data[:bytes_left], data[bytes_left:]
             if rest:
                 self._queue[number] = rest
-                self._begun = number
+                self._partly_sent = number
             else:
                 del self._queue[number]
             header = agent_pb2.Chunk(transfer_id=number).SerializeToString()
             header += bytes_field(agent_pb2.Chunk.DATA_FIELD_NUMBER, len(now))
-            parts += [bytes_field(agent_pb2.Chunks.CHUNKS_FIELD_NUMBER, len(header) + len(now)), header, now]
-            room -= len(now)
-        return parts
+            pieces += [bytes_field(agent_pb2.Chunks.CHUNKS_FIELD_NUMBER, len(header) + len(now)), header, now]
+            bytes_left -= len(now)
+        return pieces
 
 
-class _Inbox:
-    """What one peer has announced and not yet fully sent."""
+@final
+class _TransferReceiver:
+    """The payloads that one peer has announced and not completely sent."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._expected: dict[int, _Assembly | _Discarded] = {}
+        self._transfers: dict[int, _IncomingPayload | _DiscardedPayload] = {}
+        """By transfer id."""
         self._announced = asyncio.Condition()
+        """Notified when a transfer is announced, and at the end."""
         self._failure: str | None = None
 
-    def announce(self, number: int, nbytes: int) -> "asyncio.Future[Buffer]":
-        if number in self._expected:
+    def expect(self, number: int, nbytes: int) -> "asyncio.Future[Buffer]":
+        """Allocates memory for a payload, and returns a future of it."""
+        if number in self._transfers:
             raise ValueError(f"transfer {number} was announced twice")
-        assembly = _Assembly(self._loop.create_future(), nbytes)
-        self._expect(number, assembly)
-        return assembly.done
+        payload = _IncomingPayload(self._loop.create_future(), nbytes)
+        self._announce(number, payload)
+        return payload.done
 
     def discard(self, number: int, nbytes: int) -> None:
-        known = self._expected.get(number)
+        known = self._transfers.get(number)
         if known is not None:
             known.discard()
         else:
-            self._expect(number, _Discarded(nbytes))
+            self._announce(number, _DiscardedPayload(nbytes))
 
-    def _expect(self, number: int, assembly: "_Assembly | _Discarded") -> None:
-        self._expected[number] = assembly
-        self._loop.create_task(self._wake())
-
-    async def add(self, number: int, data: bytes) -> None:
+    async def add_chunk(self, number: int, data: bytes) -> None:
+        """Adds the next chunk to a payload; waits until the payload is announced."""
         async with self._announced:
-            await self._announced.wait_for(lambda: number in self._expected or self._failure is not None)
-        assembly = self._expected.get(number)
-        if assembly is None:
-            return
-        if assembly.add(data):
-            del self._expected[number]
+            await self._announced.wait_for(lambda: number in self._transfers or self._failure is not None)
+        payload = self._transfers.get(number)
+        if payload is not None and payload.add(data):
+            del self._transfers[number]
 
     def fail(self, reason: str) -> None:
+        """Fails all payloads, because the peer is lost."""
         self._failure = reason
-        for assembly in self._expected.values():
-            assembly.fail(ConnectionError(reason))
-        self._expected.clear()
-        self._loop.create_task(self._wake())
+        for payload in self._transfers.values():
+            payload.fail(ConnectionError(reason))
+        self._transfers.clear()
+        self._loop.create_task(self._notify())
 
-    async def _wake(self) -> None:
+    def _announce(self, number: int, payload: "_IncomingPayload | _DiscardedPayload") -> None:
+        self._transfers[number] = payload
+        self._loop.create_task(self._notify())
+
+    async def _notify(self) -> None:
         async with self._announced:
             self._announced.notify_all()
 
 
-class _Assembly:
-    """One payload on its way in."""
+@final
+class _IncomingPayload:
+    """A payload whose chunks are copied into its memory."""
 
     def __init__(self, done: "asyncio.Future[Buffer]", nbytes: int) -> None:
         self.done = done
         self._bytes = torch.empty(nbytes, dtype=torch.uint8).numpy().data
-        self._filled = 0
+        self._received = 0
 
     def add(self, data: bytes) -> bool:
-        """Adds the next chunk; is the payload complete?"""
-        end = self._filled + len(data)
+        """Adds the next chunk; returns whether the payload is complete or has failed."""
+        end = self._received + len(data)
         if end > len(self._bytes):
-            self.fail(ValueError(f"more than the announced {len(self._bytes)} bytes came"))
+            self.fail(ValueError(f"more than the announced {len(self._bytes)} bytes were sent"))
             return True
         if not self.done.cancelled():
-            self._bytes[self._filled : end] = data
-        self._filled = end
+            self._bytes[self._received : end] = data
+        self._received = end
         if end < len(self._bytes):
             return False
         if not self.done.done():
@@ -277,16 +297,17 @@ class _Assembly:
             self.done.set_exception(error)
 
 
-class _Discarded:
-    """One payload that is let pass."""
+@final
+class _DiscardedPayload:
+    """A payload whose chunks are dropped."""
 
     def __init__(self, nbytes: int) -> None:
-        self._left = nbytes
+        self._bytes_left = nbytes
 
     def add(self, data: bytes) -> bool:
-        """Is it through?"""
-        self._left -= len(data)
-        return self._left <= 0
+        """Counts the next chunk; returns whether it was the last one."""
+        self._bytes_left -= len(data)
+        return self._bytes_left <= 0
 
     def discard(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Payloads inside their envelope."""
+"""The channel for small payloads, which travel inside their envelope."""
 
 from typing import ClassVar, final
 
@@ -10,30 +10,30 @@ __all__ = ["InlineChannel"]
 
 @final
 class InlineChannel:
-    """For small payloads: the envelope carries them."""
+    """Copies payloads into their envelope. Keeps nothing."""
 
     name: ClassVar[str] = "inline"
 
     def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, None]:  # noqa: ARG002
-        """Copies the bytes."""
+        """Copies the bytes into the description."""
         return agent_pb2.Payload(inline=bytes(data)), None
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer:  # noqa: ARG002
-        """The bytes in the envelope."""
+        """Returns the bytes in the description."""
         return payload.inline
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """They came with the envelope."""
+        """Does nothing."""
 
     def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:  # noqa: ARG002
-        """They go with the envelope."""
+        """Returns True: whether the bytes are sent depends on the envelope alone."""
         return True
 
     def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """They go with the envelope."""
+        """Does nothing."""
 
-    def drop(self, peer: int, reason: str) -> None:
-        """Nothing is kept."""
+    def drop_peer(self, peer: int, reason: str) -> None:
+        """Does nothing."""
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing."""

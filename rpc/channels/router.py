@@ -1,4 +1,4 @@
-"""Which channel carries which payload."""
+"""Chooses the channel of each payload, and collects the payloads of received envelopes."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -7,18 +7,18 @@ from typing import final
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
-from .base import Channel, Start
+from .base import Channel, StartTransfer
 from .broadcast.sending import Broadcast
 
 __all__ = ["ChannelRouter", "PayloadReader", "PayloadWriter"]
 
 PayloadReader = Callable[[agent_pb2.Payload], Buffer]
-"""Tells the bytes of a payload of an envelope that has been collected."""
+"""Returns the bytes of a payload of one received envelope."""
 
 
 @final
 class PayloadWriter:
-    """Finds channels for the payloads of one envelope."""
+    """Sends the payloads of one envelope by the channels that suit them. Used by one thread."""
 
     def __init__(
         self,
@@ -28,53 +28,57 @@ class PayloadWriter:
         large: Channel,
         broadcast: Broadcast | None = None,
     ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            options: the sizes of small payloads.
+            peer: the receiver.
+            small: the channel for payloads inside the envelope.
+            large: the channel for all others.
+            broadcast: sends the large payloads that this envelope shares with envelopes to other workers.
+        """
         self._threshold = options.inline_threshold
-        self._room = options.max_inline_bytes
+        self._inline_bytes_left = options.max_inline_bytes
         self._peer = peer
         self._small = small
         self._large = large
         self._broadcast = broadcast
-        self._position = 0
-        self._starts: list[Start] = []
-        self.apart: list[agent_pb2.Payload] = []
+        self._count = 0
+        self._transfers: list[StartTransfer] = []
+        self.external: list[agent_pb2.Payload] = []
         """The payloads that are not in the envelope."""
         self.nbytes = 0
-        """Bytes of all payloads so far; one that is broadcast counts for its first receiver."""
+        """Bytes of all payloads so far; a broadcast payload counts in the envelope to its first receiver only."""
 
     def put(self, data: memoryview) -> agent_pb2.Payload:
-        """Where the peer will find these bytes."""
-        position, self._position = self._position, self._position + 1
-        if self._broadcast is not None and (found := self._broadcast.put(self._peer, position, data)) is not None:
-            payload, start, first = found
-            self._starts.append(start)
-            self.apart.append(payload)
-            self.nbytes += data.nbytes if first else 0
-            return payload
+        """Chooses a channel for these bytes, and returns the description of the payload for the envelope."""
+        position, self._count = self._count, self._count + 1
+        if self._broadcast is not None and (shared := self._broadcast.put(self._peer, position, data)) is not None:
+            self._transfers.append(shared.start)
+            self.external.append(shared.payload)
+            self.nbytes += data.nbytes if shared.is_first else 0
+            return shared.payload
         self.nbytes += data.nbytes
-        channel = self._large
-        if data.nbytes < self._threshold and data.nbytes <= self._room:
-            self._room -= data.nbytes
-            channel = self._small
-        payload, begin = channel.send(self._peer, data)
-        if begin is not None:
-            self._starts.append(begin)
-        if channel is self._large:
-            self.apart.append(payload)
+        if data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
+            self._inline_bytes_left -= data.nbytes
+            payload, start = self._small.send(self._peer, data)
+        else:
+            payload, start = self._large.send(self._peer, data)
+            self.external.append(payload)
+        if start is not None:
+            self._transfers.append(start)
         return payload
 
     def start(self) -> None:
-        """The envelope is on its way: sends the payloads that are not in it."""
-        for start in self._starts:
+        """Starts to send the payloads that are not in the envelope. Called once the envelope is queued."""
+        for start in self._transfers:
             start()
-        self._starts.clear()  # they know the bytes, which are not kept here any longer
+        self._transfers.clear()  # they hold the bytes
 
 
 @final
 class ChannelRouter:
-    """Sends small payloads by `small`, others by `large`, those of this worker to itself by `local`.
-
-    Large ones that several workers are to get go by `broadcast`, as far as that can.
-    """
+    """The channels of one agent, and which of them carries which payload."""
 
     def __init__(
         self,
@@ -86,6 +90,16 @@ class ChannelRouter:
         local: Channel,
         broadcast: Channel,
     ) -> None:
+        """Routes by size and receiver.
+
+        Args:
+            options: the sizes of small payloads.
+            self_id: the id of this worker.
+            small: for payloads inside the envelope.
+            large: for all others.
+            local: for large payloads from this worker to itself.
+            broadcast: receives large payloads that were sent to several workers at once.
+        """
         self._options = options
         self._self_id = self_id
         self._small = small
@@ -95,66 +109,88 @@ class ChannelRouter:
 
     @property
     def channels(self) -> Sequence[Channel]:
-        """All of them."""
+        """All channels."""
         return tuple(self._by_name.values())
 
     def writer(self, peer: int, broadcast: Broadcast | None = None) -> "PayloadWriter":
-        """For the payloads of one envelope."""
-        beyond = self._local if peer == self._self_id else self._large
-        return PayloadWriter(self._options, peer, self._small, beyond, broadcast)
-
-    def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
-        channel = self._by_name[payload.WhichOneof("location") or self._small.name]
-        return self._large if channel is self._local and peer != self._self_id else channel
+        """Returns a writer for the payloads of one envelope to `peer`; see PayloadWriter."""
+        large = self._local if peer == self._self_id else self._large
+        return PayloadWriter(self._options, peer, self._small, large, broadcast)
 
     def can_withdraw(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
-        """Has nothing been sent of any of these payloads to a peer? Called on the loop."""
+        """Returns whether nothing of any of these payloads has been sent to `peer`. Called on the loop."""
         return all(self._channel(peer, payload).can_withdraw(peer, payload) for payload in payloads)
 
     def withdraw(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> None:
-        """Does not send them."""
+        """Removes payloads for which `can_withdraw` holds from the channels' queues. Called on the loop."""
         for payload in payloads:
             self._channel(peer, payload).withdraw(peer, payload)
 
     def collect(self, peer: int, envelope: agent_pb2.Envelope) -> "PayloadReader | asyncio.Future[PayloadReader]":
-        """The payloads of an envelope: at once if all are here, else when they are. Called on the loop.
+        """Collects the payloads of a received envelope. Called on the loop.
+
+        Returns:
+            The reader of the payloads if all have arrived; else a future of the reader.
 
         Raises:
-            Exception: a payload is refused, or there is no memory for it. None of the others is waited for.
+            Exception: a payload is refused, or there is no memory for it. All of the envelope's payloads are
+                discarded.
         """
-        here: dict[bytes, Buffer] = {}
-        coming: dict[bytes, asyncio.Future[Buffer]] = {}
-        elsewhere = [p for p in _payloads(envelope) if p.WhichOneof("location") not in (self._small.name, None)]
+        external = [payload for payload in _payloads(envelope) if not _is_inline(payload)]
+        if not external:
+            return _read_inline
+        collection = _Collection()
         try:
-            for payload in elsewhere:
-                key = payload.SerializeToString()
-                data = self._channel(peer, payload).receive(peer, payload)
-                if isinstance(data, asyncio.Future):
-                    coming[key] = data
-                else:
-                    here[key] = data
+            for payload in external:
+                collection.add(payload, self._channel(peer, payload).receive(peer, payload))
         except Exception:
-            for payload in elsewhere:
+            for payload in external:
                 self._channel(peer, payload).discard(peer, payload)
             raise
+        return asyncio.ensure_future(collection.complete()) if collection.pending else collection.read
 
-        def arrived(payload: agent_pb2.Payload) -> Buffer:
-            if payload.WhichOneof("location") in ("inline", None):
-                return payload.inline
-            return here[payload.SerializeToString()]
+    def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
+        channel = self._by_name[payload.WhichOneof("location") or self._small.name]
+        # A local payload of another worker is malformed; the other channel refuses it.
+        return self._large if channel is self._local and peer != self._self_id else channel
 
-        if not coming:
-            return arrived
 
-        async def gather() -> PayloadReader:
-            for key, buffer in zip(coming, await asyncio.gather(*coming.values()), strict=True):
-                here[key] = buffer
-            return arrived
+@final
+class _Collection:
+    """The payloads of one received envelope that are not inside it, by their serialized descriptions."""
 
-        return asyncio.ensure_future(gather())
+    def __init__(self) -> None:
+        self.received: dict[bytes, Buffer] = {}
+        self.pending: dict[bytes, asyncio.Future[Buffer]] = {}
+
+    def add(self, payload: agent_pb2.Payload, data: "Buffer | asyncio.Future[Buffer]") -> None:
+        key = payload.SerializeToString()
+        if isinstance(data, asyncio.Future):
+            self.pending[key] = data
+        else:
+            self.received[key] = data
+
+    async def complete(self) -> PayloadReader:
+        """Waits until all payloads have arrived, and returns their reader. Raises what a payload fails with."""
+        buffers = await asyncio.gather(*self.pending.values())
+        self.received.update(zip(self.pending, buffers, strict=True))
+        return self.read
+
+    def read(self, payload: agent_pb2.Payload) -> Buffer:
+        """Returns the bytes of a payload inside or outside the envelope."""
+        return payload.inline if _is_inline(payload) else self.received[payload.SerializeToString()]
+
+
+def _is_inline(payload: agent_pb2.Payload) -> bool:
+    return payload.WhichOneof("location") in ("inline", None)  # None: an empty payload, as of a tensor on meta
+
+
+def _read_inline(payload: agent_pb2.Payload) -> Buffer:
+    return payload.inline
 
 
 def _payloads(envelope: agent_pb2.Envelope) -> Iterator[agent_pb2.Payload]:
+    """Yields the payloads of body and tensors, those of the parts of sparse and quantized tensors included."""
     yield envelope.body
     tensors = list(envelope.tensors)
     while tensors:

@@ -1,53 +1,16 @@
 """One call on several workers, whose large tensors are broadcast."""
 
 import os
-import signal
 import threading
 
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.c10d import group_membership as meeting
-from gradwire.errors import (
-    RpcCancelledError,
-    RpcTimeoutError,
-    SendFailedError,
-    SerializationError,
-    UnknownWorkerError,
-    WorkerLostError,
-)
-from gradwire.rpc.channels.broadcast import channel as broadcast
-from gradwire.rpc.channels.broadcast import group as broadcast_group
-from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
+from gradwire.errors import SerializationError, UnknownWorkerError
+from gradwire.rpc.contracts.agent import current_agent
 
-from tests import remote_functions
-from tests.remote_functions import add, assert_clean, identity, set_event, wait_for, wait_until
-
-MIB = 2**20
-LARGE = 2 * MIB
-"""Elements of a tensor of 8 MiB, which takes an engine several rounds."""
-
-OTHERS = ["worker1", "worker2", "worker3"]
-
-
-def each_result(names, function, args=(), kwargs=None):
-    return [future.wait() for future in rpc.broadcast_call(names, function, args, kwargs)]
-
-
-def sent() -> int:
-    return rpc.debug_info()["bytes_sent"]
-
-
-def groups() -> int:
-    return rpc.debug_info()["broadcast_groups"]
-
-
-def total(tensor: torch.Tensor) -> float:
-    return float(tensor.double().sum())
-
-
-def ramp(elements: int = LARGE) -> torch.Tensor:
-    return torch.arange(elements, dtype=torch.float32) % 1000
+from tests.remote_functions import add, assert_clean, identity, wait_until
+from tests.rpc.broadcasts import LARGE, MIB, OTHERS, bytes_sent, each_result, group_count, ramp, total
 
 
 def raise_on(name: str, tensor: torch.Tensor) -> float:
@@ -59,12 +22,6 @@ def raise_on(name: str, tensor: torch.Tensor) -> float:
 def change_first(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
     first.zero_()
     return total(first), total(second)
-
-
-def wait_on(name: str, tensor: torch.Tensor) -> float:
-    if rpc.get_worker_info().name == name:
-        wait_for("go")
-    return total(tensor)
 
 
 def name_and_sum(rref: rpc.RRef, tensor: torch.Tensor) -> float:
@@ -130,7 +87,7 @@ def test_results_are_those_of_rpc_async(workers):
                 one_by_one = [rpc.rpc_async(name, describe_all, (), values).wait() for name in names]
                 for one, other in zip(broadcasts, one_by_one, strict=True):
                     assert equal(one, other), (one, other)
-        assert groups() == 1
+        assert group_count() == 1
 
     a.run(compare)
     workers.each(workers.all, rpc.shutdown)
@@ -144,7 +101,7 @@ def test_workers_can_be_named_in_every_way_and_must_be_right(workers):
         assert each_result(names, rpc.get_worker_info) == [rpc.get_worker_info(name) for name in (2, 0, 1)]
         assert each_result([], add, (1, 2)) == []
         assert each_result(["worker1", "worker2"], add, (1, torch.ones(2)))[1].tolist() == [2, 2]
-        assert groups() == 0
+        assert group_count() == 0
         before = rpc.debug_info()["messages_sent"]
         large = ramp()
         with pytest.raises(ValueError, match="'worker1' is named more than once"):
@@ -199,13 +156,13 @@ def test_a_large_tensor_leaves_its_worker_once(workers):
     def call() -> None:
         tensor = ramp(4 * MIB)  # 16 MiB
         for _ in range(3):
-            start = sent()
+            start = bytes_sent()
             assert each_result(OTHERS, total, (tensor,)) == [total(tensor)] * 3
-            assert 16 * MIB < sent() - start < 16 * MIB + 10_000
-        assert groups() == 1
-        start = sent()
+            assert 16 * MIB < bytes_sent() - start < 16 * MIB + 10_000
+        assert group_count() == 1
+        start = bytes_sent()
         [future.wait() for future in [rpc.rpc_async(name, total, (tensor,)) for name in OTHERS]]
-        assert sent() - start > 48 * MIB
+        assert bytes_sent() - start > 48 * MIB
 
     a.run(call)
     for receiver in (b, c, d):
@@ -239,7 +196,7 @@ def test_gradients_from_all_workers_add_up(workers):
                     loss = loss + result.square().sum()
             autograd.backward(context, [loss])
             found = autograd.get_gradients(context)
-            assert groups() == 1
+            assert group_count() == 1
         loss = torch.zeros((), dtype=torch.float64)
         for tensor, factor in ((leaf * 2, weight), (strided, weight[:512]), (parameter, weight)):
             for identifier in (1, 2, 3):
@@ -261,195 +218,12 @@ def test_references_are_forked_for_each_worker(workers):
 
     a.run(call)
     for worker in workers.all:
-        worker.run(wait_until_clean)
-
-
-def wait_until_clean() -> None:
-    assert_clean()
-
-
-def start_and_keep(names, function, args, timeout=0) -> None:
-    remote_functions.kept.extend(rpc.broadcast_call(names, function, args, timeout=timeout))
-
-
-def result_of(index: int):
-    return remote_functions.kept[index].wait()
-
-
-def test_a_receiver_is_killed_in_the_middle(workers):
-    a, b, c, d = workers.rpc(4)
-    tensor_sum = a.run(lambda: total(ramp()))
-    a.run(each_result, OTHERS, identity, (1,))
-    os.kill(c.pid, signal.SIGSTOP)  # so that the broadcast stands still in the middle
-    a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
-    c.kill()
-    assert a.run(result_of, 0) == tensor_sum
-    assert a.run(result_of, 2) == tensor_sum
-    with pytest.raises(WorkerLostError, match="'worker2'"):
-        a.run(result_of, 1)
-
-    def later() -> None:
-        futures = rpc.broadcast_call(OTHERS, total, (ramp(),))
-        with pytest.raises(WorkerLostError, match="'worker2'"):
-            futures[1].wait()
-        assert futures[0].wait() == futures[2].wait() == total(ramp())
-        before = sent()
-        assert each_result(["worker1", "worker3"], total, (ramp(),)) == [total(ramp())] * 2
-        assert sent() - before < 4 * LARGE + 10_000
-        wait_until(lambda: groups() == 1)
-
-    a.run(later)
-    for receiver in (b, d):
-        receiver.run(lambda: wait_until(lambda: groups() == 1))
-
-
-def test_the_sender_is_killed_in_the_middle(workers):
-    a, b, c, d = workers.rpc(4)
-    a.run(each_result, OTHERS, total, (ramp(),))
-    os.kill(c.pid, signal.SIGSTOP)
-    a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
-    a.kill()
-    os.kill(c.pid, signal.SIGCONT)
-    for worker in (b, c, d):
-        worker.run(lambda: wait_until(lambda: groups() == 0))
-    for worker in (b, c):
-        other = "worker2" if worker is b else "worker1"
-        assert worker.run(each_result, [other, "worker3"], total, (torch.ones(LARGE),)) == [LARGE] * 2
-
-
-def be_impatient() -> None:
-    meeting.PATIENCE = broadcast_group.PATIENCE = 0.3
-    broadcast_group.SLOWEST = 1 << 40
-
-
-def test_a_receiver_that_stands_still_holds_nobody_up(workers):
-    a, b, c, d = workers.rpc(4)
-    tensor_sum = a.run(lambda: total(ramp()))
-    workers.each([a, b, c, d], be_impatient)
-    for rounds in range(2):  # the first time before the group has come together, the second time after
-        remaining = 3 * rounds
-        os.kill(c.pid, signal.SIGSTOP)
-        a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
-        assert a.run(result_of, remaining) == a.run(result_of, remaining + 2) == tensor_sum
-        assert not a.run(lambda index: remote_functions.kept[index].done(), remaining + 1)
-        os.kill(c.pid, signal.SIGCONT)
-        assert a.run(result_of, remaining + 1) == tensor_sum
-        a.run(forgive)
-        assert a.run(each_result, OTHERS, total, (torch.ones(LARGE),)) == [LARGE] * 3
-        assert a.run(groups) == 1
-    workers.each(workers.all, rpc.shutdown)
-
-
-def forgive() -> None:
-    """Has a worker try again to form groups that did not come together."""
-    rpc.api.current_agent()._network.broadcasts._unformable.clear()
-
-
-def no_engine(_setup: object) -> None:
-    raise RuntimeError("there is no memory to share")
-
-
-@pytest.mark.parametrize("who", [0, 2])
-def test_workers_that_cannot_form_a_group(workers, who):
-    started = workers.rpc(4)
-    workers.each(started, be_impatient)
-
-    def break_engine() -> None:
-        meeting.best_engine = no_engine
-
-    started[who].run(break_engine)
-
-    def call() -> None:
-        tensor = ramp()
-        for _ in range(3):
-            assert each_result(OTHERS, total, (tensor,)) == [total(tensor)] * 3
-        wait_until(lambda: groups() == 0)
-        before = sent()
-        assert each_result(OTHERS, total, (tensor,)) == [total(tensor)] * 3
-        assert sent() - before > 3 * tensor.nbytes
-
-    started[0].run(call)
-    for worker in started:
-        worker.run(lambda: wait_until(lambda: groups() == 0))
-    workers.each(started, rpc.shutdown)
-
-
-def test_a_payload_that_one_worker_refuses(workers, tmp_path):
-    started = workers(4)
-
-    def join(rank: int) -> None:
-        channels = rpc.ChannelOptions(max_payload_bytes=4 * MIB if rank == 2 else 64 * MIB)
-        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meet", channels=channels)
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=4, rpc_backend_options=options)
-
-    for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
-        pending.result()
-
-    def call() -> None:
-        for _ in range(2):
-            first, second, third = rpc.broadcast_call(OTHERS, total, (ramp(),))
-            assert first.wait() == third.wait() == total(ramp())
-            with pytest.raises(ValueError, match=f"a payload of {4 * LARGE} bytes is refused"):
-                second.wait()
-            small = torch.ones(MIB // 2)
-            assert each_result(OTHERS, total, (small,)) == [MIB // 2] * 3
-
-    started[0].run(call)
-
-
-def test_cancelling_and_timing_out_one_of_them(workers):
-    a, b, *_ = workers.rpc(4, num_worker_threads=1)
-    with_b = ["worker1", "worker2"]
-
-    def call() -> None:
-        blocked = rpc.rpc_async("worker1", wait_for, ("first",))
-        one, two = rpc.broadcast_call(with_b, wait_on, ("worker1", ramp()))
-        assert two.wait() == total(ramp())
-        assert one.cancel()
-        with pytest.raises(RpcCancelledError):
-            one.wait()
-        rpc.rpc_sync("worker1", set_event, ("first",))
-        blocked.wait()
-        one, two = rpc.broadcast_call(with_b, wait_on, ("worker1", ramp()), timeout=0.5)
-        assert two.wait() == total(ramp())
-        with pytest.raises(RpcTimeoutError, match="'worker1'"):
-            one.wait()
-        rpc.rpc_sync("worker1", set_event, ("go",))
-        assert each_result(with_b, wait_on, ("worker1", ramp())) == [total(ramp())] * 2
-        assert groups() == 1
-
-    a.run(call)
-    b.run(wait_until_clean)
-    workers.each(workers.all, rpc.shutdown)
-
-
-def test_a_message_that_is_not_sent_fails_its_call_only(workers, tmp_path):
-    started = workers(4)
-
-    def join(rank: int) -> None:
-        options = FaultyRpcBackendOptions(
-            init_method=f"file://{tmp_path}/meet", messages_to_fail=["CALL"], num_fail_sends=1
-        )
-        rpc.init_rpc(f"worker{rank}", "FAULTY", rank=rank, world_size=4, rpc_backend_options=options)
-
-    for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
-        pending.result()
-
-    def call() -> None:
-        first, *others = rpc.broadcast_call(OTHERS, total, (ramp(),))
-        with pytest.raises(SendFailedError, match="'worker1'"):
-            first.wait()
-        assert [future.wait() for future in others] == [total(ramp())] * 2
-        before = sent()
-        assert each_result(OTHERS, total, (ramp(),)) == [total(ramp())] * 3
-        assert sent() - before < 4 * LARGE + 10_000
-
-    started[0].run(call)
+        worker.run(assert_clean)
 
 
 def broadcast_to_others(rounds: int) -> None:
     me = rpc.get_worker_info()
-    others = [worker for worker in rpc.api.current_agent().workers() if worker != me]
+    others = [worker for worker in current_agent().workers() if worker != me]
     for number in range(rounds):
         tensor = torch.full((LARGE // 4,), float(me.id + number))
         for future in rpc.broadcast_call(others, total, (tensor,)):
@@ -465,32 +239,32 @@ def test_all_workers_broadcast_at_once(workers):
             thread.start()
         for thread in threads:
             thread.join()
-        assert groups() == 3
+        assert group_count() == 3
 
     workers.each(started, several_threads)
     workers.each(started, rpc.shutdown)
 
 
-def test_groups_that_are_not_used_are_given_up(workers):
+def test_least_recently_used_groups_end(workers):
     a, b, *_ = workers.rpc(4, broadcasts=rpc.BroadcastOptions(max_groups=1))
 
     def call() -> None:
         for _ in range(3):
             for names in (OTHERS, OTHERS[1:], OTHERS[:2]):
                 assert each_result(names, total, (ramp(),)) == [total(ramp())] * len(names)
-                assert groups() == 1
+                assert group_count() == 1
 
     a.run(call)
-    b.run(lambda: wait_until(lambda: groups() == 1))
+    b.run(lambda: wait_until(lambda: group_count() == 1))
     for worker in workers.all:
-        worker.run(wait_until_clean)
+        worker.run(assert_clean)
 
 
 def test_where_nothing_is_broadcast(workers, tmp_path):
     a, *_ = workers.rpc(3, broadcasts=rpc.BroadcastOptions(enabled=False))
     others = ["worker1", "worker2"]
     a.run(each_result, others, total, (ramp(),))
-    assert a.run(groups) == 0
+    assert a.run(group_count) == 0
     workers.each(workers.all, rpc.shutdown)
 
     def join(name: str, **options) -> None:
@@ -500,7 +274,7 @@ def test_where_nothing_is_broadcast(workers, tmp_path):
     for worker in workers.all:
         worker.run(join, worker.name)
     assert a.run(each_result, others, total, (ramp(),)) == [a.run(total, ramp())] * 2
-    assert a.run(groups) == 0
+    assert a.run(group_count) == 0
 
 
 def test_options():
@@ -514,15 +288,3 @@ def test_options():
         rpc.BroadcastOptions(always=True)
     with pytest.raises(TypeError, match="broadcasts"):
         rpc.RpcBackendOptions(broadcasts=True)
-
-
-def test_a_stranger_to_the_group_gets_chunks(workers):
-    """A worker takes part in no group that it is not a member of, nor in too many."""
-    a, b, c = workers.rpc(3)
-
-    def take_no_more() -> None:
-        broadcast.MOST_GROUPS = 0
-
-    b.run(take_no_more)
-    workers.each([a, b, c], be_impatient)
-    assert a.run(each_result, ["worker1", "worker2"], total, (torch.ones(LARGE),)) == [LARGE] * 2

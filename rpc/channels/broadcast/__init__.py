@@ -1,1 +1,1 @@
-"""Large payloads sent to several workers at once, through a process group."""
+"""The channel for large payloads that go to several workers at once, by the broadcast of a process group."""

@@ -1,10 +1,10 @@
-"""Large payloads that several workers are to get, broadcast by a process group of theirs and the sender's.
+"""The channel for large payloads that go to several workers at once, by the broadcast of a process group.
 
-The sender makes a group for each set of receivers, when it first sends to them. Each message names a payload as
-the n-th broadcast of a group, so the members agree on the order, and each takes part on a thread of its own.
+The sender makes a group for each set of receivers when it first sends to them. Each message names a payload as the
+n-th broadcast of a group, so that the members agree on the order; each takes part on a thread of its own.
 
-No payload depends on the group alone. A message also names a transfer by chunks that is not begun, and a receiver
-whom a broadcast has not reached, for whatever reason, asks for those.
+No payload depends on the group alone. A message also names a transfer by chunks that has not been started, and a
+receiver that a broadcast has not reached, for whatever reason, requests these chunks.
 """
 
 import asyncio
@@ -25,42 +25,46 @@ from ...contracts.control import ControlMessages
 from ...contracts.messages import Buffer
 from ...contracts.options import BroadcastOptions, ChannelOptions
 from ...contracts.worker import WorkerInfo
-from ..base import Channel, Start
+from ..base import Channel, StartTransfer
 from .receiving import ReceivingGroup
 from .sending import Broadcast, SendingGroup
 
 __all__ = ["BroadcastChannel", "BroadcastDependencies"]
 
-MISSED = "broadcast.missed"
+RESEND = "broadcast.resend"
+"""The control message by which a receiver requests chunks: the group's number, and that of the first broadcast."""
+
 ENDED = "broadcast.ended"
-CONTROL_KINDS = (ENDED, MISSED)
-"""Kinds of control messages: to the sender and from it."""
+"""The control message by which a sender ends a group: the group's number, and whether it was aborted."""
+
+CONTROL_KINDS = (ENDED, RESEND)
+"""All kinds of control messages of broadcasts."""
 
 MAX_RECEIVING_GROUPS = 256
-"""Of how many groups of one sender a worker takes part at most; of others it gets everything by chunks."""
+"""Groups of one sender that a worker takes part in; what is broadcast in further ones it receives by chunks."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastDependencies:
-    """What broadcasts need of an agent.
+    """What broadcasts need from an agent.
 
-    store: where groups meet.
-    control: tells of their ends.
-    worker: finds workers by id.
-    sent_again: is called with the bytes of payloads that were not broadcast after all.
+    store: the store through which the members of a group find each other.
+    control: carries the messages between senders and receivers.
+    worker: returns the worker with an id.
+    on_resend: called with the bytes of each payload that is sent by chunks after all.
     """
 
     store: TorchStore
     control: ControlMessages
     worker: Callable[[int], WorkerInfo]
-    sent_again: Callable[[int], None]
+    on_resend: Callable[[int], None]
 
 
 @final
 class BroadcastChannel:
-    """All groups that one agent broadcasts to, or takes part in."""
+    """All groups in which one agent broadcasts, or takes part."""
 
     name: ClassVar[str] = "broadcast"
 
@@ -72,6 +76,15 @@ class BroadcastChannel:
         limits: ChannelOptions,
         options: BroadcastOptions,
     ) -> None:
+        """Broadcasts nothing before `open`.
+
+        Args:
+            loop: the agent's event loop.
+            me: the id of this worker.
+            chunked: carries payloads that are not broadcast after all.
+            limits: the size of the largest payload that is received.
+            options: whether, and from which size on, payloads are broadcast.
+        """
         self._loop = loop
         self._me = me
         self._chunked = chunked
@@ -79,36 +92,34 @@ class BroadcastChannel:
         self._options = options
         self._dependencies: BroadcastDependencies | None = None
         self._lock = threading.Lock()
+        """Guards `_sending` and `_unformable`."""
         self._numbers = itertools.count()
         self._sending: OrderedDict[tuple[int, ...], SendingGroup] = OrderedDict()
-        """By receivers; that used last is the last."""
-        self._alive: weakref.WeakValueDictionary[int, SendingGroup] = weakref.WeakValueDictionary()
-        """By number; those too to which nothing more is sent, as long as somebody may ask for chunks."""
+        """Groups that can be used, by receivers; the most recently used group is the last one."""
+        self._by_number: weakref.WeakValueDictionary[int, SendingGroup] = weakref.WeakValueDictionary()
+        """All groups, also those that have ended, as long as a receiver may request chunks."""
         self._unformable: set[tuple[int, ...]] = set()
-        """Receivers with whom no group has come together."""
+        """Receivers with whom forming a group has failed."""
         self._receiving: dict[tuple[int, int], ReceivingGroup] = {}
-        """By sender and number. Touched on the loop only."""
+        """By sender and number. Used on the loop only."""
 
     def open(self, dependencies: BroadcastDependencies) -> None:
-        """Before this, which is called once, nothing is broadcast."""
+        """Starts to broadcast, and to take part in groups. Called once."""
         self._dependencies = dependencies
-        dependencies.control.on(MISSED, lambda receiver, what: self._missed(receiver.id, *what))
-        dependencies.control.on(ENDED, self._tell_ended)
+        dependencies.control.on(RESEND, self._on_resend_request)
+        dependencies.control.on(ENDED, self._on_ended)
 
     # Sending: from any thread.
 
     def broadcast(self, receivers: Collection[int]) -> Broadcast | None:
-        """What the messages of a call to these workers are to share; None if that is nothing.
-
-        The caller says `sent` to it in the end.
-        """
+        """Returns what messages to these workers share, which the caller releases; None if there are too few."""
         others = tuple(sorted(set(receivers) - {self._me}))
         if self._dependencies is None or not self._options.enabled or len(others) < 2:
             return None
         return Broadcast(others, self._options.threshold, self._acquire)
 
     def _acquire(self, receivers: tuple[int, ...]) -> SendingGroup | None:
-        """The group for these receivers; None if it cannot be."""
+        """Acquires the group for these receivers, and makes it if there is none; None if it cannot be formed."""
         assert self._dependencies is not None
         with self._lock:
             group = self._sending.get(receivers)
@@ -121,67 +132,69 @@ class BroadcastChannel:
             return group
 
     def _make_group(self, receivers: tuple[int, ...], dependencies: BroadcastDependencies) -> SendingGroup:
+        """Makes a group, and ends the least recently used ones beyond `max_groups`. Called with the lock."""
         for others, group in list(self._sending.items()):
             if len(self._sending) >= self._options.max_groups and group.finish():
                 del self._sending[others]
         number = next(self._numbers)
         control = dependencies.control
-        group = self._sending[receivers] = self._alive[number] = SendingGroup(
+        group = self._sending[receivers] = self._by_number[number] = SendingGroup(
             number,
             _group_spec(dependencies.store, number, (self._me, *receivers), self._me),
             chunked=self._chunked,
-            over=self._over,
-            tell_end=lambda to, *what: control.send(dependencies.worker(to), ENDED, what),
-            sent_again=dependencies.sent_again,
+            on_end=self._on_group_end,
+            send_ended=lambda to, *payload: control.send(dependencies.worker(to), ENDED, payload),
+            on_resend=dependencies.on_resend,
         )
         return group
 
-    def _over(self, group: SendingGroup, formed: bool, error: Exception | None) -> None:
-        """A group to which this worker sends has come to its end. Called on the group's thread."""
+    def _on_group_end(self, group: SendingGroup, has_formed: bool, error: Exception | None) -> None:
+        """Handles the end of a group in which this worker broadcasts. Runs on the group's thread."""
         if error is None:
             return
         with self._lock:
             if self._sending.get(group.receivers) is group:
                 del self._sending[group.receivers]
-            if not formed and not isinstance(error, GroupAbortedError):
+            if not has_formed and not isinstance(error, GroupAbortedError):
                 self._unformable.add(group.receivers)
                 log.warning(
-                    "worker %d cannot form a process group with workers %s, so what it sends to all of them goes "
-                    "to each by itself: %s",
+                    "worker %d cannot form a process group with workers %s, and sends payloads to each of them "
+                    "instead of broadcasting: %s",
                     self._me,
                     ", ".join(map(str, group.receivers)),
                     error,
                 )
-        group.break_off()
+        group.abort()
 
-    def _missed(self, receiver: int, number: int, first: int) -> None:
-        """A receiver has not got the broadcasts of a group from one on."""
-        if (group := self._alive.get(number)) is not None:
-            group.missed(receiver, first)
+    def _on_resend_request(self, receiver: WorkerInfo, payload: tuple[int, int]) -> None:
+        """Handles RESEND. Runs on the control thread."""
+        number, first = payload
+        if (group := self._by_number.get(number)) is not None:
+            group.resend(receiver.id, first)
 
     @property
     def groups(self) -> int:
-        """How many groups there are in which this worker broadcasts, or takes part."""
+        """The number of groups in which this worker broadcasts, or takes part."""
         return len(self._sending) + len(self._receiving)
 
     def stop(self) -> None:
-        """Ends all groups, and waits for their threads. Not called on the loop."""
+        """Ends all groups, and waits for their threads. Must not be called on the loop."""
         with self._lock:
             sending = list(self._sending.values())
             self._sending.clear()
         for group in sending:
             group.close()
-        for taking_part in list(self._receiving.values()):
-            taking_part.close()
+        for receiving in list(self._receiving.values()):
+            receiving.close()
 
-    # Receiving, and what else channels do: on the loop.
+    # The contract of channels. All but `send` is called on the loop.
 
-    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, Start | None]:
-        """What goes to one peer goes by chunks."""
+    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer | None]:
+        """Sends by chunks: `broadcast` is for several receivers."""
         return self._chunked.send(peer, data)
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> "asyncio.Future[Buffer] | Buffer":
-        """A future of the bytes."""
+        """Takes part in the broadcast, and returns a future of the bytes."""
         announced = payload.broadcast
         if not 0 < announced.nbytes <= self._limits.max_payload_bytes:
             raise ValueError(
@@ -191,69 +204,73 @@ class BroadcastChannel:
         return self._group_of(peer, announced).receive(announced)
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """Takes no part in this broadcast, and so no more in its group."""
+        """Leaves the payload's group, whose other members would wait for this one."""
         self._group_of(peer, payload.broadcast).discard(payload.broadcast)
 
     def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:  # noqa: ARG002
-        """The others wait for this one to take part."""
+        """Returns False: the other receivers depend on this one to take part."""
         return False
 
     def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """Is not possible."""
+        """Is never called."""
 
-    def drop(self, peer: int, reason: str) -> None:
-        """Ends the groups that a peer is in."""
+    def drop_peer(self, peer: int, reason: str) -> None:
+        """Ends the groups that a peer belongs to."""
         for key in [key for key in self._receiving if key[0] == peer]:
-            self._receiving.pop(key).drop(reason)
+            self._receiving.pop(key).fail(reason)
         with self._lock:
-            broken = [group for receivers, group in self._sending.items() if peer in receivers]
-            for group in broken:
+            affected = [group for receivers, group in self._sending.items() if peer in receivers]
+            for group in affected:
                 del self._sending[group.receivers]
-        for group in broken:
-            group.break_off()
+        for group in affected:
+            group.abort()
 
     async def close(self) -> None:
-        """Nothing more comes."""
+        """Fails what is expected; the groups have ended by `stop`."""
         for key in list(self._receiving):
-            self._receiving.pop(key).drop("this worker shuts down")
+            self._receiving.pop(key).fail("this worker shuts down")
 
-    def _group_of(self, peer: int, announced: agent_pb2.BroadcastPayload) -> ReceivingGroup:
-        key = (peer, announced.group)
+    def _group_of(self, peer: int, payload: agent_pb2.BroadcastPayload) -> ReceivingGroup:
+        """Returns this worker's part in the group that a sender names, and makes it at the first payload."""
+        key = (peer, payload.group)
         group = self._receiving.get(key)
         if group is None:
             dependencies = self._dependencies
             if dependencies is None:
                 raise ValueError("a broadcast payload is refused: this worker takes part in no groups")
-            members = tuple(announced.members)
-            spec = None
-            known = len(set(members)) == len(members) and members[:1] == (peer,) and self._me in members[1:]
-            if known and sum(sender == peer for sender, _ in self._receiving) < MAX_RECEIVING_GROUPS:
-                spec = _group_spec(dependencies.store, announced.group, members, self._me)
             group = self._receiving[key] = ReceivingGroup(
                 peer,
                 self._loop,
-                spec,
+                self._spec_to_join(peer, payload, dependencies.store),
                 self._chunked,
-                lambda first: dependencies.control.send(
-                    dependencies.worker(peer), MISSED, (announced.group, first)
+                request_chunks=lambda first: dependencies.control.send(
+                    dependencies.worker(peer), RESEND, (payload.group, first)
                 ),
-                lambda: self._forget(key),
+                on_removed=lambda: self._remove(key),
             )
         return group
 
-    def _forget(self, key: tuple[int, int]) -> None:
+    def _spec_to_join(self, peer: int, payload: agent_pb2.BroadcastPayload, store: TorchStore) -> GroupSpec | None:
+        """Returns the group that a sender names; None if it is malformed, or one too many of this sender's."""
+        members = tuple(payload.members)
+        is_sound = len(set(members)) == len(members) and members[:1] == (peer,) and self._me in members[1:]
+        if not is_sound or sum(sender == peer for sender, _ in self._receiving) >= MAX_RECEIVING_GROUPS:
+            return None
+        return _group_spec(store, payload.group, members, self._me)
+
+    def _remove(self, key: tuple[int, int]) -> None:
         self._receiving.pop(key, None)
 
-    def _tell_ended(self, sender: WorkerInfo, what: tuple[int, bool]) -> None:
-        self._loop.call_soon_threadsafe(self._ended, sender.id, *what)
+    def _on_ended(self, sender: WorkerInfo, payload: tuple[int, bool]) -> None:
+        """Handles ENDED. Runs on the control thread."""
+        self._loop.call_soon_threadsafe(self._end_receiving, sender.id, *payload)
 
-    def _ended(self, sender: int, number: int, broken: bool) -> None:
-        """A sender says that it uses a group no more."""
+    def _end_receiving(self, sender: int, number: int, was_aborted: bool) -> None:
         group = self._receiving.get((sender, number))
         if group is None:
             return
-        if broken:
-            group.break_off()
+        if was_aborted:
+            group.abort()
         group.finish()
 
 

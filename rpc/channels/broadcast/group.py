@@ -1,98 +1,124 @@
-"""One worker's part in a process group in which one worker broadcasts to the others."""
+"""One worker's membership in a process group in which one worker broadcasts to the others."""
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import final
 
 import torch
 
+from ....c10d.engines.base import Engine
 from ....c10d.group_membership import LEAVE_TIMEOUT_S, GroupMembership, GroupSpec
 
-__all__ = ["BroadcastGroup"]
+__all__ = ["BroadcastGroup", "OnGroupEnd"]
 
 START_TIMEOUT_S = 10.0
-"""Seconds that the members may take to begin a broadcast."""
+"""Seconds within which all members must take part in a broadcast, besides the time that its bytes take."""
 
 MIN_BYTES_PER_S = 64 << 20
-"""Bytes that move in a second at least; with less, a broadcast is given up."""
+"""Bytes per second of the slowest broadcast that does not time out."""
 
 ROOT = 0
-"""The first member broadcasts."""
+"""The rank of the member that broadcasts."""
+
+OnGroupEnd = Callable[[bool, Exception | None], None]
+"""Called last, on the group's thread: whether the group had formed, and the error that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedBroadcast:
+    """A broadcast that waits for its turn: the bytes to send or to receive into, and what to call at the end."""
+
+    tensor: torch.Tensor
+    on_done: Callable[[], None]
 
 
 @final
 class BroadcastGroup:
-    """A thread that meets the others and then takes part in the broadcasts, in the order of their numbers.
+    """Forms a group and takes part in its broadcasts, in the order of their numbers, on a thread of its own.
 
-    An error ends it.
+    An error ends the group.
     """
 
-    def __init__(self, spec: GroupSpec, over: Callable[[bool, Exception | None], None]) -> None:
-        """`over(formed, error)` is called last, on the thread: had the group come together, and what ended it."""
+    def __init__(self, spec: GroupSpec, on_end: OnGroupEnd) -> None:
         self._membership = GroupMembership(spec)
-        self._over = over
+        self._on_end = on_end
         self._changed = threading.Condition()
-        self._waiting: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}
-        self._next = 0
+        self._queue: dict[int, _QueuedBroadcast] = {}
+        """By number."""
+        self._next_number = 0
         self._finishing = False
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"gradwire-{spec.name}", daemon=True)
 
     def start(self) -> None:
-        """Begins to meet the others."""
+        """Starts the thread, which forms the group with the other members."""
         self._thread.start()
 
-    def put(self, number: int, tensor: torch.Tensor, done: Callable[[], None]) -> None:
-        """Broadcasts these bytes, or receives them into the tensor, and then calls `done` on the thread."""
+    def put(self, number: int, tensor: torch.Tensor, on_done: Callable[[], None]) -> None:
+        """Queues a broadcast. Does nothing if the group has ended.
+
+        Args:
+            number: the count of the group's broadcasts.
+            tensor: one-dimensional, of uint8: the bytes to send at the root, memory to receive them elsewhere.
+            on_done: called on the group's thread when this member has sent or received them.
+        """
         with self._changed:
             if not self._ended:
-                self._waiting[number] = (tensor, done)
+                self._queue[number] = _QueuedBroadcast(tensor, on_done)
                 self._changed.notify()
 
     def finish(self) -> None:
-        """Ends the group when it has done what was asked for."""
+        """Ends the group after the queued broadcasts. Does not wait."""
         with self._changed:
             self._finishing = True
             self._changed.notify()
 
-    def stop(self) -> None:
-        """Ends the group now; the other members notice. Called from any thread, and does not wait."""
+    def abort(self) -> None:
+        """Ends the group at once; a broadcast in flight fails at all members. Does not wait."""
         self._membership.leave()
         with self._changed:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the group now, and waits for its thread. Not called on the event loop."""
-        self.stop()
+        """Ends the group at once, and waits for its thread. Must not be called on the event loop."""
+        self.abort()
         self._membership.stop_forming()
         self._thread.join(LEAVE_TIMEOUT_S)
 
     def _run(self) -> None:
-        formed, problem = False, None
+        has_formed, problem = False, None
         try:
             engine = self._membership.take()
-            formed = True
-            while (job := self._next_job()) is not None:
-                tensor, done = job
-                pending = engine.broadcast(tensor, ROOT, START_TIMEOUT_S + tensor.nbytes / MIN_BYTES_PER_S)
-                if pending is not None:
-                    pending.wait(None)
-                done()
-                del job, tensor, done, pending  # a group that waits keeps nothing of its last broadcast alive
+            has_formed = True
+            while (broadcast := self._next()) is not None:
+                _run_broadcast(engine, broadcast)
+                del broadcast  # an idle group keeps no payload alive
         except Exception as error:
             problem = error.with_traceback(None)
         finally:
             with self._changed:
                 self._ended = True
-                self._waiting.clear()
+                self._queue.clear()
             self._membership.release(problem)
-            self._over(formed, problem)
+            self._on_end(has_formed, problem)
 
-    def _next_job(self) -> tuple[torch.Tensor, Callable[[], None]] | None:
+    def _next(self) -> _QueuedBroadcast | None:
+        """Waits for the next broadcast; returns None if the group is to end. Raises if this member has left."""
         with self._changed:
-            self._changed.wait_for(lambda: self._membership.left or self._next in self._waiting or self._finishing)
+            self._changed.wait_for(
+                lambda: self._membership.left or self._next_number in self._queue or self._finishing
+            )
             if self._membership.left is not None:
                 raise self._membership.left
-            job = self._waiting.pop(self._next, None)
-            self._next += 1
-            return job
+            broadcast = self._queue.pop(self._next_number, None)
+            self._next_number += 1
+            return broadcast
+
+
+def _run_broadcast(engine: Engine, broadcast: _QueuedBroadcast) -> None:
+    timeout = START_TIMEOUT_S + broadcast.tensor.nbytes / MIN_BYTES_PER_S
+    pending = engine.broadcast(broadcast.tensor, ROOT, timeout)
+    if pending is not None:
+        pending.wait(None)
+    broadcast.on_done()

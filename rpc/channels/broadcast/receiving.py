@@ -1,4 +1,4 @@
-"""Payloads that another worker broadcasts to this one and others."""
+"""The receiving end of broadcasts: payloads that another worker sends to this one and others at once."""
 
 import asyncio
 import contextlib
@@ -14,24 +14,25 @@ from ...contracts.messages import Buffer
 from ..base import Channel
 from .group import BroadcastGroup
 
-__all__ = ["ReceivingGroup", "by_chunks"]
+__all__ = ["ReceivingGroup"]
 
 
 @dataclass(slots=True)
-class _Expected:
-    """A broadcast that has been announced."""
+class _ExpectedBroadcast:
+    """A broadcast that an envelope has announced and that has not been received."""
 
-    announced: agent_pb2.BroadcastPayload
+    payload: agent_pb2.BroadcastPayload
     data: torch.Tensor
-    arrived: "asyncio.Future[Buffer]"
+    """Memory for the bytes."""
+    done: "asyncio.Future[Buffer]"
 
 
 @final
 class ReceivingGroup:
-    """This worker's part in a group in which another broadcasts. Lives on the event loop.
+    """This worker's part in a group in which another one broadcasts. Used on the event loop only.
 
-    When the group breaks, the sender is told from which broadcast on it has not come to here; it sends those, and
-    all that it has announced since, by chunks.
+    If the group fails, this worker requests the first broadcast that it has not received, and all later ones, from
+    the sender by chunks.
     """
 
     def __init__(
@@ -40,122 +41,131 @@ class ReceivingGroup:
         loop: asyncio.AbstractEventLoop,
         spec: GroupSpec | None,
         chunked: Channel,
-        tell_missed: Callable[[int], None],
-        forget: Callable[[], None],
+        request_chunks: Callable[[int], None],
+        on_removed: Callable[[], None],
     ) -> None:
-        """A group that comes together now; without a meeting, one that is broken from the beginning.
+        """Starts to form the group.
 
         Args:
             peer: the worker that broadcasts.
-            loop: the event loop.
-            spec: who and where.
-            chunked: what receives payloads that were not broadcast.
-            tell_missed: called once at most, with the number of the first broadcast that has not come.
-            forget: called when nothing more comes, and all that came is handed over.
+            loop: the agent's event loop.
+            spec: the members; None to take part in no group, and receive everything by chunks.
+            chunked: receives payloads that were not broadcast.
+            request_chunks: asks the sender for the broadcasts from this number on. Called once at most.
+            on_removed: called when nothing more will be received.
         """
         self._peer = peer
         self._loop = loop
         self._chunked = chunked
-        self._tell_missed = tell_missed
-        self._forget = forget
-        self._expected: dict[int, _Expected] = {}
-        self._next = 0
-        self._broken = False
+        self._request_chunks = request_chunks
+        self._on_removed = on_removed
+        self._expected: dict[int, _ExpectedBroadcast] = {}
+        """By number."""
+        self._next_number = 0
+        self._aborted = False
         self._finishing = False
-        self._group = None if spec is None else BroadcastGroup(spec, self._over)
+        self._group = None if spec is None else BroadcastGroup(spec, self._on_group_end)
         if self._group is None:
-            self.break_off()
+            self.abort()
         else:
             self._group.start()
 
-    def receive(self, announced: agent_pb2.BroadcastPayload) -> "asyncio.Future[Buffer] | Buffer":
-        """A future of the bytes. Raises if there is no memory for them, or they were announced before."""
-        if self._broken or self._group is None:
-            return self._chunked.receive(self._peer, by_chunks(announced))
-        if announced.number < self._next or announced.number in self._expected:
-            raise ValueError(f"broadcast {announced.number} was announced twice")
-        data = torch.empty(announced.nbytes, dtype=torch.uint8)
-        expected = _Expected(announced, data, self._loop.create_future())
-        self._expected[announced.number] = expected
-        self._group.put(announced.number, data, lambda: self._soon(self._got, announced.number))
-        return expected.arrived
+    def receive(self, payload: agent_pb2.BroadcastPayload) -> "asyncio.Future[Buffer] | Buffer":
+        """Returns a future of the bytes.
 
-    def discard(self, announced: agent_pb2.BroadcastPayload) -> None:
-        """A payload is not wanted. The others must not wait for this worker to take part, so it leaves them."""
-        self.break_off()
-        self._chunked.discard(self._peer, by_chunks(announced))
+        Raises:
+            ValueError: the payload was announced before.
+            RuntimeError: there is no memory for it.
+        """
+        if self._aborted or self._group is None:
+            return self._chunked.receive(self._peer, _as_chunked(payload))
+        if payload.number < self._next_number or payload.number in self._expected:
+            raise ValueError(f"broadcast {payload.number} was announced twice")
+        data = torch.empty(payload.nbytes, dtype=torch.uint8)
+        expected = _ExpectedBroadcast(payload, data, self._loop.create_future())
+        self._expected[payload.number] = expected
+        self._group.put(payload.number, data, lambda: self._call_soon(self._on_received, payload.number))
+        return expected.done
 
-    def break_off(self) -> None:
-        """Leaves the group; what has been announced and is not here will come by chunks."""
-        if self._broken:
+    def discard(self, payload: agent_pb2.BroadcastPayload) -> None:
+        """Drops a payload that is not wanted, and leaves the group, which would wait for this member."""
+        self.abort()
+        self._chunked.discard(self._peer, _as_chunked(payload))
+
+    def abort(self) -> None:
+        """Leaves the group, and requests by chunks what has been announced and not received."""
+        if self._aborted:
             return
-        self._broken = True
+        self._aborted = True
         if self._group is not None:
-            self._group.stop()
-        self._tell_missed(self._next)
+            self._group.abort()
+        self._request_chunks(self._next_number)
         for expected in self._take_expected():
             try:
-                instead = self._chunked.receive(self._peer, by_chunks(expected.announced))
+                chunked = self._chunked.receive(self._peer, _as_chunked(expected.payload))
             except Exception as error:  # no memory, most likely
-                expected.arrived.set_exception(ValueError(f"a payload cannot be received: {error}"))
+                expected.done.set_exception(ValueError(f"a payload cannot be received: {error}"))
             else:
-                assert isinstance(instead, asyncio.Future)
-                _hand_on(instead, expected.arrived)
+                assert isinstance(chunked, asyncio.Future)
+                _forward_outcome(chunked, expected.done)
 
     def finish(self) -> None:
-        """The sender announces nothing more."""
+        """Ends the group after the announced broadcasts; the sender announces no more."""
         self._finishing = True
-        if self._group is None or self._broken:
-            self._forget()
+        if self._group is None or self._aborted:
+            self._on_removed()
         else:
             self._group.finish()
 
-    def drop(self, reason: str) -> None:
-        """The sender is gone, or this worker shuts down: nothing more comes."""
-        self._broken = True
+    def fail(self, reason: str) -> None:
+        """Fails what is expected, because the sender is lost or this worker shuts down."""
+        self._aborted = True
         if self._group is not None:
-            self._group.stop()
+            self._group.abort()
         for expected in self._take_expected():
-            expected.arrived.set_exception(ConnectionError(reason))
+            expected.done.set_exception(ConnectionError(reason))
 
     def close(self) -> None:
-        """Waits for the end of the thread. Called from any thread but the event loop's."""
+        """Ends the group, and waits for its thread. Called from any thread except that of the event loop."""
         if self._group is not None:
             self._group.close()
 
-    def _take_expected(self) -> list[_Expected]:
-        expected = [each for _, each in sorted(self._expected.items()) if not each.arrived.done()]
+    def _take_expected(self) -> list[_ExpectedBroadcast]:
+        expected = [each for _, each in sorted(self._expected.items()) if not each.done.done()]
         self._expected.clear()
         return expected
 
-    def _got(self, number: int) -> None:
+    def _on_received(self, number: int) -> None:
         if (expected := self._expected.pop(number, None)) is not None:
-            self._next = number + 1
-            expected.arrived.set_result(expected.data.numpy().data)
+            self._next_number = number + 1
+            expected.done.set_result(expected.data.numpy().data)
 
-    def _over(self, _formed: bool, error: Exception | None) -> None:
-        self._soon(self._ended, error is not None)
+    def _on_group_end(self, _has_formed: bool, error: Exception | None) -> None:
+        """Runs on the group's thread."""
+        self._call_soon(self._handle_group_end, error is not None)
 
-    def _ended(self, broken: bool) -> None:
-        if broken or self._expected:
-            self.break_off()
+    def _handle_group_end(self, failed: bool) -> None:
+        if failed or self._expected:
+            self.abort()
         if self._finishing:
-            self._forget()
+            self._on_removed()
 
-    def _soon(self, function: Callable[[Any], None], argument: int) -> None:
-        """Calls a function on the event loop."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+    def _call_soon(self, function: Callable[[Any], None], argument: int) -> None:
+        """Calls a function on the event loop, if that has not been closed."""
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, argument)
 
 
-def by_chunks(announced: agent_pb2.BroadcastPayload) -> agent_pb2.Payload:
-    """The payload that comes in place of a broadcast one."""
-    chunked = agent_pb2.ChunkedPayload(transfer_id=announced.transfer_id, nbytes=announced.nbytes)
+def _as_chunked(payload: agent_pb2.BroadcastPayload) -> agent_pb2.Payload:
+    """Returns the description of the chunked payload that replaces a broadcast."""
+    chunked = agent_pb2.ChunkedPayload(transfer_id=payload.transfer_id, nbytes=payload.nbytes)
     return agent_pb2.Payload(chunked=chunked)
 
 
-def _hand_on(source: "asyncio.Future[Buffer]", target: "asyncio.Future[Buffer]") -> None:
-    def done(source: "asyncio.Future[Buffer]") -> None:
+def _forward_outcome(source: "asyncio.Future[Buffer]", target: "asyncio.Future[Buffer]") -> None:
+    """Completes one future as another one completes."""
+
+    def on_done(source: "asyncio.Future[Buffer]") -> None:
         if target.done():
             return
         if source.cancelled():
@@ -165,4 +175,4 @@ def _hand_on(source: "asyncio.Future[Buffer]", target: "asyncio.Future[Buffer]")
         else:
             target.set_result(source.result())
 
-    source.add_done_callback(done)
+    source.add_done_callback(on_done)

@@ -1,4 +1,4 @@
-"""Payloads that several workers are to get: one broadcast to all, and chunks for those whom it does not reach."""
+"""The sending end of broadcasts: one to all receivers, and chunks for those that it does not reach."""
 
 import itertools
 import threading
@@ -12,25 +12,45 @@ import torch
 
 from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
-from ..base import Channel, Start
+from ..base import Channel, StartTransfer
 from .group import BroadcastGroup
 
-__all__ = ["Broadcast", "SendingGroup"]
+__all__ = ["Broadcast", "BroadcastPart", "SendingGroup"]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class _Shared:
-    """A payload of a call to several workers. It lives until all of them have answered."""
+class _SharedPayload:
+    """A payload of a call to several workers. Kept alive by the call until all of them have answered."""
 
     number: int
+    """The number of the broadcast in its group."""
     data: memoryview
-    by_chunks: dict[int, Start] = field(default_factory=dict)
-    """What sends it by itself to a worker that has been told of it."""
+    chunk_transfers: dict[int, StartTransfer] = field(default_factory=dict)
+    """By receiver whose envelope is queued, what starts to send it the payload by chunks."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BroadcastPart:
+    """One receiver's part in the broadcast of a payload.
+
+    payload: the description for the receiver's envelope.
+    start: to be called when that envelope is queued.
+    is_first: whether no other receiver's envelope has named the payload yet.
+    """
+
+    payload: agent_pb2.Payload
+    start: StartTransfer
+    is_first: bool
 
 
 @final
 class SendingGroup:
-    """This worker and several others, to whom it broadcasts. Safe to use from any thread."""
+    """A process group of this worker, which broadcasts, and several receivers. Safe to use from any thread.
+
+    Its users acquire the group before they send, and release it when they have sent all envelopes that name its
+    broadcasts. It ends by `finish` when it is not used, or by `abort` at any time.
+    """
 
     def __init__(
         self,
@@ -38,133 +58,150 @@ class SendingGroup:
         spec: GroupSpec,
         *,
         chunked: Channel,
-        over: Callable[["SendingGroup", bool, Exception | None], None],
-        tell_end: Callable[[int, int, bool], None],
-        sent_again: Callable[[int], None],
+        on_end: Callable[["SendingGroup", bool, Exception | None], None],
+        send_ended: Callable[[int, int, bool], None],
+        on_resend: Callable[[int], None],
     ) -> None:
-        """A group that begins to come together now.
+        """Starts to form the group.
 
         Args:
             number: this worker's count of its groups.
-            spec: who and where.
-            chunked: what sends payloads that do not arrive.
-            over: called with the group, whether it had come together, and what ended it.
-            tell_end: called with a receiver, the group's number, and whether it broke.
-            sent_again: called with the bytes of a payload that did not arrive.
+            spec: the members, this worker first.
+            chunked: sends payloads to receivers that a broadcast has not reached.
+            on_end: called with the group, whether it had formed, and the error that ended it.
+            send_ended: tells a receiver that nothing more is broadcast. Takes the receiver, the group's number,
+                and whether the group was aborted.
+            on_resend: called with the bytes of each payload that is sent by chunks after all.
         """
         self.number = number
         self.receivers = tuple(spec.members[1:])
         self._members = spec.members
         self._chunked = chunked
-        self._tell_end = tell_end
-        self._sent_again = sent_again
+        self._send_ended = send_ended
+        self._on_resend = on_resend
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._alive: weakref.WeakValueDictionary[int, _Shared] = weakref.WeakValueDictionary()
-        self._missed: dict[int, int] = {}
+        self._payloads: weakref.WeakValueDictionary[int, _SharedPayload] = weakref.WeakValueDictionary()
+        """By number."""
+        self._first_missing: dict[int, int] = {}
+        """By receiver that has requested chunks, the number of the first broadcast that it has not received."""
         self._users = 0
         self._ended = False
-        self._broken = False
-        self._group = BroadcastGroup(spec, lambda formed, error: over(self, formed, error))
+        self._aborted = False
+        self._group = BroadcastGroup(spec, lambda has_formed, error: on_end(self, has_formed, error))
         self._group.start()
 
     def acquire(self) -> bool:
-        """Somebody is about to send; False if the group has ended."""
+        """Registers a user. Returns False if the group has ended."""
         with self._lock:
             self._users += not self._ended
             return not self._ended
 
     def release(self) -> None:
-        """They have sent all they wanted to."""
+        """Unregisters a user, who has sent all envelopes."""
         with self._lock:
             self._users -= 1
-            last = self._ended and not self._users
-        if last:
+            is_last = self._ended and not self._users
+        if is_last:
             self._tell_receivers()
 
-    def share(self, data: memoryview) -> _Shared | None:
-        """Begins to broadcast these bytes; None if the group has ended."""
+    def start_broadcast(self, data: memoryview) -> _SharedPayload | None:
+        """Queues the broadcast of these bytes. Returns None if the group has ended."""
         with self._lock:
             if self._ended:
                 return None
-            shared = _Shared(next(self._numbers), data)
-            self._alive[shared.number] = shared
-            # Under the lock, so that the numbers come in order.
-            self._group.put(shared.number, _as_tensor(data), _nothing)
+            shared = _SharedPayload(next(self._numbers), data)
+            self._payloads[shared.number] = shared
+            # With the lock, so that broadcasts are queued in the order of their numbers.
+            self._group.put(shared.number, _as_tensor(data), _do_nothing)
         return shared
 
-    def announce(self, receiver: int, shared: _Shared) -> tuple[agent_pb2.Payload, Start] | None:
-        """What tells a receiver of a broadcast, and what to call once it is told; None if the group has ended."""
+    def add_receiver(
+        self, receiver: int, shared: _SharedPayload
+    ) -> tuple[agent_pb2.Payload, StartTransfer] | None:
+        """Returns what `Channel.send` does, for one receiver of a broadcast; None if the group has ended."""
         if self._ended:
             return None
-        instead, start = self._chunked.send(receiver, shared.data)
+        chunked, start = self._chunked.send(receiver, shared.data)
         announced = agent_pb2.BroadcastPayload(
             group=self.number,
             number=shared.number,
             nbytes=shared.data.nbytes,
             members=self._members,
-            transfer_id=instead.chunked.transfer_id,
+            transfer_id=chunked.chunked.transfer_id,
         )
         assert start is not None
-        return agent_pb2.Payload(broadcast=announced), lambda: self._announced(receiver, shared, start)
+        return agent_pb2.Payload(broadcast=announced), lambda: self._on_announced(receiver, shared, start)
 
-    def _announced(self, receiver: int, shared: _Shared, start: Start) -> None:
+    def _on_announced(self, receiver: int, shared: _SharedPayload, start: StartTransfer) -> None:
+        """Keeps the transfer by chunks until the receiver requests it; starts it if that has happened already."""
         with self._lock:
-            if shared.number < self._missed.get(receiver, shared.number + 1):
-                shared.by_chunks[receiver] = start
+            if shared.number < self._first_missing.get(receiver, shared.number + 1):
+                shared.chunk_transfers[receiver] = start
                 return
-        self._sent_again(shared.data.nbytes)
+        self._start_chunks(shared, start)
+
+    def resend(self, receiver: int, first: int) -> None:
+        """Sends a receiver by chunks what it has not received, and aborts the group.
+
+        Args:
+            receiver: a worker for which the group has failed.
+            first: the number of the first broadcast that it has not received.
+        """
+        with self._lock:
+            self._first_missing.setdefault(receiver, first)
+            missing = [shared for number, shared in sorted(self._payloads.items()) if number >= first]
+            transfers = [(shared, shared.chunk_transfers.pop(receiver, None)) for shared in missing]
+        self.abort()
+        for shared, start in transfers:
+            if start is not None:
+                self._start_chunks(shared, start)
+
+    def _start_chunks(self, shared: _SharedPayload, start: StartTransfer) -> None:
+        self._on_resend(shared.data.nbytes)
         start()
 
-    def missed(self, receiver: int, first: int) -> None:
-        """A receiver has not got the broadcasts from this number on, and will not: sends it those by chunks."""
+    def abort(self) -> None:
+        """Ends the group at once. Receivers request by chunks what has been announced and not received."""
         with self._lock:
-            self._missed.setdefault(receiver, first)
-            lacking = [shared for number, shared in sorted(self._alive.items()) if number >= first]
-            starts = [(s, start) for s in lacking if (start := s.by_chunks.pop(receiver, None)) is not None]
-        self.break_off()
-        for shared, start in starts:
-            self._sent_again(shared.data.nbytes)
-            start()
-
-    def break_off(self) -> None:
-        """Ends the group now. What has been announced goes to the receivers by chunks, once they ask for it."""
-        with self._lock:
-            self._broken = True
-            last = not self._ended and not self._users
+            self._aborted = True
+            is_last = not self._ended and not self._users
             self._ended = True
-        self._group.stop()
-        if last:
+        self._group.abort()
+        if is_last:
             self._tell_receivers()
 
     def finish(self) -> bool:
-        """Ends the group when all is sent; False if it is in use."""
+        """Ends the group after the queued broadcasts. Returns False if the group is in use."""
         with self._lock:
             if self._users:
                 return False
-            last = not self._ended
+            is_first_end = not self._ended
             self._ended = True
         self._group.finish()
-        if last:
+        if is_first_end:
             self._tell_receivers()
         return True
 
     def close(self) -> None:
-        """This worker shuts down."""
+        """Ends the group at once, because this worker shuts down, and waits for its thread."""
         self._ended = True
         self._group.close()
 
     def _tell_receivers(self) -> None:
-        # Not before everybody has been told of the last broadcast: a receiver forgets a group that has ended.
+        """Tells the receivers that the group has ended.
+
+        Called after the last envelope that names a broadcast, since receivers remove a group that has ended.
+        """
         for receiver in self.receivers:
-            self._tell_end(receiver, self.number, self._broken)
+            self._send_ended(receiver, self.number, self._aborted)
 
 
 @final
 class Broadcast:
-    """What the messages of one call to several workers share: payloads of a threshold's size and more.
+    """The payloads that the messages of one call to several workers share.
 
-    It is kept until all of them have answered: until then any of them may want a payload by chunks.
+    Kept until all workers have answered: until then, any of them may request a payload by chunks.
     """
 
     def __init__(
@@ -173,46 +210,58 @@ class Broadcast:
         threshold: int,
         acquire: Callable[[tuple[int, ...]], SendingGroup | None],
     ) -> None:
-        """`acquire` is called when there is something to share; the receivers have no group if it returns None."""
+        """Forms no group yet.
+
+        Args:
+            receivers: the ids of the workers, without this one.
+            threshold: bytes of the smallest payload that is broadcast.
+            acquire: acquires the group of these receivers; returns None if there can be none.
+        """
         self._receivers = receivers
         self._threshold = threshold
         self._acquire = acquire
         self._group: SendingGroup | None = None
-        self._acquired = False
-        self._payloads: dict[int, _Shared] = {}
+        self._has_acquired = False
+        self._payloads: dict[int, _SharedPayload] = {}
+        """By position in the messages."""
 
-    def put(self, peer: int, position: int, data: memoryview) -> tuple[agent_pb2.Payload, Start, bool] | None:
-        """Where a worker finds a payload, which its message has at this position.
+    def put(self, peer: int, position: int, data: memoryview) -> BroadcastPart | None:
+        """Broadcasts a payload of a message.
+
+        Args:
+            peer: the message's receiver.
+            position: the payload's position among those of the message.
+            data: its bytes.
 
         Returns:
-            The payload, what to call when its envelope is on its way, and whether this is its first receiver; None
-            if it is to be sent in another way: it is small, or not what the first message has there.
+            The receiver's part; None if the payload must be sent in another way, because it is small, or not the
+            same bytes as in the first message, or because there is no group.
         """
         if data.nbytes < self._threshold or peer not in self._receivers:
             return None
-        if not self._acquired:
-            self._acquired, self._group = True, self._acquire(self._receivers)
+        if not self._has_acquired:
+            self._has_acquired, self._group = True, self._acquire(self._receivers)
         if self._group is None:
             return None
         shared = self._payloads.get(position)
-        first = shared is None
+        is_first = shared is None
         if shared is None:
-            shared = self._group.share(data)
+            shared = self._group.start_broadcast(data)
             if shared is None:
                 return None
             self._payloads[position] = shared
-        elif _place(shared.data) != _place(data):
+        elif _address_and_size(shared.data) != _address_and_size(data):
             return None
-        announced = self._group.announce(peer, shared)
-        return None if announced is None else (*announced, first)
+        part = self._group.add_receiver(peer, shared)
+        return None if part is None else BroadcastPart(*part, is_first)
 
     def not_sent(self, peer: int) -> None:
-        """A message was not sent, so its receiver may not know of all broadcasts."""
+        """Aborts the group, because the message to `peer` was not sent: it may not know of all broadcasts."""
         if self._group is not None and peer in self._receivers:
-            self._group.break_off()
+            self._group.abort()
 
-    def sent(self) -> None:
-        """All messages have been sent, or could not be."""
+    def release(self) -> None:
+        """Releases the group. Called when all messages have been sent, or could not be."""
         if self._group is not None:
             self._group.release()
 
@@ -221,10 +270,10 @@ def _as_tensor(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
 
 
-def _place(data: memoryview) -> tuple[int, int]:
-    """Where in memory it is; nothing else is there as long as the payload is kept."""
+def _address_and_size(data: memoryview) -> tuple[int, int]:
+    """Returns what identifies a payload that is kept alive."""
     return np.frombuffer(data, np.uint8).ctypes.data, data.nbytes
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
