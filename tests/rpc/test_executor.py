@@ -1,4 +1,4 @@
-"""The threads that run incoming calls."""
+"""The executor starts as many threads as it needs, and ends them."""
 
 import threading
 
@@ -16,21 +16,25 @@ def executor():
     assert made.threads == 0
 
 
-def start_waiting(executor, count, *, told=False):
-    """Tasks that wait for the returned event; each announces itself first."""
-    gate, started = threading.Event(), threading.Semaphore(0)
+def start_blocked_tasks(executor, count, *, declared=False):
+    """Submits tasks that wait for the returned event, within `blocking` if the wait is to be declared.
+
+    Returns:
+        The event, and a semaphore that each task releases when it starts.
+    """
+    resume, started = threading.Event(), threading.Semaphore(0)
 
     def wait() -> None:
         started.release()
-        if told:
+        if declared:
             with executor.blocking():
-                assert gate.wait(30)
+                assert resume.wait(30)
         else:
-            assert gate.wait(30)
+            assert resume.wait(30)
 
     for _ in range(count):
         executor.submit(wait)
-    return gate, started
+    return resume, started
 
 
 def test_no_more_threads_than_needed(executor):
@@ -41,31 +45,31 @@ def test_no_more_threads_than_needed(executor):
     assert executor.threads <= 2
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_waiting_tasks_do_not_starve_others(executor, told):
-    gate, started = start_waiting(executor, 10, told=told)
+@pytest.mark.parametrize("declared", [True, False])
+def test_waiting_tasks_do_not_starve_others(executor, declared):
+    resume, started = start_blocked_tasks(executor, 10, declared=declared)
     for _ in range(10):
         assert started.acquire(timeout=10)
-    gate.set()
+    resume.set()
 
 
 def test_a_task_that_waits_for_the_next_one():
-    """Both are queued before the one idle thread wakes up."""
+    """Both tasks are queued before the only thread wakes up."""
     executor = Executor(1, "test-pair")
     for _ in range(100):
-        gate, done = threading.Event(), threading.Event()
+        resume, done = threading.Event(), threading.Event()
 
-        def wait(gate=gate, done=done) -> None:
-            if gate.wait(20):
+        def wait(resume=resume, done=done) -> None:
+            if resume.wait(20):
                 done.set()
 
         executor.submit(wait)
-        executor.submit(gate.set)
+        executor.submit(resume.set)
         assert done.wait(10)
     assert executor.close(10)
 
 
-def test_threads_that_are_not_its_own_may_say_they_block(executor):
+def test_blocking_has_no_effect_on_other_threads(executor):
     with executor.blocking():
         done = threading.Event()
         executor.submit(done.set)
@@ -74,12 +78,12 @@ def test_threads_that_are_not_its_own_may_say_they_block(executor):
 
 
 def test_surplus_threads_end(executor):
-    gate, started = start_waiting(executor, 8, told=True)
+    resume, started = start_blocked_tasks(executor, 8, declared=True)
     for _ in range(8):
         assert started.acquire(timeout=10)
     threads = [t for t in threading.enumerate() if t.name.startswith("test-executor-") and "stalls" not in t.name]
     assert len(threads) == executor.threads >= 8
-    gate.set()
+    resume.set()
     wait_until(lambda: executor.threads <= 2)
     wait_until(lambda: sum(thread.is_alive() for thread in threads) <= 2)
 
@@ -98,12 +102,12 @@ def test_a_task_that_raises_is_logged_and_the_thread_goes_on(executor, caplog):
 
 def test_close_drops_what_is_queued():
     executor = Executor(1, "test-close")
-    gate, started = start_waiting(executor, 1)
+    resume, started = start_blocked_tasks(executor, 1)
     assert started.acquire(timeout=10)
     ran = threading.Event()
     executor.submit(ran.set)
     assert not executor.close(0)
-    gate.set()
+    resume.set()
     assert executor.close(10)
     assert not ran.is_set()
     executor.submit(ran.set)

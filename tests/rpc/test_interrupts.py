@@ -1,4 +1,4 @@
-"""Ctrl-C: the program ends soon, and shows where its user's functions were."""
+"""Ctrl-C ends a program that waits for other workers, and the traceback shows the user's functions."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from gradwire import compat, rpc
 from tests.remote_functions import wait_for
 from tests.workers import _context, _init_rpc
 
-SOON = 15.0
+MAX_EXIT_S = 15.0
 """Seconds within which a process ends, on a busy machine."""
 
 
@@ -48,20 +48,20 @@ def shut_down_as_in_torch() -> None:
     torch.distributed.rpc.shutdown()
 
 
-def interrupted(doing: Callable[..., Any], url: str, stderr: str, ready: Any) -> None:
-    """The process of a worker whose user presses Ctrl-C. Like a shell, this process's parent may ignore it."""
+def interrupted(function: Callable[..., Any], url: str, stderr: str, ready: Any) -> None:
+    """Runs a worker that gets a Ctrl-C. Handles it even if the parent process, like some shells, ignores it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY, 0o600), 2)
     arguments = (url,)
-    if doing is not join_in_vain:
+    if function is not join_alone:
         _init_rpc("worker0", 0, 2, url, {})
         arguments = ()
-    threading.Thread(target=set_when_waiting, args=(doing.__name__, ready), daemon=True).start()
-    doing(*arguments)
+    threading.Thread(target=set_when_waiting, args=(function.__name__, ready), daemon=True).start()
+    function(*arguments)
 
 
 def set_when_waiting(name: str, ready: Any) -> None:
-    """Sets an event when the main thread waits inside a function: nothing tells when a thread begins to."""
+    """Sets an event once the main thread blocks inside a function: once its stack stops changing."""
     seen: list[Any] = []
     while len(seen) < 20:
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
@@ -72,15 +72,15 @@ def set_when_waiting(name: str, ready: Any) -> None:
     ready.set()
 
 
-def join_in_vain(url: str) -> None:
+def join_alone(url: str) -> None:
     _init_rpc("worker0", 0, 2, url, {})
 
 
-def end_by_interrupt(doing: Callable[..., Any], tmp_path: Any, url: str) -> tuple[list[str], float]:
-    """The functions in the traceback that a worker leaves, and the seconds it took to end."""
+def end_by_interrupt(function: Callable[..., Any], tmp_path: Any, url: str) -> tuple[list[str], float]:
+    """Returns the functions in the traceback of an interrupted worker, and the seconds that it took to exit."""
     ready = _context.Event()
     errors = tmp_path / "stderr"
-    process = _context.Process(target=interrupted, args=(doing, url, str(errors), ready), daemon=True)
+    process = _context.Process(target=interrupted, args=(function, url, str(errors), ready), daemon=True)
     process.start()
     assert ready.wait(60)
     started = time.monotonic()
@@ -95,23 +95,23 @@ def end_by_interrupt(doing: Callable[..., Any], tmp_path: Any, url: str) -> tupl
 
 
 @pytest.mark.parametrize(
-    "doing", [call, call_for_a_value, wait_for_calls, gather, shut_down, shut_down_as_in_torch]
+    "function", [call, call_for_a_value, wait_for_calls, gather, shut_down, shut_down_as_in_torch]
 )
-def test_a_wait_for_others_is_interrupted(workers, tmp_path, doing):
-    url = f"file://{tmp_path}/meeting"
+def test_a_wait_for_others_is_interrupted(workers, tmp_path, function):
+    url = f"file://{tmp_path}/rendezvous"
     (other,) = workers(1)
     joining = other.start(_init_rpc, "worker1", 1, 2, url, {})
-    frames, seconds = end_by_interrupt(doing, tmp_path, url)
+    frames, seconds = end_by_interrupt(function, tmp_path, url)
     joining.result()
-    assert frames[0] == doing.__name__
+    assert frames[0] == function.__name__
     assert len(frames) <= 7
-    assert seconds < SOON
+    assert seconds < MAX_EXIT_S
 
 
 def test_joining_is_interrupted(tmp_path):
-    frames, seconds = end_by_interrupt(join_in_vain, tmp_path, f"file://{tmp_path}/meeting")
-    assert frames == ["join_in_vain", "_init_rpc", "init_rpc"]
-    assert seconds < SOON
+    frames, seconds = end_by_interrupt(join_alone, tmp_path, f"file://{tmp_path}/rendezvous")
+    assert frames == ["join_alone", "_init_rpc", "init_rpc"]
+    assert seconds < MAX_EXIT_S
 
 
 def fork_children() -> None:

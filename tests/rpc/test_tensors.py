@@ -1,4 +1,4 @@
-"""Every kind of tensor travels as what it is, and tensors of one message share the memory that they shared."""
+"""Tensors of every kind arrive as they were sent, and tensors of one message share memory as at the sender."""
 
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -96,7 +96,7 @@ def compressed(tensor: Tensor) -> list[Any]:
 
 @pytest.fixture
 def pair(workers):
-    """Two workers; the test runs on the first."""
+    """Starts two workers, and returns the first one, on which the test runs."""
     return workers.rpc(2)[0]
 
 
@@ -123,24 +123,26 @@ def test_sparse_tensors(pair):
 def test_quantized_tensors_keep_their_strides(pair):
     def check() -> None:
         for name in ("transposed", "channels"):
-            came = rpc.rpc_sync("worker1", quantized, (name,))
-            assert came.stride() == quantized(name).stride()
+            received = rpc.rpc_sync("worker1", quantized, (name,))
+            assert received.stride() == quantized(name).stride()
 
     pair.run(check)
 
 
-def warned(tensor: Tensor) -> list[Any]:
-    """Tells what came to a process that turns warnings into errors."""
+def quantization_despite_warnings(tensor: Tensor) -> list[Any]:
+    """Returns the quantization of a tensor. Called on a worker that turns warnings into errors."""
     return quantization(tensor)
 
 
-def test_quantized_tensors_come_where_warnings_are_errors(workers):
+def test_quantized_tensors_arrive_where_warnings_are_errors(workers):
     a, b = workers.rpc(2)
     b.run(warnings.simplefilter, "error")
 
     def check() -> None:
         for name in ("quint8", "channels"):
-            assert rpc.rpc_sync("worker1", warned, (quantized(name),)) == quantization(quantized(name))
+            assert rpc.rpc_sync("worker1", quantization_despite_warnings, (quantized(name),)) == quantization(
+                quantized(name)
+            )
 
     a.run(check)
 
@@ -168,9 +170,9 @@ def test_dtypes_that_torch_only_stores(pair):
             carrier = torch.int16 if dtype.itemsize == 2 else torch.uint8
             integers = torch.arange(8, dtype=carrier)
             for sent in (integers, integers[::2], integers.view(2, 4).t(), integers[:0]):
-                came = rpc.rpc_sync("worker1", identity, (sent.view(dtype),))
-                assert came.dtype == dtype
-                assert torch.equal(came.view(carrier), sent)
+                received = rpc.rpc_sync("worker1", identity, (sent.view(dtype),))
+                assert received.dtype == dtype
+                assert torch.equal(received.view(carrier), sent)
 
     pair.run(check)
 
@@ -181,8 +183,8 @@ def on_meta() -> Tensor:
 
 def test_tensors_without_elements_on_meta(pair):
     def check() -> None:
-        came = rpc.rpc_sync("worker1", on_meta)
-        assert (came.device.type, came.shape, came.stride()) == ("meta", (3, 2), (1, 3))
+        received = rpc.rpc_sync("worker1", on_meta)
+        assert (received.device.type, received.shape, received.stride()) == ("meta", (3, 2), (1, 3))
         model = rpc.rpc_sync("worker1", identity, (nn.Linear(1 << 20, 1 << 20, device="meta"),))
         assert all(isinstance(p, nn.Parameter) and p.is_meta and p.requires_grad for p in model.parameters())
         assert rpc.rpc_sync("worker1", identity, ([on_meta(), on_meta()],))[1].is_meta
@@ -218,7 +220,7 @@ def returns(name: str) -> object:
     raise AssertionError(name)
 
 
-def test_what_does_not_travel_says_what_to_do(pair):
+def test_errors_for_unsendable_values_say_what_to_do(pair):
     def check() -> None:
         for function, args, problem in (
             (yields, (), "the result cannot be sent: it is a generator: call the function by rpc_stream"),
@@ -247,9 +249,9 @@ def test_what_does_not_travel_says_what_to_do(pair):
 
 def test_storages(pair):
     def check() -> None:
-        came = rpc.rpc_sync("worker1", returns, ("storage",))
-        assert type(came) is torch.UntypedStorage
-        assert torch.empty(0).set_(came).tolist() == [0, 1, 2]
+        received = rpc.rpc_sync("worker1", returns, ("storage",))
+        assert type(received) is torch.UntypedStorage
+        assert torch.empty(0).set_(received).tolist() == [0, 1, 2]
 
     pair.run(check)
 
@@ -315,7 +317,7 @@ def change_by_weight(row: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
     return whole.sum()
 
 
-def test_autograd_knows_of_views_that_share_memory(pair):
+def test_autograd_records_views_that_share_memory(pair):
     def check() -> None:
         whole, weight = torch.ones(2, 3), torch.full((), 5.0, requires_grad=True)
         with autograd.context() as context_id:
@@ -327,7 +329,7 @@ def test_autograd_knows_of_views_that_share_memory(pair):
     pair.run(check)
 
 
-def there_and_back(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
+def round_trip(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
     kept: list[bytes] = []
 
     def put(data: memoryview) -> agent_pb2.Payload:
@@ -338,8 +340,8 @@ def there_and_back(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
     return decode_tensors(messages, lambda payload: kept[payload.local - 1]), sum(map(len, kept))
 
 
-def places(tensor: Tensor) -> list[int]:
-    """Where its elements are."""
+def element_addresses(tensor: Tensor) -> list[int]:
+    """Returns the addresses of a tensor's elements."""
     offsets = torch.zeros(tensor.shape, dtype=torch.int64)
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         steps = torch.arange(size) * stride * tensor.itemsize
@@ -349,7 +351,7 @@ def places(tensor: Tensor) -> list[int]:
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_views_come_as_views(data):
+def test_views_arrive_as_views(data):
     whole = torch.arange(24.0).view(2, 3, 4).permute(data.draw(st.permutations(range(3))))
     views = [whole]
     for _ in range(data.draw(st.integers(1, 4))):
@@ -362,17 +364,17 @@ def test_views_come_as_views(data):
             view = view.unsqueeze(0).expand(2, *view.shape)
         views.append(view)
     sent = data.draw(st.permutations(views))
-    came, nbytes = there_and_back(list(sent))
-    assert all(torch.equal(a, b) for a, b in zip(came, sent, strict=True))
+    received, nbytes = round_trip(list(sent))
+    assert all(torch.equal(a, b) for a, b in zip(received, sent, strict=True))
     assert nbytes == whole.numel() * whole.itemsize
-    base, there = next(index for index, tensor in enumerate(sent) if tensor is whole), places(whole)
-    for a, b in zip(came, sent, strict=True):
-        assert [there.index(place) for place in places(b)] == [
-            places(came[base]).index(place) for place in places(a)
+    base, there = next(index for index, tensor in enumerate(sent) if tensor is whole), element_addresses(whole)
+    for a, b in zip(received, sent, strict=True):
+        assert [there.index(place) for place in element_addresses(b)] == [
+            element_addresses(received[base]).index(place) for place in element_addresses(a)
         ]
 
 
-def test_what_is_not_whole_is_sent_by_itself():
+def test_tensors_that_no_other_contains_are_sent_alone():
     whole = torch.arange(8.0)
     for tensors, nbytes in (
         ([whole[:5], whole[3:]], 40),  # neither lies within the other one
@@ -381,8 +383,8 @@ def test_what_is_not_whole_is_sent_by_itself():
         ([whole[:0], whole], 32),
         ([torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64).conj()], 32),
     ):
-        came, sent = there_and_back(tensors)
-        assert all(torch.equal(a, b) for a, b in zip(came, tensors, strict=True))
+        received, sent = round_trip(tensors)
+        assert all(torch.equal(a, b) for a, b in zip(received, tensors, strict=True))
         assert sent == nbytes
 
 

@@ -1,4 +1,4 @@
-"""What users see of where remote functions failed."""
+"""Remote tracebacks show the frames of users' functions, and none of gradwire's."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ def fail() -> str:
     return Bakery().bread()
 
 
-def fail_further_on() -> str:
+def fail_in_nested_call() -> str:
     return rpc.rpc_sync("worker0", fail)
 
 
@@ -36,13 +36,13 @@ async def fail_in_an_asynchronous_stream() -> AsyncIterator[str]:
 
 
 def frames(error: BaseException) -> list[str]:
-    """The functions in the traceback that came from the other worker."""
+    """Returns the functions in the remote traceback of an error."""
     assert isinstance(error.__cause__, RemoteError)
     assert error.__cause__.remote_traceback.splitlines()[-1].startswith(type(error).__name__)
     return re.findall(r"^  File .*, in (\w+)$", error.__cause__.remote_traceback, re.M)
 
 
-WAYS = {
+FAILURES = {
     "a call": (lambda: rpc.rpc_sync("worker1", fail), ["fail", "bread"]),
     "a reference": (lambda: rpc.remote("worker1", fail).to_here(), ["fail", "bread"]),
     "a method": (lambda: rpc.remote("worker1", Bakery).rpc_sync().bread(), ["bread"]),
@@ -57,30 +57,30 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_remote_tracebacks_begin_with_the_users_function(workers, way):
+@pytest.mark.parametrize("case", FAILURES)
+def test_remote_tracebacks_begin_with_the_users_function(workers, case):
     a, _ = workers.rpc(2)
-    call, expected = WAYS[way]
+    call, expected = FAILURES[case]
 
-    def look() -> None:
+    def check() -> None:
         with pytest.raises((AttributeError, KeyError, TypeError, ValueError)) as caught:
             call()
         assert frames(caught.value) == expected
 
-    a.run(look)
+    a.run(check)
 
 
-def test_a_call_further_on_shows_the_users_functions_of_both(workers):
+def test_a_nested_call_shows_the_users_functions_of_both_workers(workers):
     a, _ = workers.rpc(2)
 
-    def look() -> None:
+    def check() -> None:
         with pytest.raises(KeyError) as caught:
-            rpc.rpc_sync("worker1", fail_further_on)
+            rpc.rpc_sync("worker1", fail_in_nested_call)
         found = frames(caught.value)
         assert found[:2] == ["fail", "bread"]
-        assert found[2] == "fail_further_on"
+        assert found[2] == "fail_in_nested_call"
 
-    a.run(look)
+    a.run(check)
 
 
 def test_the_log_shows_the_users_frames(agents, caplog):

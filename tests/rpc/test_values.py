@@ -1,4 +1,4 @@
-"""Values whose form matters: layouts of tensors, TorchScript, confirmed references."""
+"""Strides of tensors, TorchScript functions and modules, and references in arguments of both."""
 
 import logging
 import math
@@ -37,7 +37,7 @@ def call(function, x):
     return function(x)
 
 
-def there_and_back(tensor):
+def round_trip(tensor):
     kept = []
 
     def put(data):
@@ -50,7 +50,7 @@ def there_and_back(tensor):
 
 @given(st.data())
 @settings(max_examples=200)
-def test_strides_survive_where_they_are_sound(data):
+def test_strides_are_kept_where_elements_do_not_overlap(data):
     sizes = data.draw(st.lists(st.integers(0, 4), max_size=4))
     tensor = torch.arange(math.prod(sizes), dtype=torch.float32).view(sizes)
     for dim, size in enumerate(sizes):
@@ -61,15 +61,15 @@ def test_strides_survive_where_they_are_sound(data):
     tensor = tensor.permute(data.draw(st.permutations(range(len(sizes)))))
     if data.draw(st.booleans()):
         tensor = tensor.unsqueeze(-1).expand(*tensor.shape, 2)
-    came, nbytes = there_and_back(tensor)
-    assert torch.equal(came, tensor)
+    received, nbytes = round_trip(tensor)
+    assert torch.equal(received, tensor)
     assert nbytes == tensor.numel() * 4
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() and 0 not in tensor.stride() and span <= 4 * tensor.numel():
-        assert came.is_contiguous() == tensor.is_contiguous()
-        assert tensor.is_contiguous() or came.stride() == tensor.stride()
+        assert received.is_contiguous() == tensor.is_contiguous()
+        assert tensor.is_contiguous() or received.stride() == tensor.stride()
     else:
-        assert came.is_contiguous()
+        assert received.is_contiguous()
 
 
 @pytest.mark.parametrize("strides", [(1,), (0, 1), (1, 1), (-2, 1), (1 << 40, 1), (100, 1)])
@@ -116,7 +116,7 @@ def add_to_reference(
 
 
 @torch.jit.script
-def give_back(rref: torch.distributed.rpc.RRef[torch.Tensor]) -> torch.distributed.rpc.RRef[torch.Tensor]:
+def return_reference(rref: torch.distributed.rpc.RRef[torch.Tensor]) -> torch.distributed.rpc.RRef[torch.Tensor]:
     return rref
 
 
@@ -149,7 +149,7 @@ def test_references_in_arguments_of_script_functions(workers, owner):
 def misuse_references_in_scripts() -> None:
     rref = rpc.RRef(torch.ones(1))
     with pytest.raises(RpcError, match=r"'rref', RRef\[Tensor\], is used by prim::Return .*: use its value"):
-        rpc.rpc_sync("worker1", give_back, (rref,))
+        rpc.rpc_sync("worker1", return_reference, (rref,))
     for args, kwargs in (((rref,), {}), ((rref, 1, 2, 3), {}), ((rref, 1), {"rref": rref}), ((rref, 1), {"y": 1})):
         with pytest.raises(TypeError, match=r"do not fit .*add_to_reference\(RRef\(Tensor\) rref, Tensor x"):
             rpc.rpc_sync("worker1", add_to_reference, args, kwargs)

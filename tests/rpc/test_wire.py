@@ -1,4 +1,4 @@
-"""What strangers, other versions and broken peers send."""
+"""Peers that are unknown, of another version, or send malformed messages."""
 
 import grpc
 import hypothesis.strategies as st
@@ -27,8 +27,10 @@ def loop():
     events.release()
 
 
-async def knock(address: str, method: str, first: bytes, then: bytes = b"") -> grpc.aio.AioRpcError | bytes:
-    """Opens a stream as a peer would; what comes back, or the refusal."""
+async def connect_as_peer(
+    address: str, method: str, first: bytes, then: bytes = b""
+) -> grpc.aio.AioRpcError | bytes:
+    """Opens a stream as a peer would. Returns the answer, or the error of the stream."""
     async with grpc.aio.insecure_channel(address) as channel:
         open_stream = channel.stream_stream if method == EXCHANGE_METHOD else channel.stream_unary
         call = open_stream(method)()
@@ -62,14 +64,14 @@ HELLO = agent_pb2.Hello(protocol_major=PROTOCOL_MAJOR, group="test", worker_id=1
     ],
 )
 @pytest.mark.parametrize("method", [EXCHANGE_METHOD, TRANSFER_METHOD])
-def test_strangers_are_refused(agents, loop, changes, reason, method):
+def test_unknown_workers_are_refused(agents, loop, changes, reason, method):
     a, _ = agents(2)
     hello = agent_pb2.Hello()
     hello.CopyFrom(HELLO)
     for name, value in changes.items():
         setattr(hello, name, value)
     opening = agent_pb2.Frame(hello=hello) if method == EXCHANGE_METHOD else agent_pb2.Chunks(hello=hello)
-    refusal = loop.run(knock(a._network._members[0].address, method, opening.SerializeToString()), 20)
+    refusal = loop.run(connect_as_peer(a._network._members[0].address, method, opening.SerializeToString()), 20)
     assert refusal.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert reason in refusal.details()
     assert a.request(a.info, Request(MessageType.CALL, (identity, (1,), {}))).wait() == 1
@@ -77,21 +79,21 @@ def test_strangers_are_refused(agents, loop, changes, reason, method):
 
 def test_bytes_that_are_no_hello(agents, loop):
     a, _ = agents(2)
-    refusal = loop.run(knock(a._network._members[0].address, EXCHANGE_METHOD, b"\xff\xff\xff"), 20)
+    refusal = loop.run(connect_as_peer(a._network._members[0].address, EXCHANGE_METHOD, b"\xff\xff\xff"), 20)
     assert refusal.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_a_peer_that_sends_rubbish_is_lost(agents, loop):
+def test_a_peer_that_sends_malformed_frames_is_lost(agents, loop):
     a, b = agents(2)
     opening = agent_pb2.Frame(hello=HELLO).SerializeToString()
-    loop.run(knock(a._network._members[0].address, EXCHANGE_METHOD, opening, b"\xff\xff\xff"), 20)
+    loop.run(connect_as_peer(a._network._members[0].address, EXCHANGE_METHOD, opening, b"\xff\xff\xff"), 20)
     wait_until(lambda: a.end_of(1) is not None)
     with pytest.raises(WorkerLostError, match="bytes that are no frame"):
         a.request(b.info, Request(MessageType.CALL, (identity, (1,), {}))).wait()
 
 
 def send_envelope(a, b, envelope: agent_pb2.Envelope):
-    """Sends a hand-made request from a to b; the future of its answer."""
+    """Sends a hand-made request from a to b. Returns a future of its answer."""
     future = a.request(b.info, Request(MessageType.CALL, (identity, ("ready",), {})))
     assert future.wait() == "ready"
     from gradwire.rpc.agent.client import PendingRequest
@@ -167,11 +169,11 @@ def test_chunks_that_do_not_fit_are_refused(agents, loop):
 
 
 def test_both_open_a_stream_at_once(agents):
-    made = agents(4)
+    started = agents(4)
     for _ in range(5):
         futures = [
             x.request(y.info, Request(MessageType.CALL, (identity, (i,), {})))
-            for i, (x, y) in enumerate((x, y) for x in made for y in made)
+            for i, (x, y) in enumerate((x, y) for x in started for y in started)
         ]
         assert [f.wait() for f in futures] == list(range(16))
 
