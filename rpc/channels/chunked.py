@@ -76,7 +76,7 @@ class ChunkedChannel:
         return self._receiver(peer).expect(announced.transfer_id, announced.nbytes)
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """Has the payload's chunks read and dropped, so that the stream goes on to the payloads after it."""
+        """Has the payload's chunks read and dropped, so that they do not block the payloads after them."""
         self._receiver(peer).discard(payload.chunked.transfer_id, payload.chunked.nbytes)
 
     def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:

@@ -156,7 +156,7 @@ class Executor:
         self._threads += 1
         try:
             thread.start()
-        except RuntimeError:  # at the system's limit: the threads that there are go on
+        except RuntimeError:  # the system's limit; the existing threads run the task
             self._threads -= 1
             log.warning("cannot start thread %d for incoming calls", self._threads + 1)
 

@@ -179,7 +179,7 @@ class GrpcStream:
             self._runner.cancel()
 
     def on_goodbye_sent(self) -> None:
-        """Ends a stream that was awaited only to say goodbye to the peer, who knows now. Called on the loop."""
+        """Ends a stream that is awaited only to say goodbye. Called on the loop when the goodbye is sent."""
         if self._state is _State.AWAITING_PEER:
             self._finish(SHUT_DOWN, report=False)
 

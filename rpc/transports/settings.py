@@ -30,7 +30,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 """Bytes of the largest gRPC message, a frame of envelopes or of chunks."""
 
 MAX_ENVELOPE_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
-"""Bytes of the largest envelope. Only hundreds of thousands of tensors fill one, since large payloads go apart."""
+"""Bytes of the largest envelope. Large payloads are not in it: only hundreds of thousands of tensors fill one."""
 
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

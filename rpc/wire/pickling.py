@@ -50,7 +50,7 @@ class Packed:
 class Packer:
     """Pickles and unpickles the values of one agent's messages.
 
-    Functions and classes go by name, as in pickle itself. Everything is registered before the first message.
+    Functions and classes are sent by name, as in pickle itself. Everything is registered before the first message.
     """
 
     def __init__(self) -> None:

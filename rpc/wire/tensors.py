@@ -70,25 +70,25 @@ def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
     """
     if tensor.is_nested:
         raise ValueError(
-            "it is a nested tensor of strided layout, which does not travel: send its tensors, tensor.unbind(), "
-            "or make it with layout=torch.jagged"
+            "it is a nested tensor of strided layout: send its tensors, tensor.unbind(), or make it with "
+            "layout=torch.jagged"
         )
     if tensor.layout is not torch.strided and tensor.layout not in _LAYOUT_NUMBERS:
-        raise ValueError(
-            f"it is a tensor of layout {tensor.layout}, which does not travel: send tensor.to_dense()"
-        )
+        raise ValueError(f"it is a tensor of layout {tensor.layout}: send tensor.to_dense()")
     device = tensor.device.type
     if device == "meta" and tensor.layout is not torch.strided:
-        raise ValueError("it is a sparse tensor on meta; of tensors without elements, only dense ones travel")
+        raise ValueError("it is a sparse tensor on meta: only dense tensors can be sent without elements")
     if device not in ("cpu", "meta") and tensor.device not in device_map:
         raise UnmappedDeviceError(tensor.device)
     if tensor.dtype not in _DTYPE_NUMBERS:
-        raise ValueError(f"it is a tensor of dtype {tensor.dtype}, which does not travel")
+        raise ValueError(f"it is a tensor of dtype {tensor.dtype}: send a tensor of another dtype")
     if tensor.dtype in _INTEGER_DTYPES:
         try:
             tensor.qscheme()
         except RuntimeError:
-            raise ValueError("it is a quantized tensor without scale and zero point: quantize a tensor") from None
+            raise ValueError(
+                "it is a quantized tensor without scale and zero point: make it with torch.quantize_per_tensor"
+            ) from None
 
 
 def encode_tensors(

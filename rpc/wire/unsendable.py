@@ -23,7 +23,7 @@ _ADVICE: tuple[tuple[type, str], ...] = (
     ),
     (
         Coroutine,
-        "it is a coroutine, which nobody awaits there: call an ordinary function that runs it, as by asyncio.run",
+        "it is a coroutine, which is not awaited: call an ordinary function that runs it, as by asyncio.run",
     ),
     (
         AnyFuture,

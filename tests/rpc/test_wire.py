@@ -1,5 +1,7 @@
 """Peers that are unknown, of another version, or send malformed messages."""
 
+import pickle
+
 import grpc
 import hypothesis.strategies as st
 import pytest
@@ -199,6 +201,41 @@ def test_values_and_tensors_round_trip(value, shapes):
     first, got, second = packer.unpack(packed.body, arrived, [])
     assert first == second == value
     assert all(torch.equal(a, b) for a, b in zip(got, tensors, strict=True))
+
+
+class Shelf:
+    """Unpickles another message while it is unpickled, as an object that makes a call would."""
+
+    def __init__(self, content: object) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple:
+        packed = Packer().pack(self.content, "the content")
+        return unpack_content, (packed.body, [tensor.tolist() for tensor in packed.tensors])
+
+
+def unpack_content(body: bytes, tensors: list[list[float]]) -> object:
+    return Packer().unpack(body, [torch.tensor(tensor) for tensor in tensors], [])
+
+
+@pytest.mark.parametrize("buffer", [bytes, memoryview])
+def test_each_message_has_tensors_of_its_own(buffer):
+    outer, inner = torch.zeros(2), torch.ones(2)
+    packed = Packer().pack([outer, Shelf([inner, inner]), outer, "x" * (1 << 17)], "the value")
+    first, (second, third), fourth, text = Packer().unpack(buffer(packed.body), [outer], [])
+    assert first is fourth is outer
+    assert second is third
+    assert second.tolist() == [1, 1]
+    assert text == "x" * (1 << 17)
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), torch.nn.Parameter(torch.ones(1))])
+def test_placeholders_of_tensors_that_a_message_does_not_have(value):
+    packed = Packer().pack([torch.ones(1), value], "the value")
+    with pytest.raises(pickle.UnpicklingError, match="malformed message: it has no tensor 0"):
+        Packer().unpack(packed.body, [], [])
+    with pytest.raises(IndexError):
+        Packer().unpack(packed.body, packed.tensors[:1], [])
 
 
 @given(st.binary(max_size=200))
