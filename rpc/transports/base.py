@@ -69,7 +69,7 @@ class TransportListener(Protocol):
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """Handles the end of a connection. Called at most once for each transport, after the last `on_envelope`.
 
-        The transport has dropped its queue, and `send` raises from now on. During `close` it may not be called.
+        The transport has dropped its queue, and `send` raises from now on. Need not be called during `close`.
 
         Args:
             peer: the worker at the other end.

@@ -64,7 +64,7 @@ class _State(Enum):
 
 @final
 class GrpcStreams:
-    """All streams of one agent. Used on the event loop only."""
+    """All streams of one agent. Used on the event loop only, except `add`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handshake: Handshake, listener: TransportListener) -> None:
         self.loop = loop
@@ -73,7 +73,7 @@ class GrpcStreams:
         self._streams: dict[int, GrpcStream] = {}
 
     def add(self, peer: WorkerInfo, address: str) -> "GrpcStream":
-        """Makes the stream to a peer; opens it when it is first used.
+        """Makes the stream to a peer, before the peer is admitted. It is opened when it is first used.
 
         Args:
             peer: the worker at the other end.
