@@ -255,7 +255,7 @@ class CpuGpus:
         self.places[tensor.data_ptr()] = gpu
         return tensor
 
-    def of(self, tensor: Tensor) -> int:
+    def index_of(self, tensor: Tensor) -> int:
         return self.places.get(tensor.data_ptr(), 0)
 
     def current(self) -> int:
@@ -264,10 +264,10 @@ class CpuGpus:
     def device(self, gpu: int) -> torch.device:
         return torch.device("cpu")
 
-    def identity(self, gpu: int) -> str:
+    def uuid(self, gpu: int) -> str:
         return f"{self.name}/{gpu}"
 
-    def capability(self, gpu: int) -> tuple[int, int]:
+    def compute_capability(self, gpu: int) -> tuple[int, int]:
         return self.ability
 
     def new_stream(self, gpu: int) -> CpuStream:
@@ -278,12 +278,12 @@ class CpuGpus:
         return self.currents.setdefault(gpu, CpuStream(gpu, self.told))
 
     @contextmanager
-    def on(self, stream: CpuStream) -> Iterator[None]:
+    def use(self, stream: CpuStream) -> Iterator[None]:
         self.told.append(("on", stream.cuda_stream))
         yield
         self.told.append(("off", stream.cuda_stream))
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return self.in_capture
 
 

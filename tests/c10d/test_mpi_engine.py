@@ -44,7 +44,7 @@ from tests.c10d.members import (
 
 pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
 
-from gradwire.c10d.engines.mpi import engine as mpi_engine
+from gradwire.c10d.engines.mpi import limits as mpi_limits
 from gradwire.c10d.engines.mpi import pmi as pmi_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
@@ -71,7 +71,7 @@ def test_a_killed_rank_fails_the_others_in_the_middle(members, tmp_path, dies):
                 each.result()
             assert caught.value.rank == dies
     everywhere(left, leave)
-    with pytest.raises(ProcessGroupError, match="MPI can be used no more"):
+    with pytest.raises(ProcessGroupError, match="MPI cannot be used any more"):
         join_all(left, tmp_path / "again", "gradwire_mpi")
 
 
@@ -202,8 +202,8 @@ def test_tags_that_mpi_does_not_have_are_refused(members):
 
 def count_to_little() -> None:
     """As an MPI before version 4 does, but less far."""
-    dist.group.WORLD.engine("cpu")._counts_far = False
-    mpi_engine.HIGHEST_COUNT, mpi_engine.PIECE = 1000, 512
+    dist.group.WORLD.engine("cpu")._limits.has_large_counts = False
+    mpi_limits.MAX_COUNT, mpi_limits.PIECE_BYTES = 1000, 512
 
 
 def exchange_in_pieces() -> list[bool]:
@@ -336,7 +336,7 @@ def pmi() -> Iterator[tuple[pmi_module.PmiServer, str]]:
     for each in server.ids:  # the server ends with its clients
         with contextlib.suppress(ConnectionError):
             ask(f"{host}:{port}", f"cmd=initack pmiid={each}\n")
-    server.end(30)
+    server.finish(30)
     server._thread.join(30)
 
 

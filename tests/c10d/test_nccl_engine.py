@@ -9,7 +9,7 @@ import torch
 from gradwire.c10d import HashStore
 from gradwire.c10d.engines import Setup
 from gradwire.c10d.engines.nccl import NcclEngine
-from gradwire.c10d.engines.nccl.dtypes import Ability, Native
+from gradwire.c10d.engines.nccl.dtypes import NativeReduction, NcclCapability
 from gradwire.c10d.reductions import Reduction
 from gradwire.c10d.stores.prefix import PrefixStore
 from gradwire.errors import (
@@ -41,10 +41,10 @@ class Rank:
             rank=rank,
             size=size,
             timeout=30,
-            device="cuda",
+            device_type="cuda",
             global_ranks=tuple(range(size)),
-            group="test",
-            failed=self.failures.append,
+            group_name="test",
+            on_failure=self.failures.append,
         )
         self.engine = NcclEngine(setup, library=self.library, gpus=self.gpus, **options)
 
@@ -212,28 +212,28 @@ def test_what_nccl_cannot_reduce_is_gathered_and_combined(ranks):
     assert [call[:4] for call in members[0].calls()[1:]] == [("allGather", 0, 12, BYTES)]
 
 
-NEW, OLD = Ability(22703, (9, 0)), Ability(22304, (8, 0))
+NEW, OLD = NcclCapability(22703, (9, 0)), NcclCapability(22304, (8, 0))
 
 
 @pytest.mark.parametrize(
     ("dtype", "name", "native"),
     [
-        (torch.int8, "sum", Native(0, 0)),
-        (torch.uint8, "product", Native(1, 1)),
-        (torch.int32, "max", Native(2, 2)),
-        (torch.uint32, "min", Native(3, 3)),
-        (torch.int64, "avg", Native(4, 4)),
-        (torch.uint64, "sum", Native(5, 0)),
-        (torch.float16, "sum", Native(6, 0)),
-        (torch.float32, "premul_sum", Native(7, 0)),
-        (torch.float64, "sum", Native(8, 0)),
-        (torch.bfloat16, "avg", Native(9, 4)),
-        (torch.float8_e4m3fn, "sum", Native(10, 0)),
-        (torch.float8_e5m2, "max", Native(11, 2)),
-        (torch.bool, "sum", Native(1, 2)),
-        (torch.bool, "band", Native(1, 3)),
-        (torch.complex64, "sum", Native(7, 0, 2)),
-        (torch.complex128, "avg", Native(8, 4, 2)),
+        (torch.int8, "sum", NativeReduction(0, 0)),
+        (torch.uint8, "product", NativeReduction(1, 1)),
+        (torch.int32, "max", NativeReduction(2, 2)),
+        (torch.uint32, "min", NativeReduction(3, 3)),
+        (torch.int64, "avg", NativeReduction(4, 4)),
+        (torch.uint64, "sum", NativeReduction(5, 0)),
+        (torch.float16, "sum", NativeReduction(6, 0)),
+        (torch.float32, "premul_sum", NativeReduction(7, 0)),
+        (torch.float64, "sum", NativeReduction(8, 0)),
+        (torch.bfloat16, "avg", NativeReduction(9, 4)),
+        (torch.float8_e4m3fn, "sum", NativeReduction(10, 0)),
+        (torch.float8_e5m2, "max", NativeReduction(11, 2)),
+        (torch.bool, "sum", NativeReduction(1, 2)),
+        (torch.bool, "band", NativeReduction(1, 3)),
+        (torch.complex64, "sum", NativeReduction(7, 0, 2)),
+        (torch.complex128, "avg", NativeReduction(8, 4, 2)),
         (torch.complex64, "product", None),
         (torch.float8_e4m3fn, "avg", None),
         (torch.float8_e4m3fnuz, "sum", None),
@@ -248,7 +248,7 @@ def test_numbers_of_dtypes_and_reductions(dtype, name, native):
 
 def test_older_libraries_and_gpus_do_not_reduce_float8():
     assert OLD.native(torch.float8_e5m2, SUM) is None
-    assert OLD.native(torch.float32, SUM) == Native(7, 0)
+    assert OLD.native(torch.float32, SUM) == NativeReduction(7, 0)
 
 
 # Messages.
@@ -353,18 +353,18 @@ def test_tensors_live_until_the_operation_is_over(ranks):
     pending = begun(member)
     member.gpus.currents[0] = member.gpus.new_stream(0)
     pending.wait(None)  # on another stream: the one that the tensors belong to goes on
-    assert pending._kept
+    assert pending._tensors
     member.gpus.streams[0].held = False
     assert pending.done()
-    assert not pending._kept
+    assert not pending._tensors
 
 
 def test_tensors_may_go_once_their_own_stream_waits(ranks):
     (member,) = ranks(1)
     pending = begun(member)
-    assert pending._kept
+    assert pending._tensors
     pending.wait(None)
-    assert not pending._kept
+    assert not pending._tensors
     assert not pending.done()
 
 
@@ -504,7 +504,14 @@ def test_a_call_that_nccl_refuses_ends_the_group_and_the_group_of_calls(ranks):
 
 def test_without_a_gpu_or_cupy_it_says_what_is_missing(ranks, monkeypatch):
     setup = Setup(
-        store=HashStore(), rank=0, size=1, timeout=1, device="cuda", global_ranks=(0,), group="", failed=print
+        store=HashStore(),
+        rank=0,
+        size=1,
+        timeout=1,
+        device_type="cuda",
+        global_ranks=(0,),
+        group_name="",
+        on_failure=print,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedOperationError, match="torch finds no GPU here"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.c10d.engines.shm.layout import SLOT
+from gradwire.c10d.engines.shm.layout import SLOT_BYTES
 from gradwire.c10d.reductions import Reduction, combine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,7 +40,16 @@ def in_order_of_ranks(tensors: Sequence[Tensor], reduction: Reduction = SUM) -> 
 def reduce_sizes() -> None:
     """Sums of all sizes, bit for bit as computed here in the order of ranks, so the same everywhere."""
     me, ranks = dist.get_rank(), range(dist.get_world_size())
-    for count in (1, 3, 4099, 8193, SLOT // 4 - 1, SLOT // 4, SLOT // 4 + 1, 3 * SLOT // 4 + 17):
+    for count in (
+        1,
+        3,
+        4099,
+        8193,
+        SLOT_BYTES // 4 - 1,
+        SLOT_BYTES // 4,
+        SLOT_BYTES // 4 + 1,
+        3 * SLOT_BYTES // 4 + 17,
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             tensor = numbers(me, count, count=count, dtype=dtype)
             dist.all_reduce(tensor)
@@ -52,7 +61,7 @@ def reduce_sizes() -> None:
 def move_sizes() -> None:
     """Data of sizes around those of slots and blocks."""
     me, size = dist.get_rank(), dist.get_world_size()
-    for count in (0, 1, SLOT - 1, SLOT, 2 * SLOT + 1):
+    for count in (0, 1, SLOT_BYTES - 1, SLOT_BYTES, 2 * SLOT_BYTES + 1):
 
         def data(*seed: int, count: int = count) -> Tensor:
             return numbers(*seed, count=count, dtype=torch.uint8)
@@ -117,7 +126,7 @@ def test_lazy_conjugates_travel_as_their_values(group):
 
 # Random programs
 
-COUNTS = st.sampled_from([0, 1, 7, 1000, SLOT // 4 + 3])
+COUNTS = st.sampled_from([0, 1, 7, 1000, SLOT_BYTES // 4 + 3])
 OPERATIONS = st.one_of(
     st.tuples(st.just("all_reduce"), COUNTS, st.booleans()),
     st.tuples(st.just("broadcast"), COUNTS, st.booleans()),

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from gradwire.c10d import FileStore
 from gradwire.c10d.engines import Setup
-from gradwire.c10d.engines.shm import members as shm_members
-from gradwire.c10d.engines.shm import signals as shm_signals
+from gradwire.c10d.engines.shm import doorbells as shm_doorbells
+from gradwire.c10d.engines.shm import processes as shm_processes
+from gradwire.c10d.engines.shm.doorbells import CACHE_LINE_BYTES, Doorbells
 from gradwire.c10d.engines.shm.engine import ShmEngine
-from gradwire.c10d.engines.shm.layout import BLOCKS, Layout
-from gradwire.c10d.engines.shm.signals import LINE, Signals
+from gradwire.c10d.engines.shm.layout import BLOCKS_PER_CHANNEL, Layout
 from gradwire.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -52,7 +52,7 @@ def results_of(pending: Sequence[Any]) -> list[Any]:
 
 def fill_a_channel() -> None:
     """More messages than a channel has blocks, and one larger than it, which the other takes last to first."""
-    sizes = [10] * 3 * BLOCKS + [2 * BLOCKS * Layout(2).block_bytes]
+    sizes = [10] * 3 * BLOCKS_PER_CHANNEL + [2 * BLOCKS_PER_CHANNEL * Layout(2).block_bytes]
     if dist.get_rank() == 0:
         for tag, size in enumerate(sizes):
             dist.send(numbers(tag, count=size, dtype=torch.uint8), 1, tag=tag)
@@ -251,13 +251,13 @@ def abort_while_waiting(kind: str) -> None:
     group = dist.group.WORLD
     engine = group.engine("cpu")
     asleep = threading.Event()
-    sleep = Signals._sleep
+    sleep = Doorbells._sleep
 
-    def tell(self: Signals, *args: int) -> None:
+    def tell(self: Doorbells, *args: int) -> None:
         asleep.set()
         sleep(self, *args)
 
-    Signals._sleep = tell
+    Doorbells._sleep = tell
     work = dist.barrier(async_op=True) if kind == "barrier" else dist.irecv(torch.zeros(1), 1)
     assert asleep.wait(30)
     engine.fail(GroupAbortedError("enough"))
@@ -291,18 +291,18 @@ def test_who_waits_uses_little_of_a_processor(group):
 
 def ping_pong(rank: int, path: Path, rounds: int) -> int:
     """Two processes that always sleep until the other wakes them, and would for an hour."""
-    shm_signals.GLANCES = shm_signals.YIELDS = 0
-    shm_signals._slice.seconds = 3600
+    shm_doorbells.SPINS_BEFORE_YIELD = shm_doorbells.YIELDS_BEFORE_SLEEP = 0
+    shm_doorbells._sleep_timeout.seconds = 3600
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 4096)
-    signals = Signals(memoryview(memory).cast("q"), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    doorbells = Doorbells(memoryview(memory).cast("q"), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
     for number in range(1, rounds + 1):
         if rank == 0:
-            signals.post(0, number)
-        signals.wait(1 - rank, number, lambda: None)
+            doorbells.ring(0, number)
+        doorbells.wait_for(1 - rank, number, lambda: None)
         if rank == 1:
-            signals.post(1, number)
-    return signals.value(1 - rank)
+            doorbells.ring(1, number)
+    return doorbells.value(1 - rank)
 
 
 def test_no_wake_up_is_lost(workers, tmp_path):
@@ -321,7 +321,9 @@ def refusal(path: Path, rank: int, size: int, prepare: Callable[[], None] | None
     if prepare is not None:
         prepare()
     ranks = tuple(range(4, 4 + size))
-    setup = Setup(store=store, rank=rank, size=size, timeout=10, device="cpu", global_ranks=ranks, group="x")
+    setup = Setup(
+        store=store, rank=rank, size=size, timeout=10, device_type="cpu", global_ranks=ranks, group_name="x"
+    )
     with pytest.raises(ProcessGroupError) as caught:
         ShmEngine(setup)
     return str(caught.value)
@@ -332,8 +334,8 @@ def test_ranks_on_two_hosts_are_refused(workers, tmp_path):
     other.write_text("another-boot\n")
 
     def move() -> None:
-        shm_members.BOOT_ID = other
-        shm_members.socket.gethostname = lambda: "elsewhere"
+        shm_processes.BOOT_ID = other
+        shm_processes.socket.gethostname = lambda: "elsewhere"
 
     store = tmp_path / "store"
     first, second = workers(2)
@@ -373,25 +375,27 @@ def test_without_memory_all_ranks_are_told(workers, tmp_path):
 def test_a_rank_that_does_not_come_is_named(workers, tmp_path):
     def alone() -> str:
         store = FileStore(str(tmp_path / "store"), 3)
-        setup = Setup(store=store, rank=0, size=3, timeout=0.2, device="cpu", global_ranks=(4, 5, 6), group="x")
+        setup = Setup(
+            store=store, rank=0, size=3, timeout=0.2, device_type="cpu", global_ranks=(4, 5, 6), group_name="x"
+        )
         with pytest.raises(CollectiveTimeoutError) as caught:
             ShmEngine(setup)
         return str(caught.value)
 
-    assert "the set-up of the group timed out after 0.2 s, waiting for rank 5, 6 (" in workers(1)[0].run(alone)
+    assert "creating the group timed out after 0.2 s, waiting for rank 5, 6 (" in workers(1)[0].run(alone)
 
 
 def test_other_processors_are_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(UnsupportedOperationError, match="cannot run on linux on aarch64: it needs Linux and the"):
-        shm_signals.check_platform("shm")
+        shm_doorbells.check_platform("shm")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 64, 128])
 def test_the_memory_is_bounded(size):
     layout = Layout(size)
-    assert layout.total <= 9.5 * 2**20 * size
-    assert layout.text(0) == LINE * (1 + layout.taken(size - 1, size - 1))
+    assert layout.total_bytes <= 9.5 * 2**20 * size
+    assert layout.reason_offset(0) == CACHE_LINE_BYTES * (1 + layout.received_doorbell(size - 1, size - 1))
 
 
 def test_destroying_the_group_gives_the_memory_back(group):
