@@ -1,4 +1,4 @@
-"""Groups on the NCCL engine without a GPU: torch's own functions, and several GPUs for each process."""
+"""Groups on the NCCL engine with fakes: torch's own functions, and several GPUs for each process."""
 
 from datetime import timedelta
 from pathlib import Path
