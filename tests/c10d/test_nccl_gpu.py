@@ -68,9 +68,9 @@ def wrong_outcomes(names: list[str]) -> dict[str, str]:
         for dtype in [torch.float32] if name in NO_TENSORS else DTYPES:
             refused = expected_refusal(name, dtype) is not None or name == "recv_from_any"
             refused = refused or (name == "send_and_recv" and dist.get_world_size() == 1)  # to the rank itself
-            came = outcome(name, dtype, dist.group.WORLD)
-            if came.partition(":")[0] != ("refused" if refused else "ok"):
-                wrong[f"{name} {dtype}"] = came
+            result = outcome(name, dtype, dist.group.WORLD)
+            if result.partition(":")[0] != ("refused" if refused else "ok"):
+                wrong[f"{name} {dtype}"] = result
     return wrong
 
 
