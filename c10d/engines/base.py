@@ -1,9 +1,10 @@
 """Defines the contract of an engine, which carries out a process group's operations on one type of device.
 
 All ranks of a group create their engine together, and one group uses it. The group checks and normalizes the
-arguments first: tensors are dense, contiguous, on the engine's device, not tracked by autograd, and their dtypes
-and sizes match on this rank; roots and peers are ranks of this group; pairs of dtype and reduction that no engine
-supports are refused before they get here.
+arguments first. Tensors have any dtype of torch, are dense, contiguous, on the engine's device and not tracked by
+autograd; their dtypes and sizes match on this rank. Only the number of elements of a tensor matters, not its
+shape. Roots and peers are ranks of this group. Pairs of dtype and reduction that no engine supports are refused
+before they get here; c10d/reductions.py has the functions `prepare`, `combine` and `finish` to compute all others.
 
 There are four kinds of engine, told apart by class variables:
 
@@ -34,7 +35,7 @@ __all__ = ["Engine", "EngineFactory", "PendingOperation", "Setup", "chunks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything an engine is created from.
+    """The arguments that an engine is created from.
 
     store: key-value store shared by all ranks of the group. Nothing else writes to it, so keys need no prefix.
     rank: rank of this process in the group, from 0 to `size - 1`.
@@ -103,11 +104,11 @@ class Engine(ABC):
     - UnsupportedOperationError, ValueError or TypeError if nothing has been sent yet. These leave the group
       usable; after any other error the group has failed.
 
-    Tensors belong to the engine until the operation is done.
+    Nobody else reads outputs or writes to any tensor of an operation until it is done.
     """
 
     name: ClassVar[str]
-    """What users call the engine, such as `"gloo"`."""
+    """Name of the engine in backends and error messages, such as `"gloo"`."""
 
     blocking: ClassVar[bool] = True
     """Whether operations return when they are done, rather than a PendingOperation."""
@@ -125,7 +126,12 @@ class Engine(ABC):
     """
 
     def __init__(self, setup: Setup) -> None:
-        """Connects to the other ranks. Subclasses call this first; all ranks run it at the same time."""
+        """Connects to the other ranks, which do the same at the same time. Subclasses call this method first.
+
+        Raises:
+            ProcessGroupError: the ranks cannot be connected.
+            CollectiveTimeoutError: some ranks did not take part within the timeout of the setup.
+        """
         self.rank = setup.rank
         self.size = setup.size
 
@@ -178,7 +184,7 @@ class Engine(ABC):
     ) -> PendingOperation | None:
         """Reduces all ranks' `inputs[i]` into rank i's `tensor`.
 
-        `inputs` are not changed. Sizes may differ between ranks i.
+        `inputs` are not changed. `inputs[i]` have one size on all ranks, which may differ for different i.
         """
         raise self.unsupported("reduce_scatter")
 
@@ -194,7 +200,10 @@ class Engine(ABC):
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
     ) -> PendingOperation | None:
-        """Copies rank j's `inputs[i]` to rank i's `outputs[j]`; the two have one size, others may differ."""
+        """Copies rank j's `inputs[i]` to rank i's `outputs[j]`.
+
+        These two have one size; other pairs may have another.
+        """
         raise self.unsupported("all_to_all")
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
@@ -202,7 +211,7 @@ class Engine(ABC):
         return self.all_to_all(chunks(output, self.size), chunks(whole, self.size), timeout)
 
     def barrier(self, timeout: float) -> PendingOperation | None:
-        """Blocks until all ranks have called it."""
+        """Returns, or is done, once all ranks have called it."""
         raise self.unsupported("barrier")
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:

@@ -1,4 +1,4 @@
-"""What an MPI library cannot do: counts of 2**31 and more before MPI 4.0, and tags above an upper bound."""
+"""Checks the limits of an MPI library: counts are below 2**31 before MPI 4.0, and tags have an upper bound."""
 
 from collections.abc import Callable
 from typing import Any, Final, final

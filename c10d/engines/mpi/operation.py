@@ -1,4 +1,4 @@
-"""MPI operations in flight, and what the operations of one group share.
+"""Operations of MPI in flight, and the state that the operations of one group share.
 
 An operation is started without waiting and tested until it is done, so that it can time out and be failed. MPI
 cannot cancel it then: the process keeps the memory of its tensors until it ends, as MPI may still write to it.
@@ -19,7 +19,7 @@ __all__ = ["MpiGroupState", "MpiOperation"]
 
 @final
 class MpiGroupState:
-    """What the operations of one group share: the MPI world, and the error that the group has failed with.
+    """State shared by the operations of one group: the MPI world, and the error that the group has failed with.
 
     Args:
         world: that the group is a part of.

@@ -2,9 +2,9 @@
 
 Each doorbell has a cache line of its own, eight words of 64 bits: the first is the counter, the second says
 whether some thread sleeps until the counter changes, and the other six are free for data that goes with it.
-Whatever a process writes to shared memory before it rings a doorbell is visible to whoever has seen the new
-counter. This relies on stores becoming visible in program order, as on x86-64: Python offers no fences for other
-processors.
+Whatever a process writes to shared memory before it rings a doorbell is visible to every process that has seen the
+new counter. This relies on stores becoming visible in program order, as on x86-64: Python offers no fences for
+other processors.
 
 A waiting thread first spins, then yields the processor, and then sleeps in the kernel by futex(2), for at most
 `MAX_SLEEP_S` at a time.

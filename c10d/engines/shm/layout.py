@@ -1,4 +1,4 @@
-"""Where everything is in the memory segment that the ranks of a group share.
+"""Defines the layout of the memory segment that the ranks of a group share.
 
 In this order: one cache line of the segment itself; the doorbells (doorbells.py), one for each rank and purpose
 and two for each channel, that is, for each ordered pair of ranks; for each rank the text that says why it left;

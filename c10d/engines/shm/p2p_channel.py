@@ -37,7 +37,7 @@ __all__ = ["P2PChannels"]
 @final
 @dataclass(frozen=True, slots=True)
 class _Channel:
-    """Where a channel is.
+    """Location of a channel in the segment.
 
     sent, received: doorbells that count the blocks written to and read from the channel.
     blocks: offset of the first block.
