@@ -49,6 +49,6 @@ def _check_nccl() -> None:
 
 
 def _check_shm() -> None:
-    from .engines.shm.signals import check_platform
+    from .engines.shm.doorbells import check_platform
 
     check_platform("shm")

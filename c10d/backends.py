@@ -3,7 +3,7 @@
 import os
 
 from .engines.base import Engine, Setup
-from .engines.shm.signals import runs_here
+from .engines.shm.doorbells import is_supported
 from .host_identity import hosts_of, share_memory
 from .registry import register_engine
 
@@ -15,10 +15,10 @@ OWN = frozenset({"gloo", "mpi", "nccl", "shm"})
 
 def best_engine(setup: Setup) -> Engine:
     """The fastest that the ranks can use."""
-    if setup.device == "cuda":
+    if setup.device_type == "cuda":
         return _nccl(setup)
     shared = share_memory(hosts_of(setup.store, setup.rank, setup.size, setup.timeout))
-    return _shm(setup) if shared and runs_here() else _gloo(setup)
+    return _shm(setup) if shared and is_supported() else _gloo(setup)
 
 
 def _gloo(setup: Setup) -> Engine:

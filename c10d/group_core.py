@@ -143,7 +143,7 @@ class GroupCore:
         if torch.is_inference_mode_enabled():  # what engines make for a while is written to by other threads
             with torch.inference_mode(mode=False):
                 return self.start(call)
-        if self._left and (call.name == "send" or not self.engine(call.device.type).notices_departures):
+        if self._left and (call.name == "send" or not self.engine(call.device.type).detects_departures):
             self._check_presence(call.peer)
         entry = self._recorder.begin(call)
         try:
@@ -267,7 +267,7 @@ class GroupCore:
         self._leaving = self._leaving or error
         if not self._ended.wait(GRACE_SECONDS):
             self._left[rank] = error
-            if all(engine.notices_departures for engine in self._engines.values()):
+            if all(engine.detects_departures for engine in self._engines.values()):
                 return
             if any(self._needs(rank, peer) for peer in self._recorder.peers_under_way()):
                 self.fail(error)

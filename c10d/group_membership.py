@@ -64,9 +64,9 @@ class GroupMembership:
                     rank=spec.members.index(spec.me),
                     size=len(spec.members),
                     timeout=FORM_TIMEOUT_S,
-                    device="cpu",
+                    device_type="cpu",
                     global_ranks=tuple(spec.members),
-                    group=spec.name,
+                    group_name=spec.name,
                 )
             )
         finally:

@@ -18,7 +18,7 @@ def meet_under_mpiexec(timeout: timedelta, *, insecure: bool) -> Rendezvous:
         RendezvousError: no store could be opened; on all ranks alike.
         ProcessGroupError: MPI cannot be used.
     """
-    comm = MpiWorld.launched().comm
+    comm = MpiWorld.from_mpiexec().comm
     rank, size = comm.rank, comm.size
     host = LOOPBACK if share_network(comm.allgather(Host.here())) else address_for_others()
     store: TCPStore | None = None

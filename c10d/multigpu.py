@@ -15,7 +15,7 @@ from ..errors import UnsupportedOperationError
 from .call import CollectiveCall, Step
 from .checks import check_parts, check_reduction
 from .engines.nccl import NcclEngine, plans
-from .engines.nccl.plans import Plan, PlanMember
+from .engines.nccl.plans import GpuRank, Plan
 from .process_group import ProcessGroup
 from .reductions import Reduction
 from .staging import Staging
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Tensors = Sequence[Tensor]
-Steps = Sequence[Callable[[PlanMember], Plan]]
+Steps = Sequence[Callable[[GpuRank], Plan]]
 
 
 def broadcast_multigpu(

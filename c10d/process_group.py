@@ -61,7 +61,7 @@ class ProcessGroup(OwnBackend):
         pending = self._core.start(call)
         if call.now:
             return None
-        devices = _devices(call) if self._core.engine(call.device.type).on_streams else ()
+        devices = _devices(call) if self._core.engine(call.device.type).uses_streams else ()
         return GroupWork(call.name, call.result, pending, devices, group=self)
 
     def abort(self) -> None:

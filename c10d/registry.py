@@ -163,10 +163,10 @@ def _setup(device: str, options: Any, store: PrefixStore, core: GroupCore) -> Se
         rank=options.group_rank,
         size=options.group_size,
         timeout=options.timeout.total_seconds(),
-        device=device,
+        device_type=device,
         global_ranks=_global_ranks(options),
-        group=options.group_id,
-        failed=core.fail_for_engine,
+        group_name=options.group_id,
+        on_failure=core.fail_for_engine,
     )
 
 

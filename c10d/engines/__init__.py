@@ -1,4 +1,4 @@
-"""Engines: one contract (base), one file for each kind."""
+"""Engines carry out the operations of process groups: one contract (base), one folder per implementation."""
 
 from .base import Engine, PendingOperation, Setup
 

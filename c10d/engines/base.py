@@ -1,17 +1,21 @@
-"""The contract of an engine: what carries out the operations of a process group on one kind of device.
+"""Defines the contract of an engine, which carries out a process group's operations on one type of device.
 
-An engine is made by all ranks of a group together and used by one group. What it is given has been checked and
-brought into shape by the group: tensors are dense, contiguous, on the engine's device, outside autograd and of
-matching dtypes and sizes; roots and peers are ranks of this group.
+All ranks of a group create their engine together, and one group uses it. The group checks and normalizes the
+arguments first. Tensors have any dtype of torch, are dense, contiguous, on the engine's device and not tracked by
+autograd; their dtypes and sizes match on this rank. Only the number of elements of a tensor matters, not its
+shape. Roots and peers are ranks of this group. Pairs of dtype and reduction that no engine supports are refused
+before they get here; c10d/reductions.py has the functions `prepare`, `combine` and `finish` to compute all others.
 
-A `blocking` engine returns when the operation is done, or raises. Its collectives are called one after another in
-the order in which this rank issued them, and so are its sends to one peer and its receives from one peer, but
-these three on different threads. One that is not blocking starts the operation and returns a Pending. Between them
-is one that blocks but `posts_receives`: its `recv` returns a Pending, so receives with different tags may end in
-any order.
+There are four kinds of engine, told apart by class variables:
 
-One that works `on_streams` of a GPU is not blocking, and goes further: waiting for its Pending makes the current
-streams wait, not the caller, and `on_done` calls back as soon as a wait would not block.
+- A blocking engine (the default) returns from an operation when it is done. Its collectives are called one after
+  another, in the order in which this rank issued them; so are its sends to each peer, and its receives from each
+  peer. These sequences run concurrently, on the caller's threads or on threads of the group.
+- A blocking engine with `posts_receives` returns a PendingOperation from `recv`, so that receives with different
+  tags may complete in any order.
+- With `blocking = False` every operation starts on the caller's thread and returns a PendingOperation.
+- With `uses_streams` as well, operations run on GPU streams: `PendingOperation.wait` makes the current streams
+  wait rather than the caller, and callbacks run as soon as `wait` would not block the caller.
 """
 
 from abc import ABC
@@ -31,170 +35,253 @@ __all__ = ["Engine", "EngineFactory", "PendingOperation", "Setup", "chunks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What an engine is made from.
+    """The arguments that an engine is created from.
 
-    store: shared by the ranks of the group, and used by this engine alone.
-    rank: this process's number in the group.
-    size: how many ranks the group has.
-    timeout: seconds that the ranks may take to come together.
-    device: type of the device that the tensors are on, such as `"cpu"`.
-    global_ranks: the number that each rank of the group has in the default group.
-    group: name of the group.
-    failed: to be called with the error if the engine finds that the group cannot go on, and does not raise it from
-        a blocking operation. The group then calls `fail`, perhaps with an error that says it more exactly.
+    store: key-value store shared by all ranks of the group. Nothing else writes to it, so keys need no prefix.
+    rank: rank of this process in the group, from 0 to `size - 1`.
+    size: number of ranks in the group.
+    timeout: seconds that connecting to the other ranks may take.
+    device_type: type of the device that all tensors are on, such as `"cpu"` or `"cuda"`.
+    global_ranks: for each rank of the group, its rank in the default group; error messages name this one.
+    group_name: name of the group.
+    on_failure: reports an error after which the group cannot continue. An engine calls it, from any thread, for
+        errors that no blocking operation raises. The group then calls `Engine.fail`, possibly with a more precise
+        error.
     """
 
     store: TorchStore
     rank: int
     size: int
     timeout: float
-    device: str
+    device_type: str
     global_ranks: tuple[int, ...]
-    group: str
-    failed: Callable[[Exception], None] = field(default=lambda _: None)
+    group_name: str
+    on_failure: Callable[[Exception], None] = field(default=lambda _: None)
 
 
 class PendingOperation(Protocol):
-    """An operation under way."""
+    """An operation that an engine has started.
+
+    All methods may be called from any thread, at the same time, and any number of times.
+    """
 
     def wait(self, timeout: float | None) -> None:
-        """Waits until it is done, at most `timeout` seconds (None: as long as the operation itself may take).
+        """Blocks until the operation is done.
 
-        Raises what the operation raised, or TimeoutError if it is still under way.
+        Args:
+            timeout: seconds to wait at most; the operation stays in flight afterwards. None waits until the
+                operation is done or its own timeout has expired.
+
+        Raises:
+            TimeoutError: the operation is still in flight after `timeout` seconds.
+            Exception: the error that the operation failed with, on every call.
         """
 
     def done(self) -> bool:
-        """Is it over, well or badly?"""
+        """Returns whether the operation has finished, successfully or not. Does not block."""
 
     def source(self) -> int:
-        """Of a receive that is done: the rank that sent."""
+        """Returns the rank that sent the message. Defined for receives that are done."""
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once when it is over, at once if it is."""
+        """Calls `callback` once when the operation is done, or immediately if it is done already.
+
+        The callback may run on any thread, must not raise, and must not wait for other operations.
+        """
 
 
 class Engine(ABC):
-    """Carries out operations. Those that a subclass does not define are refused.
+    """Carries out the operations of a process group; operations that a subclass lacks raise an error.
 
-    Tensors are changed in place. `timeout` is in seconds; CollectiveTimeoutError is raised when it is over.
+    Outputs are written in place. A blocking engine returns None (from `recv`, the source rank) once the tensors
+    have their values; another returns a PendingOperation, or None if there was nothing to do.
+
+    All operations take a `timeout` in seconds, and raise, at once or from `PendingOperation.wait`:
+
+    - CollectiveTimeoutError if other ranks did not take part within `timeout`; it should name those ranks.
+    - RankLostError if a rank that the operation needs has died or left the group.
+    - CollectiveMismatchError if the engine notices that ranks called different operations.
+    - UnsupportedOperationError, ValueError or TypeError if nothing has been sent yet. These leave the group
+      usable; after any other error the group has failed.
+
+    Nobody else reads outputs or writes to any tensor of an operation until it is done.
     """
 
     name: ClassVar[str]
-    """What users call it, such as `"gloo"`."""
+    """Name of the engine in backends and error messages, such as `"gloo"`."""
 
     blocking: ClassVar[bool] = True
+    """Whether operations return when they are done, rather than a PendingOperation."""
+
     posts_receives: ClassVar[bool] = False
-    on_streams: ClassVar[bool] = False
-    notices_departures: ClassVar[bool] = False
-    """Does it raise RankLostError by itself where a rank that has left the group is needed, and only there?"""
+    """Whether `recv` of a blocking engine returns a PendingOperation."""
+
+    uses_streams: ClassVar[bool] = False
+    """Whether operations run on streams of a GPU, and `PendingOperation.wait` makes the current streams wait."""
+
+    detects_departures: ClassVar[bool] = False
+    """Whether the engine itself raises RankLostError where a rank that left the group is needed, and only there.
+
+    For other engines the group fails what is still in flight with that rank a second after it left.
+    """
 
     def __init__(self, setup: Setup) -> None:
+        """Connects to the other ranks, which do the same at the same time. Subclasses call this method first.
+
+        Raises:
+            ProcessGroupError: the ranks cannot be connected.
+            CollectiveTimeoutError: some ranks did not take part within the timeout of the setup.
+        """
         self.rank = setup.rank
         self.size = setup.size
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
-        """Every rank's `tensor` becomes the root's."""
-        raise self._refusal("broadcast")
+        """Copies `tensor` of rank `root` to all ranks' `tensor`, which have its size and dtype."""
+        raise self.unsupported("broadcast")
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
-        """Every rank's `tensor` becomes the reduction of all, bit for bit the same on all ranks."""
-        raise self._refusal("all_reduce")
+        """Reduces all ranks' `tensor` element by element; every rank's `tensor` gets the same bits."""
+        raise self.unsupported("all_reduce")
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
-        """The root's `tensor` becomes the reduction of all; the others' stay or not, as the engine likes."""
-        raise self._refusal("reduce")
+        """Reduces all ranks' `tensor` into that of rank `root`; on other ranks it is undefined afterwards."""
+        raise self.unsupported("reduce")
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
-        """`outputs[i]` becomes the tensor of rank i; the sizes may differ, if each rank gives the right ones."""
-        raise self._refusal("all_gather")
+        """Copies rank i's `tensor` to `outputs[i]` on every rank.
+
+        Sizes may differ between ranks; `outputs[i]` then has the size of rank i's tensor.
+        """
+        raise self.unsupported("all_gather")
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
-        """As all_gather of tensors of one size into one tensor, one after another."""
+        """Concatenates all ranks' `tensor`, of n elements each, into `output`, of `size * n` elements.
+
+        `tensor` may be a slice of `output`, as in FSDP.
+        """
         return self.all_gather(chunks(output, self.size), tensor, timeout)
 
     def gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
     ) -> PendingOperation | None:
-        """On the root, `outputs[i]` becomes the tensor of rank i; elsewhere there are no outputs."""
-        raise self._refusal("gather")
+        """Copies rank i's `tensor` to `outputs[i]` on rank `root`; `outputs` is empty on other ranks.
+
+        All tensors have one size.
+        """
+        raise self.unsupported("gather")
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
     ) -> PendingOperation | None:
-        """Rank i's `tensor` becomes the root's `inputs[i]`; elsewhere there are no inputs."""
-        raise self._refusal("scatter")
+        """Copies `inputs[i]` of rank `root` to rank i's `tensor`; `inputs` is empty on other ranks.
+
+        All tensors have one size.
+        """
+        raise self.unsupported("scatter")
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
-        """Rank i's `tensor` becomes the reduction of all ranks' `inputs[i]`."""
-        raise self._refusal("reduce_scatter")
+        """Reduces all ranks' `inputs[i]` into rank i's `tensor`.
+
+        `inputs` are not changed. `inputs[i]` have one size on all ranks, which may differ for different i.
+        """
+        raise self.unsupported("reduce_scatter")
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
-        """As reduce_scatter of tensors of one size that lie one after another in `whole`."""
+        """Reduces the i-th of `size` equal chunks of all ranks' `whole` into rank i's `tensor`.
+
+        `tensor` may be a slice of `whole`, which is not changed otherwise.
+        """
         return self.reduce_scatter(tensor, chunks(whole, self.size), reduction, timeout)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
     ) -> PendingOperation | None:
-        """Rank i's `outputs[j]` becomes rank j's `inputs[i]`; the sizes may differ."""
-        raise self._refusal("all_to_all")
+        """Copies rank j's `inputs[i]` to rank i's `outputs[j]`.
+
+        These two have one size; other pairs may have another.
+        """
+        raise self.unsupported("all_to_all")
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
-        """As all_to_all of tensors of one size that lie one after another."""
+        """Copies the i-th of `size` equal chunks of rank j's `whole` to the j-th chunk of rank i's `output`."""
         return self.all_to_all(chunks(output, self.size), chunks(whole, self.size), timeout)
 
     def barrier(self, timeout: float) -> PendingOperation | None:
-        """Returns once all ranks have called it."""
-        raise self._refusal("barrier")
+        """Returns, or is done, once all ranks have called it."""
+        raise self.unsupported("barrier")
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
-        """Sends to `peer`'s `recv` with this tag. May return before it is received; the tensor is then free."""
-        raise self._refusal("send")
+        """Sends `tensor` to the `recv` of rank `peer` with this tag.
+
+        Messages to one peer with one tag arrive in the order in which they were sent. The operation may be done
+        before the peer has received the message; `tensor` can then be reused.
+        """
+        raise self.unsupported("send")
 
     def can_send(self, tensor: Tensor, peer: int) -> bool:
-        """Would `send` return without waiting, as things are? A blocking engine's then needs no other thread."""
+        """Returns whether `send` would return without waiting.
+
+        The group then calls `send` of a blocking engine on the caller's thread rather than on another one.
+        """
         return False
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> PendingOperation | int:
-        """Receives what `peer`, or anyone if it is None, sends with this tag; the rank that sent it."""
-        raise self._refusal("recv")
+        """Receives into `tensor` a message of its size and with this tag, from rank `peer`, or any rank if None.
+
+        Returns:
+            The rank that sent the message, or the operation.
+        """
+        raise self.unsupported("recv")
 
     def start(
         self, steps: Sequence[Callable[[], PendingOperation | int | None]], finish: Callable[[], None] | None
     ) -> PendingOperation | None:
-        """Of one that does not block: starts several operations as one, after which `finish` is done.
+        """Starts several operations of a non-blocking engine as one. Runs on the caller's thread.
 
-        An engine may do better than this: put them into one message, or have the device do what follows.
+        An engine may override this to coalesce the operations into one message or one launch.
+
+        Args:
+            steps: each calls one operation of this engine.
+            finish: runs once all operations have succeeded, before the combined operation is done.
+
+        Returns:
+            The combined operation; None if it is done.
         """
-        begun = [step() for step in steps]
-        under_way = [pending for pending in begun if pending is not None and not isinstance(pending, int)]
-        if not under_way:
+        started = [step() for step in steps]
+        in_flight = [pending for pending in started if pending is not None and not isinstance(pending, int)]
+        if not in_flight:
             if finish is not None:
                 finish()
             return None
-        pending = under_way[0] if len(under_way) == 1 else All(under_way)
+        pending = in_flight[0] if len(in_flight) == 1 else All(in_flight)
         return pending if finish is None else Finishing(pending, finish)
 
     def drain(self) -> None:
-        """Waits for what is under way though nobody waits for it. Called before the group ends in good order."""
+        """Blocks until operations in flight that nobody waits for are done. Called before an orderly shutdown."""
 
     def fail(self, error: Exception) -> None:
-        """Makes all that is under way, and all that comes, raise `error`. Called from any thread."""
+        """Makes all operations in flight, and all later ones, raise `error`.
+
+        Called from any thread, also while operations run, and possibly more than once: the first error counts.
+        Must not block on other ranks.
+        """
 
     def close(self) -> None:
-        """Gives back what the engine holds. Nothing is under way any more. Called once."""
+        """Releases threads, connections and memory. Called once, after `fail`, with no operation in flight."""
 
-    def _refusal(self, operation: str) -> UnsupportedOperationError:
+    def unsupported(self, operation: str) -> UnsupportedOperationError:
+        """Returns the error to raise for an operation that this engine does not have."""
         return UnsupportedOperationError(self.name, operation, "it has no such operation; use another engine")
 
 
 def chunks(tensor: Tensor, count: int) -> list[Tensor]:
-    """So many flat pieces of one size of a contiguous tensor, whose size `count` divides."""
+    """Splits a contiguous tensor, whose number of elements `count` divides, into flat views of equal size."""
     return list(tensor.view(count, -1).unbind()) if tensor.numel() else [tensor.view(-1)] * count
 
 
 EngineFactory = Callable[[Setup], Engine]
-"""What makes an engine; an Engine class is one."""
+"""Creates an engine, as an Engine class does."""

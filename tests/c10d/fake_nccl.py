@@ -1,8 +1,8 @@
-"""What stands in for NCCL and CUDA where there is no GPU.
+"""Fakes of NCCL and CUDA for machines without a GPU.
 
-`StoreNccl` does what NCCL does, on CPU memory that it is given by pointer, through a store: so the results of the
-engine can be checked, and what it called. `CpuGpus` has streams that do everything at once, and note what they are
-told; their events pass unless the test holds them.
+`StoreNccl` records the calls of NCCL, and carries them out through a store on CPU memory that it gets by pointer.
+`CpuGpus` has streams that run everything immediately and record their commands; their events are complete unless a
+test holds the stream.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ DTYPES = {
     10: torch.float8_e4m3fn,
     11: torch.float8_e5m2,
 }
-"""Of nccl.h."""
+"""The datatypes of nccl.h."""
 
 
 def memory(pointer: int, count: int, datatype: int) -> Tensor:
-    """The tensor that lies there."""
+    """Returns a tensor over the memory at an address."""
     dtype = DTYPES[datatype]
     if not count:
         return torch.empty(0, dtype=dtype)
@@ -47,7 +47,7 @@ def memory(pointer: int, count: int, datatype: int) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same numbers in a dtype that torch computes with."""
+    """Returns the same numbers in a dtype that torch computes with."""
     return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)
 
 
@@ -61,13 +61,13 @@ def reduction(tensors: list[Tensor], op: int) -> Tensor:
 
 
 class StoreNccl:
-    """Every call posts what this rank has, then takes what the others have, at the end of the group."""
+    """Every call posts this rank's data in the store, and then takes the other ranks', at the end of the group."""
 
     def __init__(self, store: Store, version: int = 22703) -> None:
         self.store = store
         self.version = version
         self.calls: list[tuple[Any, ...]] = []
-        self.made: list[StoreCommunicator] = []
+        self.communicators: list[StoreCommunicator] = []
         self.local = threading.local()
 
     def get_version(self) -> int:
@@ -78,26 +78,26 @@ class StoreNccl:
 
     def groupStart(self) -> None:
         self.calls.append(("groupStart",))
-        self.local.noted = []
+        self.local.collected = []
 
     def groupEnd(self) -> None:
         self.calls.append(("groupEnd",))
-        noted, self.local.noted = self.local.noted, None
-        for post, _ in noted:
+        collected, self.local.collected = self.local.collected, None
+        for post, _ in collected:
             post()
-        for _, take in noted:
+        for _, take in collected:
             take()
 
     def NcclCommunicator(self, ndev: int, commId: tuple[int, ...], rank: int) -> "StoreCommunicator":
         assert len(commId) == 128
         self.calls.append(("NcclCommunicator", ndev, rank))
-        self.made.append(StoreCommunicator(self, ndev, commId, rank))
-        return self.made[-1]
+        self.communicators.append(StoreCommunicator(self, ndev, commId, rank))
+        return self.communicators[-1]
 
-    def note(self, call: tuple[Any, ...], post: Callable[[], None], take: Callable[[], None]) -> None:
+    def add(self, call: tuple[Any, ...], post: Callable[[], None], take: Callable[[], None]) -> None:
         self.calls.append(call)
-        if getattr(self.local, "noted", None) is not None:
-            self.local.noted.append((post, take))
+        if getattr(self.local, "collected", None) is not None:
+            self.local.collected.append((post, take))
         else:
             post()
             take()
@@ -112,28 +112,28 @@ class StoreCommunicator:
         self.collectives = itertools.count()
         self.messages: dict[tuple[int, int], int] = {}
         self.error: Exception | None = None
-        self.ended: list[str] = []
+        self.released_by: list[str] = []
         self.pause = threading.Event()
 
-    def together(
+    def run_collective(
         self, call: tuple[Any, ...], given: Tensor | None, take: Callable[[list[Tensor]], None], datatype: int
     ) -> None:
-        """A collective: every rank gives a tensor, or none; `take` gets them all."""
+        """Runs a collective in which every rank gives a tensor, or none, and `take` gets those of all ranks."""
         number = next(self.collectives)
 
         def post() -> None:
             data = b"" if given is None else given.view(torch.uint8).numpy().tobytes()
             self.store.set(f"{number}/{self.rank}", data)
 
-        def taken() -> None:
+        def take_all() -> None:
             all_data = [self.take(f"{number}/{rank}") for rank in range(self.size)]
             empty = torch.empty(0, dtype=DTYPES[datatype])
             take([torch.frombuffer(bytearray(d), dtype=DTYPES[datatype]) if d else empty for d in all_data])
 
-        self.library.note(call, post, taken)
+        self.library.add(call, post, take_all)
 
     def allReduce(self, source: int, target: int, count: int, datatype: int, op: int, stream: int) -> None:
-        self.together(
+        self.run_collective(
             ("allReduce", self.rank, count, datatype, op, stream),
             memory(source, count, datatype),
             lambda tensors: memory(target, count, datatype).copy_(reduction(tensors, op)),
@@ -146,11 +146,11 @@ class StoreCommunicator:
                 memory(target, count, datatype).copy_(reduction(tensors, op))
 
         call = ("reduce", self.rank, count, datatype, op, root, stream)
-        self.together(call, memory(source, count, datatype), take, datatype)
+        self.run_collective(call, memory(source, count, datatype), take, datatype)
 
     def broadcast(self, source: int, target: int, count: int, datatype: int, root: int, stream: int) -> None:
         given = memory(source, count, datatype) if self.rank == root else None
-        self.together(
+        self.run_collective(
             ("broadcast", self.rank, count, datatype, root, stream),
             given,
             lambda tensors: memory(target, count, datatype).copy_(tensors[root]),
@@ -158,7 +158,7 @@ class StoreCommunicator:
         )
 
     def allGather(self, source: int, target: int, count: int, datatype: int, stream: int) -> None:
-        self.together(
+        self.run_collective(
             ("allGather", self.rank, count, datatype, stream),
             memory(source, count, datatype),
             lambda tensors: memory(target, count * self.size, datatype).copy_(torch.cat(tensors)),
@@ -171,15 +171,13 @@ class StoreCommunicator:
             memory(target, count, datatype).copy_(reduction(mine, op))
 
         call = ("reduceScatter", self.rank, count, datatype, op, stream)
-        self.together(call, memory(source, count * self.size, datatype), take, datatype)
+        self.run_collective(call, memory(source, count * self.size, datatype), take, datatype)
 
     def send(self, source: int, count: int, datatype: int, peer: int, stream: int) -> None:
         key = self.message(self.rank, peer)
         data = memory(source, count, datatype)
         call = ("send", self.rank, count, datatype, peer, stream)
-        self.library.note(
-            call, lambda: self.store.set(key, data.view(torch.uint8).numpy().tobytes()), lambda: None
-        )
+        self.library.add(call, lambda: self.store.set(key, data.view(torch.uint8).numpy().tobytes()), lambda: None)
 
     def recv(self, target: int, count: int, datatype: int, peer: int, stream: int) -> None:
         key = self.message(peer, self.rank)
@@ -188,12 +186,12 @@ class StoreCommunicator:
             data = torch.frombuffer(bytearray(self.take(key)), dtype=DTYPES[datatype])
             memory(target, count, datatype).copy_(data)
 
-        self.library.note(("recv", self.rank, count, datatype, peer, stream), lambda: None, take)
+        self.library.add(("recv", self.rank, count, datatype, peer, stream), lambda: None, take)
 
     def take(self, key: str) -> bytes:
-        """What is posted there. Asks, for torch's TCPStore lets nobody else in while one waits."""
+        """Waits for the data at a key. Polls, as a wait in torch's TCPStore blocks the store for other threads."""
         while not self.store.check([key]):
-            if self.ended:
+            if self.released_by:
                 raise RuntimeError("the communicator was aborted")
             self.pause.wait(0.0005)
         return self.store.get(key)
@@ -207,10 +205,10 @@ class StoreCommunicator:
             raise self.error
 
     def abort(self) -> None:
-        self.ended.append("abort")
+        self.released_by.append("abort")
 
     def destroy(self) -> None:
-        self.ended.append("destroy")
+        self.released_by.append("destroy")
 
 
 class CpuEvent:
@@ -218,44 +216,44 @@ class CpuEvent:
         self.stream = stream
 
     def query(self) -> bool:
-        return not self.stream.held
+        return not self.stream.is_held
 
 
 class CpuStream:
-    """`told` is what it was told; while it is `held` its events do not pass."""
+    """Records commands; its events are not complete while it `is_held`."""
 
-    def __init__(self, cuda_stream: int, told: list[tuple[Any, ...]]) -> None:
+    def __init__(self, cuda_stream: int, commands: list[tuple[Any, ...]]) -> None:
         self.cuda_stream = cuda_stream
-        self.told = told
-        self.held = False
+        self.commands = commands
+        self.is_held = False
 
     def record_event(self) -> CpuEvent:
         event = CpuEvent(self)
-        self.told.append(("record", self.cuda_stream))
+        self.commands.append(("record", self.cuda_stream))
         return event
 
     def wait_event(self, event: CpuEvent) -> None:
-        self.told.append(("wait", self.cuda_stream, event.stream.cuda_stream))
+        self.commands.append(("wait", self.cuda_stream, event.stream.cuda_stream))
 
 
 class CpuGpus:
-    """GPUs of one process. Those of CPU tensors are told by `put`; 0 if by nobody."""
+    """The GPUs of one process. CPU tensors are on GPU 0 unless `put` says otherwise."""
 
     def __init__(self, name: str, capability: tuple[int, int] = (9, 0)) -> None:
         self.name = name
-        self.ability = capability
-        self.told: list[tuple[Any, ...]] = []
+        self.capability = capability
+        self.commands: list[tuple[Any, ...]] = []
         self.streams: list[CpuStream] = []
-        self.currents: dict[int, CpuStream] = {}
+        self.current_streams: dict[int, CpuStream] = {}
         self.numbers = itertools.count(1000)
         self.places: dict[int, int] = {}
-        self.in_capture = False
+        self.is_captured = False
 
     def put(self, tensor: Tensor, gpu: int) -> Tensor:
         self.places[tensor.data_ptr()] = gpu
         return tensor
 
-    def of(self, tensor: Tensor) -> int:
+    def index_of(self, tensor: Tensor) -> int:
         return self.places.get(tensor.data_ptr(), 0)
 
     def current(self) -> int:
@@ -264,30 +262,30 @@ class CpuGpus:
     def device(self, gpu: int) -> torch.device:
         return torch.device("cpu")
 
-    def identity(self, gpu: int) -> str:
+    def uuid(self, gpu: int) -> str:
         return f"{self.name}/{gpu}"
 
-    def capability(self, gpu: int) -> tuple[int, int]:
-        return self.ability
+    def compute_capability(self, gpu: int) -> tuple[int, int]:
+        return self.capability
 
     def new_stream(self, gpu: int) -> CpuStream:
-        self.streams.append(CpuStream(next(self.numbers), self.told))
+        self.streams.append(CpuStream(next(self.numbers), self.commands))
         return self.streams[-1]
 
     def current_stream(self, gpu: int) -> CpuStream:
-        return self.currents.setdefault(gpu, CpuStream(gpu, self.told))
+        return self.current_streams.setdefault(gpu, CpuStream(gpu, self.commands))
 
     @contextmanager
-    def on(self, stream: CpuStream) -> Iterator[None]:
-        self.told.append(("on", stream.cuda_stream))
+    def use(self, stream: CpuStream) -> Iterator[None]:
+        self.commands.append(("on", stream.cuda_stream))
         yield
-        self.told.append(("off", stream.cuda_stream))
+        self.commands.append(("off", stream.cuda_stream))
 
-    def capturing(self) -> bool:
-        return self.in_capture
+    def is_capturing(self) -> bool:
+        return self.is_captured
 
 
 def make_engine(setup: Setup) -> NcclEngine:
-    """An engine on these, for groups of processes."""
+    """Creates an engine on these fakes, for groups of processes."""
     library = StoreNccl(PrefixStore("nccl", setup.store))
     return NcclEngine(setup, library=library, gpus=CpuGpus(f"process {setup.global_ranks[setup.rank]}"))

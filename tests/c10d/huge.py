@@ -1,10 +1,10 @@
-"""Tensors of more than 2 GiB, and of more than 2**31 elements, through every engine: is every element right?
+"""Checks every engine on tensors of more than 2 GiB and more than 2**31 elements.
 
     python -m tests.c10d.huge [--engines shm gloo mpi] [--gib 2.2]
-    mpiexec -n 2 python -m tests.c10d.huge                              # of the MPI that this belongs to
+    mpiexec -n 2 python -m tests.c10d.huge                              # the MPI engine on this MPI
 
-Two ranks need eight times as much memory as a tensor takes. Every row of a tensor is another one, and so is each
-rank's, so that what is missing, doubled or in another's place is found.
+Two ranks need eight times as much memory as a tensor takes. All rows of a tensor differ, and so do those of the
+ranks, so that missing, repeated and misplaced data is detected.
 """
 
 import argparse
@@ -26,21 +26,21 @@ from torch import Tensor
 GIB = 2**30
 
 ROW = 2**20 + 7
-"""Elements. Odd, so that rows lie across all limits."""
+"""Elements of a row. Odd, so that rows cross the boundaries of pieces."""
 
 PATTERN = torch.arange(ROW, dtype=torch.int64).mul_(37).to(torch.uint8)
 
 Operation = Callable[[int, int, int], bool]
-"""Of the tensor's elements, the rank, and the other one; is the result right?"""
+"""Takes the number of elements, the rank and the other rank; returns whether the result is right."""
 
 
 def row(number: int, rank: int) -> Tensor:
-    """Numbers below 64, whose sums all dtypes hold."""
+    """Returns a row of numbers below 64, whose sums fit into all dtypes."""
     return (PATTERN + (11 * number + 23 * rank) % 256) & 63
 
 
 def filled(elements: int, rank: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """A tensor of this rank's."""
+    """Returns the tensor of a rank."""
     tensor = torch.empty(elements, dtype=dtype)
     for number, part in enumerate(tensor.split(ROW)):
         part.copy_(row(number, rank)[: len(part)])
@@ -48,7 +48,7 @@ def filled(elements: int, rank: int, dtype: torch.dtype = torch.uint8) -> Tensor
 
 
 def holds(tensor: Tensor, *ranks: int, first: int = 0) -> bool:
-    """Is it the sum of these ranks' tensors, from their row `first` on?"""
+    """Returns whether a tensor is the sum of these ranks' tensors, from their row `first` on."""
     for number, part in enumerate(tensor.split(ROW), first):
         wanted = torch.stack([row(number, rank)[: len(part)] for rank in ranks]).sum(0, dtype=tensor.dtype)
         if not torch.equal(part, wanted):
@@ -90,7 +90,7 @@ def reduce(elements: int, rank: int, other: int) -> bool:
 
 
 def all_gather(elements: int, rank: int, other: int) -> bool:
-    """Tensors of half of the size."""
+    """Gathers tensors of half the size."""
     tensor = filled(elements // 2, rank)
     parts = [torch.empty_like(tensor) for _ in range(2)]
     dist.all_gather(parts, tensor)
@@ -119,12 +119,12 @@ def scatter(elements: int, rank: int, other: int) -> bool:
 
 
 def reduce_scatter_float(elements: int, rank: int, other: int) -> bool:
-    """As reduce_scatter_single, of fewer and larger elements."""
+    """Runs reduce_scatter_single with fewer and larger elements."""
     return reduce_scatter_single(elements // 4, rank, other, torch.float32)
 
 
 def reduce_scatter_single(elements: int, rank: int, other: int, dtype: torch.dtype = torch.uint8) -> bool:
-    """Of parts of half of the size."""
+    """Reduces parts of half the size."""
     rows = elements // 2 // ROW
     whole = filled(2 * rows * ROW, rank, dtype)
     part = whole.new_empty(rows * ROW)
@@ -133,12 +133,12 @@ def reduce_scatter_single(elements: int, rank: int, other: int, dtype: torch.dty
 
 
 def all_to_all_single(elements: int, rank: int, other: int) -> bool:
-    """Of parts of half of the size."""
+    """Exchanges parts of half the size."""
     rows = elements // 2 // ROW
     whole = filled(2 * rows * ROW, rank)
-    came = torch.empty_like(whole)
-    dist.all_to_all_single(came, whole)
-    parts = came.split(rows * ROW)
+    received = torch.empty_like(whole)
+    dist.all_to_all_single(received, whole)
+    parts = received.split(rows * ROW)
     return holds(parts[0], 0, first=rank * rows) and holds(parts[1], 1, first=rank * rows)
 
 
@@ -159,24 +159,25 @@ OPERATIONS: list[Operation] = [
 
 
 def work(rank: int, backend: str, gib: float, only: list[str]) -> None:
-    """One rank. Rank 0 prints what came of each operation."""
+    """Runs the operations on one rank, and prints their outcomes."""
     torch.set_num_threads(1)
     gradwire.c10d.init_process_group(backend)
     rank, wrong = dist.get_rank(), 0
-    may_refuse = under_mpiexec() and load_mpi().Get_version() < (4, 0)  # which cannot count so far
+    may_refuse = under_mpiexec() and load_mpi().Get_version() < (4, 0)  # whose counts are too small
     for operation in OPERATIONS:
         if only and operation.__name__ not in only:
             continue
         began = time.monotonic()
         try:
-            came = "ok" if operation(int(gib * GIB), rank, 1 - rank) else "WRONG"
+            outcome = "ok" if operation(int(gib * GIB), rank, 1 - rank) else "WRONG"
         except UnsupportedOperationError as refusal:
-            came = f"refused: {refusal}"
+            outcome = f"refused: {refusal}"
         except Exception as error:
-            came = f"{type(error).__name__}: {str(error)[:300]}"
-        wrong += came != "ok" and not (may_refuse and came.startswith("refused"))
+            outcome = f"{type(error).__name__}: {str(error)[:300]}"
+        wrong += outcome != "ok" and not (may_refuse and outcome.startswith("refused"))
         print(
-            f"{backend} {operation.__name__:24} rank {rank} {time.monotonic() - began:6.1f} s  {came}", flush=True
+            f"{backend} {operation.__name__:24} rank {rank} {time.monotonic() - began:6.1f} s  {outcome}",
+            flush=True,
         )
         gc.collect()
         dist.barrier()
@@ -185,7 +186,7 @@ def work(rank: int, backend: str, gib: float, only: list[str]) -> None:
 
 
 def main() -> None:
-    """The exit status is 1 if anything is wrong."""
+    """Runs all engines; the exit status is 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["shm", "gloo", "mpi"], help="(default: %(default)s)")
     parser.add_argument("--gib", type=float, default=2.2, help="size of a tensor (default: %(default)s)")
@@ -193,7 +194,7 @@ def main() -> None:
     arguments = parser.parse_args()
     free = psutil.virtual_memory().available / GIB
     if free < 8 * arguments.gib:
-        sys.exit(f"this needs {8 * arguments.gib:.0f} GiB of memory, and {free:.0f} are free")
+        sys.exit(f"this needs {8 * arguments.gib:.0f} GiB of memory, but {free:.0f} GiB are free")
     if under_mpiexec():
         work(0, "gradwire_mpi", arguments.gib, arguments.only)
     failed = False

@@ -1,10 +1,11 @@
 """Every operation of torch.distributed on every dtype, checked against a plain computation.
 
     python -m tests.c10d.operations [--engines shm gloo mpi] [--ranks 2 4]      # prints the table
-    mpiexec -n 2 python -m tests.c10d.operations                                # of the MPI that this belongs to
+    mpiexec -n 2 python -m tests.c10d.operations                                # the MPI engine on this MPI
 
-A cell of the table is what came of one operation with one dtype on one engine: `ok`, `refused` (a clear error on
-all ranks, before anything was sent), or what was wrong. `expected_refusal` says which refusals there are, and why.
+A cell of the table is the outcome of one operation with one dtype on one engine: `ok`, `refused` (an error on all
+ranks before anything was sent), or what is wrong. `expected_refusal` says which operations must be refused, and
+why.
 """
 
 import argparse
@@ -58,16 +59,16 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "scalar": lambda values: values[0],
     "empty": lambda values: values[:0],
 }
-"""Of twelve values."""
+"""Tensors of different shapes and strides, made of twelve values."""
 
 
 class WrongError(AssertionError):
-    """A result is not what it should be."""
+    """A result is wrong."""
 
 
 @dataclass
 class Case:
-    """The circumstances of one run of an operation on one rank."""
+    """The parameters of one run of an operation on one rank."""
 
     rank: int
     size: int
@@ -81,7 +82,7 @@ class Case:
         return range(self.size)
 
     def values(self, *numbers: int) -> Tensor:
-        """Twelve values that depend on these numbers: small integers that every dtype has."""
+        """Returns twelve values that depend on these numbers: small integers that every dtype can represent."""
         start = 1 + sum((i + 1) * number for i, number in enumerate(numbers))
         whole = [(start + i) % 3 for i in range(12)]
         if self.dtype == torch.float8_e8m0fnu:  # powers of two
@@ -95,7 +96,7 @@ class Case:
         return SHAPES[self.shape](self.values(*numbers))
 
     def blank(self) -> Tensor:
-        """A tensor of the same shape and strides, with other values."""
+        """Returns a tensor of the same shape and strides, with other values."""
         return SHAPES[self.shape](torch.zeros(12).to(self.dtype))
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
@@ -111,7 +112,7 @@ class Case:
             raise WrongError(f"{what} on rank {self.rank}: {_plain(got).tolist()}, not {_plain(wanted).tolist()}")
 
     def reduced(self, op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
-        """What a reduction of these is, in Python's numbers or the widest of torch's."""
+        """Returns the reduction of these tensors, computed in the widest dtype of torch."""
         stacked = torch.stack([_plain(tensor) for tensor in tensors])
         if op == ReduceOp.SUM:
             result = stacked.sum(0)
@@ -138,7 +139,7 @@ class Case:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The same numbers in a dtype that torch computes with."""
+    """Returns the same numbers in a dtype that torch computes with."""
     if tensor.dtype.is_complex:
         return tensor.to(torch.complex128)
     if tensor.dtype.is_floating_point:
@@ -367,13 +368,13 @@ NO_SHAPES = {
     "all_to_all_single_uneven",
     "coalesced",
 }
-"""These take parts of flat tensors."""
+"""Operations that take parts of flat tensors only."""
 
 NO_TENSORS = {"barrier", "objects"}
 
 
 def outcome(name: str, dtype: torch.dtype, group: dist.ProcessGroup) -> str:
-    """What comes of an operation on this dtype: `ok`, `refused: why`, or what is wrong."""
+    """Returns the outcome of an operation on a dtype: `ok`, `refused: why`, or what is wrong."""
     shapes = ["flat"] if name in NO_SHAPES | NO_TENSORS else list(SHAPES)
     for asynchronous in (False, True):
         for shape in shapes:
@@ -389,14 +390,14 @@ def outcome(name: str, dtype: torch.dtype, group: dist.ProcessGroup) -> str:
 
 
 def outcomes(group: dist.ProcessGroup) -> Iterator[tuple[str, torch.dtype, str]]:
-    """What comes of every operation on every dtype."""
+    """Gives the outcome of every operation on every dtype."""
     for name in OPERATIONS:
         for dtype in DTYPES if name not in NO_TENSORS else [torch.float32]:
             yield name, dtype, outcome(name, dtype, group)
 
 
 def expected_refusal(name: str, dtype: torch.dtype) -> str | None:
-    """Why this cell is `refused` on every engine; None if it must not be."""
+    """Returns why an operation must be refused on every engine; None if it must not."""
     function, _, op = name.partition(" ")
     op = op or ("SUM" if function in {"reduce_scatter_single", "coalesced"} else "")
     if not op:
@@ -413,14 +414,14 @@ def expected_refusal(name: str, dtype: torch.dtype) -> str | None:
 
 
 def work(rank: int, backend: str, show: bool) -> None:
-    """One rank: fills the table, which rank 0 prints."""
+    """Fills the table on one rank; rank 0 prints it."""
     gradwire.c10d.init_process_group(backend)
     rank = dist.get_rank()
     table: dict[str, list[str]] = {}
     wrong = 0
-    for name, dtype, came in outcomes(dist.group.WORLD):
+    for name, dtype, result in outcomes(dist.group.WORLD):
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, came)
+        dist.all_gather_object(everywhere, result)
         refused = expected_refusal(name, dtype) is not None
         kinds = {each.partition(":")[0] for each in everywhere}
         if kinds == {"refused"} and refused:
@@ -440,7 +441,7 @@ def work(rank: int, backend: str, show: bool) -> None:
 
 
 def print_table(backend: str, size: int, table: dict[str, list[str]]) -> None:
-    """Operations down, dtypes across."""
+    """Prints the table, with a line per operation and a column per dtype."""
     names = [str(dtype).removeprefix("torch.").replace("float8_", "f8_") for dtype in DTYPES]
     width = max(map(len, names)) + 1
     print(f"\n{backend}, {size} ranks\n{'':28}" + "".join(name.rjust(width) for name in names))
@@ -454,7 +455,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=ENGINES, help="of gradwire (default: %(default)s)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="(default: %(default)s)")
-    parser.add_argument("--quiet", action="store_true", help="not what is wrong, just that")
+    parser.add_argument("--quiet", action="store_true", help="do not print what is wrong")
     arguments = parser.parse_args()
     if under_mpiexec():
         work(0, "gradwire_mpi", not arguments.quiet)

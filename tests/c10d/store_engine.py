@@ -1,8 +1,7 @@
-"""An engine of a third party: everything goes through the store. Slow, and short enough to read."""
+"""An engine of a third party that moves all data through the group's store: slow, but short."""
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 from gradwire.c10d import register_engine
@@ -11,11 +10,11 @@ from gradwire.c10d.reductions import Reduction, combine, finish, prepare
 from torch import Tensor
 
 
-def pack(tensor: Tensor) -> bytes:
+def to_bytes(tensor: Tensor) -> bytes:
     return tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def unpack(data: bytes, tensor: Tensor) -> None:
+def copy_bytes(data: bytes, tensor: Tensor) -> None:
     if tensor.numel():
         tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
@@ -27,10 +26,10 @@ class StoreEngine(Engine):
         super().__init__(setup)
         self.store = setup.store
         self.round = 0
-        self.messages: dict[tuple[Any, ...], int] = {}
+        self.message_counts: dict[tuple[int, int, int], int] = {}
 
     def exchange(self, data: bytes, timeout: float) -> list[bytes]:
-        """Every rank's data."""
+        """Returns the data of all ranks, in the order of ranks."""
         self.round += 1
         self.store.set(f"{self.round}/{self.rank}", data)
         keys = [f"{self.round}/{rank}" for rank in range(self.size)]
@@ -38,8 +37,8 @@ class StoreEngine(Engine):
         return [self.store.get(key) for key in keys]
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
-        for output, data in zip(outputs, self.exchange(pack(tensor), timeout), strict=True):
-            unpack(data, output)
+        for output, data in zip(outputs, self.exchange(to_bytes(tensor), timeout), strict=True):
+            copy_bytes(data, output)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> None:
         prepare(reduction, tensor)
@@ -51,26 +50,27 @@ class StoreEngine(Engine):
         finish(reduction, tensor, self.size)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
-        unpack(self.exchange(pack(tensor) if self.rank == root else b"", timeout)[root], tensor)
+        copy_bytes(self.exchange(to_bytes(tensor) if self.rank == root else b"", timeout)[root], tensor)
 
     def barrier(self, timeout: float) -> None:
         self.exchange(b"", timeout)
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
-        self.store.set(self.message(self.rank, peer, tag), pack(tensor))
+        self.store.set(self.message_key(self.rank, peer, tag), to_bytes(tensor))
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
         if peer is None:
-            raise self._refusal("recv from any rank")
-        key = self.message(peer, self.rank, tag)
+            raise self.unsupported("recv from any rank")
+        key = self.message_key(peer, self.rank, tag)
         self.store.wait([key], timedelta(seconds=timeout))
-        unpack(self.store.get(key), tensor)
+        copy_bytes(self.store.get(key), tensor)
         return peer
 
-    def message(self, source: int, to: int, tag: int) -> str:
-        """The key of the next message from one to another."""
-        number = self.messages[source, to, tag] = self.messages.get((source, to, tag), 0) + 1
-        return f"{source}/{to}/{tag}/{number}"
+    def message_key(self, source: int, target: int, tag: int) -> str:
+        """Returns the key of the next message with this tag from one rank to another."""
+        route = (source, target, tag)
+        number = self.message_counts[route] = self.message_counts.get(route, 0) + 1
+        return f"{source}/{target}/{tag}/{number}"
 
 
 register_engine("slow_store", StoreEngine, devices=["cpu"])

@@ -1,4 +1,4 @@
-"""The Gloo engine, among real processes."""
+"""The Gloo engine, with real processes."""
 
 import socket
 from datetime import timedelta
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 h
 
 @pytest.fixture
 def members(group_on):
-    """Workers in a group on this engine: `members(3)`."""
+    """Starts workers in a group on this engine: `members(3)`."""
     return partial(group_on, "gradwire_gloo", seconds=300)
 
 
@@ -46,7 +46,7 @@ def test_every_operation_on_every_dtype(members):
 
 
 def exchange_with_itself() -> float:
-    """Which is refused, and the group goes on."""
+    """Messages of a rank to itself are refused, and the group stays usable."""
     rank, tensor = dist.get_rank(), torch.ones(1)
     with pytest.raises(UnsupportedOperationError, match="send to itself"):
         dist.isend(tensor, group_dst=rank)
@@ -71,7 +71,7 @@ def test_a_killed_rank_fails_the_others_in_the_middle(members, dies):
 
 
 @pytest.mark.parametrize("source", [1, None])
-def test_a_death_wakes_who_waits_for_another(members, source):
+def test_a_death_wakes_ranks_that_wait_for_others(members, source):
     first, second, third = members(3)
     waiting = first.start(receive, source)
     assert everywhere([second, third], dist.get_rank) == [1, 2]
@@ -82,7 +82,7 @@ def test_a_death_wakes_who_waits_for_another(members, source):
         first.run(total)
 
 
-def test_who_leaves_in_order_is_not_waited_for(members):
+def test_a_departed_rank_is_not_waited_for(members):
     first, second = members(2)
     waiting = first.start(total)
     second.run(leave)
@@ -90,7 +90,7 @@ def test_who_leaves_in_order_is_not_waited_for(members):
         waiting.result()
 
 
-def test_a_message_between_others_may_come_after_one_has_left(members):
+def test_other_ranks_can_exchange_messages_after_one_has_left(members):
     first, second, third = members(3)
     third.run(leave)
     waiting = first.start(receive, 1)
@@ -100,7 +100,7 @@ def test_a_message_between_others_may_come_after_one_has_left(members):
         first.run(total)
 
 
-def test_a_timeout_fails_the_group_until_it_is_made_again(members, tmp_path):
+def test_a_timeout_fails_the_group_until_it_is_created_again(members, tmp_path):
     started = members(2)
     with pytest.raises(CollectiveTimeoutError, match="allreduce timed out after 0.2 s"):
         started[0].run(reduce_within, 0.2)
@@ -121,13 +121,13 @@ def abort_while_waiting(source: int | None) -> None:
 
 
 @pytest.mark.parametrize("source", [1, None])
-def test_abort_wakes_who_waits(members, source):
+def test_abort_wakes_waiting_threads(members, source):
     first, _ = members(2)
     with pytest.raises(GroupAbortedError):
         first.run(abort_while_waiting, source)
 
 
-def test_groups_within_the_group(members):
+def test_subgroups(members):
     assert everywhere(members(3), sum_in_group_of, 0, 2) == [2.0, None, 2.0]
 
 
@@ -135,7 +135,7 @@ def test_inputs_and_outputs_may_share_memory(members):
     assert everywhere(members(2), collect_in_place) == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]]
 
 
-def test_a_future_is_resolved_though_nobody_waits(members):
+def test_a_future_is_resolved_without_a_wait(members):
     assert everywhere(members(2), future_of_a_sum) == [6.0, 6.0]
 
 
@@ -145,7 +145,7 @@ def premultiplied() -> list[float]:
     return tensor.tolist()
 
 
-def test_factors_are_multiplied_first(members):
+def test_premultiplied_sums(members):
     assert everywhere(members(2), premultiplied) == [[1.5, 1.5]] * 2
 
 

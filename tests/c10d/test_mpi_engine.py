@@ -1,4 +1,4 @@
-"""The MPI engine, among real processes: in worlds that form by themselves, with MPICH, and under mpiexec."""
+"""The MPI engine on MPICH, with real processes: in worlds that form by themselves, and under mpiexec."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ from tests.c10d.members import (
 
 pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
 
-from gradwire.c10d.engines.mpi import engine as mpi_engine
+from gradwire.c10d.engines.mpi import limits as mpi_limits
 from gradwire.c10d.engines.mpi import pmi as pmi_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 h
 
 @pytest.fixture
 def members(group_on):
-    """Workers in a group on this engine: `members(3)`."""
+    """Starts workers in a group on this engine: `members(3)`."""
     return partial(group_on, "gradwire_mpi", seconds=300)
 
 
@@ -71,12 +71,12 @@ def test_a_killed_rank_fails_the_others_in_the_middle(members, tmp_path, dies):
                 each.result()
             assert caught.value.rank == dies
     everywhere(left, leave)
-    with pytest.raises(ProcessGroupError, match="MPI can be used no more"):
+    with pytest.raises(ProcessGroupError, match="MPI cannot be used any more"):
         join_all(left, tmp_path / "again", "gradwire_mpi")
 
 
 @pytest.mark.parametrize("source", [1, None])
-def test_a_death_wakes_who_waits_for_another(members, source):
+def test_a_death_wakes_ranks_that_wait_for_others(members, source):
     first, second, third = members(3)
     waiting = first.start(receive, source)
     assert everywhere([second, third], dist.get_rank) == [1, 2]
@@ -85,7 +85,7 @@ def test_a_death_wakes_who_waits_for_another(members, source):
         waiting.result()
 
 
-def test_who_leaves_in_order_is_not_waited_for(members):
+def test_a_departed_rank_is_not_waited_for(members):
     first, second = members(2)
     waiting = first.start(total)
     second.run(leave)
@@ -93,7 +93,7 @@ def test_who_leaves_in_order_is_not_waited_for(members):
         waiting.result()
 
 
-def test_a_timeout_fails_the_group_until_it_is_made_again(members, tmp_path):
+def test_a_timeout_fails_the_group_until_it_is_created_again(members, tmp_path):
     started = members(2)
     with pytest.raises(CollectiveTimeoutError, match="all_reduce timed out after 0.2 s"):
         started[0].run(reduce_within, 0.2)
@@ -111,13 +111,13 @@ def abort_while_waiting() -> None:
     work.wait()
 
 
-def test_abort_wakes_who_waits(members):
+def test_abort_wakes_waiting_threads(members):
     first, _ = members(2)
     with pytest.raises(GroupAbortedError):
         first.run(abort_while_waiting)
 
 
-def test_groups_within_the_group_and_after_it(members, tmp_path):
+def test_subgroups_and_later_groups(members, tmp_path):
     started = members(3)
     assert everywhere(started, sum_in_group_of, 0, 2) == [2.0, None, 2.0]
     assert everywhere(started, sum_in_group_of, 1, 2) == [None, 3.0, 3.0]
@@ -139,28 +139,28 @@ def test_inputs_and_outputs_may_share_memory(members):
     assert everywhere(members(2), collect_in_place) == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]]
 
 
-def test_a_future_is_resolved_though_nobody_waits(members):
+def test_a_future_is_resolved_without_a_wait(members):
     assert everywhere(members(2), future_of_a_sum) == [6.0, 6.0]
 
 
-def send_and_wait_elsewhere(key: str) -> None:
-    """What is sent must go its way while this rank is not in MPI at all."""
+def send_and_wait_for_key(key: str) -> None:
+    """A message must be sent although no thread of this rank waits in MPI."""
     work = dist.isend(torch.ones(4 * MIB), 1)
     opened[-1].wait([key])
     work.wait()
 
 
-def receive_and_tell(key: str) -> float:
+def receive_and_set(key: str) -> float:
     tensor = torch.zeros(4 * MIB)
     dist.recv(tensor, 0)
     opened[-1].set(key, "here")
     return tensor.sum().item()
 
 
-def test_what_nobody_waits_for_makes_progress(members):
+def test_unattended_operations_make_progress(members):
     first, second = members(2)
-    sending = first.start(send_and_wait_elsewhere, "received")
-    assert second.run(receive_and_tell, "received") == 4 * MIB
+    sending = first.start(send_and_wait_for_key, "received")
+    assert second.run(receive_and_set, "received") == 4 * MIB
     sending.result()
 
 
@@ -172,7 +172,7 @@ def processor_seconds_of_a_wait() -> float:
     return time.process_time() - began
 
 
-def test_an_idle_wait_leaves_the_processor_alone(members):
+def test_an_idle_wait_uses_little_processor_time(members):
     first, _ = members(2)
     assert first.run(processor_seconds_of_a_wait) < 0.3
 
@@ -200,10 +200,10 @@ def test_tags_that_mpi_does_not_have_are_refused(members):
         first.run(send, 1, 2**31 - 1)
 
 
-def count_to_little() -> None:
-    """As an MPI before version 4 does, but less far."""
-    dist.group.WORLD.engine("cpu")._counts_far = False
-    mpi_engine.HIGHEST_COUNT, mpi_engine.PIECE = 1000, 512
+def limit_counts() -> None:
+    """Limits counts as an MPI before version 4 does, but to 1000."""
+    dist.group.WORLD.engine("cpu")._limits.has_large_counts = False
+    mpi_limits.MAX_COUNT, mpi_limits.PIECE_BYTES = 1000, 512
 
 
 def exchange_in_pieces() -> list[bool]:
@@ -217,7 +217,7 @@ def exchange_in_pieces() -> list[bool]:
     sending = dist.isend(numbers + 5 * rank, 1 - rank)
     source = dist.recv(gathered, 1 - rank)
     sending.wait()
-    whole = torch.empty(200)  # of which each rank's part is small enough
+    whole = torch.empty(200)  # larger than the limit, but the part of each rank is not
     dist.all_gather_into_tensor(whole, numbers.view(-1)[:100].contiguous())
     return [
         torch.equal(reduced, 2 * numbers + 1),
@@ -238,9 +238,9 @@ def receive_too_much() -> None:
     dist.recv(torch.empty(300))
 
 
-def test_an_mpi_that_does_not_count_far_gets_pieces(members):
+def test_large_tensors_are_divided_before_mpi_4(members):
     started = members(2)
-    everywhere(started, count_to_little)
+    everywhere(started, limit_counts)
     assert everywhere(started, exchange_in_pieces) == [[True] * 6] * 2
     for each in started:
         with pytest.raises(UnsupportedOperationError, match="counts to 1000 only, and this takes 1600"):
@@ -251,7 +251,7 @@ def test_an_mpi_that_does_not_count_far_gets_pieces(members):
 
 
 def under_mpiexec(folder: str) -> None:
-    """The ranks of torch need not be MPI's."""
+    """Joins a group whose ranks are not those of MPI's world."""
     rank = 1 - int(os.environ["PMI_RANK"])
     join(Path(folder) / "store", rank, 2, "gradwire_mpi", 60)
     Path(folder, f"result{rank}").write_text(json.dumps([total(), sum_in_group_of(0, 1)]))
@@ -270,12 +270,12 @@ def run_under_mpiexec(program: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_it_takes_the_world_of_mpiexec(tmp_path):
+def test_it_uses_the_world_of_mpiexec(tmp_path):
     run_under_mpiexec(f"from tests.c10d.test_mpi_engine import under_mpiexec; under_mpiexec({str(tmp_path)!r})")
     assert [json.loads((tmp_path / f"result{rank}").read_text()) for rank in range(2)] == [[1.0, 1.0]] * 2
 
 
-def meet_there(folder: str) -> None:
+def init_without_address(folder: str) -> None:
     c10d.init_process_group("shm")
     mpi = c10d.new_group(backend="mpi")
     ranks = torch.tensor([c10d.get_rank()])
@@ -285,13 +285,15 @@ def meet_there(folder: str) -> None:
     c10d.destroy_process_group()
 
 
-def test_nothing_need_be_said_under_mpiexec(tmp_path, monkeypatch):
+def test_no_address_is_needed_under_mpiexec(tmp_path, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    run_under_mpiexec(f"from tests.c10d.test_mpi_engine import meet_there; meet_there({str(tmp_path)!r})")
+    run_under_mpiexec(
+        f"from tests.c10d.test_mpi_engine import init_without_address; init_without_address({str(tmp_path)!r})"
+    )
     assert [(tmp_path / f"result{rank}").read_text() for rank in range(2)] == ["2 2"] * 2
 
 
-def test_it_ends_in_order(members):
+def test_workers_exit_cleanly(members):
     started = members(2)
     for member in started:
         member._connection.send_bytes(b"")  # it returns from its main function
@@ -311,8 +313,8 @@ assert number == 2
 """
 
 
-def test_scripts_end_in_order(tmp_path):
-    # Unlike the workers of these tests, scripts run what C libraries do at the exit of a process.
+def test_scripts_exit_cleanly(tmp_path):
+    # Unlike the workers of these tests, scripts run the exit handlers of C libraries.
     url = f"file://{tmp_path}/store"
     command = [sys.executable, "-c", SCRIPT, url]
     ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
@@ -328,38 +330,38 @@ def test_scripts_end_in_order(tmp_path):
 
 @pytest.fixture
 def pmi() -> Iterator[tuple[pmi_module.PmiServer, str]]:
-    """A server of a world of two."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    host, port = listening.getsockname()
-    server = pmi_module.PmiServer(listening, [0, 0])
+    """Starts a PMI server for a world of two ranks."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    server = pmi_module.PmiServer(listener, [0, 0])
     yield server, f"{host}:{port}"
     for each in server.ids:  # the server ends with its clients
         with contextlib.suppress(ConnectionError):
             ask(f"{host}:{port}", f"cmd=initack pmiid={each}\n")
-    server.end(30)
+    server.finish(30)
     server._thread.join(30)
 
 
 def ask(address: str, text: str) -> str:
-    """All that the server answers on a connection on which this is said; nothing if it ends it."""
+    """Sends a text on a new connection and returns the answers; empty if the server closes it."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port))) as connection:
-        heard = b""
+        received = b""
         try:
             connection.sendall(text.encode())
             connection.shutdown(socket.SHUT_WR)
             while data := connection.recv(4096):
-                heard += data
-        except OSError:  # it has ended it
+                received += data
+        except OSError:  # the server has closed it
             return ""
-        return heard.decode()
+        return received.decode()
 
 
-def test_the_server_tells_a_rank_by_its_number(pmi):
+def test_the_server_knows_a_rank_by_its_pmi_id(pmi):
     server, address = pmi
-    heard = ask(address, f"cmd=initack pmiid={server.ids[1]}\ncmd=get kvsname=world key=nothing\n")
-    assert heard.splitlines()[:3] == ["cmd=initack rc=0", "cmd=set size=2", "cmd=set rank=1"]
-    assert "key_not_found" in heard
+    answers = ask(address, f"cmd=initack pmiid={server.ids[1]}\ncmd=get kvsname=world key=nothing\n")
+    assert answers.splitlines()[:3] == ["cmd=initack rc=0", "cmd=set size=2", "cmd=set rank=1"]
+    assert "key_not_found" in answers
 
 
 @pytest.mark.parametrize(
@@ -376,11 +378,11 @@ def test_the_server_tells_a_rank_by_its_number(pmi):
         "cmd=\u00e9\n",
     ],
 )
-def test_the_server_sends_strangers_away(pmi, text):
+def test_the_server_drops_invalid_clients(pmi, text):
     assert ask(pmi[1], text) == ""
 
 
-def test_not_all_leave(pmi):
+def test_leave_times_out_if_not_all_ranks_leave(pmi):
     server, address = pmi
     assert not pmi_module.leave(address, server.ids[0], 0.1)
     assert not pmi_module.leave("127.0.0.1:1", 0, 0.1)

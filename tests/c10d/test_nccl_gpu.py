@@ -1,4 +1,4 @@
-"""The NCCL engine on GPUs: one rank for each of this machine's. Skipped where there is none."""
+"""The NCCL engine on the GPUs of this machine, one rank on each. Skipped where there are none."""
 
 import importlib.util
 from datetime import timedelta
@@ -42,7 +42,7 @@ def join(path: Path, rank: int, size: int, seconds: float = 120) -> None:
 
 @pytest.fixture
 def group(workers, tmp_path):
-    """Starts a worker for each GPU, or as many as are asked for."""
+    """Starts a worker for each GPU, or `size` workers."""
 
     def start(size: int = GPUS, **options: float) -> list[Any]:
         members = workers(size)
@@ -62,15 +62,15 @@ def everywhere(members, function, *args, **options):
 
 
 def wrong_outcomes(names: list[str]) -> dict[str, str]:
-    """What is not as it should be, of these operations on every dtype."""
+    """Returns the unexpected outcomes of these operations on every dtype."""
     wrong = {}
     for name in names:
         for dtype in [torch.float32] if name in NO_TENSORS else DTYPES:
             refused = expected_refusal(name, dtype) is not None or name == "recv_from_any"
             refused = refused or (name == "send_and_recv" and dist.get_world_size() == 1)  # to the rank itself
-            came = outcome(name, dtype, dist.group.WORLD)
-            if came.partition(":")[0] != ("refused" if refused else "ok"):
-                wrong[f"{name} {dtype}"] = came
+            result = outcome(name, dtype, dist.group.WORLD)
+            if result.partition(":")[0] != ("refused" if refused else "ok"):
+                wrong[f"{name} {dtype}"] = result
     return wrong
 
 
@@ -82,13 +82,13 @@ def test_every_operation_on_every_dtype(group, start):
 
 def reduce_behind_a_long_kernel() -> tuple[bool, float]:
     tensor = torch.zeros(1 << 20)
-    dist.all_reduce(tensor)  # makes the communicator
+    dist.all_reduce(tensor)  # creates the communicator
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     tensor.fill_(1.0)
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
-    early = not work.is_completed()  # the caller went on, while the GPU was still asleep
+    early = not work.is_completed()  # the caller returned while the GPU was still busy
     doubled = tensor * 2
     return early, doubled.max().item()
 
@@ -98,7 +98,7 @@ def test_the_callers_stream_waits_and_the_caller_does_not(group):
 
 
 def reuse_memory() -> float:
-    """Frees the inputs of collectives at once, so that the allocator hands their memory on."""
+    """Frees the inputs of collectives immediately, so that the allocator hands out their memory again."""
     outputs = []
     for step in range(50):
         output = torch.empty(dist.get_world_size() << 16)
@@ -109,7 +109,7 @@ def reuse_memory() -> float:
     return max((output - step).abs().max().item() for step, output in enumerate(outputs))
 
 
-def test_memory_is_not_given_to_others_too_early(group):
+def test_memory_is_not_reused_too_early(group):
     assert everywhere(group(), reuse_memory) == [0.0] * GPUS
 
 
@@ -149,7 +149,7 @@ def test_torchs_own_function_splits_a_group(group):
     assert everywhere(group(), split) == [1.0] * GPUS
 
 
-def abort_under_way() -> None:
+def abort_in_flight() -> None:
     dist.all_reduce(torch.ones(1))
     torch.cuda._sleep(1_000_000_000)
     work = dist.all_reduce(torch.ones(1), async_op=True)
@@ -158,8 +158,8 @@ def abort_under_way() -> None:
         work.wait()
 
 
-def test_an_abort_ends_what_is_under_way(group):
-    group(1)[0].run(abort_under_way)
+def test_an_abort_ends_operations_in_flight(group):
+    group(1)[0].run(abort_in_flight)
 
 
 def use_all_gpus_of_the_process() -> list[list[float]]:
@@ -189,7 +189,7 @@ def reduce_alone() -> str:
 
 
 @several
-def test_a_rank_that_does_not_call_is_noticed(group):
+def test_a_missing_rank_is_a_timeout(group):
     assert "all_reduce timed out after 2 s" in everywhere(group(seconds=2), reduce_alone)[0]
 
 

@@ -1,4 +1,4 @@
-"""Groups on the NCCL engine without a GPU: torch's own functions, and several GPUs for each process."""
+"""Groups on the NCCL engine with fakes: torch's own functions, and several GPUs for each process."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -37,10 +37,10 @@ def outcomes(dtypes: list[torch.dtype]) -> dict[str, str]:
     wrong = {}
     for name in sorted(OPERATIONS.keys() - {"recv_from_any"}):
         for dtype in [torch.float32] if name in NO_TENSORS else dtypes:
-            came = outcome(name, dtype, dist.group.WORLD)
+            result = outcome(name, dtype, dist.group.WORLD)
             wanted = "ok" if expected_refusal(name, dtype) is None else "refused"
-            if came.partition(":")[0] != wanted:
-                wrong[f"{name} {dtype}"] = came
+            if result.partition(":")[0] != wanted:
+                wrong[f"{name} {dtype}"] = result
     return wrong
 
 

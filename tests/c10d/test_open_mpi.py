@@ -1,4 +1,4 @@
-"""The MPI engine on Open MPI, which has its own ideas of dtypes, of launchers and of processes that die."""
+"""The MPI engine on Open MPI, which treats dtypes, launchers and dead processes differently from MPICH."""
 
 import ctypes
 import json
@@ -19,11 +19,11 @@ from tests.c10d import open_mpi
 from tests.c10d.members import future_of_a_sum, join_all, reduce_within, sum_in_group_of, total
 from tests.c10d.operations import DTYPES, OPERATIONS, expected_refusal, outcome
 
-pytestmark = pytest.mark.skipif(bool(open_mpi.why_not()), reason=open_mpi.why_not())
+pytestmark = pytest.mark.skipif(bool(open_mpi.why_unavailable()), reason=open_mpi.why_unavailable())
 
 
 def run(ranks: int, function: str, folder: Path) -> str:
-    """Has so many ranks call a function of this module with the folder; what they said to stderr."""
+    """Runs a function of this module on `ranks` ranks, with the folder; returns their stderr."""
     program = f"from tests.c10d import test_open_mpi as here; here.{function}({str(folder)!r})"
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
     return subprocess.run(
@@ -36,27 +36,27 @@ def run(ranks: int, function: str, folder: Path) -> str:
     ).stderr
 
 
-def tell(folder: str, what: object) -> None:
-    Path(folder, f"rank{dist.get_rank()}").write_text(json.dumps(what))
+def write_result(folder: str, result: object) -> None:
+    Path(folder, f"rank{dist.get_rank()}").write_text(json.dumps(result))
 
 
-def told(folder: Path, rank: int) -> Any:
+def read_result(folder: Path, rank: int) -> Any:
     return json.loads(Path(folder, f"rank{rank}").read_text())
 
 
 def wrong_reductions() -> list[str]:
-    """What an MPI library may get wrong without a word: numbers that it does not know."""
+    """Returns what an MPI library computes wrongly without an error: numbers of types that it does not know."""
     wrong = []
     for name in ("broadcast", *(name for name in OPERATIONS if name.startswith("all_reduce"))):
         for dtype in DTYPES:
-            came = outcome(name, dtype, dist.group.WORLD)
-            if came.partition(":")[0] != ("refused" if expected_refusal(name, dtype) else "ok"):
-                wrong.append(f"{name} of {dtype}: {came}")
+            result = outcome(name, dtype, dist.group.WORLD)
+            if result.partition(":")[0] != ("refused" if expected_refusal(name, dtype) else "ok"):
+                wrong.append(f"{name} of {dtype}: {result}")
     return wrong
 
 
 def life_of_a_group(folder: str) -> None:
-    """Ends with an operation that the other rank does not take part in, and so without MPI_Finalize."""
+    """Ends with an operation that the other rank does not take part in, so MPI_Finalize is not called."""
     c10d.init_process_group("mpi")
     gloo = c10d.new_group(backend="gloo")
     sums = [total(), sum_in_group_of(1, 0), sum_in_group_of(1), future_of_a_sum()]
@@ -65,13 +65,13 @@ def life_of_a_group(folder: str) -> None:
         with pytest.raises(CollectiveTimeoutError, match="timed out after 0.2 s"):
             reduce_within(0.2)
     c10d.barrier(group=gloo)
-    tell(folder, [load_mpi().get_vendor()[0], wrong, *sums])
+    write_result(folder, [load_mpi().get_vendor()[0], wrong, *sums])
 
 
 def test_a_group_under_its_launcher(tmp_path):
-    said = run(2, "life_of_a_group", tmp_path)
-    assert told(tmp_path, 0) == ["Open MPI", [], 1.0, 1.0, None, 6.0], said
-    assert told(tmp_path, 1) == ["Open MPI", [], 1.0, 1.0, 1.0, 6.0], said
+    stderr = run(2, "life_of_a_group", tmp_path)
+    assert read_result(tmp_path, 0) == ["Open MPI", [], 1.0, 1.0, None, 6.0], stderr
+    assert read_result(tmp_path, 1) == ["Open MPI", [], 1.0, 1.0, 1.0, 6.0], stderr
 
 
 def killed_in_the_middle(folder: str) -> None:
@@ -81,21 +81,21 @@ def killed_in_the_middle(folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankLostError) as caught:
         total()
-    tell(folder, caught.value.rank)
+    write_result(folder, caught.value.rank)
 
 
-def test_a_killed_rank_is_a_loss_if_the_launcher_lets_the_others_live(tmp_path):
-    said = run(2, "killed_in_the_middle", tmp_path)
-    assert told(tmp_path, 0) == 1, said
+def test_a_killed_rank_is_lost_if_the_launcher_lets_the_others_live(tmp_path):
+    stderr = run(2, "killed_in_the_middle", tmp_path)
+    assert read_result(tmp_path, 0) == 1, stderr
 
 
-def take_open_mpi() -> None:
+def load_open_mpi() -> None:
     os.environ.update(open_mpi.ENVIRONMENT)
     ctypes.CDLL(str(open_mpi.LIBRARY), ctypes.RTLD_GLOBAL)
 
 
 def test_without_its_launcher_it_is_refused(workers, tmp_path):
     (worker,) = workers(1)
-    worker.run(take_open_mpi)
+    worker.run(load_open_mpi)
     with pytest.raises(ProcessGroupError, match="Open MPI forms a world only under its launcher"):
         join_all([worker], tmp_path / "store", "gradwire_mpi")

@@ -1,4 +1,4 @@
-"""The engine of shared memory, with real processes."""
+"""The shared-memory engine, with real processes."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.c10d.engines.shm.layout import SLOT
+from gradwire.c10d.engines.shm.layout import SLOT_BYTES
 from gradwire.c10d.reductions import Reduction, combine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,9 +38,18 @@ def in_order_of_ranks(tensors: Sequence[Tensor], reduction: Reduction = SUM) -> 
 
 
 def reduce_sizes() -> None:
-    """Sums of all sizes, bit for bit as computed here in the order of ranks, so the same everywhere."""
+    """Sums of many sizes have the same bits on every rank: those of a sum in the order of ranks."""
     me, ranks = dist.get_rank(), range(dist.get_world_size())
-    for count in (1, 3, 4099, 8193, SLOT // 4 - 1, SLOT // 4, SLOT // 4 + 1, 3 * SLOT // 4 + 17):
+    for count in (
+        1,
+        3,
+        4099,
+        8193,
+        SLOT_BYTES // 4 - 1,
+        SLOT_BYTES // 4,
+        SLOT_BYTES // 4 + 1,
+        3 * SLOT_BYTES // 4 + 17,
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             tensor = numbers(me, count, count=count, dtype=dtype)
             dist.all_reduce(tensor)
@@ -50,9 +59,9 @@ def reduce_sizes() -> None:
 
 
 def move_sizes() -> None:
-    """Data of sizes around those of slots and blocks."""
+    """Moves data of sizes around those of slots and blocks."""
     me, size = dist.get_rank(), dist.get_world_size()
-    for count in (0, 1, SLOT - 1, SLOT, 2 * SLOT + 1):
+    for count in (0, 1, SLOT_BYTES - 1, SLOT_BYTES, 2 * SLOT_BYTES + 1):
 
         def data(*seed: int, count: int = count) -> Tensor:
             return numbers(*seed, count=count, dtype=torch.uint8)
@@ -96,7 +105,7 @@ def premultiplied() -> list[float]:
     return [tensor.item(), output.item()]
 
 
-def test_what_is_multiplied_first(group):
+def test_premultiplied_sums(group):
     assert everywhere(group(2), premultiplied) == [[1.5, 4.0], [1.5, 5.0]]
 
 
@@ -117,20 +126,20 @@ def test_lazy_conjugates_travel_as_their_values(group):
 
 # Random programs
 
-COUNTS = st.sampled_from([0, 1, 7, 1000, SLOT // 4 + 3])
+COUNTS = st.sampled_from([0, 1, 7, 1000, SLOT_BYTES // 4 + 3])
 OPERATIONS = st.one_of(
     st.tuples(st.just("all_reduce"), COUNTS, st.booleans()),
     st.tuples(st.just("broadcast"), COUNTS, st.booleans()),
     st.tuples(st.just("all_gather"), COUNTS, st.booleans()),
     st.tuples(st.just("barrier"), st.just(0), st.booleans()),
     st.tuples(st.just("exchange"), COUNTS, st.booleans()),
-    st.tuples(st.just("to_anyone"), COUNTS, st.booleans()),
+    st.tuples(st.just("to_any"), COUNTS, st.booleans()),
 )
-"""Kind, elements, and whether the program goes on before it is done."""
+"""Kind, number of elements, and whether the program waits only at its end."""
 
 
 class Program:
-    """Runs operations on one rank; what each gave is compared once all are done."""
+    """Runs operations on one rank, and compares their results once all are done."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -149,8 +158,8 @@ class Program:
         random.Random(self.me).shuffle(self.works)
         for work in self.works:
             work.wait()
-        for what, got, wanted in self.results:
-            assert torch.equal(got, wanted), what
+        for description, got, wanted in self.results:
+            assert torch.equal(got, wanted), description
 
     def expect(self, step: int, kind: str, got: Tensor, wanted: Tensor) -> None:
         self.results.append((f"{kind} at {step}", got, wanted))
@@ -178,7 +187,7 @@ class Program:
         yield dist.barrier(group=self.group, async_op=True)
 
     def exchange(self, step: int, count: int) -> Any:
-        """Two messages to the next rank, which takes the second first."""
+        """Sends two messages to the next rank, which receives the second one first."""
         after, before = (self.me + 1) % self.size, (self.me - 1) % self.size
         for tag in (0, 1):
             yield dist.isend(numbers(step, self.me, tag, count=count), after, self.group, 10 * step + tag)
@@ -187,15 +196,15 @@ class Program:
             self.expect(step, "exchange", tensor, numbers(step, before, tag, count=count))
             yield dist.irecv(tensor, before, self.group, 10 * step + tag)
 
-    def to_anyone(self, step: int, count: int) -> Any:
-        """All send to one, which takes what comes: what is alike."""
+    def to_any(self, step: int, count: int) -> Any:
+        """All ranks send the same values to one rank, which receives from any rank."""
         to = step % self.size
         if self.me != to:
             yield dist.isend(numbers(step, count=count), to, self.group, 10 * step)
             return
         for _ in range(1, self.size):
             tensor = torch.empty(count)
-            self.expect(step, "to_anyone", tensor, numbers(step, count=count))
+            self.expect(step, "to_any", tensor, numbers(step, count=count))
             yield dist.irecv(tensor, None, self.group, 10 * step)
 
 

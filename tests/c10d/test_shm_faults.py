@@ -1,4 +1,4 @@
-"""What goes wrong on the engine of shared memory, what waiting costs, and where it does not work."""
+"""The shared-memory engine: errors, lost ranks, timeouts, the cost of waiting, and unsupported machines."""
 
 import ctypes
 import mmap
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from gradwire.c10d import FileStore
 from gradwire.c10d.engines import Setup
-from gradwire.c10d.engines.shm import members as shm_members
-from gradwire.c10d.engines.shm import signals as shm_signals
+from gradwire.c10d.engines.shm import doorbells as shm_doorbells
+from gradwire.c10d.engines.shm import processes as shm_processes
+from gradwire.c10d.engines.shm.doorbells import CACHE_LINE_BYTES, Doorbells
 from gradwire.c10d.engines.shm.engine import ShmEngine
-from gradwire.c10d.engines.shm.layout import BLOCKS, Layout
-from gradwire.c10d.engines.shm.signals import LINE, Signals
+from gradwire.c10d.engines.shm.layout import BLOCKS_PER_CHANNEL, Layout
 from gradwire.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -47,12 +47,12 @@ def results_of(pending: Sequence[Any]) -> list[Any]:
     return [each.result() for each in pending]
 
 
-# Messages
+# Point-to-point messages
 
 
 def fill_a_channel() -> None:
-    """More messages than a channel has blocks, and one larger than it, which the other takes last to first."""
-    sizes = [10] * 3 * BLOCKS + [2 * BLOCKS * Layout(2).block_bytes]
+    """Sends more messages than a channel has blocks, one of them larger, which are received last to first."""
+    sizes = [10] * 3 * BLOCKS_PER_CHANNEL + [2 * BLOCKS_PER_CHANNEL * Layout(2).block_bytes]
     if dist.get_rank() == 0:
         for tag, size in enumerate(sizes):
             dist.send(numbers(tag, count=size, dtype=torch.uint8), 1, tag=tag)
@@ -68,15 +68,15 @@ def test_a_message_with_another_tag_does_not_block(group):
 
 
 def receive_at_once() -> None:
-    """From each rank and from any, at the same time."""
+    """Receives from each rank and from any rank at the same time."""
     me, size = dist.get_rank(), dist.get_world_size()
     count = 3 * Layout(size).block_bytes // 4 + 1
     if me:
         dist.send(torch.full((count,), float(me)), 0, tag=7)
         dist.send(torch.full((count,), -float(me)), 0, tag=1)
         return
-    anyone = [torch.zeros(count) for _ in range(1, size)]
-    from_any = [dist.irecv(tensor, None, tag=7) for tensor in anyone]
+    buffers = [torch.zeros(count) for _ in range(1, size)]
+    from_any = [dist.irecv(tensor, None, tag=7) for tensor in buffers]
     each = {rank: torch.zeros(count) for rank in range(1, size)}
     from_each = [dist.irecv(tensor, rank, tag=1) for rank, tensor in each.items()]
     for work in [*reversed(from_each), *from_any]:
@@ -84,11 +84,11 @@ def receive_at_once() -> None:
     assert all(torch.equal(tensor, torch.full((count,), -float(rank))) for rank, tensor in each.items())
     sources = [work.source_rank() for work in from_any]
     assert sorted(sources) == list(range(1, size))
-    for tensor, source in zip(anyone, sources, strict=True):
+    for tensor, source in zip(buffers, sources, strict=True):
         assert torch.equal(tensor, torch.full((count,), float(source)))
 
 
-def test_receives_from_each_and_from_any_go_on_at_once(group):
+def test_receives_from_each_and_from_any_rank_are_in_flight_at_once(group):
     everywhere(group(4), receive_at_once)
 
 
@@ -107,7 +107,7 @@ def test_a_message_of_another_size_is_refused(group):
     )
 
 
-# Ranks that do not fit together
+# Mismatched calls
 
 
 def call_differently() -> ProcessGroupError | None:
@@ -122,7 +122,7 @@ def call_differently() -> ProcessGroupError | None:
     return None
 
 
-def test_different_calls_are_noticed(group):
+def test_different_calls_are_detected(group):
     errors = everywhere(group(2), call_differently)
     assert isinstance(errors[0], CollectiveMismatchError | RankLostError)
     assert isinstance(errors[1], CollectiveMismatchError | RankLostError)
@@ -140,12 +140,12 @@ def give_wrong_sizes() -> str:
     return str(caught.value)
 
 
-def test_sizes_that_do_not_fit_are_noticed(group):
+def test_mismatched_sizes_are_detected(group):
     texts = everywhere(group(2), give_wrong_sizes)
     assert "rank 0 calls all_to_all with 12 bytes for rank 1, which takes 8 bytes" in " ".join(texts)
 
 
-# The end of ranks
+# Lost ranks
 
 
 def reduce_for_ever() -> RankLostError:
@@ -168,11 +168,11 @@ def test_a_rank_that_is_killed_is_named(group, size):
         if rank != 1:
             error = each.result(20)
             assert error.rank == 1
-            assert "ended" in error.reason  # says the engine or the watch over the group, whichever sees it first
+            assert "ended" in error.reason  # the engine or the failure detector, whichever is first
 
 
 def wait_until_busy(worker: Worker) -> None:
-    """Until it has used so much time of a processor that it is in the middle of something."""
+    """Waits until a worker has used 0.1 s of processor time, and so is in the middle of a collective."""
     start = cpu_seconds(worker.pid)
     while cpu_seconds(worker.pid) < start + 0.1:
         os.sched_yield()
@@ -184,12 +184,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def shared_files() -> list[str]:
-    """What of this process's memory has, or had, a name in a file system."""
+    """Returns the names of the files whose memory this process shares."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line.split(maxsplit=5)[5] for line in lines if "rw-s" in line and len(line.split()) > 5]
 
 
-def test_the_memory_has_no_name_so_that_nothing_is_left_of_ranks_that_are_killed(group):
+def test_the_segment_has_no_name_so_that_the_kernel_frees_it(group):
     for names in everywhere(group(3), shared_files):
         assert set(names) == {"/memfd:gradwire-shm (deleted)"}
 
@@ -215,20 +215,20 @@ def leave() -> None:
 def receive_and_wait() -> str:
     tensor = torch.zeros(1)
     dist.recv(tensor, 1)
-    assert tensor.item() == 1  # what was sent before the other left is there
+    assert tensor.item() == 1  # it was sent before the other rank left
     with pytest.raises(RankLostError) as caught:
         dist.barrier()
     return str(caught.value)
 
 
-def test_a_rank_that_leaves_is_missed_only_where_it_is_needed(group):
+def test_a_departed_rank_is_an_error_only_where_it_is_needed(group):
     members = group(2)
     members[1].run(leave)
     text = members[0].run(receive_and_wait)
     assert text.startswith("rank 1 is lost: it left the group: rank 1 shut the group down")
 
 
-# Limits of time, and aborts
+# Timeouts and aborts
 
 
 def time_out(kind: str) -> str:
@@ -241,7 +241,7 @@ def time_out(kind: str) -> str:
     return str(caught.value)
 
 
-def test_timeouts_name_the_ranks_that_did_not_come(group):
+def test_timeouts_name_the_missing_ranks(group):
     members = group(3)
     assert "barrier timed out after 0.5 s, waiting for rank 1, 2 (" in members[0].run(time_out, "barrier")
     assert "recv with tag 5 timed out after 0.5 s, waiting for rank 1 (" in members[2].run(time_out, "recv")
@@ -251,13 +251,13 @@ def abort_while_waiting(kind: str) -> None:
     group = dist.group.WORLD
     engine = group.engine("cpu")
     asleep = threading.Event()
-    sleep = Signals._sleep
+    sleep = Doorbells._sleep
 
-    def tell(self: Signals, *args: int) -> None:
+    def sleep_and_tell(self: Doorbells, *args: int) -> None:
         asleep.set()
         sleep(self, *args)
 
-    Signals._sleep = tell
+    Doorbells._sleep = sleep_and_tell
     work = dist.barrier(async_op=True) if kind == "barrier" else dist.irecv(torch.zeros(1), 1)
     assert asleep.wait(30)
     engine.fail(GroupAbortedError("enough"))
@@ -266,11 +266,11 @@ def abort_while_waiting(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["barrier", "recv"])
-def test_fail_ends_what_is_under_way(group, kind):
+def test_fail_ends_operations_in_flight(group, kind):
     group(2)[0].run(abort_while_waiting, kind)
 
 
-# What waiting costs
+# The cost of waiting
 
 
 def cpu_time_of_a_barrier() -> tuple[float, float]:
@@ -279,7 +279,7 @@ def cpu_time_of_a_barrier() -> tuple[float, float]:
     return time.process_time() - cpu, time.monotonic() - wall
 
 
-def test_who_waits_uses_little_of_a_processor(group):
+def test_a_waiting_rank_uses_little_processor_time(group):
     first, second = group(2)
     waiting = first.start(cpu_time_of_a_barrier)
     threading.Event().wait(3)  # the wait that is measured
@@ -290,19 +290,19 @@ def test_who_waits_uses_little_of_a_processor(group):
 
 
 def ping_pong(rank: int, path: Path, rounds: int) -> int:
-    """Two processes that always sleep until the other wakes them, and would for an hour."""
-    shm_signals.GLANCES = shm_signals.YIELDS = 0
-    shm_signals._slice.seconds = 3600
+    """Two processes that sleep until the other one wakes them, for up to an hour."""
+    shm_doorbells.SPINS_BEFORE_YIELD = shm_doorbells.YIELDS_BEFORE_SLEEP = 0
+    shm_doorbells._sleep_timeout.seconds = 3600
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 4096)
-    signals = Signals(memoryview(memory).cast("q"), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    doorbells = Doorbells(memoryview(memory).cast("q"), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
     for number in range(1, rounds + 1):
         if rank == 0:
-            signals.post(0, number)
-        signals.wait(1 - rank, number, lambda: None)
+            doorbells.ring(0, number)
+        doorbells.wait_for(1 - rank, number, lambda: None)
         if rank == 1:
-            signals.post(1, number)
-    return signals.value(1 - rank)
+            doorbells.ring(1, number)
+    return doorbells.value(1 - rank)
 
 
 def test_no_wake_up_is_lost(workers, tmp_path):
@@ -312,16 +312,18 @@ def test_no_wake_up_is_lost(workers, tmp_path):
     assert results_of(pending) == [3000, 3000]
 
 
-# Where it does not work
+# Unsupported machines and set-ups
 
 
 def refusal(path: Path, rank: int, size: int, prepare: Callable[[], None] | None = None) -> str:
-    """What an engine says that cannot be made."""
+    """Returns the error of an engine that cannot be created."""
     store = FileStore(str(path), size)
     if prepare is not None:
         prepare()
     ranks = tuple(range(4, 4 + size))
-    setup = Setup(store=store, rank=rank, size=size, timeout=10, device="cpu", global_ranks=ranks, group="x")
+    setup = Setup(
+        store=store, rank=rank, size=size, timeout=10, device_type="cpu", global_ranks=ranks, group_name="x"
+    )
     with pytest.raises(ProcessGroupError) as caught:
         ShmEngine(setup)
     return str(caught.value)
@@ -332,8 +334,8 @@ def test_ranks_on_two_hosts_are_refused(workers, tmp_path):
     other.write_text("another-boot\n")
 
     def move() -> None:
-        shm_members.BOOT_ID = other
-        shm_members.socket.gethostname = lambda: "elsewhere"
+        shm_processes.BOOT_ID = other
+        shm_processes.socket.gethostname = lambda: "elsewhere"
 
     store = tmp_path / "store"
     first, second = workers(2)
@@ -344,7 +346,7 @@ def test_ranks_on_two_hosts_are_refused(workers, tmp_path):
     assert "another-boot" in texts[0]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(workers, tmp_path):
     def become_nobody() -> None:
         os.setuid(65534)
@@ -363,38 +365,40 @@ def no_memory() -> None:
     os.memfd_create = refuse
 
 
-def test_without_memory_all_ranks_are_told(workers, tmp_path):
+def test_without_memory_all_ranks_get_the_error(workers, tmp_path):
     first, second = workers(2)
     store = tmp_path / "store"
     texts = results_of([first.start(refusal, store, 0, 2, no_memory), second.start(refusal, store, 1, 2)])
     assert all("Cannot allocate memory" in text for text in texts)
 
 
-def test_a_rank_that_does_not_come_is_named(workers, tmp_path):
+def test_a_missing_rank_is_named(workers, tmp_path):
     def alone() -> str:
         store = FileStore(str(tmp_path / "store"), 3)
-        setup = Setup(store=store, rank=0, size=3, timeout=0.2, device="cpu", global_ranks=(4, 5, 6), group="x")
+        setup = Setup(
+            store=store, rank=0, size=3, timeout=0.2, device_type="cpu", global_ranks=(4, 5, 6), group_name="x"
+        )
         with pytest.raises(CollectiveTimeoutError) as caught:
             ShmEngine(setup)
         return str(caught.value)
 
-    assert "the set-up of the group timed out after 0.2 s, waiting for rank 5, 6 (" in workers(1)[0].run(alone)
+    assert "creating the group timed out after 0.2 s, waiting for rank 5, 6 (" in workers(1)[0].run(alone)
 
 
 def test_other_processors_are_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(UnsupportedOperationError, match="cannot run on linux on aarch64: it needs Linux and the"):
-        shm_signals.check_platform("shm")
+        shm_doorbells.check_platform("shm")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 64, 128])
-def test_the_memory_is_bounded(size):
+def test_the_segment_is_bounded(size):
     layout = Layout(size)
-    assert layout.total <= 9.5 * 2**20 * size
-    assert layout.text(0) == LINE * (1 + layout.taken(size - 1, size - 1))
+    assert layout.total_bytes <= 9.5 * 2**20 * size
+    assert layout.reason_offset(0) == CACHE_LINE_BYTES * (1 + layout.received_doorbell(size - 1, size - 1))
 
 
-def test_destroying_the_group_gives_the_memory_back(group):
+def test_destroying_the_group_unmaps_the_segment(group):
     members = group(2)
     everywhere(members, total)
     everywhere(members, dist.destroy_process_group)

@@ -151,16 +151,16 @@ def test_a_member_that_stands_still_when_the_others_have_its_value(workers):
         exchange = gather_group._exchange
 
         def stopping(engine: object, outputs: object, *args: object) -> None:
-            board = engine._board
-            post = board.post
+            slots = engine._slots
+            post = slots.post_filled
 
             def post_and_stop() -> None:
                 post()
-                board.post = post
+                slots.post_filled = post
                 gather_group._exchange = exchange
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-            board.post = post_and_stop
+            slots.post_filled = post_and_stop
             exchange(engine, outputs, *args)
 
         gather_group._exchange = stopping

@@ -1,1 +1,1 @@
-"""The Gloo engine: collectives over TCP, on torch's ProcessGroupGloo."""
+"""The Gloo engine: CPU collectives and messages over TCP, on torch's ProcessGroupGloo."""

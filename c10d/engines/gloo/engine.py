@@ -1,10 +1,10 @@
-"""The Gloo engine: torch's C++ ProcessGroupGloo, and what it lacks made from what it has.
+"""The Gloo engine: CPU collectives and messages over TCP, on torch's C++ ProcessGroupGloo.
 
-What is only moved is moved as bytes, whatever its dtype. Reductions that Gloo does not know, or gets wrong (it
-adds bools as numbers), are gathered and combined here.
+Operations that only move data move bytes, so they support all dtypes. Reductions that Gloo lacks or computes
+wrongly (it adds bools as bytes) are gathered by Gloo and combined by torch.
 
-An operation is waited for in C++, by the thread that wants its result. All of a group that fails is woken by a
-receive that times out at once: Gloo then closes all connections of its context, and whoever waits on one is told.
+The thread that wants the result of an operation waits for it in C++. When the group fails, all waiting threads are
+woken by a receive that times out at once: Gloo then closes all connections of its context.
 """
 
 import os
@@ -27,7 +27,7 @@ from ...pending import All, Finishing
 from ...reductions import Reduction, combine, finish, prepare
 from ...stores.prefix import PrefixStore
 from ..base import Engine, PendingOperation, Setup
-from ..memory import as_bytes, flat, join, spread
+from ..memory import as_bytes, flat, join_bytes, split_bytes
 from .pending import GlooCollective, GlooMessage
 
 __all__ = ["GlooEngine"]
@@ -38,187 +38,190 @@ _OPS: dict[str, Any] = {
 }
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_KNOWN = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
-"""What Gloo reduces. It takes bools for bytes, and the sums of bytes are no bools."""
+_REDUCIBLE = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
+"""Dtypes that Gloo reduces correctly. It treats bools as bytes, whose sums are no bools."""
 
-REASON_SECONDS = 1.0
-"""A broken connection says nothing of why. The watch over the group does, mostly at once."""
+FAILURE_REASON_TIMEOUT_S = 1.0
+"""How long a broken connection waits for the failure detector of the group to say why it broke."""
 
-POISON_TAG = 2**31 - 1
-"""Of the receive that is to time out. Nobody sends with it."""
+CLOSING_TAG = 2**31 - 1
+"""Tag of the receives that time out to have Gloo close its connections. No message has this tag."""
 
 
 @final
 class GlooEngine(Engine):
-    """Gloo, over TCP: on the interfaces of GLOO_SOCKET_IFNAME, or where others reach this host."""
+    """Connects ranks by TCP, on the network interfaces of GLOO_SOCKET_IFNAME or the one that reaches the others.
+
+    Raises:
+        ProcessGroupError: Gloo could not connect the ranks within the timeout of the setup.
+    """
 
     name: ClassVar[str] = "gloo"
     blocking: ClassVar[bool] = False
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        # C++ holds stores, but not what makes one a Python object.
+        # C++ keeps the C++ part of a store alive, but not its Python object.
         self._stores = (setup.store, PrefixStore("gloo", setup.store))
         self._failure: Exception | None = None
         self._failed = threading.Event()
-        self._tell_group = setup.failed
-        self._from_anyone: weakref.WeakSet[GlooMessage] = weakref.WeakSet()
-        limit = timedelta(seconds=setup.timeout)
+        self._on_failure = setup.on_failure
+        self._any_source_receives: weakref.WeakSet[GlooMessage] = weakref.WeakSet()
         try:
-            self._gloo: Any = _connected(self._stores[-1], setup, limit)
+            self._gloo: Any = _connect(self._stores[-1], setup)
         except RuntimeError as error:
             raise ProcessGroupError(f"Gloo could not connect the ranks: {_first_line(error)}") from error
 
     # Collectives
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
-        """Every rank's `tensor` becomes the root's."""
+        """Broadcasts by Gloo."""
         if not tensor.numel():
             return None
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._start("broadcast", timeout, options, [_known(tensor)])
+        return self._start("broadcast", timeout, options, [_movable(tensor)])
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
-        """Every rank's `tensor` becomes the reduction of all."""
+        """Reduces by Gloo, or else gathers and combines on every rank."""
         if not tensor.numel():
             return None
         prepare(reduction, tensor)
-        if tensor.dtype not in _KNOWN:
+        if tensor.dtype not in _REDUCIBLE:
             parts = tensor.new_empty(self.size, tensor.numel())
             pending = self.all_gather_single(parts, tensor, timeout)
-            return self._then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
+            return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
         options = dist.AllreduceOptions()
-        options.reduceOp = _op(reduction, tensor)
-        return self._averaged(self._start("allreduce", timeout, options, [tensor]), reduction, tensor)
+        options.reduceOp = _reduce_op(reduction, tensor)
+        return self._divided(self._start("allreduce", timeout, options, [tensor]), reduction, tensor)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
-        """The root's `tensor` becomes the reduction of all; the others' may change."""
+        """Reduces by Gloo, or else gathers and combines on the root."""
         if not tensor.numel():
             return None
         prepare(reduction, tensor)
-        if tensor.dtype not in _KNOWN:
+        if tensor.dtype not in _REDUCIBLE:
             parts = tensor.new_empty(self.size if self.rank == root else 0, tensor.numel())
             pending = self.gather(list(parts), tensor, root, timeout)
             if self.rank != root:
                 return pending
-            return self._then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
+            return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
         options = dist.ReduceOptions()
-        options.reduceOp = _op(reduction, tensor)
+        options.reduceOp = _reduce_op(reduction, tensor)
         options.rootRank = root
-        return self._averaged(self._start("reduce", timeout, options, [tensor]), reduction, tensor)
+        return self._divided(self._start("reduce", timeout, options, [tensor]), reduction, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
-        """`outputs[i]` becomes the tensor of rank i; the sizes may differ."""
+        """Gathers by Gloo if the sizes are equal, or else by one broadcast per rank."""
         if len({output.numel() for output in outputs}) == 1:
             if not tensor.numel():
                 return None
-            lists = [[_known(output) for output in outputs]]
-            return self._start("allgather", timeout, AllgatherOptions(), lists, [_known(tensor)])
+            lists = [[_movable(output) for output in outputs]]
+            return self._start("allgather", timeout, AllgatherOptions(), lists, [_movable(tensor)])
         outputs[self.rank].copy_(tensor.view_as(outputs[self.rank]))
-        begun = [self.broadcast(output, root, timeout) for root, output in enumerate(outputs)]
-        return _all(begun)
+        return _all([self.broadcast(output, root, timeout) for root, output in enumerate(outputs)])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
-        """`output` becomes the tensors of all ranks, which have one size."""
+        """Gathers by Gloo."""
         if not tensor.numel():
             return None
-        return self._start("_allgather_base", timeout, AllgatherOptions(), _known(output), _known(tensor))
+        return self._start("_allgather_base", timeout, AllgatherOptions(), _movable(output), _movable(tensor))
 
     def gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
     ) -> PendingOperation | None:
-        """On the root, `outputs[i]` becomes the tensor of rank i."""
+        """Gathers by Gloo; all tensors must have one size."""
         if not tensor.numel():
             return None
         options = dist.GatherOptions()
         options.rootRank = root
-        lists = [[_known(output) for output in outputs]] if self.rank == root else []
-        return self._start("gather", timeout, options, lists, [_known(tensor)])
+        lists = [[_movable(output) for output in outputs]] if self.rank == root else []
+        return self._start("gather", timeout, options, lists, [_movable(tensor)])
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
     ) -> PendingOperation | None:
-        """Rank i's `tensor` becomes the root's `inputs[i]`."""
+        """Scatters by Gloo; all tensors must have one size."""
         if not tensor.numel():
             return None
         options = dist.ScatterOptions()
         options.rootRank = root
-        lists = [[_known(each) for each in inputs]] if self.rank == root else []
-        return self._start("scatter", timeout, options, [_known(tensor)], lists)
+        lists = [[_movable(each) for each in inputs]] if self.rank == root else []
+        return self._start("scatter", timeout, options, [_movable(tensor)], lists)
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
-        """Rank i's `tensor` becomes the reduction of all ranks' `inputs[i]`; the sizes may differ."""
-        # Gloo's own reduces all to all ranks, and throws most of it away.
+        """Exchanges the inputs by all_to_all and combines them on each rank."""
+        # Gloo's own reduce_scatter is an all_reduce whose result is mostly discarded.
         parts = tensor.new_empty(self.size, tensor.numel())
         pending = self.all_to_all(list(parts), _prepared(reduction, inputs), timeout)
-        return self._then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
+        return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
-        """As reduce_scatter of the equal parts of `whole`."""
+        """Exchanges the chunks by all_to_all and combines them on each rank."""
         parts = tensor.new_empty(self.size, tensor.numel())
         pending = self.all_to_all_single(parts, _prepared(reduction, [whole])[0], timeout)
-        return self._then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
+        return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
     ) -> PendingOperation | None:
-        """Rank i's `outputs[j]` becomes rank j's `inputs[i]`; the sizes may differ."""
-        sent, sizes = join(inputs), [output.nbytes for output in outputs]
+        """Exchanges the tensors by Gloo, through one buffer for all inputs and one for all outputs."""
+        sent, sizes = join_bytes(inputs), [output.nbytes for output in outputs]
         received = sent.new_empty(sum(sizes))
         options = dist.AllToAllOptions()
         pending = self._start(
             "alltoall_base", timeout, options, received, sent, sizes, [each.nbytes for each in inputs]
         )
-        return self._then(pending, lambda: spread(received, outputs))
+        return _then(pending, lambda: split_bytes(received, outputs))
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
-        """As all_to_all of equal parts of two tensors."""
+        """Exchanges the chunks by Gloo."""
         if not output.numel():
             return None
-        return self._start("alltoall_base", timeout, dist.AllToAllOptions(), _known(output), _known(whole), [], [])
+        return self._start(
+            "alltoall_base", timeout, dist.AllToAllOptions(), _movable(output), _movable(whole), [], []
+        )
 
     def barrier(self, timeout: float) -> PendingOperation | None:
-        """Done once all ranks have called it."""
+        """Waits for all ranks by Gloo."""
         return self._start("barrier", timeout, dist.BarrierOptions())
 
     def _start(self, operation: str, timeout: float, options: Any, *tensors: Any) -> PendingOperation:
-        """Calls a method of the C++ group."""
+        """Calls a method of the C++ group, with the timeout put into its options."""
         if self._failure is not None:
             raise self._failure
-        options.timeout = timedelta(seconds=max(timeout, 0.001))  # Gloo counts milliseconds, and 0 is none
+        options.timeout = timedelta(
+            seconds=max(timeout, 0.001)
+        )  # Gloo counts milliseconds, and takes 0 for no timeout
         try:
             if operation == "alltoall_base":
                 work = self._gloo.alltoall_base(*tensors, options)
             else:
                 work = getattr(self._gloo, operation)(*tensors, options)
         except RuntimeError as error:
-            raise self.explain(error, operation.strip("_"), timeout, time.monotonic()) from error
-        return GlooCollective(self.explain, work, operation.strip("_"), timeout)
+            raise self.translate_error(error, operation.strip("_"), timeout, time.monotonic()) from error
+        return GlooCollective(self.translate_error, work, operation.strip("_"), timeout)
 
-    def _averaged(self, pending: PendingOperation, reduction: Reduction, tensor: Tensor) -> PendingOperation:
-        """Gloo has averages of floating-point numbers only; of integers there is the sum so far."""
+    def _divided(self, pending: PendingOperation, reduction: Reduction, tensor: Tensor) -> PendingOperation:
+        """Divides the sums that Gloo computed for averages of integers, of which it has none."""
         if reduction.name != "avg" or tensor.dtype in _FLOATS:
             return pending
         return Finishing(pending, lambda: finish(reduction, tensor, self.size))
 
-    def _then(self, pending: PendingOperation | None, function: Callable[[], None]) -> PendingOperation | None:
-        return None if pending is None else Finishing(pending, function)
-
     # Point to point
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
-        """Sends to `peer`'s `recv` with this tag."""
-        if peer == self.rank:  # Gloo would break
+        """Sends by Gloo; a rank cannot send to itself."""
+        if peer == self.rank:  # Gloo would fail the group
             raise UnsupportedOperationError(self.name, "send", "a rank cannot send to itself; copy the tensor")
         return self._point_to_point("send", tensor, (peer, tag), timeout)
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Any:
-        """Receives what `peer`, or anyone if it is None, sends with this tag."""
+        """Receives by Gloo, from rank `peer` or from any rank if None; a rank cannot receive from itself."""
         if peer is None:
             return self._point_to_point("recv_anysource", tensor, (tag,), timeout)
         if peer == self.rank:
@@ -226,82 +229,96 @@ class GlooEngine(Engine):
         return self._point_to_point("recv", tensor, (peer, tag), timeout)
 
     def _point_to_point(
-        self, operation: str, tensor: Tensor, where: tuple[int, ...], timeout: float
+        self, operation: str, tensor: Tensor, address: tuple[int, ...], timeout: float
     ) -> PendingOperation:
         if self._failure is not None:
             raise self._failure
-        data = _known(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.uint8)  # Gloo sends something
+        data = (
+            _movable(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
+        )  # Gloo sends no empty message
         try:
-            work = getattr(self._gloo, operation)([data], *where)
+            work = getattr(self._gloo, operation)([data], *address)
         except RuntimeError as error:
-            raise self.explain(error, operation, timeout, time.monotonic()) from error
-        message = GlooMessage(self.explain, work, operation, timeout)
+            raise self.translate_error(error, operation, timeout, time.monotonic()) from error
+        message = GlooMessage(self.translate_error, work, operation, timeout)
         if operation == "recv_anysource":
-            self._from_anyone.add(message)
+            self._any_source_receives.add(message)
         return message
 
     # Faults
 
-    def explain(self, error: RuntimeError, operation: str, seconds: float, begun: float) -> Exception:
-        """What an error of Gloo means. The group fails with it."""
+    def translate_error(self, error: RuntimeError, operation: str, timeout: float, start_time: float) -> Exception:
+        """Fails the group for an error of Gloo, and returns the error to raise.
+
+        Args:
+            error: that Gloo raised.
+            operation: name of the operation that failed.
+            timeout: of the operation, in seconds.
+            start_time: when the operation started, by time.monotonic.
+        """
         if self._failure is None:
             text = _first_line(error)
-            late = time.monotonic() - begun >= 0.95 * seconds  # the others were as late
-            if "Timed out" in text or (late and not self._failed.wait(0.1)):
-                self._report(CollectiveTimeoutError(operation, seconds))
-            elif not self._failed.wait(REASON_SECONDS):
-                self._report(
+            # Another rank whose timeout expired first closes its connections before this rank's timeout expires.
+            is_late = time.monotonic() - start_time >= 0.95 * timeout
+            if "Timed out" in text or (is_late and not self._failed.wait(0.1)):
+                self._fail_group(CollectiveTimeoutError(operation, timeout))
+            elif not self._failed.wait(FAILURE_REASON_TIMEOUT_S):
+                self._fail_group(
                     ProcessGroupError(
-                        f"{operation} failed, as the connection to another rank broke; that rank may have timed "
-                        f"out or aborted its group: {text}"
+                        f"{operation} failed because the connection to another rank broke; that rank may have "
+                        f"timed out or aborted its group: {text}"
                     )
                 )
         assert self._failure is not None
         return self._failure
 
-    def _report(self, error: Exception) -> None:
-        self._tell_group(error)
-        self.fail(error)  # if the group has not done so, perhaps with another error
+    def _fail_group(self, error: Exception) -> None:
+        self._on_failure(error)
+        self.fail(error)  # has no effect if the group has called `fail`, possibly with another error
 
     def fail(self, error: Exception) -> None:
-        """Makes all that is under way, and all that comes, raise `error`."""
+        """Makes all operations in flight, and all later ones, raise `error`; closes Gloo's connections."""
         if self._failure is not None:
             return
         self._failure = error
         self._failed.set()
-        self._poison()
-        for message in list(self._from_anyone):  # these wait on no connection
-            message.give_up(error)
+        self._close_connections()
+        for receive in list(self._any_source_receives):  # Gloo does not wake these when connections close
+            receive.fail(error)
 
-    def _poison(self) -> None:
+    def _close_connections(self) -> None:
         """Has Gloo close the connections of every context; there is one for each network interface."""
-        gloo, nothing = self._gloo, torch.zeros(1, dtype=torch.uint8)
+        gloo, buffer = self._gloo, torch.zeros(1, dtype=torch.uint8)
         for context in range(len(os.environ.get(INTERFACES, "").split(","))):
             for peer in range(self.size):
                 if peer != self.rank:
-                    with suppress(RuntimeError):  # that it timed out, or that this connection is closed already
-                        gloo.recv([nothing], peer, POISON_TAG - context).wait(timedelta(milliseconds=1))
+                    with suppress(RuntimeError):  # it times out, or this connection is closed already
+                        gloo.recv([buffer], peer, CLOSING_TAG - context).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Ends Gloo's threads and closes its connections."""
         self._gloo = None
 
 
-def _connected(store: PrefixStore, setup: Setup, limit: timedelta) -> Any:
-    """The C++ group. Left to itself it takes the address of the host's name, which may lead nowhere."""
+def _connect(store: PrefixStore, setup: Setup) -> Any:
+    """Returns the C++ group, connected by an address that the other ranks can reach.
+
+    By default Gloo takes the address of the host's name, which may not be reachable.
+    """
+    timeout = timedelta(seconds=setup.timeout)
     hosts = hosts_of(setup.store, setup.rank, setup.size, setup.timeout)
     if os.environ.get(INTERFACES):
-        return dist.ProcessGroupGloo(store, setup.rank, setup.size, limit)
+        return dist.ProcessGroupGloo(store, setup.rank, setup.size, timeout)
     address = LOOPBACK if share_network(hosts) else address_for_others(setup.store)
-    gloo: Any = dist.ProcessGroupGloo  # the stubs lack half of it
+    gloo: Any = dist.ProcessGroupGloo  # some attributes are missing in the stubs
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
-    options._timeout = limit
+    options._timeout = timeout
     return gloo(store, setup.rank, setup.size, options)
 
 
 def _prepared(reduction: Reduction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What is combined, without a change to what the user gave."""
+    """Returns the tensors multiplied by the reduction's factor; copies, unless there is no factor."""
     if reduction.factor is None:
         return tensors
     copies = [tensor.clone() for tensor in tensors]
@@ -310,29 +327,34 @@ def _prepared(reduction: Reduction, tensors: Sequence[Tensor]) -> Sequence[Tenso
     return copies
 
 
-def _op(reduction: Reduction, tensor: Tensor) -> Any:
-    """Gloo's name of it."""
+def _reduce_op(reduction: Reduction, tensor: Tensor) -> Any:
+    """Returns the ReduceOp that Gloo runs for a reduction."""
     if reduction.name == "premul_sum" or (reduction.name == "avg" and tensor.dtype not in _FLOATS):
         return dist.ReduceOp.SUM
     return _OPS[reduction.name]
 
 
-def _combine(reduction: Reduction, parts: Tensor, into: Tensor) -> None:
-    """The reduction of the rows of `parts`, which are as large as `into`."""
-    into.copy_(parts[0])
+def _combine(reduction: Reduction, parts: Tensor, out: Tensor) -> None:
+    """Writes the reduction of the rows of `parts`, of shape `(ranks, n)`, to `out`, of shape `(n,)`."""
+    out.copy_(parts[0])
     for part in parts[1:]:
-        combine(reduction, into, part, into)
-    finish(reduction, into, len(parts))
+        combine(reduction, out, part, out)
+    finish(reduction, out, len(parts))
 
 
-def _known(tensor: Tensor) -> Tensor:
-    """Its elements in one dimension, or its bytes if Gloo does not know the dtype."""
-    return flat(tensor) if tensor.dtype in _KNOWN else as_bytes(tensor)
+def _movable(tensor: Tensor) -> Tensor:
+    """Returns a one-dimensional view in a dtype that Gloo knows: the tensor's own, or bytes."""
+    return flat(tensor) if tensor.dtype in _REDUCIBLE else as_bytes(tensor)
 
 
-def _all(pending: Sequence[PendingOperation | None]) -> PendingOperation | None:
-    begun = [each for each in pending if each is not None]
-    return All(begun) if begun else None
+def _then(pending: PendingOperation | None, function: Callable[[], None]) -> PendingOperation | None:
+    """Has `function` run before the operation is done."""
+    return None if pending is None else Finishing(pending, function)
+
+
+def _all(operations: Sequence[PendingOperation | None]) -> PendingOperation | None:
+    in_flight = [each for each in operations if each is not None]
+    return All(in_flight) if in_flight else None
 
 
 def _first_line(error: Exception) -> str:

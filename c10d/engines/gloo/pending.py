@@ -1,4 +1,4 @@
-"""Operations of Gloo that are under way. They are waited for in C++, by the thread that wants the result."""
+"""Operations of Gloo in flight. The thread that wants a result waits for it in C++."""
 
 import os
 import threading
@@ -12,27 +12,34 @@ from ...torch_types import TorchWork
 
 __all__ = ["GlooCollective", "GlooMessage"]
 
-Explain = Callable[[RuntimeError, str, float, float], Exception]
-"""What an error means: of which operation, how long it may take in seconds, and when (monotonic) it began."""
+TranslateError = Callable[[RuntimeError, str, float, float], Exception]
+"""Takes an error of Gloo, the operation's name, its timeout in seconds and its start by time.monotonic."""
 
-SPIN_SECONDS = 0.0004
-"""So long a thread that waits for a collective lets others run before it sleeps: to be woken takes long, too."""
+SPIN_S = 0.0004
+"""Seconds for which a thread yields the processor before it sleeps in C++, as waking it up takes long, too."""
 
 
 @final
 class GlooCollective:
-    """A collective under way."""
+    """A collective in flight, a PendingOperation (engines/base.py).
 
-    def __init__(self, explain: Explain, work: TorchWork, operation: str, seconds: float) -> None:
-        self._explain = explain
-        self._work: TorchWork | None = work  # it holds the tensors
+    Args:
+        translate_error: returns the error to raise for an error of Gloo.
+        work: torch's Work for the operation.
+        operation: its name.
+        timeout: seconds that it may take.
+    """
+
+    def __init__(self, translate_error: TranslateError, work: TorchWork, operation: str, timeout: float) -> None:
+        self._translate_error = translate_error
+        self._work: TorchWork | None = work  # dropped when done, as it holds the tensors
         self._operation = operation
-        self._seconds = seconds
-        self._begun = time.monotonic()
+        self._timeout = timeout
+        self._start_time = time.monotonic()
         self._error: Exception | None = None
 
     def wait(self, timeout: float | None) -> None:
-        """Waits in C++."""
+        """Waits in C++, see PendingOperation.wait."""
         work = self._work
         if work is not None:
             _spin(work)
@@ -44,26 +51,26 @@ class GlooCollective:
             except RuntimeError as error:
                 if not work.is_completed():
                     raise TimeoutError from None
-                explained = self._explain(error, self._operation, self._seconds, self._begun)
-                self._error = explained.with_traceback(None)
+                translated = self._translate_error(error, self._operation, self._timeout, self._start_time)
+                self._error = translated.with_traceback(None)
             self._work = None
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
-        """Is it over, well or badly?"""
+        """Returns whether the operation has finished, successfully or not."""
         work = self._work
         if work is None or work.is_completed():
-            with suppress(Exception):  # which `wait` raises
+            with suppress(Exception):  # `wait` raises it again
                 self.wait(None)
         return self._work is None
 
     def source(self) -> int:
-        """Only receives have one."""
+        """Raises NotImplementedError, as collectives have no source."""
         raise NotImplementedError
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called by one of Gloo's threads."""
+        """Calls `callback` on one of Gloo's threads when the operation is done, or immediately if it is done."""
         work = self._work
         if work is None:
             callback()
@@ -73,94 +80,107 @@ class GlooCollective:
 
 @final
 class GlooMessage:
-    """A message under way. Gloo makes progress with it by itself, but says that it is over only to who waits."""
+    """A send or receive in flight, a PendingOperation (engines/base.py).
 
-    def __init__(self, explain: Explain, work: TorchWork, operation: str, seconds: float) -> None:
-        self._explain = explain
+    Gloo makes progress by itself, but reports the end of a message only to a thread that waits for it. So the
+    first `wait` without a timeout waits in C++; if there is none when `done` or `on_done` is called, a thread is
+    started.
+
+    Args:
+        translate_error: returns the error to raise for an error of Gloo.
+        work: torch's Work for the operation.
+        operation: `"send"`, `"recv"` or `"recv_anysource"`.
+        timeout: seconds that it may take.
+    """
+
+    def __init__(self, translate_error: TranslateError, work: TorchWork, operation: str, timeout: float) -> None:
+        self._translate_error = translate_error
         self._work: Any = work
         self._operation = operation
-        self._seconds = seconds
-        self._begun = time.monotonic()
+        self._timeout = timeout
+        self._start_time = time.monotonic()
         self._lock = threading.Lock()
-        self._over = False
-        self._waited_for = False
+        self._is_done = False
+        self._has_waiter = False
         self._source = -1
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     def wait(self, timeout: float | None) -> None:
-        """Waits in C++, or for who does that."""
-        # A failure would not wake who waits in C++ for a message from anyone.
-        if not self._over and timeout is None and self._operation != "recv_anysource":
+        """Waits in C++, or for the thread that does, see PendingOperation.wait."""
+        # A failure of the group would not wake a thread that waits in C++ for a message from any rank.
+        if not self._is_done and timeout is None and self._operation != "recv_anysource":
             with self._lock:
-                mine, self._waited_for = not self._waited_for, True
-            if mine:
-                self._finish()
-        if not self._over:
-            over = threading.Event()
-            self.on_done(over.set)
-            if not over.wait(timeout):
+                is_waiter, self._has_waiter = not self._has_waiter, True
+            if is_waiter:
+                self._wait_in_gloo()
+        if not self._is_done:
+            event = threading.Event()
+            self.on_done(event.set)
+            if not event.wait(timeout):
                 raise TimeoutError
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
-        """Is it over, well or badly?"""
-        if not self._over:
-            self._have_waited_for()
-        return self._over
+        """Returns whether the operation has finished, successfully or not."""
+        if not self._is_done:
+            self._ensure_waiter()
+        return self._is_done
 
     def source(self) -> int:
-        """The rank that sent."""
+        """Returns the rank that sent the message."""
         return self._source
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once when it is over, at once if it is."""
+        """Calls `callback` once when the operation is done, or immediately if it is done already."""
         with self._lock:
-            if not self._over:
+            if not self._is_done:
                 self._callbacks.append(callback)
-                callback = self._have_waited_for
+                callback = self._ensure_waiter
         callback()
 
-    def give_up(self, error: Exception) -> None:
-        """Ends it with an error, whatever Gloo does."""
-        self._end(error.with_traceback(None))
+    def fail(self, error: Exception) -> None:
+        """Finishes the operation with an error, whatever Gloo does with it."""
+        self._finish(error.with_traceback(None))
 
-    def _have_waited_for(self) -> None:
+    def _ensure_waiter(self) -> None:
+        """Starts a thread that waits in C++ unless some thread does already."""
         with self._lock:
-            if self._waited_for:
+            if self._has_waiter:
                 return
-            self._waited_for = True
-        threading.Thread(target=self._finish, name=f"gradwire-gloo-{self._operation}", daemon=True).start()
+            self._has_waiter = True
+        name = f"gradwire-gloo-{self._operation}"
+        threading.Thread(target=self._wait_in_gloo, name=name, daemon=True).start()
 
-    def _finish(self) -> None:
-        left = self._begun + self._seconds - time.monotonic()
+    def _wait_in_gloo(self) -> None:
+        remaining = self._start_time + self._timeout - time.monotonic()
         work = self._work
-        if work is None:  # it was given up
+        if work is None:  # `fail` was called
             return
         try:
-            work.wait(timedelta(seconds=max(left, 0.001)))
+            work.wait(timedelta(seconds=max(remaining, 0.001)))
         except RuntimeError as error:
-            self.give_up(self._explain(error, self._operation, self._seconds, self._begun))
+            self.fail(self._translate_error(error, self._operation, self._timeout, self._start_time))
             return
         if self._operation != "send":
             self._source = int(work._source_rank())
-        self._end(None)
+        self._finish(None)
 
-    def _end(self, error: Exception | None) -> None:
+    def _finish(self, error: Exception | None) -> None:
         with self._lock:
-            if self._over:
+            if self._is_done:
                 return
             self._error = error
             self._work = None  # it holds the tensor
-            self._over = True
+            self._is_done = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
 
 def _spin(work: TorchWork) -> None:
-    """Returns soon after an operation is over, or after a while."""
-    end = time.monotonic() + SPIN_SECONDS
-    while not work.is_completed() and time.monotonic() < end:
+    """Yields the processor until an operation is done, for at most `SPIN_S` seconds."""
+    deadline = time.monotonic() + SPIN_S
+    while not work.is_completed() and time.monotonic() < deadline:
         os.sched_yield()

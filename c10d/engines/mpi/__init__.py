@@ -1,1 +1,1 @@
-"""The MPI engine: collectives and messages through mpi4py."""
+"""The MPI engine: CPU collectives and messages, on mpi4py."""

@@ -1,10 +1,10 @@
-"""The MPI world of this process: MPI_COMM_WORLD, of which all MPI groups are parts.
+"""The MPI world of this process, MPI_COMM_WORLD, which contains all MPI groups.
 
-MPI can be initialised once in the life of a process. Started by mpiexec, the processes are in its world. Otherwise
-the ranks of the first group that uses MPI form a world, with MPICH, through the group's store; later groups can be
-made of any of its processes. It lasts until the interpreter ends.
+MPI can be initialized once in the life of a process. Processes started by mpiexec are in its world. Otherwise the
+ranks of the first group that uses MPI form a world through the group's store, which only MPICH can do; later
+groups can consist of any of its processes. The world lasts until the interpreter exits.
 
-If a process of the world dies, MPI can be used no more by the others.
+If a process of the world dies, the others cannot use MPI any more.
 """
 
 import ctypes
@@ -26,17 +26,22 @@ from .progress import MpiProgressThread
 
 __all__ = ["MpiWorld", "load_mpi", "under_mpiexec"]
 
-LEAVE_SECONDS = 10.0
-"""How long a process that ends waits for the others, to finalize MPI together."""
+LEAVE_TIMEOUT_S = 10.0
+"""Seconds that an exiting process waits for the others, as all must finalize MPI together."""
 
-LAUNCHERS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-"""What mpiexec puts into the environment of the processes that it starts."""
+LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+"""Variables that mpiexec sets in the environment of the processes that it starts."""
 
-LAUNCHED = "launched"
+MPIEXEC_WORLD = "mpiexec"
+"""Name of the world that mpiexec makes; other worlds have random names."""
 
 
 def load_mpi() -> Any:
-    """mpi4py.MPI, with MPI not initialised unless it was already."""
+    """Returns the module mpi4py.MPI, without initializing MPI.
+
+    Raises:
+        ProcessGroupError: mpi4py or an MPI library is missing.
+    """
     try:
         import mpi4py
 
@@ -52,43 +57,50 @@ def load_mpi() -> Any:
 
 @final
 class MpiWorld:
-    """MPI as this process has initialised it. There is one; `join` gives it."""
+    """MPI as this process has initialized it. A process has one world at most, which `join` returns.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+        name: the same in all processes of the world.
+        address: host and port of the PMI server; empty if mpiexec made the world.
+        pmi_id: by which the PMI server knows this process.
+    """
 
     _current: ClassVar["MpiWorld | None"] = None
-    _guard: ClassVar = threading.Lock()
+    _lock: ClassVar = threading.Lock()
 
     def __init__(self, mpi: Any, name: str, address: str = "", pmi_id: int = 0) -> None:
         self.mpi = mpi
         self.name = name
         self.comm = mpi.COMM_WORLD
         self.progress = MpiProgressThread()
-        self.broken: Exception | None = None
-        """Why MPI can be used no more."""
+        self.failure: Exception | None = None
+        """The loss of a process of the world, after which MPI cannot be used any more."""
         self._address = address
         self._pmi_id = pmi_id
         self._server: PmiServer | None = None
         for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):  # mpi4py reports its own errors on the latter
             comm.Set_errhandler(mpi.ERRORS_RETURN)
-        Finalize(None, self._end, exitpriority=50)  # not atexit, which children of multiprocessing do not run
+        Finalize(None, self._finalize, exitpriority=50)  # atexit is not run in children of multiprocessing
 
     @classmethod
     def join(cls, setup: Setup) -> tuple[Self, list[int]]:
-        """The world, and the rank in it of each rank of a group whose ranks call this together.
+        """Returns the world, and for each rank of a group, which all call this together, its rank in the world.
 
         Raises:
-            ProcessGroupError: they have no world in common, and can form none.
+            ProcessGroupError: the ranks have no world in common and cannot form one, or MPI cannot be used.
+            DistStoreError: some rank did not call this within the timeout of the setup.
         """
-        with cls._guard:
+        with cls._lock:
             mpi = load_mpi()
             if mpi.Is_finalized():
-                raise ProcessGroupError("MPI has been finalized in this process, and cannot be initialised again")
+                raise ProcessGroupError("MPI has been finalized in this process, and cannot be initialized again")
             world = cls._current
             if world is None and (under_mpiexec() or mpi.Is_initialized()):
-                world = cls._current = cls._of_launcher(mpi)
-            mine = ["", -1] if world is None else [world.name, world.comm.rank]
+                world = cls._current = cls._of_mpiexec(mpi)
+            own = ["", -1] if world is None else [world.name, world.comm.rank]
             store = PrefixStore("mpi", setup.store)
-            all_ranks = _exchange(store, "world", setup, json.dumps(mine))
-            ranks = [json.loads(each) for each in all_ranks]
+            ranks = [json.loads(each) for each in _exchange(store, "world", setup, json.dumps(own))]
             names = {name for name, _ in ranks}
             if names == {""}:
                 world = cls._current = cls._form(mpi, store, setup)
@@ -96,73 +108,73 @@ class MpiWorld:
             if len(names) > 1 or len({rank for _, rank in ranks}) < setup.size:
                 raise ProcessGroupError(
                     "these ranks are not in one MPI world: a process can be in one only, which is formed by the "
-                    "first group that uses MPI. Make that the group of all of them (init_process_group), or start "
-                    f"them with one mpiexec. World and rank of each: {ranks}"
+                    "first group that uses MPI. Let that be the group of all processes (init_process_group), or "
+                    f"start them with one mpiexec. World and rank of each: {ranks}"
                 )
             assert world is not None
-            if world.broken is not None:
+            if world.failure is not None:
                 raise ProcessGroupError(
-                    f"MPI can be used no more, since a process of its world is gone: {world.broken}. Start again, "
-                    "or use another engine"
+                    f"MPI cannot be used any more, as a process of its world died: {world.failure}. Start the "
+                    "processes again, or use another engine"
                 )
             return world, [rank for _, rank in ranks]
 
     @classmethod
-    def launched(cls) -> Self:
-        """The world of the processes that mpiexec has started.
+    def from_mpiexec(cls) -> Self:
+        """Returns the world of the processes that mpiexec started.
 
         Raises:
-            ProcessGroupError: this process was not started by it, or MPI has ended.
+            ProcessGroupError: mpiexec did not start this process, or MPI has been finalized.
         """
-        with cls._guard:
+        with cls._lock:
             mpi = load_mpi()
             if mpi.Is_finalized() or not under_mpiexec():
-                raise ProcessGroupError("this process is not in a world of mpiexec, or has left it")
+                raise ProcessGroupError("mpiexec did not start this process, or MPI has been finalized in it")
             if cls._current is None:
-                cls._current = cls._of_launcher(mpi)
+                cls._current = cls._of_mpiexec(mpi)
             return cls._current
 
     @classmethod
-    def _of_launcher(cls, mpi: Any) -> Self:
+    def _of_mpiexec(cls, mpi: Any) -> Self:
         if not mpi.Is_initialized():
-            _initialise(mpi)
+            _initialize(mpi)
         elif mpi.COMM_WORLD.size == 1 and not under_mpiexec():
             raise ProcessGroupError(
-                "MPI has been initialised by other code in this process, without mpiexec, so its world is this "
-                "process alone: import mpi4py.MPI after the first group is made, or set mpi4py.rc.initialize = "
+                "MPI has been initialized by other code in this process, without mpiexec, so its world has this "
+                "process only: import mpi4py.MPI after the first group is created, or set mpi4py.rc.initialize = "
                 "False before it is imported"
             )
-        return cls(mpi, LAUNCHED)
+        return cls(mpi, MPIEXEC_WORLD)
 
     @classmethod
     def _form(cls, mpi: Any, store: PrefixStore, setup: Setup) -> Self:
-        """Initialises MPI in all ranks of a group."""
+        """Forms a world of all ranks of a group: initializes MPICH with a PMI server on rank 0."""
         vendor = mpi.get_vendor()[0]
         if vendor != "MPICH":
             raise ProcessGroupError(
                 f"{vendor} forms a world only under its launcher: start the processes with mpiexec, or install "
-                "the mpich wheel, with which none is needed"
+                "the mpich wheel, which needs none"
             )
         server = None
         hosts = hosts_of(store, setup.rank, setup.size, setup.timeout)
         if setup.rank == 0:
             listening, host = listen(hosts, store)
-            server = PmiServer(listening, _nodes(hosts))
+            server = PmiServer(listening, _node_numbers(hosts))
             address = f"{host}:{listening.getsockname()[1]}"
             store.set("pmi", json.dumps([server.name, address, server.ids]))
         store.wait(["pmi"], timedelta(seconds=setup.timeout))
         name, address, ids = json.loads(store.get("pmi"))
-        mine = {
+        variables = {
             "PMI_PORT": address,
             "PMI_ID": str(ids[setup.rank]),
             "PMI_RANK": str(setup.rank),
             "PMI_SIZE": str(setup.size),
         }
-        os.environ.update(mine)
+        os.environ.update(variables)
         try:
-            _initialise(mpi)
-        finally:  # it must not reach processes that this one starts
-            for variable in mine:
+            _initialize(mpi)
+        finally:  # processes that this one starts must not inherit them
+            for variable in variables:
                 del os.environ[variable]
         world = cls(mpi, name, address, ids[setup.rank])
         world._server = server
@@ -170,37 +182,37 @@ class MpiWorld:
         _unlink_shared_memory()
         return world
 
-    def _end(self) -> None:
-        """Finalizes MPI when all processes do, at the end of the interpreter; not at all if some never will."""
+    def _finalize(self) -> None:
+        """Finalizes MPI at interpreter exit, together with all processes of the world; not if some have failed."""
         self.progress.close()
-        if self.broken is not None or self.progress.abandoned or self.mpi.Is_finalized():
+        if self.failure is not None or self.progress.abandoned or self.mpi.Is_finalized():
             return
-        if self._address and not leave(self._address, self._pmi_id, LEAVE_SECONDS):
+        if self._address and not leave(self._address, self._pmi_id, LEAVE_TIMEOUT_S):
             return
         _library(self.mpi).MPI_Finalize()
         if self._server is not None:
-            self._server.end(LEAVE_SECONDS)
+            self._server.finish(LEAVE_TIMEOUT_S)
 
 
-def _nodes(hosts: Sequence[Host]) -> list[int]:
-    """The number of each rank's node, within which MPI uses shared memory."""
+def _node_numbers(hosts: Sequence[Host]) -> list[int]:
+    """Numbers the ranks' nodes, within which MPI uses shared memory."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(host.memory, len(numbers)) for host in hosts]
 
 
-def _initialise(mpi: Any) -> None:
-    """MPI_Init_thread, without the interpreter's lock: mpi4py holds it, and the PMI server is a thread."""
+def _initialize(mpi: Any) -> None:
+    """Calls MPI_Init_thread without the GIL, which the PMI server's thread needs; mpi4py would hold it."""
     wanted, provided = int(mpi.THREAD_MULTIPLE), ctypes.c_int(-1)
-    failed = _library(mpi).MPI_Init_thread(None, None, ctypes.c_int(wanted), ctypes.byref(provided))
-    if failed or provided.value < wanted:
+    error = _library(mpi).MPI_Init_thread(None, None, ctypes.c_int(wanted), ctypes.byref(provided))
+    if error or provided.value < wanted:
         raise ProcessGroupError(
-            f"MPI could not be initialised for several threads (error {failed}, level {provided.value}): the "
-            "library must have MPI_THREAD_MULTIPLE"
+            f"MPI could not be initialized for several threads (error {error}, level {provided.value}): use a "
+            "library that has MPI_THREAD_MULTIPLE"
         )
 
 
 def _unlink_shared_memory() -> None:
-    """Takes the name from the memory that MPICH shares: it goes with the last process, however that ends."""
+    """Unlinks MPICH's shared memory, so that the kernel frees it with the last process, however that ends."""
     maps = Path("/proc/self/maps")
     for line in maps.read_text().splitlines() if maps.exists() else []:
         path = line.split(maxsplit=5)[-1]
@@ -209,18 +221,18 @@ def _unlink_shared_memory() -> None:
 
 
 def _library(mpi: Any) -> ctypes.CDLL:
-    """The MPI library that mpi4py uses."""
+    """Returns the MPI library that mpi4py uses."""
     return ctypes.CDLL(mpi.__file__)
 
 
 def under_mpiexec() -> bool:
-    """Was this process started by mpiexec?"""
-    return any(variable in os.environ for variable in LAUNCHERS)
+    """Returns whether mpiexec started this process."""
+    return any(variable in os.environ for variable in LAUNCHER_VARIABLES)
 
 
-def _exchange(store: PrefixStore, key: str, setup: Setup, mine: str) -> list[str]:
-    """What each rank gave."""
-    store.set(f"{key}/{setup.rank}", mine)
+def _exchange(store: PrefixStore, key: str, setup: Setup, text: str) -> list[str]:
+    """All-gathers a text per rank through the store."""
+    store.set(f"{key}/{setup.rank}", text)
     keys = [f"{key}/{rank}" for rank in range(setup.size)]
     store.wait(keys, timedelta(seconds=setup.timeout))
     return [store.get(each).decode() for each in keys]

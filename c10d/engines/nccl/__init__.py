@@ -1,4 +1,4 @@
-"""NCCL: collectives of GPUs, through cupy."""
+"""The NCCL engine: collectives and messages of CUDA tensors, through cupy."""
 
 from .engine import NcclEngine
 

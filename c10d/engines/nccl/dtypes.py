@@ -1,7 +1,7 @@
-"""How NCCL numbers dtypes and reductions, and which it can compute.
+"""Maps dtypes and reductions to the numbers that NCCL has for them, and says which ones NCCL supports.
 
-The numbers are those of `ncclDataType_t` and `ncclRedOp_t` in nccl.h; they do not change. What NCCL does not
-reduce is gathered and combined by torch (plans.py).
+The numbers are those of `ncclDataType_t` and `ncclRedOp_t` in nccl.h, which are stable. Tensors that NCCL cannot
+reduce are gathered by NCCL and combined by torch (plans.py).
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ import torch
 
 from ...reductions import Reduction
 
-__all__ = ["BYTES", "Ability", "Native"]
+__all__ = ["BYTES", "NativeReduction", "NcclCapability"]
 
 BYTES: Final = 1
-"""ncclUint8: what is only moved, is moved as bytes."""
+"""ncclUint8, the datatype of operations that only move data."""
 
 _DTYPES = {
     torch.int8: 0,
@@ -29,17 +29,22 @@ _DTYPES = {
     torch.bfloat16: 9,
 }
 _FLOAT8 = {torch.float8_e4m3fn: 10, torch.float8_e5m2: 11}
-_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_REAL_DTYPES = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 _OPERATIONS = {"sum": _SUM, "premul_sum": _SUM, "product": _PRODUCT, "max": _MAX, "min": _MIN, "avg": _AVG}
-_OF_BOOLS = {"sum": _MAX, "max": _MAX, "bor": _MAX, "product": _MIN, "min": _MIN, "band": _MIN}
-"""On bytes that are 0 or 1."""
+_BOOL_OPERATIONS = {"sum": _MAX, "max": _MAX, "bor": _MAX, "product": _MIN, "min": _MIN, "band": _MIN}
+"""For bools, which are reduced as bytes that are 0 or 1."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Native:
-    """How NCCL is told to reduce: numbers of dtype and operation, and how many numbers make an element."""
+class NativeReduction:
+    """A reduction as NCCL computes it.
+
+    datatype: NCCL's number of the dtype.
+    operation: NCCL's number of the reduction.
+    width: how many numbers make an element, 2 for complex dtypes.
+    """
 
     datatype: int
     operation: int
@@ -48,29 +53,32 @@ class Native:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Ability:
-    """What NCCL can do on some GPU.
+class NcclCapability:
+    """The version of NCCL and the GPU, which decide what NCCL can reduce.
 
-    version: of NCCL, such as 22703.
-    capability: of the GPU, such as (9, 0).
+    version: of NCCL, such as 22703 for 2.27.3.
+    compute_capability: of the GPU, such as `(9, 0)`.
     """
 
     version: int
-    capability: tuple[int, int]
+    compute_capability: tuple[int, int]
 
-    def native(self, dtype: torch.dtype, reduction: Reduction) -> Native | None:
-        """How it reduces this dtype so; None if it does not. Factors must have been applied before."""
+    def native(self, dtype: torch.dtype, reduction: Reduction) -> NativeReduction | None:
+        """Returns how NCCL computes a reduction of a dtype; None if it cannot.
+
+        The factor of a premultiplied sum must have been applied before.
+        """
         name = reduction.name
         if dtype == torch.bool:
-            return Native(BYTES, _OF_BOOLS[name]) if name in _OF_BOOLS else None
+            return NativeReduction(BYTES, _BOOL_OPERATIONS[name]) if name in _BOOL_OPERATIONS else None
         if name not in _OPERATIONS:
             return None
-        if dtype in _PARTS:
+        if dtype in _REAL_DTYPES:
             sums = name in {"sum", "premul_sum", "avg"}
-            return Native(_DTYPES[_PARTS[dtype]], _OPERATIONS[name], 2) if sums else None
+            return NativeReduction(_DTYPES[_REAL_DTYPES[dtype]], _OPERATIONS[name], 2) if sums else None
         if dtype in _FLOAT8:
-            # Since 2.24, and compiled for Hopper and later. Averages would be divided before they are summed, in
+            # NCCL has these since 2.24, for Hopper and later. For averages it would divide before it sums, with
             # three bits of precision.
-            able = self.version >= 22400 and self.capability >= (9, 0) and name != "avg"
-            return Native(_FLOAT8[dtype], _OPERATIONS[name]) if able else None
-        return Native(_DTYPES[dtype], _OPERATIONS[name]) if dtype in _DTYPES else None
+            is_supported = self.version >= 22400 and self.compute_capability >= (9, 0) and name != "avg"
+            return NativeReduction(_FLOAT8[dtype], _OPERATIONS[name]) if is_supported else None
+        return NativeReduction(_DTYPES[dtype], _OPERATIONS[name]) if dtype in _DTYPES else None

@@ -1,75 +1,78 @@
-"""What gradwire uses of NCCL, under the names of cupy.cuda.nccl. Tests put other libraries in its place."""
+"""The functions of NCCL that the engine uses, as cupy.cuda.nccl names them. Tests pass another implementation."""
 
 from typing import Protocol, cast
 
 from ....errors import ProcessGroupError, UnsupportedOperationError
 
-__all__ = ["Communicator", "Library", "load", "translated"]
+__all__ = ["Communicator", "Library", "load", "translate_error"]
 
 
 class Communicator(Protocol):
     """One rank of a communicator.
 
-    Tensors are pointers and counts of elements; `datatype` and `op` are numbers (dtypes.py); `stream` is a
-    cudaStream_t. The calls put work on the stream and return; inside a group they only note what to do.
+    Tensors are given as device pointers and counts of elements, datatypes and reductions as numbers (dtypes.py),
+    and streams as cudaStream_t. Operations are enqueued on the stream, those inside a group at its end.
     """
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int, /) -> None:  # noqa: N802
-        """Every rank's `recvbuf` becomes the reduction of all."""
+        """Reduces all ranks' `sendbuf` into every rank's `recvbuf`."""
 
     def reduce(
         self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int, /
     ) -> None:
-        """The root's `recvbuf` becomes the reduction of all."""
+        """Reduces all ranks' `sendbuf` into the root's `recvbuf`."""
 
     def broadcast(self, sendbuf: int, recvbuf: int, count: int, datatype: int, root: int, stream: int, /) -> None:
-        """Every rank's `recvbuf` becomes the root's `sendbuf`."""
+        """Copies the root's `sendbuf` to every rank's `recvbuf`."""
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int, /) -> None:  # noqa: N802
-        """`recvbuf` becomes the `count` elements of each rank, one after another."""
+        """Concatenates the `count` elements of every rank's `sendbuf` into `recvbuf`."""
 
     def reduceScatter(  # noqa: N802
         self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int, /
     ) -> None:
-        """Rank i's `recvbuf` becomes the reduction of the i-th `recvcount` elements of all."""
+        """Reduces the i-th `recvcount` elements of all ranks' `sendbuf` into rank i's `recvbuf`."""
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int, /) -> None:
-        """To the peer's next `recv` from this rank."""
+        """Sends to the peer's next `recv` from this rank."""
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int, /) -> None:
-        """The peer's next `send` to this rank."""
+        """Receives the peer's next `send` to this rank."""
 
     def check_async_error(self) -> None:
-        """Raises the error, if there was one since."""
+        """Raises the asynchronous error of the communicator, if there was one."""
 
     def abort(self) -> None:
-        """Ends what is under way, and gives everything back."""
+        """Ends operations in flight and releases the communicator."""
 
     def destroy(self) -> None:
-        """Gives everything back, once what is under way is done."""
+        """Releases the communicator. No operation may be in flight."""
 
 
 class Library(Protocol):
-    """NCCL."""
+    """The functions of the module cupy.cuda.nccl."""
 
     def get_version(self) -> int:
-        """Such as 22703 for 2.27.3."""
+        """Returns the version, such as 22703 for 2.27.3."""
 
     def get_unique_id(self) -> tuple[int, ...]:
-        """Names a new communicator; all its ranks must be given it."""
+        """Returns an id for a new communicator, which all its ranks must pass to it."""
 
     def NcclCommunicator(self, ndev: int, commId: tuple[int, ...], rank: int, /) -> Communicator:  # noqa: N802, N803
-        """Joins a communicator with the current GPU; returns once all ranks have, or at the end of the group."""
+        """Joins a communicator of `ndev` ranks with the current GPU.
+
+        Blocks until all ranks have joined; inside a group, the end of the group blocks.
+        """
 
     def groupStart(self) -> None:  # noqa: N802
-        """From here on, calls of this thread are only noted."""
+        """Starts a group: operations that this thread calls are collected."""
 
     def groupEnd(self) -> None:  # noqa: N802
-        """Does what was noted, all at once."""
+        """Ends the group: starts all collected operations at once."""
 
 
 def load() -> Library:
-    """NCCL itself.
+    """Returns cupy.cuda.nccl.
 
     Raises:
         UnsupportedOperationError: cupy is not installed, or finds no NCCL.
@@ -89,13 +92,13 @@ def load() -> Library:
     return cast(Library, nccl)
 
 
-_UNNAMED = {6: "a process exited or the network failed", 7: "still in progress"}
-"""Of NCCL's errors, those whose names cupy lacks: it raises KeyError instead."""
+_UNNAMED_ERRORS = {6: "a process exited or the network failed", 7: "still in progress"}
+"""Error codes of NCCL whose names cupy lacks; it raises KeyError with the code."""
 
 
-def translated(doing: str, error: Exception) -> ProcessGroupError:
-    """What users see of an error of the library."""
+def translate_error(operation: str, error: Exception) -> ProcessGroupError:
+    """Returns the error to raise for an error of NCCL."""
     text = str(error)
-    if isinstance(error, KeyError) and error.args and error.args[0] in _UNNAMED:
-        text = f"error {error.args[0]}: {_UNNAMED[error.args[0]]}"
-    return ProcessGroupError(f"NCCL failed in {doing}: {text} (NCCL_DEBUG=WARN prints more)")
+    if isinstance(error, KeyError) and error.args and error.args[0] in _UNNAMED_ERRORS:
+        text = f"error {error.args[0]}: {_UNNAMED_ERRORS[error.args[0]]}"
+    return ProcessGroupError(f"NCCL failed in {operation}: {text} (NCCL_DEBUG=WARN prints more)")

@@ -1,4 +1,4 @@
-"""An operation under way on GPUs."""
+"""Operations of NCCL in flight on GPUs."""
 
 import threading
 import time
@@ -11,27 +11,30 @@ from .streams import Event, Gpus, Stream
 
 __all__ = ["NcclOperation"]
 
-GRACE: Final = 5.0
-"""Seconds beyond its timeout that an operation may take to be launched: what holds it up has a timeout of its own,
-and knows better who is missing."""
+LAUNCH_GRACE_S: Final = 5.0
+"""Seconds beyond its timeout that an operation may take to be launched.
+
+What delays a launch, such as creating a communicator, has a timeout of its own, whose error names the missing
+ranks.
+"""
 
 
 @final
 class NcclOperation:
-    """It is a Pending (see engines.base), watched by the engine's watchdog.
+    """An operation in flight, a PendingOperation (engines/base.py), polled by the engine's watchdog.
 
-    It begins when it is asked for, is launched when all its work is on the engine's streams, and is over when the
-    streams have passed its events, or when it failed. It keeps its tensors until then, or until the streams that
-    it was asked for on wait for it: the allocator would otherwise give their memory to others, while NCCL uses it.
+    An operation is launched when all its work is on the engine's streams, and done when the streams have passed
+    its events, or when it has failed. It keeps its tensors alive until it is done, or until the streams that it
+    was called on wait for it: otherwise torch's caching allocator would hand out their memory while NCCL uses it.
 
     Args:
-        name: as users know it.
+        name: of the operation, for error messages.
         timeout: seconds that it may take.
-        gpus: those of this process.
-        kept: tensors that it uses.
-        callers: the current stream of each GPU when it was asked for.
-        source: of a receive: the rank that sends.
-        on_host: `wait` waits until it is over, rather than making streams wait.
+        gpus: of this process.
+        tensors: that it uses.
+        caller_streams: each GPU and its current stream when the operation was called.
+        source: the rank that sends, for receives.
+        blocks_host: whether `wait` blocks until the operation is done, rather than making streams wait.
     """
 
     def __init__(
@@ -40,131 +43,133 @@ class NcclOperation:
         timeout: float,
         gpus: Gpus,
         *,
-        kept: Sequence[object],
-        callers: Sequence[tuple[int, Stream]],
+        tensors: Sequence[object],
+        caller_streams: Sequence[tuple[int, Stream]],
         source: int | None,
-        on_host: bool,
+        blocks_host: bool,
     ) -> None:
         self.name = name
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._gpus = gpus
-        self._kept: Sequence[object] = kept
-        self._callers = {gpu: stream.cuda_stream for gpu, stream in callers}
+        self._tensors: Sequence[object] = tensors
+        self._caller_streams = {gpu: stream.cuda_stream for gpu, stream in caller_streams}
         self._source = source
-        self._on_host = on_host
-        self._changing = threading.Lock()
+        self._blocks_host = blocks_host
+        self._lock = threading.Lock()
         self._launched = threading.Event()
-        self._over = threading.Event()
+        self._done = threading.Event()
         self._events: Sequence[tuple[int, Event]] = ()
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
 
-    # For those who wait.
+    # The interface of PendingOperation
 
     def wait(self, timeout: float | None) -> None:
-        """Makes the current streams wait for it. With a timeout, or if it is `on_host`, waits itself.
+        """Makes the current streams wait for the operation; with a timeout, or if it blocks the host, blocks.
 
-        Raises what it failed with, or TimeoutError if it is still under way.
+        Raises:
+            TimeoutError: the operation is still in flight after `timeout` seconds.
+            Exception: the error that the operation failed with.
         """
-        limit = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         if not self._launched.wait(timeout):
             raise TimeoutError
-        if timeout is not None or self._on_host:
-            self._until_over(limit)
+        if timeout is not None or self._blocks_host:
+            self._block_until_done(deadline)
         if self._error is not None:
             raise self._error
         events = self._events
-        ordered = bool(events)
+        callers_wait = bool(events)
         for gpu, event in events:
             stream = self._gpus.current_stream(gpu)
             stream.wait_event(event)
-            ordered = ordered and stream.cuda_stream == self._callers[gpu]
-        if ordered:
-            self._kept = ()
+            callers_wait = callers_wait and stream.cuda_stream == self._caller_streams[gpu]
+        if callers_wait:
+            self._tensors = ()
 
     def done(self) -> bool:
-        """Is it over, well or badly?"""
-        if not self._over.is_set() and self._launched.is_set():
-            self.look()
-        return self._over.is_set()
+        """Returns whether the operation has finished, successfully or not."""
+        if not self._done.is_set() and self._launched.is_set():
+            self.poll()
+        return self._done.is_set()
 
     def source(self) -> int:
-        """Of a receive: the rank that sent."""
+        """Returns the rank that sent the message."""
         assert self._source is not None
         return self._source
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once when `wait` would not wait, at once if it would not now."""
-        with self._changing:
-            if not (self._over if self._on_host else self._launched).is_set():
+        """Calls `callback` once when `wait` does not block any more, or immediately if it does not block now."""
+        with self._lock:
+            if not (self._done if self._blocks_host else self._launched).is_set():
                 self._callbacks.append(callback)
                 return
         callback()
 
-    def until_over(self) -> None:
-        """Waits itself, however it ends."""
+    # For the engine
+
+    def wait_until_done(self) -> None:
+        """Blocks until the operation has finished, successfully or not."""
         self._launched.wait()
-        self._until_over(None)
+        self._block_until_done(None)
 
-    # For the engine.
-
-    def launched(self, events: Sequence[tuple[int, Event]]) -> None:
-        """All is on the streams; with each GPU the event after which it is done there."""
-        with self._changing:
+    def set_launched(self, events: Sequence[tuple[int, Event]]) -> None:
+        """Marks the operation as launched. It is done when each GPU has passed its event."""
+        with self._lock:
             if self._error is not None:
                 return
             self._events = events
             self._launched.set()
-            callbacks = [] if self._on_host else self._taken_callbacks()
-        _call(callbacks)
+            callbacks = [] if self._blocks_host else self._take_callbacks()
+        _run(callbacks)
 
     def fail(self, error: Exception) -> None:
-        """It is over, badly, unless it is over already."""
+        """Finishes the operation with an error, unless it has finished already."""
         if self._launched.is_set():
-            with suppress(Exception):  # where the GPU is in disorder, queries raise
-                self.look()
-        self._end(error)
+            with suppress(Exception):  # queries raise after a CUDA error
+                self.poll()
+        self._finish(error)
 
-    def look(self) -> bool:
-        """Is it over now?"""
-        if not self._over.is_set() and self._launched.is_set() and all(e.query() for _, e in self._events):
-            self._end(None)
-        return self._over.is_set()
+    def poll(self) -> bool:
+        """Queries the events, and returns whether the operation has finished."""
+        if not self._done.is_set() and self._launched.is_set() and all(e.query() for _, e in self._events):
+            self._finish(None)
+        return self._done.is_set()
 
-    def overdue(self) -> CollectiveTimeoutError | None:
-        """The error, if it has taken too long."""
-        deadline = self._deadline + (0.0 if self._launched.is_set() else GRACE)
-        if self._over.is_set() or time.monotonic() < deadline:
+    def timeout_error(self) -> CollectiveTimeoutError | None:
+        """Returns an error if the operation has taken longer than its timeout; else None."""
+        deadline = self._deadline + (0.0 if self._launched.is_set() else LAUNCH_GRACE_S)
+        if self._done.is_set() or time.monotonic() < deadline:
             return None
         return CollectiveTimeoutError(self.name, self.timeout)
 
-    def _end(self, error: Exception | None) -> None:
-        with self._changing:
-            if self._over.is_set():
+    def _finish(self, error: Exception | None) -> None:
+        with self._lock:
+            if self._done.is_set():
                 return
             self._error = error
-            self._kept = self._events = ()
+            self._tensors = self._events = ()
             self._launched.set()
-            self._over.set()
-            callbacks = self._taken_callbacks()
-        _call(callbacks)
+            self._done.set()
+            callbacks = self._take_callbacks()
+        _run(callbacks)
 
-    def _taken_callbacks(self) -> list[Callable[[], None]]:
+    def _take_callbacks(self) -> list[Callable[[], None]]:
         callbacks, self._callbacks = self._callbacks, []
         return callbacks
 
-    def _until_over(self, limit: float | None) -> None:
-        """CUDA can wait for events, but not for events or a failure; so it is asked, ever less often."""
+    def _block_until_done(self, deadline: float | None) -> None:
+        """Polls with growing pauses; CUDA could wait for an event, but not also for a failure of the group."""
         pause = 0.00002
         while not self.done():
-            left = None if limit is None else limit - time.monotonic()
-            if left is not None and left <= 0:
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
                 raise TimeoutError
-            self._over.wait(pause if left is None else min(pause, left))
+            self._done.wait(pause if remaining is None else min(pause, remaining))
             pause = min(1.5 * pause, 0.001)
 
 
-def _call(callbacks: Sequence[Callable[[], None]]) -> None:
+def _run(callbacks: Sequence[Callable[[], None]]) -> None:
     for callback in callbacks:
         callback()

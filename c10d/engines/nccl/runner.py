@@ -1,9 +1,9 @@
-"""Runs what the engine is asked for: communicators, launches, the watch, and the end.
+"""Runs the requests of an engine: creates communicators, launches operations, watches them, and ends them.
 
-Collectives go to one communicator of all ranks, in the order of the calls, on a stream of the engine's own that
-waits for the caller's. Messages go to a communicator of two ranks and a stream for each direction of each pair,
-and are launched by a thread for each: so sends and receives hold up neither each other nor collectives, in any
-order. One more thread watches what is under way, and ends all if something takes too long.
+Collectives use one communicator of all ranks, in the order of the calls, on a stream of the engine that waits for
+the caller's stream. Messages use a communicator of two ranks, a stream and a launching thread for each direction
+of each pair of ranks, so that sends and receives delay neither each other nor collectives, whatever their order. A
+watchdog thread polls operations in flight, and fails the group if one takes too long.
 """
 
 import threading
@@ -16,51 +16,53 @@ from typing import final
 from ....errors import UnsupportedOperationError
 from ...serial_queue import SerialQueue
 from ..base import Setup
-from .library import Library, translated
-from .local_communicators import CommunicatorSetup, LocalCommunicators
+from .communicators import CommunicatorFactory, LocalCommunicators
+from .library import Library, translate_error
 from .operation import NcclOperation
-from .plans import Plan, PlanMember
+from .plans import GpuRank, Plan
 from .streams import Event, Gpus
 from .watchdog import Watchdog
 
-__all__ = ["Request", "Runner"]
+__all__ = ["NcclRequest", "Runner"]
 
 Finish = Callable[[], None] | None
 Events = Sequence[tuple[int, Event]]
+"""GPUs, each with an event."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What an operation is.
+class NcclRequest:
+    """An operation that an engine asks its runner for.
 
-    gpus: which of this process's take part, in the order of their ranks.
-    plans: for each of them, how; called with its member.
-    kept: tensors that must live until it is over.
-    timeout: seconds.
-    message: of a message, the ranks that send and receive.
-    on_host: its `wait` waits until it is over.
+    name: of the operation, for error messages.
+    gpus: of this process that take part, in the order of their ranks.
+    plans: for each GPU a function that returns its plan.
+    tensors: that must live until the operation is done.
+    timeout: seconds that it may take.
+    route: of a message, the ranks that send and receive; None for collectives.
+    blocks_host: whether `wait` blocks until the operation is done, rather than making streams wait.
     """
 
     name: str
     gpus: tuple[int, ...]
-    plans: Sequence[Callable[[PlanMember], Plan]]
-    kept: Sequence[object]
+    plans: Sequence[Callable[[GpuRank], Plan]]
+    tensors: Sequence[object]
     timeout: float
-    message: tuple[int, int] | None = None
-    on_host: bool = False
+    route: tuple[int, int] | None = None
+    blocks_host: bool = False
 
 
 @final
 class Runner:
-    """Belongs to an engine. Used from any thread.
+    """Runs the requests of one engine, which owns it. Used from any thread.
 
     Args:
-        setup: the engine's.
+        setup: of the engine.
         library: NCCL.
         gpus: of this process.
-        blocking_wait: every `wait` waits until the operation is over.
-        interval: seconds between two looks at what is under way.
+        blocking_wait: whether every `wait` blocks until the operation is done.
+        interval: seconds between polls of the watchdog.
     """
 
     def __init__(
@@ -70,152 +72,178 @@ class Runner:
         self._library = library
         self._gpus = gpus
         self._blocking_wait = blocking_wait
-        self._meeting = CommunicatorSetup(library, gpus, setup.store, self._check)
-        self._watchdog = Watchdog(f"gradwire-nccl-{setup.group}", self._look, interval)
-        self._of_gpus: dict[tuple[int, ...], LocalCommunicators] = {}
-        self._of_pairs: dict[tuple[int, int], LocalCommunicators] = {}
-        self._collectives = threading.Lock()
-        """Held while collectives are launched, so that those of several threads do not get into each other."""
-        self._changing = threading.Lock()
-        """For the following. Nothing that might wait is called while it is held."""
+        self._factory = CommunicatorFactory(library, gpus, setup.store, self._check)
+        self._watchdog = Watchdog(f"gradwire-nccl-{setup.group_name}", self._poll, interval)
+        self._by_gpus: dict[tuple[int, ...], LocalCommunicators] = {}
+        """Communicators of collectives, by the GPUs of this process."""
+        self._by_route: dict[tuple[int, int], LocalCommunicators] = {}
+        """Communicators of messages, by the ranks that send and receive."""
+        self._launching = threading.Lock()
+        """Held while a collective is launched, so that those of several threads are launched one after another."""
+        self._lock = threading.Lock()
+        """Guards the following. Nothing that may block is called while it is held."""
         self._failure: Exception | None = None
-        self._under_way: set[NcclOperation] = set()
-        self._cliques: list[LocalCommunicators] = []
-        self._lanes: dict[tuple[int, int], SerialQueue] = {}
+        self._in_flight: set[NcclOperation] = set()
+        self._communicators: list[LocalCommunicators] = []
+        self._queues: dict[tuple[int, int], SerialQueue] = {}
 
-    def begin(self, requests: Sequence[Request], finish: Finish) -> NcclOperation:
-        """Begins operations on the same GPUs as one; `finish` is done after them, on their streams."""
+    def submit(self, requests: Sequence[NcclRequest], finish: Finish) -> NcclOperation:
+        """Starts requests for the same GPUs as one operation.
+
+        Args:
+            requests: at least one; a message is the only one.
+            finish: runs after the requests, with the engine's streams as the current ones.
+        """
         first = requests[0]
-        if self._gpus.capturing():
+        if self._gpus.is_capturing():
             raise UnsupportedOperationError("nccl", f"capture {first.name} into a CUDA graph", "call it outside")
-        callers = [(gpu, self._gpus.current_stream(gpu)) for gpu in first.gpus]
+        caller_streams = [(gpu, self._gpus.current_stream(gpu)) for gpu in first.gpus]
         operation = NcclOperation(
             first.name,
             first.timeout,
             self._gpus,
-            kept=[tensor for request in requests for tensor in request.kept],
-            callers=callers,
-            source=None if first.message is None else first.message[0],
-            on_host=first.on_host or self._blocking_wait,
+            tensors=[tensor for request in requests for tensor in request.tensors],
+            caller_streams=caller_streams,
+            source=None if first.route is None else first.route[0],
+            blocks_host=first.blocks_host or self._blocking_wait,
         )
-        with self._changing:
+        with self._lock:
             self._check()
-            self._under_way.add(operation)
+            self._in_flight.add(operation)
         self._watchdog.wake()
-        behind = [(gpu, stream.record_event()) for gpu, stream in callers]
-        if first.message is None:
-            with self._collectives, self._failing(operation):
-                operation.launched(self._launch(self._of_all(first), requests, behind, finish))
+        caller_events = [(gpu, stream.record_event()) for gpu, stream in caller_streams]
+        if first.route is None:
+            with self._launching, self._failing(operation):
+                communicators = self._communicators_of_all(first)
+                operation.set_launched(self._launch(communicators, requests, caller_events, finish))
         else:
-            with self._changing:
-                lane = self._lanes.setdefault(first.message, SerialQueue(f"gradwire-nccl-{first.name}"))
-            lane.put(partial(self._launch_message, operation, first, behind, finish), now=False)
+            with self._lock:
+                queue = self._queues.setdefault(first.route, SerialQueue(f"gradwire-nccl-{first.name}"))
+            queue.put(partial(self._launch_message, operation, first, caller_events, finish), now=False)
         return operation
 
     def fail(self, error: Exception) -> None:
-        """Wakes all who wait, then has NCCL let go of the GPUs. The first error stays."""
-        with self._changing:
+        """Fails all operations in flight, then aborts the communicators. Only the first error counts."""
+        with self._lock:
             if self._failure is not None:
                 return
             self._failure = error
-            operations, self._under_way = self._under_way, set()
-            cliques = list(self._cliques)
+            operations, self._in_flight = self._in_flight, set()
+            communicators = list(self._communicators)
         for operation in operations:
             operation.fail(error)
-        with suppress(Exception), ExitStack() as group:  # what cannot be aborted, ends with the process
-            if sum(len(clique.members) for clique in cliques) > 1:
-                self._library.groupStart()  # one by one, they may wait for each other
+        with suppress(Exception), ExitStack() as group:  # what cannot be aborted ends with the process
+            if sum(len(each.ranks) for each in communicators) > 1:
+                self._library.groupStart()  # aborted one by one, they may wait for each other
                 group.callback(self._library.groupEnd)
-            for clique in cliques:
-                clique.abort()
+            for each in communicators:
+                each.abort()
 
     def drain(self) -> None:
-        """Waits until the GPUs are done."""
-        with self._changing:
-            operations = list(self._under_way)
+        """Blocks until all operations in flight have finished."""
+        with self._lock:
+            operations = list(self._in_flight)
         for operation in operations:
-            operation.until_over()
+            operation.wait_until_done()
 
     def close(self) -> None:
-        """Gives back threads and communicators."""
-        for lane in self._lanes.values():
-            lane.close()
+        """Ends the threads and releases the communicators."""
+        for queue in self._queues.values():
+            queue.close()
         self._watchdog.close()
-        for clique in self._cliques:
-            clique.destroy()  # nothing, where it was aborted
+        for each in self._communicators:
+            each.destroy()  # has no effect on those that were aborted
 
-    # Launching.
+    # Launching
 
-    def _of_all(self, request: Request) -> LocalCommunicators:
-        """The communicator of all ranks' GPUs, with those of the request here."""
-        clique = self._of_gpus.get(request.gpus)
-        if clique is None:
-            clique = self._join(f"collectives/{len(self._of_gpus)}", range(self._setup.size), request)
-            self._of_gpus[request.gpus] = clique
-        return clique
+    def _communicators_of_all(self, request: NcclRequest) -> LocalCommunicators:
+        """Returns the communicator of all ranks that has the request's GPUs in this process."""
+        communicators = self._by_gpus.get(request.gpus)
+        if communicators is None:
+            name = f"collectives/{len(self._by_gpus)}"
+            communicators = self._create_communicators(name, range(self._setup.size), request)
+            self._by_gpus[request.gpus] = communicators
+        return communicators
 
-    def _of_two(self, request: Request, source: int, target: int) -> LocalCommunicators:
-        """The communicator of one direction of a pair of ranks."""
-        clique = self._of_pairs.get((source, target))
-        if clique is None:
-            clique = self._join(f"messages/{source}/{target}", (source, target), request)
-            self._of_pairs[source, target] = clique
-        if clique.members[0].gpu != request.gpus[0]:
+    def _communicators_of_pair(self, request: NcclRequest, source: int, target: int) -> LocalCommunicators:
+        """Returns the communicator for messages from one rank to another."""
+        communicators = self._by_route.get((source, target))
+        if communicators is None:
+            communicators = self._create_communicators(f"messages/{source}/{target}", (source, target), request)
+            self._by_route[source, target] = communicators
+        first_gpu = communicators.ranks[0].gpu
+        if first_gpu != request.gpus[0]:
             raise UnsupportedOperationError(
                 "nccl",
                 f"{request.name} on cuda:{request.gpus[0]}",
-                f"messages from rank {source} to {target} began on cuda:{clique.members[0].gpu}; stay there",
+                f"messages from rank {source} to {target} must stay on cuda:{first_gpu}, which the first one used",
             )
-        return clique
+        return communicators
 
-    def _join(self, name: str, processes: Sequence[int], request: Request) -> LocalCommunicators:
-        here = processes.index(self._setup.rank)
-        clique = self._meeting.join(name, processes, here, request.gpus, request.timeout)
-        with self._changing:
+    def _create_communicators(
+        self, name: str, processes: Sequence[int], request: NcclRequest
+    ) -> LocalCommunicators:
+        index = processes.index(self._setup.rank)
+        communicators = self._factory.create(name, processes, index, request.gpus, request.timeout)
+        with self._lock:
             failure = self._failure
             if failure is None:
-                self._cliques.append(clique)
-                return clique
-        clique.abort()
+                self._communicators.append(communicators)
+                return communicators
+        communicators.abort()
         raise failure
 
-    def _launch_message(self, operation: NcclOperation, request: Request, behind: Events, finish: Finish) -> None:
-        """Runs on the lane of its direction. Errors reach those who wait for the operation, and the group."""
-        assert request.message is not None
+    def _launch_message(
+        self, operation: NcclOperation, request: NcclRequest, caller_events: Events, finish: Finish
+    ) -> None:
+        """Launches a message, on the queue of its route. Errors fail the operation and the group."""
+        assert request.route is not None
         with suppress(Exception), self._failing(operation):
-            clique = self._of_two(request, *request.message)
-            operation.launched(self._launch(clique, [request], behind, finish))
+            communicators = self._communicators_of_pair(request, *request.route)
+            operation.set_launched(self._launch(communicators, [request], caller_events, finish))
 
     def _launch(
-        self, clique: LocalCommunicators, requests: Sequence[Request], behind: Events, finish: Finish
+        self,
+        communicators: LocalCommunicators,
+        requests: Sequence[NcclRequest],
+        caller_events: Events,
+        finish: Finish,
     ) -> Events:
-        """Puts it all on the members' streams, behind what the callers had there; the events after it."""
-        for member, (_, event) in zip(clique.members, behind, strict=True):
-            member.stream.wait_event(event)
-        running = [
-            (member, plan(member))
+        """Enqueues requests on the engine's streams, which first wait for the callers' events.
+
+        Returns:
+            For each GPU the event after which the requests are done.
+        """
+        for rank, (_, event) in zip(communicators.ranks, caller_events, strict=True):
+            rank.stream.wait_event(event)
+        plans = [
+            (rank, plan(rank))
             for request in requests
-            for member, plan in zip(clique.members, request.plans, strict=True)
+            for rank, plan in zip(communicators.ranks, request.plans, strict=True)
         ]
-        while running:
-            going_on: list[tuple[PlanMember, Plan]] = []
-            calls: list[Callable[[], None]] = []
-            for member, plan in running:
-                with self._gpus.on(member.stream):
-                    yielded = next(plan, None)
-                if yielded is not None:
-                    going_on.append((member, plan))
-                    calls += [partial(call, member.communicator, member.stream.cuda_stream) for call in yielded]
-            self._call(requests[0].name, calls)
-            running = going_on
+        while plans:
+            plans = self._advance(plans, requests[0].name)
         if finish is not None:
             with ExitStack() as streams:
-                for member in clique.members:
-                    streams.enter_context(self._gpus.on(member.stream))
+                for rank in communicators.ranks:
+                    streams.enter_context(self._gpus.use(rank.stream))
                 finish()
-        return [(member.gpu, member.stream.record_event()) for member in clique.members]
+        return [(rank.gpu, rank.stream.record_event()) for rank in communicators.ranks]
 
-    def _call(self, name: str, calls: Sequence[Callable[[], None]]) -> None:
+    def _advance(self, plans: Sequence[tuple[GpuRank, Plan]], name: str) -> list[tuple[GpuRank, Plan]]:
+        """Runs each plan to its next calls of NCCL, makes these calls, and returns the unfinished plans."""
+        running: list[tuple[GpuRank, Plan]] = []
+        calls: list[Callable[[], None]] = []
+        for rank, plan in plans:
+            with self._gpus.use(rank.stream):
+                yielded = next(plan, None)
+            if yielded is not None:
+                running.append((rank, plan))
+                calls += [partial(call, rank.communicator, rank.stream.cuda_stream) for call in yielded]
+        self._make_calls(name, calls)
+        return running
+
+    def _make_calls(self, name: str, calls: Sequence[Callable[[], None]]) -> None:
         """Calls NCCL, in a group if there is more than one call."""
         try:
             with ExitStack() as group:
@@ -225,48 +253,53 @@ class Runner:
                 for call in calls:
                     call()
         except Exception as error:
-            raise translated(name, error) from error
+            raise translate_error(name, error) from error
 
-    # The watch.
+    # Failures
 
     @contextmanager
     def _failing(self, operation: NcclOperation) -> Iterator[None]:
-        """What goes wrong in a launch is the end of all: nobody knows what the other ranks have done."""
+        """Fails the group for an error in a `with` block that launches, as other ranks may have succeeded."""
         try:
             yield
         except Exception as error:
             first = self._failure or error  # an abort makes launches fail
             operation.fail(first)
-            self._end(first)
+            self._fail_group(first)
             if first is error:
                 raise
             raise first from None
 
-    def _look(self) -> bool:
-        """What the watchdog does; is anything left under way?"""
-        with self._changing:
-            operations = list(self._under_way)
-            cliques = list(self._cliques)
+    def _poll(self) -> bool:
+        """Polls for finished operations, errors and timeouts; returns whether operations are in flight.
+
+        Runs on the watchdog's thread.
+        """
+        with self._lock:
+            operations = list(self._in_flight)
+            communicators = list(self._communicators)
         error: Exception | None = None
-        over: set[NcclOperation] = set()
+        finished: set[NcclOperation] = set()
         try:
-            over.update(operation for operation in operations if operation.look())
-            for clique in cliques:
-                clique.check()
-            error = next((late for operation in operations if (late := operation.overdue()) is not None), None)
+            finished.update(operation for operation in operations if operation.poll())
+            for each in communicators:
+                each.check()
+            timeouts = (operation.timeout_error() for operation in operations)
+            error = next((timeout for timeout in timeouts if timeout is not None), None)
         except Exception as raised:
-            error = translated("what is under way", raised)
+            error = translate_error("an operation in flight", raised)
         if error is not None:
-            self._end(error)
+            self._fail_group(error)
             return False
-        with self._changing:
-            self._under_way -= over
-            return bool(self._under_way)
+        with self._lock:
+            self._in_flight -= finished
+            return bool(self._in_flight)
 
     def _check(self) -> None:
+        """Raises the error that the engine has failed with, if it has failed."""
         if self._failure is not None:
             raise self._failure
 
-    def _end(self, error: Exception) -> None:
+    def _fail_group(self, error: Exception) -> None:
         self.fail(error)
-        self._setup.failed(error)
+        self._setup.on_failure(error)

@@ -1,4 +1,4 @@
-"""Streams and events of CUDA, as far as the engine uses them; tests put others in their place."""
+"""The CUDA streams, events and GPUs that the engine uses. Tests pass another implementation."""
 
 from contextlib import AbstractContextManager
 from typing import Protocol, cast, final
@@ -12,97 +12,101 @@ __all__ = ["CudaGpus", "Event", "Gpus", "Stream"]
 
 
 class Event(Protocol):
-    """A point of a stream."""
+    """A point in the work of a stream, as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Has the stream passed it?"""
+        """Returns whether the stream has passed the point."""
 
 
 class Stream(Protocol):
-    """Work of one GPU, done in order."""
+    """A queue of work of one GPU, as torch.cuda.Stream."""
 
     cuda_stream: int
-    """As CUDA knows it."""
+    """The stream's cudaStream_t."""
 
     def record_event(self) -> Event:
-        """The point that it is at now."""
+        """Returns an event after the work that is on the stream now."""
 
     def wait_event(self, event: Event, /) -> None:
-        """What comes, waits until another stream has passed that point."""
+        """Makes later work on this stream wait for an event of another stream."""
 
 
 class Gpus(Protocol):
-    """The GPUs of this process, by index."""
+    """The GPUs of this process, by their index as torch counts them."""
 
-    def of(self, tensor: Tensor, /) -> int:
-        """Where a tensor is."""
+    def index_of(self, tensor: Tensor, /) -> int:
+        """Returns the GPU that a tensor is on."""
 
     def current(self) -> int:
-        """The one that is used unless another is named."""
+        """Returns the current GPU of this thread."""
 
     def device(self, gpu: int, /) -> torch.device:
-        """What torch calls it."""
+        """Returns the torch device of a GPU."""
 
-    def identity(self, gpu: int, /) -> str:
-        """The same in all processes, and different for different GPUs."""
+    def uuid(self, gpu: int, /) -> str:
+        """Returns an id that all processes agree on, different for different GPUs."""
 
-    def capability(self, gpu: int, /) -> tuple[int, int]:
-        """What it can do, such as (9, 0)."""
+    def compute_capability(self, gpu: int, /) -> tuple[int, int]:
+        """Returns the compute capability of a GPU, such as `(9, 0)`."""
 
     def new_stream(self, gpu: int, /) -> Stream:
-        """Another stream."""
+        """Returns a new stream of high priority."""
 
     def current_stream(self, gpu: int, /) -> Stream:
-        """Where torch puts work of this thread."""
+        """Returns the stream that torch enqueues work of this thread on."""
 
-    def on(self, stream: Stream, /) -> AbstractContextManager[object]:
-        """Makes it, and its GPU, current."""
+    def use(self, stream: Stream, /) -> AbstractContextManager[object]:
+        """Makes a stream, and its GPU, current in a `with` block."""
 
-    def capturing(self) -> bool:
-        """Is the current stream being captured into a graph?"""
+    def is_capturing(self) -> bool:
+        """Returns whether the current stream is being captured into a CUDA graph."""
 
 
 @final
 class CudaGpus:
-    """torch's."""
+    """The GPUs that torch finds.
+
+    Raises:
+        UnsupportedOperationError: there are none.
+    """
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedOperationError("nccl", "start", "torch finds no GPU here; use engine 'shm' or 'gloo'")
 
-    def of(self, tensor: Tensor) -> int:
-        """Where a tensor is."""
+    def index_of(self, tensor: Tensor) -> int:
+        """Returns the GPU that a tensor is on."""
         assert tensor.device.index is not None
         return tensor.device.index
 
     def current(self) -> int:
-        """The one that is used unless another is named."""
+        """Returns the current GPU of this thread."""
         return torch.cuda.current_device()
 
     def device(self, gpu: int) -> torch.device:
-        """What torch calls it."""
+        """Returns the torch device of a GPU."""
         return torch.device("cuda", gpu)
 
-    def identity(self, gpu: int) -> str:
-        """Its UUID."""
+    def uuid(self, gpu: int) -> str:
+        """Returns CUDA's UUID of a GPU."""
         return str(torch.cuda.get_device_properties(gpu).uuid)
 
-    def capability(self, gpu: int) -> tuple[int, int]:
-        """What it can do, such as (9, 0)."""
+    def compute_capability(self, gpu: int) -> tuple[int, int]:
+        """Returns the compute capability of a GPU, such as `(9, 0)`."""
         return torch.cuda.get_device_capability(gpu)
 
     def new_stream(self, gpu: int) -> Stream:
-        """One of high priority: others wait for what it does."""
+        """Returns a new stream of high priority, as other work waits for collectives."""
         return cast(Stream, torch.cuda.Stream(gpu, priority=-1))  # type: ignore[no-untyped-call]
 
     def current_stream(self, gpu: int) -> Stream:
-        """Where torch puts work of this thread."""
+        """Returns the stream that torch enqueues work of this thread on."""
         return cast(Stream, torch.cuda.current_stream(gpu))
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Makes it, and its GPU, current."""
+    def use(self, stream: Stream) -> AbstractContextManager[object]:
+        """Makes a stream, and its GPU, current in a `with` block."""
         return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
-    def capturing(self) -> bool:
-        """Is the current stream being captured into a graph?"""
+    def is_capturing(self) -> bool:
+        """Returns whether the current stream is being captured into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()

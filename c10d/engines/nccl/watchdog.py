@@ -1,4 +1,4 @@
-"""The thread that sees what nobody waits for."""
+"""A thread that polls for the completion and the failure of operations that nobody waits for."""
 
 import threading
 import weakref
@@ -10,38 +10,38 @@ __all__ = ["Watchdog"]
 
 @final
 class Watchdog:
-    """Looks after an engine at intervals, as long as there is something to look at.
+    """Calls a function at intervals as long as there is something to poll. Owned by a Runner.
 
     Args:
         name: of the thread.
-        look: does so, and says whether to look again; a method, whose object is not kept alive.
-        interval: seconds.
+        poll: a method that returns whether to call it again; its object is not kept alive.
+        interval: seconds between calls.
     """
 
-    def __init__(self, name: str, look: Callable[[], bool], interval: float) -> None:
+    def __init__(self, name: str, poll: Callable[[], bool], interval: float) -> None:
         self._name = name
-        self._find_look = weakref.WeakMethod(look)
+        self._poll_method = weakref.WeakMethod(poll)
         self._interval = interval
         self._changed = threading.Condition()
-        self._awake = False
-        self._closed = False
+        self._is_awake = False
+        self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """There is something to look at."""
+        """Starts polling, if the watchdog is not polling already."""
         with self._changed:
-            if self._awake or self._closed:
+            if self._is_awake or self._is_closed:
                 return
-            self._awake = True
+            self._is_awake = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and waits for it unless called on it."""
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -50,12 +50,12 @@ class Watchdog:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._awake or self._closed)
-                if self._changed.wait_for(lambda: self._closed, self._interval):
+                self._changed.wait_for(lambda: self._is_awake or self._is_closed)
+                if self._changed.wait_for(lambda: self._is_closed, self._interval):
                     return
-                self._awake = False  # who wakes it from here on is seen the next time
-            look = self._find_look()
-            if look is not None and look():
+                self._is_awake = False  # before polling: an operation that is added meanwhile wakes it again
+            poll = self._poll_method()
+            if poll is not None and poll():
                 with self._changed:
-                    self._awake = True
-            del look  # not to be kept while this thread sleeps
+                    self._is_awake = True
+            del poll  # must not keep its object alive while this thread sleeps

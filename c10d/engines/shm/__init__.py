@@ -1,1 +1,1 @@
-"""The shared-memory engine: collectives and messages among processes of one host."""
+"""The shared-memory engine: collectives and point-to-point messages among processes of one host."""

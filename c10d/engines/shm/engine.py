@@ -1,7 +1,7 @@
-"""Collectives through shared memory, for ranks on one host. All tensors are on the CPU.
+"""The shared-memory engine: CPU collectives through slots, and messages through channels, of ranks on one host.
 
-Data moves as bytes, so that all dtypes can; what is reduced is reduced by torch, in the order of ranks. The memory
-that the ranks share (shm_layout.py) does not grow with the tensors: large ones go through it in pieces.
+Data moves as bytes, so all dtypes are supported; torch reduces, in the order of ranks. The shared segment
+(layout.py) does not grow with the tensors: large ones go through it in pieces.
 """
 
 from collections.abc import Sequence
@@ -13,133 +13,140 @@ from torch import Tensor
 from ....errors import UnsupportedOperationError
 from ...reductions import Reduction, combine, finish, prepare
 from ..base import Engine, Setup
-from ..memory import copy, flat
-from .calls import encode
-from .layout import SLOT, Layout
-from .members import meet
+from ..memory import flat, memmove
+from .doorbells import CACHE_LINE_BYTES, Doorbells, check_platform
+from .fingerprint import encode
+from .layout import SLOT_BYTES, Layout
 from .p2p_channel import P2PChannels
 from .peers import Peers
+from .processes import exchange_processes
 from .receive import PendingReceive
 from .segment import Segment
-from .signals import LINE, Signals, check_platform
 from .slot_exchange import SlotExchange
 
 __all__ = ["ShmEngine"]
 
-MOST_RANKS = 128
+MAX_RANKS = 128
 
-DIRECT = 32 * 1024
-"""Up to so many bytes, each of more than two ranks reduces all: parts would cost a wait more than they save."""
+MAX_DIRECT_REDUCE_BYTES = 32 * 1024
+"""Up to this size every one of more than two ranks reduces the whole tensor.
+
+Beyond it each rank reduces a part, which saves work but costs another wait.
+"""
 
 
 @final
 class ShmEngine(Engine):
-    """Ranks of one user on one host that share memory.
+    """Connects ranks of one user on one host by shared memory.
 
-    Time limits are noticed up to a tenth of a second late, and the death of a rank that others wait for as well.
+    Timeouts and dead ranks are noticed up to `doorbells.MAX_SLEEP_S` seconds late.
 
     Raises:
-        UnsupportedOperationError: this is not Linux on an x86-64 processor, or there are too many ranks.
+        UnsupportedOperationError: this is not Linux on an x86-64 processor, or there are more than `MAX_RANKS`
+            ranks.
         ProcessGroupError: the ranks are not on one host, or cannot share memory.
-        CollectiveTimeoutError: some rank did not come.
+        CollectiveTimeoutError: some rank did not take part within the timeout of the setup.
     """
 
     name: ClassVar[str] = "shm"
     posts_receives: ClassVar[bool] = True
-    notices_departures: ClassVar[bool] = True
+    detects_departures: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         check_platform(self.name)
-        if setup.size > MOST_RANKS:
+        if setup.size > MAX_RANKS:
             raise UnsupportedOperationError(
-                self.name, f"take {setup.size} ranks", f"it takes {MOST_RANKS}; use gradwire_gloo"
+                self.name, f"connect {setup.size} ranks", f"its limit is {MAX_RANKS}; use gradwire_gloo"
             )
         self._ranks = range(self.size)
-        # Each rank begins with the next, so that they do not all read one.
+        # Each rank starts with the next one, so that they do not all read the same slot at once.
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self._sizes = -(-8 * self.size // LINE) * LINE
-        self._part = (SLOT - self._sizes) // self.size // LINE * LINE
+        self._size_table_bytes = -(-8 * self.size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+        self._part_bytes = (
+            (SLOT_BYTES - self._size_table_bytes) // self.size // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+        )
         layout = Layout(self.size)
-        members = meet(setup, self.name)
-        segment = Segment(setup, members, layout.total, self.name)
-        signals = Signals(segment.words, segment.address)
-        self._peers = Peers(setup, members, layout, segment, signals)
-        self._board = SlotExchange(layout, segment, signals, self._peers)
-        self._mailbox = P2PChannels(layout, segment, signals, self._peers, setup.failed)
+        processes = exchange_processes(setup, self.name)
+        segment = Segment(setup, processes, layout.total_bytes, self.name)
+        doorbells = Doorbells(segment.words, segment.address)
+        self._peers = Peers(setup, processes, layout, segment, doorbells)
+        self._slots = SlotExchange(layout, segment, doorbells, self._peers)
+        self._channels = P2PChannels(layout, segment, doorbells, self._peers, setup.on_failure)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
-        """The root's slot, read by all others."""
-        board, place, size = self._board, tensor.data_ptr(), tensor.nbytes
-        board.begin("broadcast", timeout, encode("broadcast", root=root, size=size))
-        for start, count in _pieces(size, SLOT):
-            board.open()
+        """Broadcasts through the root's slot, which all other ranks read."""
+        slots, address, size = self._slots, tensor.data_ptr(), tensor.nbytes
+        slots.start_operation("broadcast", timeout, encode("broadcast", root=root, size=size))
+        for start, count in _pieces(size, SLOT_BYTES):
+            slots.start_round()
             if self.rank == root:
-                copy(board.slot(root), place + start, count)
-                board.post()
+                memmove(slots.slot_address(root), address + start, count)
+                slots.post_filled()
             else:
-                board.read([root])
-                copy(place + start, board.slot(root), count)
-            board.close()
+                slots.wait_and_check([root])
+                memmove(address + start, slots.slot_address(root), count)
+            slots.end_round()
 
     def barrier(self, timeout: float) -> None:
-        """A round without data."""
-        board = self._board
-        board.begin("barrier", timeout, encode("barrier"))
-        board.open()
-        board.post()
-        board.read(self._others)
-        board.close()
+        """Goes through a round without data."""
+        slots = self._slots
+        slots.start_operation("barrier", timeout, encode("barrier"))
+        slots.start_round()
+        slots.post_filled()
+        slots.wait_and_check(self._others)
+        slots.end_round()
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> None:
-        """Every rank reduces small tensors; of large ones, each a part."""
+        """Reduces small tensors on every rank, and a part of larger tensors on each rank."""
         call = encode("all_reduce", reduction=reduction, dtype=tensor.dtype, size=tensor.nbytes)
-        self._board.begin("all_reduce", timeout, call)
-        self._reduce(tensor, reduction, here=True)
+        self._slots.start_operation("all_reduce", timeout, call)
+        self._reduce(tensor, reduction, needs_result=True)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> None:
-        """As all_reduce, but only the root takes the result."""
+        """Reduces as all_reduce does, but only the root copies the result."""
         call = encode("reduce", reduction=reduction, dtype=tensor.dtype, root=root, size=tensor.nbytes)
-        self._board.begin("reduce", timeout, call)
-        self._reduce(tensor, reduction, here=self.rank == root)
+        self._slots.start_operation("reduce", timeout, call)
+        self._reduce(tensor, reduction, needs_result=self.rank == root)
 
-    def _reduce(self, tensor: Tensor, reduction: Reduction, *, here: bool) -> None:
-        """Reduces the ranks' tensors; `here` says whether this one takes the result."""
+    def _reduce(self, tensor: Tensor, reduction: Reduction, *, needs_result: bool) -> None:
+        """Reduces the ranks' tensors, in pieces of a slot; writes the result to `tensor` if it is needed."""
         prepare(reduction, tensor)
-        board, item = self._board, tensor.element_size()
+        slots, item = self._slots, tensor.element_size()
         whole = flat(tensor)
-        for start, count in _pieces(whole.numel(), SLOT // item):
+        for start, count in _pieces(whole.numel(), SLOT_BYTES // item):
             piece = whole if count == whole.numel() else whole[start : start + count]
-            board.open()
-            copy(board.slot(self.rank), piece.data_ptr(), count * item)
-            board.post()
-            if self.size > 2 and count * item > DIRECT:
-                self._reduce_in_parts(piece, reduction, here)
-            elif here:
-                board.read(self._others)
+            slots.start_round()
+            memmove(slots.slot_address(self.rank), piece.data_ptr(), count * item)
+            slots.post_filled()
+            if self.size > 2 and count * item > MAX_DIRECT_REDUCE_BYTES:
+                self._reduce_in_parts(piece, reduction, needs_result)
+            elif needs_result:
+                slots.wait_and_check(self._others)
                 if count:
-                    self._combine(reduction, board.views(tensor.dtype, 0, count), piece, piece)
-            board.close()
+                    self._combine(reduction, slots.slot_views(tensor.dtype, 0, count), piece, piece)
+            slots.end_round()
 
-    def _reduce_in_parts(self, piece: Tensor, reduction: Reduction, here: bool) -> None:
-        """Each rank reduces its part of all slots, to its own slot, from where all take it."""
-        board, count, item = self._board, piece.numel(), piece.element_size()
-        part = -(-count // (self.size * LINE)) * LINE
+    def _reduce_in_parts(self, piece: Tensor, reduction: Reduction, needs_result: bool) -> None:
+        """Reduces one part of all slots into this rank's slot, then copies the other ranks' parts from theirs."""
+        slots, count, item = self._slots, piece.numel(), piece.element_size()
+        part = -(-count // (self.size * CACHE_LINE_BYTES)) * CACHE_LINE_BYTES
         bounds = [(min(rank * part, count), min((rank + 1) * part, count)) for rank in self._ranks]
-        board.read(self._others)
+        slots.wait_and_check(self._others)
         low, high = bounds[self.rank]
         if low < high:
-            views = board.views(piece.dtype, low, high)
-            # Of the rank's own slot, only this rank reads this part, and it does so no more once it writes there.
+            views = slots.slot_views(piece.dtype, low, high)
+            # Only this rank reads this part of its own slot, and it has done so before it writes there.
             self._combine(reduction, views, piece[low:high], views[self.rank])
-        board.post_reduced()
-        if here:
-            board.read_reduced()
+        slots.post_reduced()
+        if needs_result:
+            slots.wait_reduced()
             for rank, (low, high) in enumerate(bounds):
-                copy(piece.data_ptr() + low * item, board.slot(rank) + low * item, (high - low) * item)
+                source = slots.slot_address(rank) + low * item
+                memmove(piece.data_ptr() + low * item, source, (high - low) * item)
 
     def _combine(self, reduction: Reduction, parts: Sequence[Tensor], scratch: Tensor, out: Tensor) -> None:
-        """`out` becomes the reduction of the parts. It may be one of them, if `scratch` is none."""
+        """Writes the reduction of the parts to `out`, which may be one of them if `scratch` is not."""
         if self.size == 1:
             out.copy_(parts[0])
         else:
@@ -151,146 +158,152 @@ class ShmEngine(Engine):
         finish(reduction, out, self.size)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
-        """Every rank's slot, read by all others."""
+        """Gathers through every rank's slot, which all other ranks read."""
         call = encode("all_gather", size=tensor.nbytes)
-        self._board.begin("all_gather", timeout, call)
+        self._slots.start_operation("all_gather", timeout, call)
         self._gather("all_gather", outputs, tensor, max(output.nbytes for output in outputs), 0)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
-        """As all_gather, but only the root reads."""
-        _check_one_size("gather", "outputs", outputs, tensor)
+        """Gathers as all_gather does, but only the root reads the slots."""
+        _check_equal_sizes("gather", "outputs", outputs, tensor)
         call = encode("gather", root=root, size=tensor.nbytes)
-        self._board.begin("gather", timeout, call)
+        self._slots.start_operation("gather", timeout, call)
         self._gather("gather", outputs, tensor, tensor.nbytes, root)
 
-    def _gather(self, operation: str, outputs: Sequence[Tensor], tensor: Tensor, largest: int, root: int) -> None:
-        """Has the others' tensors, the largest of so many bytes, put into the outputs, if there are any."""
-        board, place = self._board, tensor.data_ptr()
-        calls = [encode(operation, root=root, size=output.nbytes) for output in outputs]
+    def _gather(
+        self, operation: str, outputs: Sequence[Tensor], tensor: Tensor, max_bytes: int, root: int
+    ) -> None:
+        """Copies the ranks' tensors, of up to `max_bytes` bytes, to the outputs, if there are any."""
+        slots, address = self._slots, tensor.data_ptr()
+        fingerprints = [encode(operation, root=root, size=output.nbytes) for output in outputs]
         if outputs:
-            copy(outputs[self.rank].data_ptr(), place, tensor.nbytes)
-        for start, count in _pieces(largest, SLOT):
-            board.open()
-            copy(board.slot(self.rank), place + start, _count(tensor, start, count))
-            board.post()
+            memmove(outputs[self.rank].data_ptr(), address, tensor.nbytes)
+        for start, count in _pieces(max_bytes, SLOT_BYTES):
+            slots.start_round()
+            memmove(slots.slot_address(self.rank), address + start, _bytes_from(tensor, start, count))
+            slots.post_filled()
             if outputs:
                 for other in self._others:
-                    board.wait([other])
-                    board.compare(other, calls[other])
+                    slots.wait_filled([other])
+                    slots.check_fingerprint(other, fingerprints[other])
                     output = outputs[other]
-                    copy(output.data_ptr() + start, board.slot(other), _count(output, start, count))
-            board.close()
+                    source = slots.slot_address(other)
+                    memmove(output.data_ptr() + start, source, _bytes_from(output, start, count))
+            slots.end_round()
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> None:
-        """The root fills every rank's slot, for nobody else does."""
-        _check_one_size("scatter", "inputs", inputs, tensor)
-        board, place, size = self._board, tensor.data_ptr(), tensor.nbytes
-        board.begin("scatter", timeout, encode("scatter", root=root, size=size))
+        """Scatters through all ranks' slots, which the root fills."""
+        _check_equal_sizes("scatter", "inputs", inputs, tensor)
+        slots, address, size = self._slots, tensor.data_ptr(), tensor.nbytes
+        slots.start_operation("scatter", timeout, encode("scatter", root=root, size=size))
         if self.rank == root:
-            copy(place, inputs[root].data_ptr(), size)
-        for start, count in _pieces(size, SLOT):
-            board.open()
+            memmove(address, inputs[root].data_ptr(), size)
+        for start, count in _pieces(size, SLOT_BYTES):
+            slots.start_round()
             if self.rank == root:
                 for other in self._others:
-                    copy(board.slot(other), inputs[other].data_ptr() + start, count)
-                board.post()
+                    memmove(slots.slot_address(other), inputs[other].data_ptr() + start, count)
+                slots.post_filled()
             else:
-                board.read([root])
-                copy(place + start, board.slot(self.rank), count)
-            board.close()
+                slots.wait_and_check([root])
+                memmove(address + start, slots.slot_address(self.rank), count)
+            slots.end_round()
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
     ) -> None:
-        """A part of every slot for each rank, which reduces those for it."""
-        board, dtype, item = self._board, tensor.dtype, tensor.element_size()
+        """Divides every slot into a part for each rank, which reduces its parts of all slots."""
+        slots, dtype, item = self._slots, tensor.dtype, tensor.element_size()
         total = sum(each.nbytes for each in inputs)
-        board.begin(
-            "reduce_scatter", timeout, encode("reduce_scatter", reduction=reduction, dtype=dtype, size=total)
-        )
+        call = encode("reduce_scatter", reduction=reduction, dtype=dtype, size=total)
+        slots.start_operation("reduce_scatter", timeout, call)
         whole = flat(tensor)
-        room = self._part // item
-        for start, most in _pieces(max(each.numel() for each in inputs), room):
-            board.open()
+        capacity = self._part_bytes // item
+        for start, max_count in _pieces(max(each.numel() for each in inputs), capacity):
+            slots.start_round()
             for rank, each in enumerate(inputs):
-                count = max(0, min(each.numel() - start, most))
-                copy(board.slot(self.rank) + rank * room * item, each.data_ptr() + start * item, count * item)
+                count = max(0, min(each.numel() - start, max_count))
+                target = slots.slot_address(self.rank) + rank * capacity * item
+                memmove(target, each.data_ptr() + start * item, count * item)
                 if reduction.factor is not None and count:
-                    views = board.views(dtype, rank * room, rank * room + count)
+                    views = slots.slot_views(dtype, rank * capacity, rank * capacity + count)
                     prepare(reduction, views[self.rank])
-            board.post()
-            board.read(self._others)
-            count = max(0, min(whole.numel() - start, most))
+            slots.post_filled()
+            slots.wait_and_check(self._others)
+            count = max(0, min(whole.numel() - start, max_count))
             if count:
                 out = whole[start : start + count]
-                self._combine(reduction, board.views(dtype, self.rank * room, self.rank * room + count), out, out)
-            board.close()
+                views = slots.slot_views(dtype, self.rank * capacity, self.rank * capacity + count)
+                self._combine(reduction, views, out, out)
+            slots.end_round()
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
-        """A part of every slot for each rank, after the sizes of what is for them."""
-        board, part = self._board, self._part
-        board.begin("all_to_all", timeout, encode("all_to_all"))
-        copy(outputs[self.rank].data_ptr(), inputs[self.rank].data_ptr(), inputs[self.rank].nbytes)
+        """Divides every slot into a table of sizes and a part for each rank."""
+        slots, part = self._slots, self._part_bytes
+        slots.start_operation("all_to_all", timeout, encode("all_to_all"))
+        memmove(outputs[self.rank].data_ptr(), inputs[self.rank].data_ptr(), inputs[self.rank].nbytes)
         start, largest = 0, 1
         while start < largest:
-            board.open()
-            tables = board.views(torch.int64, 0, self.size)
+            slots.start_round()
+            tables = slots.slot_views(torch.int64, 0, self.size)
             if start == 0:
                 tables[self.rank].copy_(torch.tensor([each.nbytes for each in inputs]))
-            mine = board.slot(self.rank) + self._sizes
+            own_parts = slots.slot_address(self.rank) + self._size_table_bytes
             for rank in self._others:
-                copy(mine + rank * part, inputs[rank].data_ptr() + start, _count(inputs[rank], start, part))
-            board.post()
-            board.read(self._others)
+                source = inputs[rank]
+                memmove(own_parts + rank * part, source.data_ptr() + start, _bytes_from(source, start, part))
+            slots.post_filled()
+            slots.wait_and_check(self._others)
             if start == 0:
                 sizes = [table.tolist() for table in tables]
                 largest = max(map(max, sizes))
                 for rank in self._others:
-                    board.compare_sizes(rank, sizes[rank][self.rank], outputs[rank].nbytes)
+                    slots.check_size(rank, sizes[rank][self.rank], outputs[rank].nbytes)
             for rank in self._others:
-                place = board.slot(rank) + self._sizes + self.rank * part
-                copy(outputs[rank].data_ptr() + start, place, _count(outputs[rank], start, part))
-            board.close()
+                address = slots.slot_address(rank) + self._size_table_bytes + self.rank * part
+                target = outputs[rank]
+                memmove(target.data_ptr() + start, address, _bytes_from(target, start, part))
+            slots.end_round()
             start += part
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
-        """Through the channel to the peer; returns when the last piece is there."""
-        self._mailbox.send(tensor, peer, tag, timeout)
+        """Writes the tensor to the channel to `peer`; returns when the last block is written."""
+        self._channels.send(tensor, peer, tag, timeout)
 
     def can_send(self, tensor: Tensor, peer: int) -> bool:
-        """Is there room for all of it?"""
-        return self._mailbox.has_room(tensor.nbytes, peer)
+        """Returns whether the channel to `peer` has room for the whole tensor."""
+        return self._channels.can_send(tensor.nbytes, peer)
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> PendingReceive:
-        """From the channel of the peer, or of any rank."""
-        return self._mailbox.receive(tensor, peer, tag, timeout)
+        """Posts a receive from rank `peer`, or from any rank if None."""
+        return self._channels.post_receive(tensor, peer, tag, timeout)
 
     def close(self) -> None:
-        """The memory goes with the last reference to it."""
-        self._mailbox.close()
+        """Ends the progress thread. The segment is unmapped with the last reference to it."""
+        self._channels.close()
 
     def fail(self, error: Exception) -> None:
-        """Wakes all that wait here; the other ranks learn that this one is gone."""
+        """Wakes all threads that wait here with `error`, and tells the other ranks that this one has left."""
         self._peers.leave(error)
 
 
-def _pieces(whole: int, most: int) -> list[tuple[int, int]]:
-    """Start and length of pieces that are not longer than `most`; one, if there is nothing."""
-    if whole <= most:
-        return [(0, whole)]
-    return [(start, min(whole - start, most)) for start in range(0, whole, most)]
+def _pieces(total: int, max_count: int) -> list[tuple[int, int]]:
+    """Divides `total` into (start, count) pieces of at most `max_count`; there is at least one, possibly empty."""
+    if total <= max_count:
+        return [(0, total)]
+    return [(start, min(total - start, max_count)) for start in range(0, total, max_count)]
 
 
-def _count(tensor: Tensor, start: int, most: int) -> int:
-    """How many bytes a tensor has from `start` on, at most so many."""
-    return max(0, min(tensor.nbytes - start, most))
+def _bytes_from(tensor: Tensor, start: int, max_count: int) -> int:
+    """Returns how many bytes the tensor has from byte `start` on, at most `max_count`."""
+    return max(0, min(tensor.nbytes - start, max_count))
 
 
-def _check_one_size(operation: str, what: str, tensors: Sequence[Tensor], own: Tensor) -> None:
-    """Those of the root are as large as its own."""
+def _check_equal_sizes(operation: str, argument: str, tensors: Sequence[Tensor], own: Tensor) -> None:
+    """Raises ValueError unless all of the root's tensors are as large as its own."""
     for rank, tensor in enumerate(tensors):
         if tensor.nbytes != own.nbytes:
             raise ValueError(
-                f"{operation} takes {what} of one size, but that of rank {rank} has {tensor.numel()} elements and "
-                f"the root's own {own.numel()}: use all_to_all for others"
+                f"{operation} takes {argument} of one size, but that of rank {rank} has {tensor.numel()} elements "
+                f"and the root's own {own.numel()}: use all_to_all for tensors of different sizes"
             )

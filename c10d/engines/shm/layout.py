@@ -1,97 +1,99 @@
-"""Where everything is in the memory that the ranks of a group share.
+"""Defines the layout of the memory segment that the ranks of a group share.
 
-The first line is the segment's. Then come the signals (shm_signals.py): one line for each rank and purpose, and
-two for each channel, that is, for each pair of ranks. Then, for each rank, the text that says why it left; then
-the slots of collectives, two for each rank; then the blocks of channels.
+In this order: one cache line of the segment itself; the doorbells (doorbells.py), one for each rank and purpose
+and two for each channel, that is, for each ordered pair of ranks; for each rank the text that says why it left;
+the slots of collectives, two for each rank; and the blocks of the channels.
 """
 
 from dataclasses import dataclass
 from typing import final
 
-from .signals import LINE
+from .doorbells import CACHE_LINE_BYTES
 
-__all__ = ["BLOCKS", "SLOT", "TEXT", "Layout"]
+__all__ = ["BLOCKS_PER_CHANNEL", "REASON_BYTES", "SLOT_BYTES", "Layout"]
 
-SLOT = 512 * 1024
-"""Bytes of a slot. Larger tensors go through it piece by piece."""
+SLOT_BYTES = 512 * 1024
+"""Bytes of a slot. Larger tensors go through it in pieces."""
 
-BLOCKS = 8
-"""How many blocks a channel has: so many messages, or pieces of one, can be under way."""
+BLOCKS_PER_CHANNEL = 8
+"""How many messages, or pieces of one, can be in flight on a channel."""
 
-TEXT = 512
-"""Bytes of the reason why a rank left."""
+REASON_BYTES = 512
+"""Bytes of the text that says why a rank left; longer texts are cut."""
 
-_CHANNELS = 8 * 1024 * 1024
-"""Bytes of all channels to one rank, as long as blocks are neither larger nor smaller than these."""
-_LARGEST_BLOCK = 256 * 1024
-_SMALLEST_BLOCK = 4 * 1024
+_CHANNELS_BYTES_PER_RANK = 8 * 1024 * 1024
+"""Bytes of all channels to one rank, as far as the bounds on the size of a block allow."""
+_MAX_BLOCK_BYTES = 256 * 1024
+_MIN_BLOCK_BYTES = 4 * 1024
 
-_PAGE = 4096
+_PAGE_BYTES = 4096
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Numbers of signals and places of data, in bytes from the beginning, for a group of `size` ranks.
+    """Indices of doorbells and offsets of data for a group of `size` ranks; offsets are bytes from the start.
 
-    The whole takes up to 9 MiB for each rank of a group of up to 128, of which only what is used becomes memory.
+    With up to 128 ranks the segment takes up to 9 MiB for each, of which only pages that are written use memory.
     """
 
     size: int
 
-    def left(self, rank: int) -> int:
-        """Signal: not 0 once the rank has left the group."""
+    def left_doorbell(self, rank: int) -> int:
+        """Returns the doorbell that is not 0 once the rank has left the group."""
         return 1 + rank
 
-    def doorbell(self, rank: int) -> int:
-        """Signal: changes whenever something is sent to the rank."""
+    def inbox_doorbell(self, rank: int) -> int:
+        """Returns the doorbell that changes with everything that is sent to the rank."""
         return 1 + self.size + rank
 
-    def filled(self, rank: int) -> int:
-        """Signal: the round for which the rank has filled its slot."""
+    def filled_doorbell(self, rank: int) -> int:
+        """Returns the doorbell with the last round for which the rank has filled its slot."""
         return 1 + 2 * self.size + rank
 
-    def reduced(self, rank: int) -> int:
-        """Signal: the round in which the rank has reduced its part of all slots."""
+    def reduced_doorbell(self, rank: int) -> int:
+        """Returns the doorbell with the last round in which the rank has reduced its part of all slots."""
         return 1 + 3 * self.size + rank
 
-    def done(self, rank: int) -> int:
-        """Signal: the round that the rank is through with: it reads the slots of that round no more."""
+    def done_doorbell(self, rank: int) -> int:
+        """Returns the doorbell with the last round whose slots the rank does not read any more."""
         return 1 + 4 * self.size + rank
 
-    def sent(self, source: int, to: int) -> int:
-        """Signal: how many blocks have been put on a channel."""
-        return 1 + 5 * self.size + source * self.size + to
+    def sent_doorbell(self, source: int, target: int) -> int:
+        """Returns the doorbell that counts the blocks written to a channel."""
+        return 1 + 5 * self.size + source * self.size + target
 
-    def taken(self, source: int, to: int) -> int:
-        """Signal: how many blocks have been taken off a channel."""
-        return 1 + (5 + self.size) * self.size + source * self.size + to
+    def received_doorbell(self, source: int, target: int) -> int:
+        """Returns the doorbell that counts the blocks read from a channel."""
+        return 1 + (5 + self.size) * self.size + source * self.size + target
 
-    def text(self, rank: int) -> int:
-        """Place of the reason why a rank left."""
-        return LINE * (1 + (5 + 2 * self.size) * self.size) + TEXT * rank
+    def reason_offset(self, rank: int) -> int:
+        """Returns the offset of the text that says why a rank left, of `REASON_BYTES` bytes."""
+        return CACHE_LINE_BYTES * (1 + (5 + 2 * self.size) * self.size) + REASON_BYTES * rank
 
-    def slot(self, rank: int, parity: int) -> int:
-        """Place of the rank's slot for even or odd rounds."""
-        return _up(self.text(self.size)) + (2 * rank + parity) * SLOT
+    def slot_offset(self, rank: int, parity: int) -> int:
+        """Returns the offset of the rank's slot for even (parity 0) or odd (1) rounds."""
+        return _page_aligned(self.reason_offset(self.size)) + (2 * rank + parity) * SLOT_BYTES
 
     @property
     def block_bytes(self) -> int:
-        """Of data in a block."""
-        each = _CHANNELS // (self.size * BLOCKS) // LINE * LINE
-        return min(max(each, _SMALLEST_BLOCK), _LARGEST_BLOCK)
+        """Bytes of data in a block."""
+        share = _CHANNELS_BYTES_PER_RANK // (self.size * BLOCKS_PER_CHANNEL)
+        aligned = share // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+        return min(max(aligned, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
 
-    def blocks(self, source: int, to: int) -> int:
-        """Place of the blocks of a channel, each after a line with what it is."""
-        channel = source * self.size + to
-        return self.slot(self.size, 0) + channel * BLOCKS * (LINE + self.block_bytes)
+    def blocks_offset(self, source: int, target: int) -> int:
+        """Returns the offset of a channel's blocks, each a header of one cache line and `block_bytes` of data."""
+        channel = source * self.size + target
+        stride = CACHE_LINE_BYTES + self.block_bytes
+        return self.slot_offset(self.size, 0) + channel * BLOCKS_PER_CHANNEL * stride
 
     @property
-    def total(self) -> int:
-        """Bytes of the whole."""
-        return _up(self.blocks(self.size, 0))
+    def total_bytes(self) -> int:
+        """Bytes of the segment."""
+        return _page_aligned(self.blocks_offset(self.size, 0))
 
 
-def _up(place: int) -> int:
-    """The next beginning of a page."""
-    return -(-place // _PAGE) * _PAGE
+def _page_aligned(offset: int) -> int:
+    """Rounds up to the start of a page."""
+    return -(-offset // _PAGE_BYTES) * _PAGE_BYTES

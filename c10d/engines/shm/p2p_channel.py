@@ -1,12 +1,14 @@
-"""Messages between two ranks: channels of blocks in shared memory, and what has arrived for whom.
+"""Point-to-point messages: a channel of blocks in shared memory for each ordered pair of ranks.
 
-A message is put on the channel to its receiver block by block; each block says how long the whole is and what its
-tag is. Receives are posted, and get messages with their tag in the order in which both came. Who waits for one
-takes what arrives off the channels of all that are posted: bytes go to where the receive that they are for wants
-them, or are kept if there is none yet, so that they do not block the message behind them.
+A sender writes a message to the channel block by block; each block says how long the whole message is and which
+tag it has. Receives are posted, and are matched with messages of their tag in the order of both. A thread that
+waits for one receive reads the channels of all posted receives: bytes go straight to the tensor of the matching
+receive. As in MPI, a message without a matching receive is *unexpected*: it is buffered, so that it does not block
+the messages behind it.
 
-All that wait watch one signal, the bell of the rank. Every block that is sent rings it, and so does a thread that
-has taken in what another waits for. A thread of the mailbox's own waits for what has been left alone for a while.
+All threads that wait watch one doorbell, the inbox of the rank. Every block that is sent rings it, and so does a
+thread that has completed a receive that another thread waits for. A progress thread waits for receives that no
+other thread waits for.
 """
 
 import itertools
@@ -21,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ....errors import CollectiveMismatchError, CollectiveTimeoutError
-from ..memory import copy
-from .layout import BLOCKS, Layout
+from ..memory import memmove
+from .doorbells import CACHE_LINE_BYTES, LINE_WORDS, Doorbells
+from .layout import BLOCKS_PER_CHANNEL, Layout
 from .peers import Peers
 from .progress_thread import ProgressThread
 from .receive import IncomingMessage, PendingReceive
 from .segment import Segment
-from .signals import LINE, Signals
 
 __all__ = ["P2PChannels"]
 
@@ -35,208 +37,228 @@ __all__ = ["P2PChannels"]
 @final
 @dataclass(frozen=True, slots=True)
 class _Channel:
-    """Where a channel is: its signals, and its first block."""
+    """Location of a channel in the segment.
+
+    sent, received: doorbells that count the blocks written to and read from the channel.
+    blocks: offset of the first block.
+    """
 
     sent: int
-    taken: int
+    received: int
     blocks: int
 
     @staticmethod
-    def between(layout: Layout, source: int, to: int) -> "_Channel":
-        return _Channel(layout.sent(source, to), layout.taken(source, to), layout.blocks(source, to))
+    def between(layout: Layout, source: int, target: int) -> "_Channel":
+        return _Channel(
+            layout.sent_doorbell(source, target),
+            layout.received_doorbell(source, target),
+            layout.blocks_offset(source, target),
+        )
 
 
 @final
 class P2PChannels:
-    """The channels of one rank. Its sends to one peer come one after another; all else may come at once.
+    """Sends and receives over the channels of one rank. Used from any thread; sends to one peer follow each other.
 
-    failed: called with the error of a receive.
+    Args:
+        layout: of the segment.
+        segment: that the channels are in.
+        doorbells: of the segment.
+        peers: the other ranks.
+        on_failure: called with the error of a receive that fails.
     """
 
     def __init__(
         self,
         layout: Layout,
         segment: Segment,
-        signals: Signals,
+        doorbells: Doorbells,
         peers: Peers,
-        failed: Callable[[Exception], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
-        self._signals = signals
+        self._doorbells = doorbells
         self._peers = peers
-        self._failed = failed
+        self._on_failure = on_failure
         self._address = segment.address
         self._rank = me = peers.rank
         self._size = peers.size
         self._others = [rank for rank in range(peers.size) if rank != me]
-        self._block = layout.block_bytes
+        self._block_bytes = layout.block_bytes
+        self._block_stride = CACHE_LINE_BYTES + layout.block_bytes
         ranks = range(peers.size)
-        self._to = [_Channel.between(layout, me, peer) for peer in ranks]
-        self._from = [_Channel.between(layout, peer, me) for peer in ranks]
-        self._bells = [layout.doorbell(rank) for rank in ranks]
-        self._sent = [0] * peers.size
-        self._rings = itertools.count(1)
+        self._outgoing = [_Channel.between(layout, me, peer) for peer in ranks]
+        self._incoming = [_Channel.between(layout, peer, me) for peer in ranks]
+        self._inboxes = [layout.inbox_doorbell(rank) for rank in ranks]
+        self._sent_blocks = [0] * peers.size
+        self._ring_numbers = itertools.count(1)
         # Of receives, guarded by the lock:
         self._lock = threading.Lock()
-        self._taken = [0] * peers.size
+        self._received_blocks = [0] * peers.size
         self._posted: list[PendingReceive] = []
-        self._kept: deque[IncomingMessage] = deque()
-        self._arriving: list[IncomingMessage | None] = [None] * peers.size
-        self._calls: deque[Callable[[], None]] = deque()
-        """What is to be called once the lock is free."""
-        self._attendant = ProgressThread(self._left_alone)
+        self._unexpected: deque[IncomingMessage] = deque()
+        self._partial: list[IncomingMessage | None] = [None] * peers.size
+        self._callbacks: deque[Callable[[], None]] = deque()
+        """Callbacks to run once the lock is free."""
+        self._progress_thread = ProgressThread(self._find_unattended)
 
-    def send(self, tensor: Tensor, peer: int, tag: int, seconds: float) -> None:
-        """Puts a message on the channel to a peer; returns once the last block is there."""
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
+        """Writes a message to the channel to `peer`; returns when the last block is written."""
         self._peers.check()
-        deadline = time.monotonic() + seconds
-        signals, words, channel = self._signals, self._signals.words, self._to[peer]
-        place, size = tensor.data_ptr(), tensor.nbytes
+        deadline = time.monotonic() + timeout
+        doorbells, words, channel = self._doorbells, self._doorbells.words, self._outgoing[peer]
+        address, size = tensor.data_ptr(), tensor.nbytes
 
         def check() -> None:
             self._peers.check()
-            lost = self._peers.lost([peer])
+            lost = self._peers.find_lost([peer])
             if lost is not None:
                 raise lost
             if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(f"send with tag {tag}", seconds, self._peers.names([peer]))
+                raise CollectiveTimeoutError(f"send with tag {tag}", timeout, self._peers.describe([peer]))
 
-        for start in range(0, max(size, 1), self._block):
-            number = self._sent[peer]
-            signals.wait(channel.taken, number + 1 - BLOCKS, check)
-            block = channel.blocks + number % BLOCKS * (LINE + self._block)
+        for start in range(0, max(size, 1), self._block_bytes):
+            number = self._sent_blocks[peer]
+            doorbells.wait_for(channel.received, number + 1 - BLOCKS_PER_CHANNEL, check)
+            block = channel.blocks + number % BLOCKS_PER_CHANNEL * self._block_stride
             words[block // 8] = tag
             words[block // 8 + 1] = size
-            copy(self._address + block + LINE, place + start, min(size - start, self._block))
-            self._sent[peer] = number + 1
-            words[channel.sent * (LINE // 8)] = number + 1  # nobody sleeps on this one
-            self._ring(peer)
+            data = self._address + block + CACHE_LINE_BYTES
+            memmove(data, address + start, min(size - start, self._block_bytes))
+            self._sent_blocks[peer] = number + 1
+            words[channel.sent * LINE_WORDS] = number + 1  # not rung: receivers wait on their inbox only
+            self._ring_inbox(peer)
 
-    def _ring(self, rank: int) -> None:
-        # A number that nobody has posted before, for all that send to this rank ring the one bell.
-        self._signals.post(self._bells[rank], next(self._rings) * self._size + self._rank)
+    def _ring_inbox(self, rank: int) -> None:
+        # Several ranks ring this doorbell, each with values that no other uses.
+        self._doorbells.ring(self._inboxes[rank], next(self._ring_numbers) * self._size + self._rank)
 
-    def has_room(self, size: int, peer: int) -> bool:
-        """Can a message of so many bytes be put on the channel to a peer at once?"""
-        under_way = self._sent[peer] - self._signals.value(self._to[peer].taken)
-        return max(-(-size // self._block), 1) <= BLOCKS - under_way
+    def can_send(self, size: int, peer: int) -> bool:
+        """Returns whether a message of `size` bytes fits into the free blocks of the channel to `peer`."""
+        in_flight = self._sent_blocks[peer] - self._doorbells.value(self._outgoing[peer].received)
+        return max(-(-size // self._block_bytes), 1) <= BLOCKS_PER_CHANNEL - in_flight
 
-    def receive(self, tensor: Tensor, source: int | None, tag: int, seconds: float) -> PendingReceive:
-        """Posts a receive of a message with this tag from a rank, or from any if it is None."""
+    def post_receive(self, tensor: Tensor, from_rank: int | None, tag: int, timeout: float) -> PendingReceive:
+        """Posts a receive of a message with this tag from a rank, or from any rank if it is None."""
         self._peers.check()
-        receive = PendingReceive(self, tensor, source, tag, seconds)
+        receive = PendingReceive(self, tensor, from_rank, tag, timeout)
         with self._lock:
             self._posted.append(receive)
-            self._find_kept(receive)
-        self._make_calls()
-        self._attendant.attend()
+            self._match_unexpected(receive)
+        self._run_callbacks()
+        self._progress_thread.on_posted()
         return receive
 
     def wait(self, receive: PendingReceive, timeout: float | None) -> None:
-        """Returns once a receive is over. Raises TimeoutError if it is not after so many seconds."""
-        end = None if timeout is None else time.monotonic() + timeout
-        signals, doorbell = self._signals, self._bells[self._rank]
+        """Blocks until a receive is done. Raises TimeoutError if it is not after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        doorbells, inbox = self._doorbells, self._inboxes[self._rank]
         with self._lock:
             receive.waiters += 1
         try:
             while True:
                 with self._lock:
-                    rung = signals.value(doorbell)  # before looking: what comes later rings again
-                    self._take_in(receive)
-                if self._calls:
-                    self._make_calls()
-                if receive.over:
+                    seen = doorbells.value(inbox)  # before reading the channels: what is sent later rings again
+                    self._read_channels(receive)
+                if self._callbacks:
+                    self._run_callbacks()
+                if receive.is_done:
                     return
-                rang = signals.wait_for_change(doorbell, rung)
+                has_rung = doorbells.wait_for_change(inbox, seen)
                 now = time.monotonic()
-                if not rang or now > receive.deadline:
-                    self._look_around(receive)
-                if end is not None and now > end and not receive.over:
+                if not has_rung or now > receive.deadline:
+                    self._fail_if_stalled(receive)
+                if deadline is not None and now > deadline and not receive.is_done:
                     raise TimeoutError
         finally:
             with self._lock:
                 receive.waiters -= 1
 
     def poll(self, receive: PendingReceive) -> bool:
-        """Is a receive over, with what has arrived by now?"""
-        # A signal handler that writes down what is under way may ask on a thread that has the lock.
+        """Reads what has arrived, and returns whether the receive is done."""
+        # Does not block on the lock: a signal handler that writes the flight recorder may run on its holder.
         if self._lock.acquire(blocking=False):
             try:
-                self._take_in(receive)
+                self._read_channels(receive)
             finally:
                 self._lock.release()
-            self._make_calls()
-        return receive.over
+            self._run_callbacks()
+        return receive.is_done
 
-    def call_back(self, receive: PendingReceive, callback: Callable[[], None]) -> bool:
-        """Has `callback` called when a receive is over; False if it is already."""
+    def add_callback(self, receive: PendingReceive, callback: Callable[[], None]) -> bool:
+        """Has `callback` called when a receive is done; returns False if it is done already."""
         with self._lock:
-            if receive.over:
+            if receive.is_done:
                 return False
             receive.callbacks.append(callback)
-        self._attendant.hurry()
+        self._progress_thread.wake()
         return True
 
     def close(self) -> None:
-        """Ends the mailbox's thread. All receives are over, or fail at their next look around."""
-        self._attendant.close()
+        """Ends the progress thread. Receives are done, or fail when a thread waits for them again."""
+        self._progress_thread.close()
 
-    def _left_alone(self) -> list[PendingReceive]:
-        """The receives that nobody waits for."""
+    def _find_unattended(self) -> list[PendingReceive]:
+        """Returns the receives that no thread waits for."""
         with self._lock:
             return [receive for receive in self._posted if not receive.waiters]
 
-    # The lock is held in all of these but _make_calls and _look_around.
+    # The lock is held in all of the following but _run_callbacks and _fail_if_stalled.
 
-    def _take_in(self, mine: PendingReceive) -> None:
-        """Takes off the channels what has arrived, as long as `mine` is not over."""
-        wanted = {receive.wanted for receive in self._posted}
-        for source in range(self._size) if None in wanted else wanted:
+    def _read_channels(self, receive: PendingReceive) -> None:
+        """Reads the blocks that have arrived for any posted receive, until `receive` is done."""
+        sources = {posted.from_rank for posted in self._posted}
+        for source in range(self._size) if None in sources else sources:
             assert source is not None
-            while not mine.over and self._has_more(source):
-                self._take_block(source, mine)
+            while not receive.is_done and self._has_block(source):
+                self._read_block(source, receive)
 
-    def _has_more(self, source: int) -> bool:
-        return self._signals.value(self._from[source].sent) > self._taken[source]
+    def _has_block(self, source: int) -> bool:
+        return self._doorbells.value(self._incoming[source].sent) > self._received_blocks[source]
 
-    def _take_block(self, source: int, mine: PendingReceive) -> None:
-        number, channel = self._taken[source], self._from[source]
-        block = channel.blocks + number % BLOCKS * (LINE + self._block)
-        message = self._arriving[source]
+    def _read_block(self, source: int, caller: PendingReceive) -> None:
+        """Reads one block; `caller` is the receive that the calling thread waits for."""
+        number, channel = self._received_blocks[source], self._incoming[source]
+        block = channel.blocks + number % BLOCKS_PER_CHANNEL * self._block_stride
+        message = self._partial[source]
         if message is None:
-            words = self._signals.words
-            message = self._arriving[source] = self._begin(source, words[block // 8], words[block // 8 + 1])
-        count = min(message.size - message.arrived, self._block)
+            words = self._doorbells.words
+            message = self._start_message(source, words[block // 8], words[block // 8 + 1])
+            self._partial[source] = message
+        count = min(message.size - message.received, self._block_bytes)
         if message.tensor is not None:
-            copy(message.tensor.data_ptr() + message.arrived, self._address + block + LINE, count)
-        message.arrived += count
-        self._taken[source] = number + 1
-        self._signals.post(channel.taken, number + 1)
-        if message.arrived == message.size:
-            self._arriving[source] = None
-            self._deliver(message, mine)
+            data = self._address + block + CACHE_LINE_BYTES
+            memmove(message.tensor.data_ptr() + message.received, data, count)
+        message.received += count
+        self._received_blocks[source] = number + 1
+        self._doorbells.ring(channel.received, number + 1)
+        if message.received == message.size:
+            self._partial[source] = None
+            self._complete(message, caller)
 
-    def _begin(self, source: int, tag: int, size: int) -> IncomingMessage:
-        """A message of which the first block is there."""
+    def _start_message(self, source: int, tag: int, size: int) -> IncomingMessage:
+        """Matches a message, whose first block has arrived, with a posted receive, or buffers it as unexpected."""
         message = IncomingMessage(source, tag, size)
         for receive in self._posted:
-            if receive.sender < 0 and receive.tag == tag and receive.wanted in {None, source}:
+            if receive.sender < 0 and receive.tag == tag and receive.from_rank in {None, source}:
                 self._match(message, receive)
                 break
         else:
             message.tensor = torch.empty(size, dtype=torch.uint8)
-            self._kept.append(message)
+            self._unexpected.append(message)
         return message
 
-    def _find_kept(self, receive: PendingReceive) -> None:
-        for message in self._kept:
-            if message.tag == receive.tag and receive.wanted in {None, message.source}:
-                self._kept.remove(message)
+    def _match_unexpected(self, receive: PendingReceive) -> None:
+        """Matches a new receive with the first unexpected message that it accepts, if there is one."""
+        for message in self._unexpected:
+            if message.tag == receive.tag and receive.from_rank in {None, message.source}:
+                self._unexpected.remove(message)
                 self._match(message, receive)
-                if message.arrived == message.size:
-                    self._deliver(message, receive)
+                if message.received == message.size:
+                    self._complete(message, receive)
                 return
 
     def _match(self, message: IncomingMessage, receive: PendingReceive) -> None:
+        """Gives a message to a receive, which fails if their sizes differ."""
         assert receive.tensor is not None
         receive.sender = message.source
         if message.size == receive.tensor.nbytes:
@@ -245,73 +267,73 @@ class P2PChannels:
                 message.tensor = receive.tensor
             return
         message.tensor = None
-        sender, me = self._peers.names([message.source]), self._peers.names([self._rank])
+        sender, me = self._peers.describe([message.source]), self._peers.describe([self._rank])
         error = CollectiveMismatchError(
-            [self._peers.number(message.source)],
+            [self._peers.global_rank(message.source)],
             f"{sender} sent {message.size} bytes with tag {message.tag}, but {me} receives "
             f"{receive.tensor.nbytes} bytes",
         )
-        self._end(receive, error)
+        self._finish(receive, error)
 
-    def _deliver(self, message: IncomingMessage, mine: PendingReceive) -> None:
-        """All of it has arrived."""
+    def _complete(self, message: IncomingMessage, caller: PendingReceive) -> None:
+        """Finishes the receive of a message whose last block has been read."""
         receive = message.receive
         if receive is None:
             return
         if message.tensor is not None and message.tensor is not receive.tensor:
             assert receive.tensor is not None
-            copy(receive.tensor.data_ptr(), message.tensor.data_ptr(), message.size)
-        self._end(receive, None, ring=receive is not mine)
+            memmove(receive.tensor.data_ptr(), message.tensor.data_ptr(), message.size)
+        self._finish(receive, None, wake_waiters=receive is not caller)
 
-    def _end(self, receive: PendingReceive, error: Exception | None, *, ring: bool = True) -> None:
-        """A receive is over. What still comes for it goes nowhere."""
+    def _finish(self, receive: PendingReceive, error: Exception | None, *, wake_waiters: bool = True) -> None:
+        """Marks a receive as done. If it failed, what still arrives for it is discarded."""
         self._posted.remove(receive)
         if error is not None:
             receive.error = error.with_traceback(None)
-            self._calls.append(lambda: self._failed(error))
-            for message in self._arriving:
+            self._callbacks.append(lambda: self._on_failure(error))
+            for message in self._partial:
                 if message is not None and message.receive is receive:
                     message.receive = message.tensor = None
         receive.tensor = None
-        receive.over = True
-        self._calls.extend(receive.callbacks)
-        if ring and receive.waiters:
-            self._ring(self._rank)
+        receive.is_done = True
+        self._callbacks.extend(receive.callbacks)
+        if wake_waiters and receive.waiters:
+            self._ring_inbox(self._rank)
 
-    def _make_calls(self) -> None:
-        while self._calls:
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
             try:
-                call = self._calls.popleft()
-            except IndexError:  # another thread was faster
+                callback = self._callbacks.popleft()
+            except IndexError:  # another thread took the last one
                 return
-            call()
+            callback()
 
-    def _look_around(self, receive: PendingReceive) -> None:
-        """Ends a receive if there is no use in waiting any longer."""
+    def _fail_if_stalled(self, receive: PendingReceive) -> None:
+        """Fails a receive that can no longer succeed, or has timed out."""
         with self._lock:
-            if not receive.over and (error := self._hopeless(receive)) is not None:
-                self._end(receive, error)
-        self._make_calls()
+            if not receive.is_done and (error := self._failure_of(receive)) is not None:
+                self._finish(receive, error)
+        self._run_callbacks()
 
-    def _hopeless(self, receive: PendingReceive) -> Exception | None:
-        """Why there is no use in waiting any longer."""
+    def _failure_of(self, receive: PendingReceive) -> Exception | None:
+        """Returns why a receive fails now; None if it may still succeed."""
         try:
             self._peers.check()
         except Exception as error:
             return error
-        if receive.wanted is None:
+        if receive.from_rank is None:
             sources = self._others
-            lost = self._peers.died(sources)
-            if lost is None and sources and all(self._peers.lost([rank]) for rank in sources):
-                lost = self._peers.lost(sources)
+            lost = self._peers.find_dead(sources)
+            if lost is None and sources and all(self._peers.find_lost([rank]) for rank in sources):
+                lost = self._peers.find_lost(sources)
         else:
-            sources = [receive.wanted]
-            lost = self._peers.lost(sources)
-        if any(self._has_more(source) for source in sources):
+            sources = [receive.from_rank]
+            lost = self._peers.find_lost(sources)
+        if any(self._has_block(source) for source in sources):
             return None
         if lost is not None:
             return lost
         if time.monotonic() > receive.deadline:
-            names = "any rank" if receive.wanted is None else self._peers.names(sources)
-            return CollectiveTimeoutError(f"recv with tag {receive.tag}", receive.seconds, names)
+            names = "any rank" if receive.from_rank is None else self._peers.describe(sources)
+            return CollectiveTimeoutError(f"recv with tag {receive.tag}", receive.timeout, names)
         return None

@@ -1,86 +1,96 @@
-"""Whether the other ranks of a group are still there, and why this one is not."""
+"""Tracks which ranks of a group have died or left, and why this rank has left."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final, final
 
 from ....errors import RankLostError
 from ..base import Setup
-from .layout import TEXT, Layout
-from .members import ShmMember
+from .doorbells import Doorbells
+from .layout import REASON_BYTES, Layout
+from .processes import RankProcess
 from .segment import Segment
-from .signals import Signals
 
 __all__ = ["Peers"]
 
-_LEFT, _LEFT_WITHOUT = 1, 2
-"""What a rank posts when it leaves: the one, or the other and the number of the rank that it has lost."""
+_LEFT, _LEFT_AFTER_LOSS = 1, 2
+"""Values that a rank rings its `left` doorbell with.
+
+`_LEFT_AFTER_LOSS` plus a global rank says that the rank left because it had lost that one.
+"""
 
 
 @final
 class Peers:
-    """The ranks of a group, seen from one of them."""
+    """The other ranks of a group, as one rank sees them. Used from any thread."""
 
     def __init__(
-        self, setup: Setup, members: list[ShmMember], layout: Layout, segment: Segment, signals: Signals
+        self,
+        setup: Setup,
+        processes: list[RankProcess],
+        layout: Layout,
+        segment: Segment,
+        doorbells: Doorbells,
     ) -> None:
         self.rank: Final = setup.rank
         self.size: Final = setup.size
-        self._members = members
+        self._processes = processes
         self._layout = layout
         self._segment = segment
-        self._signals = signals
+        self._doorbells = doorbells
         self._global_ranks = setup.global_ranks
         self._failure: Exception | None = None
 
     def leave(self, error: Exception) -> None:
-        """Makes `check` raise `error` from now on, and tells the other ranks that this one is gone."""
+        """Makes `check` raise `error` from now on, and tells the other ranks that this one has left."""
         if self._failure is not None:
             return
         self._failure = error
-        cause = error if isinstance(error, RankLostError) else None
-        text = (cause.reason if cause else str(error)).encode()[:TEXT]
-        place = self._layout.text(self.rank)
-        self._segment.bytes.numpy()[place : place + len(text)] = memoryview(text)
-        self._signals.post(self._layout.left(self.rank), _LEFT if cause is None else _LEFT_WITHOUT + cause.rank)
-        self._signals.disturb()
+        loss = error if isinstance(error, RankLostError) else None
+        reason = (loss.reason if loss else str(error)).encode()[:REASON_BYTES]
+        offset = self._layout.reason_offset(self.rank)
+        self._segment.bytes.numpy()[offset : offset + len(reason)] = memoryview(reason)
+        value = _LEFT if loss is None else _LEFT_AFTER_LOSS + loss.rank
+        self._doorbells.ring(self._layout.left_doorbell(self.rank), value)
+        self._doorbells.wake_local_waiters()
 
     def check(self) -> None:
-        """Raises what this rank left with, if it has."""
+        """Raises the error that this rank left with, if it has left."""
         if self._failure is not None:
             raise self._failure
 
-    def lost(self, ranks: Sequence[int]) -> RankLostError | None:
-        """The error that says which of these ranks died or left; None if all are there."""
-        # First who left, then who died, and the latter counts: others leave because one died.
+    def find_lost(self, ranks: Sequence[int]) -> RankLostError | None:
+        """Returns an error for one of these ranks that has died or left; None if there is none."""
+        # Departures are read before deaths, but a death is reported first: other ranks leave because of it.
         left = [rank for rank in ranks if self._has_left(rank)]
-        died = self.died(ranks)
-        if died is not None or not left:
-            return died
-        # A process that is killed may be missed by another rank's watch before its end is to be seen from here.
-        cause = self._signals.value(self._layout.left(left[0])) - _LEFT_WITHOUT
-        if cause >= 0 and cause != self._global_ranks[self.rank]:
-            return RankLostError(cause, self._text(left[0]))
-        return RankLostError(self._global_ranks[left[0]], f"it left the group: {self._text(left[0])}")
+        dead = self.find_dead(ranks)
+        if dead is not None or not left:
+            return dead
+        # Another rank's failure detector may report a killed process before its end can be seen from here.
+        lost_rank = self._doorbells.value(self._layout.left_doorbell(left[0])) - _LEFT_AFTER_LOSS
+        if lost_rank >= 0 and lost_rank != self._global_ranks[self.rank]:
+            return RankLostError(lost_rank, self._leave_reason(left[0]))
+        return RankLostError(self._global_ranks[left[0]], f"it left the group: {self._leave_reason(left[0])}")
 
-    def died(self, ranks: Sequence[int]) -> RankLostError | None:
-        """The error that says which of these ranks' processes ended while in the group; None if none did."""
+    def find_dead(self, ranks: Sequence[int]) -> RankLostError | None:
+        """Returns an error for one of these ranks whose process ended without leaving; None if there is none."""
         for rank in ranks:
-            member = self._members[rank]
-            if not member.lives() and not self._has_left(rank):
-                return RankLostError(self._global_ranks[rank], f"its process, {member.pid}, has ended")
+            process = self._processes[rank]
+            if not process.is_alive() and not self._has_left(rank):
+                return RankLostError(self._global_ranks[rank], f"its process, {process.pid}, has ended")
         return None
 
-    def _has_left(self, rank: int) -> bool:
-        return self._signals.value(self._layout.left(rank)) != 0
-
-    def number(self, rank: int) -> int:
-        """Of a rank of the group, in the default group."""
+    def global_rank(self, rank: int) -> int:
+        """Returns the rank in the default group of a rank of this group."""
         return self._global_ranks[rank]
 
-    def names(self, ranks: Iterable[int]) -> str:
-        """Of ranks, for messages."""
+    def describe(self, ranks: Iterable[int]) -> str:
+        """Names ranks in error messages by their global ranks, as in `"rank 1, 2"`."""
         return "rank " + ", ".join(str(self._global_ranks[rank]) for rank in ranks)
 
-    def _text(self, rank: int) -> str:
-        place = self._layout.text(rank)
-        return bytes(self._segment.bytes.numpy()[place : place + TEXT]).rstrip(b"\0").decode(errors="replace")
+    def _has_left(self, rank: int) -> bool:
+        return self._doorbells.value(self._layout.left_doorbell(rank)) != 0
+
+    def _leave_reason(self, rank: int) -> str:
+        offset = self._layout.reason_offset(rank)
+        text = bytes(self._segment.bytes.numpy()[offset : offset + REASON_BYTES])
+        return text.rstrip(b"\0").decode(errors="replace")

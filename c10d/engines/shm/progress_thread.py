@@ -1,8 +1,8 @@
-"""A thread for receives that nobody waits for.
+"""A thread that makes progress with receives that no thread waits for.
 
-Most are waited for soon, by a thread that then takes in the message itself. Waking another for them would cost
-more than they do, so this one comes by itself every now and then, while receives are posted, for what has been
-left alone since it came last. It comes at once if somebody wants to be called back.
+Most receives are soon waited for by a thread that reads the message itself; waking another thread for them would
+cost more than they do. So the progress thread polls at intervals while receives are posted, and waits for those
+that no thread has waited for since its last poll. It polls at once when a receive gets a callback.
 """
 
 import threading
@@ -15,86 +15,90 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgressThread"]
 
-LOOK_SECONDS = 0.005
+POLL_INTERVAL_S = 0.005
 
-LOOKS = 20
-"""So often it comes for nothing before it has to be woken."""
+MAX_IDLE_POLLS = 20
+"""How often the thread polls without finding a receive before it sleeps until it is woken."""
 
-IDLE_SECONDS = 10.0
-"""It ends when nobody has woken it for so long; the next receive starts another."""
+IDLE_TIMEOUT_S = 10.0
+"""Seconds without being woken after which the thread ends; the next receive starts another one."""
 
 
 @final
 class ProgressThread:
-    """Owned by a mailbox, of which `left_alone` is a method: it gives the receives that nobody waits for."""
+    """Makes progress with unattended receives. Owned by the P2PChannels.
 
-    def __init__(self, left_alone: "Callable[[], list[PendingReceive]]") -> None:
-        self._find_left_alone = weakref.WeakMethod(left_alone)
+    Args:
+        find_unattended: a method that returns the receives that no thread waits for; its object is not kept alive.
+    """
+
+    def __init__(self, find_unattended: "Callable[[], list[PendingReceive]]") -> None:
+        self._find_unattended_method = weakref.WeakMethod(find_unattended)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._looking = False
-        self._closed = False
+        self._is_polling = False
+        self._is_closed = False
 
-    def attend(self) -> None:
-        """A receive has been posted."""
-        if not self._looking:
-            self.hurry()
+    def on_posted(self) -> None:
+        """Has the thread poll from now on, as a receive has been posted."""
+        if not self._is_polling:
+            self.wake()
 
-    def hurry(self) -> None:
-        """There is one that nobody will wait for."""
+    def wake(self) -> None:
+        """Has the thread poll now."""
         with self._lock:
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name="gradwire-receives", daemon=True)
                 self._thread.start()
         self._wake.set()
 
     def close(self) -> None:
-        """Ends the thread, and waits for it."""
+        """Ends the thread, and waits for it unless called on it."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             thread = self._thread
         self._wake.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _left_alone(self) -> "list[PendingReceive]":
-        find = self._find_left_alone()
-        return [] if find is None else find()  # the mailbox may be gone
+    def _find_unattended(self) -> "list[PendingReceive]":
+        find = self._find_unattended_method()
+        return [] if find is None else find()
 
     def _run(self) -> None:
-        while not self._closed:
-            if self._wake.wait(IDLE_SECONDS):
-                self._look()
-            elif self._may_end():
+        while not self._is_closed:
+            if self._wake.wait(IDLE_TIMEOUT_S):
+                self._poll()
+            elif self._stop_if_idle():
                 return
 
-    def _look(self) -> None:
-        """Waits for what has been left alone; returns when there has been nothing for a while."""
-        before: list[PendingReceive] = []
-        looks = 0
-        self._looking = True
-        while looks < LOOKS and not self._closed:
+    def _poll(self) -> None:
+        """Polls for unattended receives and waits for them, until there have been none for a while."""
+        previous: list[PendingReceive] = []
+        idle_polls = 0
+        self._is_polling = True
+        while idle_polls < MAX_IDLE_POLLS and not self._is_closed:
             self._wake.clear()
-            now = self._left_alone()
-            alone = [receive for receive in now if receive in before or receive.callbacks]
-            if alone:
-                self._wait_for(alone[0])
-            before = now
-            looks = 0 if now else looks + 1
-            if not alone:
-                self._wake.wait(LOOK_SECONDS)
-        self._looking = False
-        if self._left_alone():  # posted while it went
+            unattended = self._find_unattended()
+            due = [receive for receive in unattended if receive in previous or receive.callbacks]
+            if due:
+                self._wait_for(due[0])
+            previous = unattended
+            idle_polls = 0 if unattended else idle_polls + 1
+            if not due:
+                self._wake.wait(POLL_INTERVAL_S)
+        self._is_polling = False
+        if self._find_unattended():  # posted before _is_polling was cleared, so on_posted did not wake this thread
             self._wake.set()
 
     def _wait_for(self, receive: "PendingReceive") -> None:
         try:
             receive.wait(None)
-        except Exception:  # whoever asks for its result learns of it
+        except Exception:  # the receive keeps its error for its user
             return
 
-    def _may_end(self) -> bool:
+    def _stop_if_idle(self) -> bool:
         with self._lock:
             if self._wake.is_set():
                 return False

@@ -1,4 +1,4 @@
-"""Receives that are under way, and the messages that arrive for them."""
+"""Receives that have been posted, and the messages that arrive for them."""
 
 import time
 from collections.abc import Callable
@@ -14,75 +14,81 @@ __all__ = ["IncomingMessage", "PendingReceive"]
 
 @final
 class PendingReceive:
-    """A receive that has been posted. It is a Pending (see engines.base). What it has belongs to the mailbox.
+    """A receive in flight, a PendingOperation (engines/base.py). Its attributes are guarded by the channels' lock.
 
-    wanted: the rank that is to send; None for any.
-    sender: the rank that sends, once that is known.
+    Args:
+        channels: that the message arrives on.
+        tensor: to receive into; dropped when the receive is done.
+        from_rank: the rank that must send; None for any.
+        tag: of the message.
+        timeout: seconds that the receive may take.
     """
 
     __slots__ = (
         "callbacks",
+        "channels",
         "deadline",
         "error",
-        "mailbox",
-        "over",
-        "seconds",
+        "from_rank",
+        "is_done",
         "sender",
         "tag",
         "tensor",
+        "timeout",
         "waiters",
-        "wanted",
     )
 
     def __init__(
-        self, mailbox: "P2PChannels", tensor: Tensor, wanted: int | None, tag: int, seconds: float
+        self, channels: "P2PChannels", tensor: Tensor, from_rank: int | None, tag: int, timeout: float
     ) -> None:
-        self.mailbox: Final = mailbox
+        self.channels: Final = channels
         self.tensor: Tensor | None = tensor
-        self.wanted: Final = wanted
+        self.from_rank: Final = from_rank
         self.tag: Final = tag
-        self.seconds: Final = seconds
-        self.deadline: Final = time.monotonic() + seconds
-        self.sender = -1
-        self.waiters = 0
-        self.over = False
+        self.timeout: Final = timeout
+        self.deadline: Final = time.monotonic() + timeout
+        self.sender = -1  # until a message is matched
+        self.waiters = 0  # threads in `wait`
+        self.is_done = False
         self.error: Exception | None = None
         self.callbacks: list[Callable[[], None]] = []
 
     def wait(self, timeout: float | None) -> None:
-        """Takes in what arrives until it is over."""
-        if not self.over:
-            self.mailbox.wait(self, timeout)
+        """Receives blocks until the message is complete, see PendingOperation.wait."""
+        if not self.is_done:
+            self.channels.wait(self, timeout)
         if self.error is not None:
             raise self.error
 
     def done(self) -> bool:
-        """Is it over, well or badly? Takes in what has arrived."""
-        return self.over or self.mailbox.poll(self)
+        """Returns whether the receive has finished, after receiving the blocks that are there."""
+        return self.is_done or self.channels.poll(self)
 
     def source(self) -> int:
-        """The rank that sent."""
+        """Returns the rank that sent the message."""
         return self.sender
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once when it is over, at once if it is."""
-        if not self.mailbox.call_back(self, callback):
+        """Calls `callback` once when the receive is done, or immediately if it is done already."""
+        if not self.channels.add_callback(self, callback):
             callback()
 
 
 @final
 class IncomingMessage:
-    """A message of which at least the first block has been taken off its channel.
+    """A message of which at least the first block has been read from its channel.
 
-    tensor: where the bytes go; None if nobody wants them.
+    tensor: where its bytes go, the tensor of its receive or a buffer; None if they are discarded.
+    receive: that it was matched with, if any.
+    received: bytes that have been read from the channel.
     """
 
-    __slots__ = ("arrived", "receive", "size", "source", "tag", "tensor")
+    __slots__ = ("receive", "received", "size", "source", "tag", "tensor")
 
     def __init__(self, source: int, tag: int, size: int) -> None:
         self.source: Final = source
         self.tag: Final = tag
         self.size: Final = size
-        self.arrived = 0  # bytes
+        self.received = 0
         self.receive: PendingReceive | None = None
         self.tensor: Tensor | None = None

@@ -1,7 +1,7 @@
-"""A piece of memory that the processes of a group share.
+"""A memory segment shared by the processes of a group.
 
-It is an anonymous file in memory (memfd_create(2)), which the other ranks open through rank 0's /proc entry: it
-never has a name, so that nothing is left of it, however and whenever processes end.
+The segment is an anonymous file in memory (memfd_create(2)), which the other ranks open through rank 0's entry in
+/proc. It never has a name, so the kernel frees it with the last process, however that ends.
 """
 
 import ctypes
@@ -16,84 +16,93 @@ import torch
 
 from ....errors import ProcessGroupError
 from ..base import Setup
-from .members import ShmMember, exchange, wait_for
+from .processes import RankProcess, exchange_texts, wait_for_keys
 
 __all__ = ["Segment"]
 
 _TOKEN_BYTES = 32
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Nobody can make it shorter, which would kill those that read it."""
+"""Fix the size of the file: reading a mapping beyond the end of a file that was shortened kills the process."""
 
 
 @final
 class Segment:
-    """Shared memory of `size` bytes, all zero at first.
+    """Shared memory of `size` bytes, all zero at first. Only pages that are written to use memory.
 
-    It takes only the pages that are written to. All ranks of the group make it together.
+    All ranks of a group create it together.
+
+    Args:
+        setup: of the engine.
+        processes: of all ranks.
+        size: bytes.
+        engine: name of the engine, for error messages.
 
     Raises:
-        ProcessGroupError: some rank cannot have it; on all ranks alike.
+        ProcessGroupError: some rank cannot map the memory; raised on all ranks.
+        CollectiveTimeoutError: some rank did not take part within the timeout of the setup.
     """
 
-    def __init__(self, setup: Setup, members: list[ShmMember], size: int, engine: str) -> None:
+    def __init__(self, setup: Setup, processes: list[RankProcess], size: int, engine: str) -> None:
         problem = ""
         memory: mmap.mmap | None = None
-        mine = -1  # rank 0 keeps it open until all have it
+        descriptor = -1  # rank 0 keeps the file open until all ranks have mapped it
         try:
             if setup.rank == 0:
-                mine = _create(size)
+                descriptor = _create(size)
                 token = secrets.token_hex(_TOKEN_BYTES // 2)
-                memory = mmap.mmap(mine, size)
+                memory = mmap.mmap(descriptor, size)
                 memory[:_TOKEN_BYTES] = token.encode()
-                setup.store.set("segment", json.dumps([mine, token]))
+                setup.store.set("segment", json.dumps([descriptor, token]))
             else:
-                wait_for(setup, ["segment"])
-                number, token = json.loads(setup.store.get("segment"))
-                memory = _open(members[0].pid, number, token, size)
+                wait_for_keys(setup, ["segment"])
+                remote_descriptor, token = json.loads(setup.store.get("segment"))
+                memory = _map(processes[0].pid, remote_descriptor, token, size)
         except OSError as error:
             problem = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
             if setup.rank == 0:
                 setup.store.set("segment", json.dumps([-1, ""]))
         try:
-            problems = exchange(setup, "opened", problem)
+            problems = exchange_texts(setup, "mapped", problem)
         finally:
-            if mine >= 0:
-                os.close(mine)
+            if descriptor >= 0:
+                os.close(descriptor)
         for rank, text in enumerate(problems):
             if text:
                 raise ProcessGroupError(
                     f"engine {engine!r}: rank {setup.global_ranks[rank]} cannot share memory with rank "
                     f"{setup.global_ranks[0]}: {text}. All ranks must run as one user who may open "
-                    f"/proc/{members[0].pid}/fd; otherwise use gradwire_gloo"
+                    f"/proc/{processes[0].pid}/fd; otherwise use gradwire_gloo"
                 )
         assert memory is not None
         self._memory = memory
         self.words: Final = memoryview(memory).cast("q")
-        """In words of 64 bits."""
+        """The segment in words of 64 bits."""
         self.bytes: Final = torch.frombuffer(memory, dtype=torch.uint8)
-        """As a tensor."""
+        """The segment as a tensor: uint8, of shape `(size,)`."""
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        """Where it begins in this process; as long as this object lives."""
+        """Where the segment starts in this process, valid as long as this object lives."""
 
 
 def _create(size: int) -> int:
-    file = os.memfd_create("gradwire-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(file, size)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-    return file
+    """Returns the descriptor of a new anonymous file of `size` bytes."""
+    descriptor = os.memfd_create("gradwire-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    return descriptor
 
 
-def _open(pid: int, number: int, token: str, size: int) -> mmap.mmap:
-    """Maps the file that another process has open."""
-    if number < 0:
-        raise OSError("it could not make any")
-    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+def _map(pid: int, descriptor: int, token: str, size: int) -> mmap.mmap:
+    """Maps the file that another process has open, and checks by the token that it is the segment."""
+    if descriptor < 0:
+        raise OSError("it could not create the segment")
+    path = f"/proc/{pid}/fd/{descriptor}"
+    own_descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        memory = mmap.mmap(file, size)
-    except ValueError as error:  # another file, which is shorter
+        memory = mmap.mmap(own_descriptor, size)
+    except ValueError as error:  # the file is another one, and shorter
         raise OSError(str(error)) from None
     finally:
-        os.close(file)
+        os.close(own_descriptor)
     if memory[:_TOKEN_BYTES] != token.encode():
-        raise OSError(f"/proc/{pid}/fd/{number} is another file")
+        raise OSError(f"{path} is another file")
     return memory

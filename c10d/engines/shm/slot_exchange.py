@@ -1,12 +1,12 @@
-"""Rounds in which ranks show each other data: what collectives are made of.
+"""Rounds in which ranks exchange data through slots in shared memory; collectives consist of them.
 
 Each rank has two slots, for even and odd rounds. In a round some ranks fill slots and post the number of the
-round, others wait for that and read, and all say when they are through. A slot is filled again two rounds later,
-once all ranks are through with the earlier round, so that a rank may be one round ahead of the slowest. All ranks
-go through the same rounds.
+round; others wait for that number and read the slots; all mark the round as done when they do not read its slots
+any more. A slot is filled again two rounds later, once all ranks are done with the earlier round, so a rank is at
+most one round ahead of the slowest. All ranks go through the same rounds.
 
-With the number of the round a rank posts what it is doing, as one number; those that read compare it with what
-they do themselves.
+With the number of the round a rank posts the fingerprint of its call (fingerprint.py), which readers compare with
+their own.
 """
 
 import time
@@ -17,152 +17,164 @@ import torch
 from torch import Tensor
 
 from ....errors import CollectiveMismatchError, CollectiveTimeoutError
-from .calls import describe
-from .layout import SLOT, Layout
+from .doorbells import LINE_WORDS, Doorbells
+from .fingerprint import describe
+from .layout import SLOT_BYTES, Layout
 from .peers import Peers
 from .segment import Segment
-from .signals import LINE, Signals
 
 __all__ = ["SlotExchange"]
 
-_WORD = 8
-_CALL = 2
-"""Of the words of a signal, the first of two with what a rank calls, in even and odd rounds."""
-_KEPT_VIEWS = 128
+_FINGERPRINT_WORD = 2
+"""In the line of a `filled` doorbell, the first of two words with fingerprints, for even and odd rounds."""
+
+_MAX_CACHED_VIEWS = 128
 
 
 @final
 class SlotExchange:
     """The slots of a group, used by one thread at a time."""
 
-    def __init__(self, layout: Layout, segment: Segment, signals: Signals, peers: Peers) -> None:
+    def __init__(self, layout: Layout, segment: Segment, doorbells: Doorbells, peers: Peers) -> None:
         self._layout = layout
-        self._signals = signals
-        self._words = signals.words
+        self._doorbells = doorbells
+        self._words = doorbells.words
         self._peers = peers
         self._rank = peers.rank
         self._ranks = range(peers.size)
         self._others = [other for other in self._ranks if other != self._rank]
-        places = [[layout.slot(each, parity) for each in self._ranks] for parity in (0, 1)]
-        self._addresses = [[segment.address + place for place in row] for row in places]
-        self._slots = [[segment.bytes[place : place + SLOT] for place in row] for row in places]
+        offsets = [[layout.slot_offset(each, parity) for each in self._ranks] for parity in (0, 1)]
+        self._addresses = [[segment.address + offset for offset in row] for row in offsets]
+        self._slots = [[segment.bytes[offset : offset + SLOT_BYTES] for offset in row] for row in offsets]
         self._views: dict[tuple[int, torch.dtype, int, int], list[Tensor]] = {}
         self._round = 0
         self._parity = 0
-        self._finished = 0  # a round that all ranks are known to be through with
-        # Of the operation under way:
+        self._round_done_by_all = 0  # as far as this rank has checked
+        # The operation in flight:
         self._operation = ""
-        self._call = 0
-        self._seconds = 0.0
+        self._fingerprint = 0
+        self._timeout = 0.0
         self._deadline = 0.0
-        self._awaited: tuple[Sequence[int], int, int] = ((), 0, 0)
+        self._wait_target: tuple[Sequence[int], int, int] = ((), 0, 0)  # ranks, first doorbell, value
 
-    def begin(self, operation: str, seconds: float, call: int) -> None:
-        """Starts an operation.
+    def start_operation(self, operation: str, timeout: float, fingerprint: int) -> None:
+        """Sets the operation that the following rounds belong to.
 
-        seconds: how long it may take.
-        call: what this rank does, as shm_calls encodes it.
+        Args:
+            operation: name for error messages.
+            timeout: seconds that the operation may take.
+            fingerprint: of this rank's call, see fingerprint.py.
         """
         self._peers.check()
         self._operation = operation
-        self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
-        self._call = call
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._fingerprint = fingerprint
 
-    def open(self) -> None:
-        """Begins a round: waits until the slots of the last but one may be filled."""
+    def start_round(self) -> None:
+        """Starts a round: waits until all ranks are done with the last round that used the same slots."""
         number = self._round = self._round + 1
         self._parity = number & 1
-        if self._finished < number - 2:
-            self._wait(self._layout.done(0), self._others, number - 2)
-            self._finished = number - 2
+        if self._round_done_by_all < number - 2:
+            self._wait_for(self._layout.done_doorbell(0), self._others, number - 2)
+            self._round_done_by_all = number - 2
 
-    def slot(self, rank: int) -> int:
-        """The address of a rank's slot in this round."""
+    def slot_address(self, rank: int) -> int:
+        """Returns the address of a rank's slot in this round."""
         return self._addresses[self._parity][rank]
 
-    def views(self, dtype: torch.dtype, start: int, stop: int) -> list[Tensor]:
-        """Of every rank's slot of this round, the elements from `start` to `stop`."""
+    def slot_views(self, dtype: torch.dtype, start: int, stop: int) -> list[Tensor]:
+        """Returns, for every rank's slot of this round, a view of its elements from `start` to `stop`.
+
+        Views are cached.
+        """
         key = (self._parity, dtype, start, stop)
         views = self._views.get(key)
         if views is None:
-            if len(self._views) == _KEPT_VIEWS:
+            if len(self._views) == _MAX_CACHED_VIEWS:
                 self._views.clear()
             views = [slot.view(dtype)[start:stop] for slot in self._slots[self._parity]]
             self._views[key] = views
         return views
 
-    def post(self) -> None:
-        """Says that this rank has filled what it fills in this round."""
-        signal = self._layout.filled(self._rank)
-        at = signal * (LINE // _WORD) + self._parity
-        self._words[at + _CALL] = self._call
-        self._signals.post(signal, self._round)
+    def post_filled(self) -> None:
+        """Tells the other ranks that this rank has filled its slots of this round."""
+        doorbell = self._layout.filled_doorbell(self._rank)
+        at = doorbell * LINE_WORDS + self._parity
+        self._words[at + _FINGERPRINT_WORD] = self._fingerprint
+        self._doorbells.ring(doorbell, self._round)
 
-    def read(self, ranks: Sequence[int]) -> None:
-        """Waits until these have posted, and checks that they do the same."""
-        self.wait(ranks)
+    def wait_and_check(self, ranks: Sequence[int]) -> None:
+        """Waits until these ranks have filled their slots, and checks that they call the same as this one."""
+        self.wait_filled(ranks)
         for rank in ranks:
-            self.compare(rank, self._call)
+            self.check_fingerprint(rank, self._fingerprint)
 
-    def wait(self, ranks: Sequence[int]) -> None:
-        """Waits until these have posted."""
-        self._wait(self._layout.filled(0), ranks, self._round)
+    def wait_filled(self, ranks: Sequence[int]) -> None:
+        """Waits until these ranks have filled their slots."""
+        self._wait_for(self._layout.filled_doorbell(0), ranks, self._round)
 
-    def compare(self, rank: int, wanted: int) -> None:
-        """Checks what a rank that has posted calls.
+    def check_fingerprint(self, rank: int, expected: int) -> None:
+        """Checks the call of a rank that has filled its slot.
 
         Raises:
-            CollectiveMismatchError: it is not this.
+            CollectiveMismatchError: its fingerprint is not `expected`.
         """
-        theirs = self._words[self._layout.filled(rank) * (LINE // _WORD) + _CALL + self._parity]
-        if theirs != wanted:
-            me, other = self._peers.names([self._rank]), self._peers.names([rank])
+        theirs = self._words[self._layout.filled_doorbell(rank) * LINE_WORDS + _FINGERPRINT_WORD + self._parity]
+        if theirs != expected:
+            me, other = self._peers.describe([self._rank]), self._peers.describe([rank])
             raise CollectiveMismatchError(
-                [self._peers.number(rank)],
-                f"{other} calls {describe(theirs)}, but {me} calls {describe(self._call)}"
-                + (f" and wants {describe(wanted)}" if wanted != self._call else ""),
+                [self._peers.global_rank(rank)],
+                f"{other} calls {describe(theirs)}, but {me} calls {describe(self._fingerprint)}"
+                + (f" and expects {describe(expected)}" if expected != self._fingerprint else ""),
             )
 
-    def compare_sizes(self, rank: int, theirs: int, mine: int) -> None:
-        """Checks that this rank wants so many bytes of another as that one has for it."""
-        if theirs != mine:
-            me, other = self._peers.names([self._rank]), self._peers.names([rank])
+    def check_size(self, rank: int, sent: int, expected: int) -> None:
+        """Checks that another rank sends as many bytes to this one as this one expects.
+
+        Raises:
+            CollectiveMismatchError: the numbers differ.
+        """
+        if sent != expected:
+            me, other = self._peers.describe([self._rank]), self._peers.describe([rank])
             raise CollectiveMismatchError(
-                [self._peers.number(rank)],
-                f"{other} calls {self._operation} with {theirs} bytes for {me}, which takes {mine} bytes",
+                [self._peers.global_rank(rank)],
+                f"{other} calls {self._operation} with {sent} bytes for {me}, which takes {expected} bytes",
             )
 
     def post_reduced(self) -> None:
-        """Says that this rank has reduced its part of the slots."""
-        self._signals.post(self._layout.reduced(self._rank), self._round)
+        """Tells the other ranks that this rank has reduced its part of the slots."""
+        self._doorbells.ring(self._layout.reduced_doorbell(self._rank), self._round)
 
-    def read_reduced(self) -> None:
-        """Waits until all ranks have reduced their parts."""
-        self._wait(self._layout.reduced(0), self._others, self._round)
+    def wait_reduced(self) -> None:
+        """Waits until all ranks have reduced their parts of the slots."""
+        self._wait_for(self._layout.reduced_doorbell(0), self._others, self._round)
 
-    def close(self) -> None:
-        """Ends the round on this rank, which reads the slots no more."""
-        self._signals.post(self._layout.done(self._rank), self._round)
+    def end_round(self) -> None:
+        """Tells the other ranks that this rank does not read the slots of this round any more."""
+        self._doorbells.ring(self._layout.done_doorbell(self._rank), self._round)
 
-    def _wait(self, first: int, ranks: Sequence[int], value: int) -> None:
+    def _wait_for(self, first: int, ranks: Sequence[int], value: int) -> None:
+        """Waits until the doorbells of these ranks, which start at `first`, are at least `value`."""
         words = self._words
         for rank in ranks:
-            if words[(first + rank) * (LINE // _WORD)] < value:
-                self._awaited = (ranks, first, value)
-                self._signals.wait(first + rank, value, self._look_around)
+            if words[(first + rank) * LINE_WORDS] < value:
+                self._wait_target = (ranks, first, value)
+                self._doorbells.wait_for(first + rank, value, self._check_wait)
 
-    def _look_around(self) -> None:
-        """Raises if there is no use in waiting any longer."""
+    def _check_wait(self) -> None:
+        """Raises if this rank has left, a rank that is waited for is lost, or the operation has timed out."""
         self._peers.check()
-        ranks, first, value = self._awaited
-        # Who is gone but through with this round, is not missed in it.
-        unfinished = [rank for rank in self._others if self._signals.value(self._layout.done(rank)) < self._round]
-        lost = self._peers.lost(unfinished)
-        late = [rank for rank in ranks if self._signals.value(first + rank) < value]
+        ranks, first, value = self._wait_target
+        # A rank that left after it was done with this round is not needed in it.
+        unfinished = [
+            rank for rank in self._others if self._doorbells.value(self._layout.done_doorbell(rank)) < self._round
+        ]
+        lost = self._peers.find_lost(unfinished)
+        late = [rank for rank in ranks if self._doorbells.value(first + rank) < value]
         if not late:
             return
         if lost is not None:
             raise lost
         if time.monotonic() > self._deadline:
-            raise CollectiveTimeoutError(self._operation, self._seconds, self._peers.names(late))
+            raise CollectiveTimeoutError(self._operation, self._timeout, self._peers.describe(late))

@@ -1,0 +1,127 @@
+"""Presents tensors to MPI: as bytes where they are only moved, and as numbers that MPI can reduce."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ...reductions import Reduction, finish, prepare
+from ..memory import as_bytes, flat
+
+__all__ = ["BufferSpecs", "Reducible", "share_memory"]
+
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.complex32: torch.complex64,
+}
+"""Dtypes that MPI has no type for, and those in which they are reduced."""
+
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+}
+
+_OPS = {
+    "sum": "SUM",
+    "avg": "SUM",
+    "premul_sum": "SUM",
+    "product": "PROD",
+    "min": "MIN",
+    "max": "MAX",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+
+_BOOL_OPS = {**_OPS, "sum": "BOR", "product": "BAND"}
+"""For bools, which are reduced as bytes that are 0 or 1."""
+
+
+@final
+@dataclass(slots=True)
+class Reducible:
+    """A tensor as numbers that MPI can reduce.
+
+    numbers: one of MPI's dtypes; shares the tensor's memory or is a copy.
+    wide: the copy in a wider dtype; None if there is none.
+    is_bool: whether the numbers are bytes that represent bools.
+    """
+
+    numbers: Tensor
+    wide: Tensor | None
+    is_bool: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, reduction: Reduction) -> "Reducible":
+        """Multiplies the tensor by the reduction's factor, if there is one, and returns it as numbers."""
+        prepare(reduction, tensor)
+        if tensor.dtype in _WIDER:
+            wide = flat(tensor).to(_WIDER[tensor.dtype])
+            return cls(wide, wide, is_bool=False)
+        if tensor.dtype == torch.bool:
+            return cls(as_bytes(tensor), None, is_bool=True)
+        return cls(tensor, None, is_bool=False)
+
+    def write_result(self, tensor: Tensor, reduction: Reduction, ranks: int) -> None:
+        """Writes the numbers, which MPI has reduced over `ranks` ranks, to the tensor that this was made of."""
+        if self.wide is None:
+            finish(reduction, tensor, ranks)
+        else:
+            finish(reduction, self.wide, ranks)
+            tensor.view(-1).copy_(self.wide)
+
+
+@final
+class BufferSpecs:
+    """Describes tensors to mpi4py by its buffer specifications: lists of buffer, counts and datatype.
+
+    Specifications do not keep tensors alive.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._types = {dtype: getattr(mpi, name) for dtype, name in _TYPES.items()}
+
+    def raw(self, tensor: Tensor) -> list[Any]:
+        """Describes the bytes of a tensor."""
+        return [self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE]
+
+    def parts(self, whole: Tensor, sizes: Sequence[int]) -> list[Any]:
+        """Describes the bytes of a tensor in consecutive parts of these sizes in bytes."""
+        buffer, datatype = self.raw(whole)
+        return [buffer, sizes, datatype]
+
+    def numbers(self, reducible: Reducible) -> list[Any]:
+        """Describes numbers with their MPI datatype."""
+        numbers = reducible.numbers
+        return [self._mpi.buffer.fromaddress(numbers.data_ptr(), numbers.nbytes), self._types[numbers.dtype]]
+
+    def op(self, reducible: Reducible, reduction: Reduction) -> Any:
+        """Returns MPI's operator for a reduction of these numbers."""
+        return getattr(self._mpi, (_BOOL_OPS if reducible.is_bool else _OPS)[reduction.name])
+
+
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two contiguous tensors share memory."""
+    start, other = first.data_ptr(), second.data_ptr()
+    return start < other + second.nbytes and other < start + first.nbytes
