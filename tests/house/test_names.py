@@ -34,14 +34,14 @@ def replacement(name: str) -> str | None:
 
 
 def names_in(code: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields the names that a module gives to definitions, parameters, variables and attributes, and their lines."""
+    """Yields the names of definitions, parameters, variables and attributes in a module, and their lines."""
     for node in ast.walk(code):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield node.lineno, name
-            case (
-                ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name)
-            ):
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.arg(arg=name):
                 yield node.lineno, name
             case ast.alias(asname=str(name)):
                 yield node.lineno, name
