@@ -63,10 +63,9 @@ def test_every_page_can_be_found(page):
     assert page.name in links
 
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_pages_lead_somewhere(page):
+@pytest.mark.parametrize(
+    "page", [*ROOT.glob("*.md"), ROOT / "changelog.d" / "README.md"], ids=lambda page: page.name
+)
+def test_links_of_pages_at_the_root_lead_somewhere(page):
     targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
     assert not [target for target in targets if not (page.parent / target).exists()]
