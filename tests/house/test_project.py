@@ -63,9 +63,10 @@ def test_every_page_can_be_found(page):
     assert page.name in links
 
 
-@pytest.mark.parametrize(
-    "page", [*ROOT.glob("*.md"), ROOT / "changelog.d" / "README.md"], ids=lambda page: page.name
-)
+ROOT_PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "changelog.d" / "README.md"]
+
+
+@pytest.mark.parametrize("page", ROOT_PAGES, ids=lambda page: page.name)
 def test_links_of_pages_at_the_root_lead_somewhere(page):
     targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
     assert not [target for target in targets if not (page.parent / target).exists()]
