@@ -78,7 +78,7 @@ lint: $(READY)   ## style and types of the package
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/lint && ln -sfn "$(CURDIR)" $(VENV)/lint/gradwire
 	cd $(VENV)/lint && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml \
-	    -m gradwire.__main__ -m gradwire.errors -m gradwire.launch -m gradwire.torch_internals $(TYPED:%=-p gradwire.%)
+	    -m gradwire.__main__ -m gradwire.errors -m gradwire.extensions -m gradwire.launch -m gradwire.torch_internals $(TYPED:%=-p gradwire.%)
 
 types-tests: $(READY)  ## types of the tests, examples and benchmarks, less strictly
 	mkdir -p $(VENV)/lint

@@ -9,9 +9,7 @@ import gradwire
 
 ROOT = Path(gradwire.__file__).parent
 PACKAGES = ["proto", "c10d", "rpc", "rref", "autograd", "optim", "nn", "compat"]
-LOOSE = [
-    ROOT / f"{name}.py" for name in ("__init__", "__main__", "errors", "grpc_setup", "launch", "torch_internals")
-]
+LOOSE = sorted(ROOT.glob("*.py"))
 """The modules of the package that are in no folder."""
 
 NOT_WRITTEN_AS_MODULES = [ROOT / "proto" / "v1", ROOT / "compat" / "site"]
