@@ -89,7 +89,7 @@ types-tests: $(READY)  ## types of the tests, examples and benchmarks, less stri
 
 coverage: $(READY)  ## the tests, and how much of the package they run: out/coverage, with a floor
 	rm -f .coverage .coverage.*
-	$(BIN)/coverage run -m pytest -n $(TEST_PROCESSES) --dist worksteal $(TESTS)
+	$(BIN)/coverage run -m pytest -n $(TEST_PROCESSES) --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage html --quiet --directory out/coverage
 	$(BIN)/coverage report
