@@ -43,7 +43,7 @@ def names_in(code: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
             case ast.arg(arg=name):
                 yield node.lineno, name
-            case ast.alias(asname=str(name)):
+            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
                 yield node.lineno, name
 
 
