@@ -7,8 +7,10 @@ import tomllib
 import pytest
 from gradwire.proto.generate import generate
 
-from tests.house.source import PACKAGES, ROOT
+from tests.house.source import LOOSE, MODULES, PACKAGES, ROOT, path_id
 
+FILES = [f"/{path_id(path)}" for package in PACKAGES for path in (ROOT / package).rglob("*")]
+FILES += [f"/{path_id(path)}" for path in ROOT.iterdir()]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -70,3 +72,14 @@ ROOT_PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "changelog.d" / "README.md"]
 def test_links_of_pages_at_the_root_lead_somewhere(page):
     targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
     assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_the_architecture_page_names_what_exists():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    source = "\n".join(path.read_text() for path in [*MODULES, *LOOSE])
+    quoted = re.findall(r"`([^`\n]+)`", page)
+    files = [each for each in quoted if re.fullmatch(r"[a-z0-9_/]+(/|\.py)", each)]
+    missing = [each for each in files if not any(f"/{each}" in f"{path}/" for path in FILES)]
+    names = {part for each in quoted if re.fullmatch(r"[A-Za-z_.]+", each) for part in each.split(".")}
+    missing += [name for name in sorted(names) if not re.search(rf"\b{name}\b", source)]
+    assert not missing
