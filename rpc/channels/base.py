@@ -19,8 +19,9 @@ class Channel(Protocol):
     The sender's channel describes each payload by a `Payload` message, which travels in the envelope. By it the
     receiver's channel of the same name finds the bytes, which may arrive before or after the envelope.
 
-    - Order: payloads may arrive in any order. A payload whose envelope never arrives would delay those behind it, so
-      a channel sends it only once the envelope is queued. The receiving agent calls `receive` or `discard` for each.
+    - Order: payloads may arrive in any order. A payload whose envelope never arrives would delay those behind it,
+      so a channel sends it only once the envelope is queued. The receiving agent calls `receive` or `discard` for
+      each payload.
     - Threads: `send` and the function that it returns are called from any thread, all else on the agent's event
       loop. Nothing blocks on a peer.
     - Memory: a channel need not copy the bytes that it sends, only keep the memoryview until they are sent; users
