@@ -1,6 +1,6 @@
 """RPC and distributed autograd for PyTorch, over gRPC."""
 
-from . import grpc_setup as grpc_setup  # isort: split
+from . import grpc_setup as grpc_setup  # isort: split  # before any other import of grpc
 
 from . import autograd, c10d, launch, nn, optim, rpc, rref
 from .errors import GradwireError

@@ -1,4 +1,4 @@
-"""Says what is installed, which engines run here, and what else can be run.
+"""Prints installed versions, the engines available on this machine, and further commands.
 
 python -m gradwire
 """
@@ -18,17 +18,17 @@ from .c10d.backends import OWN
 __all__ = ["describe", "main"]
 
 ROOT = Path(__file__).parent
-NEEDED = ("torch", "grpcio", "protobuf", "numpy")
-OPTIONAL = ("mpi4py", "cupy")
-"""Imported by their names; the packages of cupy are called after versions of CUDA."""
+REQUIRED_PACKAGES = ("torch", "grpcio", "protobuf", "numpy")
+OPTIONAL_PACKAGES = ("mpi4py", "cupy")
+"""Import names; on PyPI, cupy is published under one name per CUDA version."""
 COMMANDS = {
-    "python -m gradwire.compat script.py": "runs a program written for torch.distributed.rpc, unedited",
-    "python -m gradwire.c10d.debug.report FOLDER": "says which rank is stuck where, from flight recorder files",
+    "python -m gradwire.compat script.py": "runs an unmodified torch.distributed.rpc program on gradwire",
+    "python -m gradwire.c10d.debug.report FOLDER": "shows from flight recorder files where each rank is stuck",
 }
 
 
 def main(arguments: list[str]) -> None:
-    """The command line."""
+    """Runs the command line."""
     if arguments in (["-h"], ["--help"]):
         print(__doc__)
     elif arguments:
@@ -38,33 +38,33 @@ def main(arguments: list[str]) -> None:
 
 
 def describe() -> str:
-    """Returns what there is, as text of several lines."""
+    """Returns the report, as lines of text."""
     lines = [
         f"gradwire {__version__} in {ROOT}",
         f"on Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         "",
         "Packages",
-        *(f"  {name:<9} {_version_of(name)}" for name in (*NEEDED, *OPTIONAL)),
+        *(f"  {name:<9} {_version_of(name)}" for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)),
         "",
         "Engines of process groups",
-        *(f"  {name:<9} {_state_of(name)}" for name in sorted(OWN)),
+        *(f"  {name:<9} {_availability_of(name)}" for name in sorted(OWN)),
         "",
         "Commands",
-        *(f"  {command}\n      {what}" for command, what in COMMANDS.items()),
+        *(f"  {command}\n      {purpose}" for command, purpose in COMMANDS.items()),
     ]
-    if (ROOT / "examples").is_dir():  # a checkout; an installed wheel has neither
+    if (ROOT / "examples").is_dir():  # in a checkout; a wheel has no examples and docs
         lines += ["", f"Examples  {ROOT / 'examples'}", f"Docs      {ROOT / 'docs'}; first {ROOT / 'README.md'}"]
     return "\n".join(lines)
 
 
-def _state_of(engine: str) -> str:
+def _availability_of(engine: str) -> str:
     reason = why_unavailable(engine)
     return "available" if reason is None else "not available: " + shorten(reason, 200, placeholder=" …")
 
 
 def _version_of(package: str) -> str:
     if package == "torch":
-        return torch.__version__  # says also for which CUDA it was built
+        return torch.__version__  # includes the CUDA version of the build
     for name in (package, "cupy-cuda13x", "cupy-cuda12x") if package == "cupy" else (package,):
         try:
             return version(name)

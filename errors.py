@@ -1,37 +1,37 @@
-"""Every error gradwire raises on purpose; all are RuntimeErrors, so code written for torch keeps catching them.
+"""The errors that gradwire raises, all RuntimeErrors, so that code written for torch keeps catching them.
 
 GradwireError
-├── StoreError                    a store refused an operation, or its server cannot be reached
-│   ├── StoreNetworkError         the server cannot be reached, or cannot listen where it should
-│   ├── StoreTimeoutError         .missing: the keys that did not appear in time
-│   └── QueueEmptyError           a queue has nothing to take, and the caller does not want to wait
-├── RendezvousError               workers cannot find each other: a bad URL, a missing variable, ranks that clash
-│   ├── DeviceMapError            device maps name workers or devices that are not there (a ValueError as well)
-│   └── RendezvousNetworkError    the place where they meet cannot be reached, or is taken
+├── StoreError                    a store rejected an operation
+│   ├── StoreNetworkError         a store's server cannot be reached, or cannot listen on its address
+│   ├── StoreTimeoutError         .missing, .seconds: keys were not set within the timeout
+│   └── QueueEmptyError           a non-blocking pop from an empty queue
+├── RendezvousError               workers cannot form a group: bad URL, missing variable, conflicting ranks
+│   ├── DeviceMapError            a device map names an unknown worker or device (also a ValueError)
+│   └── RendezvousNetworkError    the rendezvous address cannot be reached, or is in use
 ├── ProcessGroupError             an operation of a process group failed
-│   ├── UnsupportedOperationError .engine, .operation: the engine cannot do this
-│   ├── CollectiveTimeoutError    .operation, .seconds: the other ranks did not take part in time
-│   ├── CollectiveMismatchError   .ranks: which ranks called something else than the others
-│   ├── RankLostError             .rank, .reason: a rank died in the middle
-│   └── GroupAbortedError         the group was aborted or shut down, by this rank
-└── RpcError
+│   ├── UnsupportedOperationError .engine, .operation: the engine does not support the operation
+│   ├── CollectiveTimeoutError    .operation, .seconds: the other ranks did not join within the timeout
+│   ├── CollectiveMismatchError   .ranks: these ranks called a different operation than the others
+│   ├── RankLostError             .rank, .reason: a rank died or left while others waited for it
+│   └── GroupAbortedError         this rank aborted the group or shut it down
+└── RpcError                      the root of what rpc, rref, autograd and optim raise
     ├── NotInitializedError       a call before init_rpc or after shutdown
-    ├── WorkerNameError           .name: no worker can be called so (a ValueError as well)
-    ├── UnknownWorkerError        .name: no worker of the group is called so
-    ├── RpcTimeoutError           .worker, .seconds
+    ├── WorkerNameError           .name: the name is not valid for a worker (also a ValueError)
+    ├── UnknownWorkerError        .name: no worker of the group has this name or id
+    ├── RpcTimeoutError           .worker, .seconds: a call did not finish within its timeout
     ├── RpcCancelledError         .worker: the caller cancelled the call
-    ├── SendFailedError           .worker, .reason: a message has not left, so it may be sent again
+    ├── SendFailedError           .worker, .reason: a message was not sent; sending it again is safe
     ├── AnswerFailedError         .worker, .reason: a call has run, but its answer could not be sent
     ├── WorkerLostError           .worker, .reason, .cause: the peer died, left, or cannot be reached
-    ├── SerializationError        .path: where in the arguments or the result it went wrong
-    ├── RemoteError               .worker, .remote_traceback: a function raised on another worker
-    │   └── RemoteUnpicklableError  its exception could not be rebuilt here; the text is kept
-    ├── RRefError                 a reference used where, or after, it cannot be
-    └── AutogradError             a backward pass that cannot run
-        └── UnknownContextError   .context_id: no such context on this worker
+    ├── SerializationError        .path: the part of the arguments or of the result that cannot be sent
+    ├── RemoteError               .worker, .text, .remote_traceback: a function raised on another worker
+    │   └── RemoteUnpicklableError  the remote exception could not be rebuilt; its text is kept
+    ├── RRefError                 a reference is used where it is not valid, or after its release
+    └── AutogradError             a backward pass cannot run
+        └── UnknownContextError   .context_id: this worker has no such autograd context
 
-Those of stores, rendezvous and process groups are also of the class that torch.distributed raises in their place:
-DistStoreError, DistNetworkError, QueueEmptyError or DistBackendError.
+Errors of stores, rendezvous and process groups also inherit from the class that torch.distributed raises in the
+same place: DistStoreError, DistNetworkError, QueueEmptyError or DistBackendError.
 
 A remote exception whose class can be rebuilt arrives as that class; its `__cause__` is the RemoteError.
 """
@@ -74,60 +74,72 @@ __all__ = [
     "UnsupportedOperationError",
     "WorkerLostError",
     "WorkerNameError",
-    "rebuild",
+    "rebuild_exception",
 ]
 
 
 class GradwireError(RuntimeError):
-    """The root of the tree. Pickles whatever its constructor takes, so that it can cross workers."""
+    """The root of the tree.
+
+    Pickling keeps `args` and the attributes and bypasses the constructor, so that every error can be sent to other
+    workers whatever its constructor takes.
+    """
 
     def __reduce__(self) -> tuple[Callable[..., "GradwireError"], tuple[Any, ...]]:
-        return rebuild, (type(self), self.args, self.__dict__)
+        return rebuild_exception, (type(self), self.args, self.__dict__)
 
 
 E = TypeVar("E", bound=BaseException)
 
 
-def rebuild(kind: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:
-    """An exception with this content, made without its constructor, which may format or demand other arguments."""
-    error = kind.__new__(kind, *args)
+def rebuild_exception(cls: type[E], args: tuple[Any, ...], attributes: dict[str, Any]) -> E:
+    """Returns an exception with these `args` and attributes, without calling its `__init__`.
+
+    An `__init__` may take other arguments than those it leaves in `args`, such as the parts of a message.
+    """
+    error = cls.__new__(cls, *args)
     error.args = args
-    error.__dict__.update(state)
+    error.__dict__.update(attributes)
     return error
 
 
 class StoreError(GradwireError, DistStoreError):
-    """A store refused an operation, or its server cannot be reached."""
+    """A store rejected an operation."""
 
 
 class StoreNetworkError(StoreError, DistNetworkError):
-    """The server of a store cannot be reached, or cannot listen where it should."""
+    """A store's server cannot be reached, or cannot listen on its address."""
 
 
 class StoreTimeoutError(StoreError):
-    """Keys did not appear in time."""
+    """Keys were not set within the timeout.
 
-    def __init__(self, missing: Sequence[str], seconds: float, doing: str = "waiting for") -> None:
+    Attributes:
+        missing: the keys.
+        seconds: the timeout.
+    """
+
+    def __init__(self, missing: Sequence[str], seconds: float, activity: str = "waiting for") -> None:
         shown = ", ".join(repr(key) for key in missing[:8]) + (", …" if len(missing) > 8 else "")
-        super().__init__(f"Wait timeout: timed out after {seconds:g} s {doing} {shown}")
+        super().__init__(f"Wait timeout: timed out after {seconds:g} s {activity} {shown}")
         self.missing = list(missing)
         self.seconds = seconds
 
 
 class QueueEmptyError(StoreError, TorchQueueEmptyError):
-    """A queue has nothing to take, and the caller does not want to wait."""
+    """A non-blocking pop from a queue of a store found it empty."""
 
 
 class RendezvousError(GradwireError, DistStoreError):
-    """Workers cannot find each other."""
+    """Workers cannot form a group: bad URL, missing variable, conflicting ranks."""
 
 
 class RendezvousNetworkError(RendezvousError, DistNetworkError):
-    """The place where workers meet cannot be reached, or is taken by somebody else."""
+    """The rendezvous address cannot be reached, or another program listens on it."""
 
 
 class DeviceMapError(RendezvousError, ValueError):
-    """A device map names a worker that is not in the group, or devices that are not there."""
+    """A device map names a worker that is not in the group, or a device that does not exist."""
 
 
 class ProcessGroupError(GradwireError, DistBackendError):
@@ -135,7 +147,12 @@ class ProcessGroupError(GradwireError, DistBackendError):
 
 
 class UnsupportedOperationError(ProcessGroupError):
-    """An engine cannot do this operation, or not on these tensors."""
+    """An engine does not support an operation, or not on these tensors.
+
+    Attributes:
+        engine: its name.
+        operation: what was asked of it, with the tensors' dtype or layout where these are the reason.
+    """
 
     def __init__(self, engine: str, operation: str, instead: str) -> None:
         super().__init__(f"engine {engine!r} cannot {operation}: {instead}")
@@ -144,7 +161,7 @@ class UnsupportedOperationError(ProcessGroupError):
 
 
 class CollectiveTimeoutError(ProcessGroupError):
-    """The other ranks did not take part in an operation in time. The group can be used no more."""
+    """The other ranks did not join an operation within its timeout. The group cannot be used afterwards."""
 
     def __init__(self, operation: str, seconds: float, waiting_for: str = "the other ranks") -> None:
         super().__init__(
@@ -156,9 +173,10 @@ class CollectiveTimeoutError(ProcessGroupError):
 
 
 class CollectiveMismatchError(ProcessGroupError):
-    """Ranks called different operations, or with tensors that do not fit together.
+    """Ranks called different operations, or passed tensors that do not match.
 
-    Here as in RankLostError, ranks are those of the default group.
+    Attributes:
+        ranks: the ranks, in the default group, whose call differs from the others'.
     """
 
     def __init__(self, ranks: Sequence[int], text: str) -> None:
@@ -167,7 +185,12 @@ class CollectiveMismatchError(ProcessGroupError):
 
 
 class RankLostError(ProcessGroupError):
-    """A rank died, or left, while others waited for it. The group can be used no more."""
+    """A rank died or left while others waited for it. The group cannot be used afterwards.
+
+    Attributes:
+        rank: its rank in the default group.
+        reason: how the loss was noticed.
+    """
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank} is lost: {reason} (Connection closed by peer)")
@@ -180,7 +203,7 @@ class GroupAbortedError(ProcessGroupError):
 
 
 class RpcError(GradwireError):
-    """The root of what gradwire.rpc, rref, autograd and optim raise."""
+    """The root of the errors of gradwire.rpc, rref, autograd and optim."""
 
 
 class NotInitializedError(RpcError):
@@ -188,7 +211,7 @@ class NotInitializedError(RpcError):
 
 
 class WorkerNameError(RpcError, ValueError):
-    """No worker can be called so."""
+    """A name is not valid for a worker."""
 
     def __init__(self, name: object, rule: str) -> None:
         super().__init__(f"{rule}, but the name is {name!r}")
@@ -205,16 +228,16 @@ class UnknownWorkerError(RpcError):
 
 
 class RpcTimeoutError(RpcError):
-    """A worker did not answer in time. Whether it ran the call is not known."""
+    """A call did not finish within its timeout. The remote function may have run."""
 
-    def __init__(self, worker: str, seconds: float, doing: str = "a call to worker") -> None:
-        super().__init__(f"RPC ran for more than its timeout of {seconds:g} s: {doing} {worker!r}")
+    def __init__(self, worker: str, seconds: float, activity: str = "a call to worker") -> None:
+        super().__init__(f"RPC ran for more than its timeout of {seconds:g} s: {activity} {worker!r}")
         self.worker = worker
         self.seconds = seconds
 
 
 class RpcCancelledError(RpcError):
-    """The caller cancelled the call. It has not been run, unless it had begun to."""
+    """The caller cancelled the call. The remote function runs only if it had started before."""
 
     def __init__(self, worker: str) -> None:
         super().__init__(f"a call to worker {worker!r} was cancelled by its caller")
@@ -222,16 +245,16 @@ class RpcCancelledError(RpcError):
 
 
 class SendFailedError(RpcError):
-    """A message could not be sent, and its receiver knows nothing of it. Sending it again may succeed."""
+    """A message was not sent. Its receiver has not seen any of it, so sending it again is safe."""
 
-    def __init__(self, worker: str, reason: str, doing: str = "a message to worker") -> None:
-        super().__init__(f"{doing} {worker!r} could not be sent: {reason}")
+    def __init__(self, worker: str, reason: str, activity: str = "a message to worker") -> None:
+        super().__init__(f"{activity} {worker!r} could not be sent: {reason}")
         self.worker = worker
         self.reason = reason
 
 
 class AnswerFailedError(RpcError):
-    """A worker has run a call, but could not send the answer. Calling again runs it again."""
+    """A worker has run a call, but could not send the answer. Calling again runs the function again."""
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"worker {worker!r} has run the call, but could not send the answer: {reason}")
@@ -267,7 +290,11 @@ class WorkerLostError(RpcError):
 
 
 class SerializationError(RpcError):
-    """An object cannot travel."""
+    """A value cannot be sent.
+
+    Attributes:
+        path: the part of the arguments or of the result that is the problem, such as `args[0]`.
+    """
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path} cannot be sent: {problem}")
@@ -275,7 +302,13 @@ class SerializationError(RpcError):
 
 
 class RemoteError(RpcError):
-    """A function raised on another worker; the cause of the rebuilt exception, or the error itself."""
+    """A function raised on another worker: the `__cause__` of the rebuilt exception.
+
+    Attributes:
+        worker: the worker's name.
+        text: class and message of the remote exception.
+        remote_traceback: its formatted traceback.
+    """
 
     def __init__(self, worker: str, text: str, remote_traceback: str) -> None:
         super().__init__(f"on worker {worker!r}: {text}\n\n{remote_traceback.rstrip()}")
@@ -285,19 +318,19 @@ class RemoteError(RpcError):
 
 
 class RemoteUnpicklableError(RemoteError):
-    """A function raised on another worker, and its exception could not be rebuilt here."""
+    """A function raised on another worker, and its exception could not be rebuilt; raised in its place."""
 
 
 class RRefError(RpcError):
-    """A reference used where, or after, it cannot be."""
+    """A reference is used where it is not valid, or after its release."""
 
 
 class AutogradError(RpcError):
-    """A backward pass that cannot run."""
+    """A backward pass cannot run."""
 
 
 class UnknownContextError(AutogradError):
-    """No autograd context has this id on this worker."""
+    """This worker has no autograd context with this id."""
 
     def __init__(self, context_id: int, worker: str) -> None:
         super().__init__(

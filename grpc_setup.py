@@ -1,8 +1,9 @@
-"""Imports gRPC, before anything else does, without its handlers of forks.
+"""Imports gRPC with its fork handlers disabled.
 
-With them gRPC prints a line whenever a process forks in which it is busy, such as one that starts the workers of a
-DataLoader. They would let a child go on with the parent's connections, which gradwire never does. Who needs them
-sets GRPC_ENABLE_FORK_SUPPORT, which gRPC reads when it is imported, or imports gRPC before gradwire.
+With fork handlers, gRPC prints a line whenever a process with gRPC activity forks, for example to start the
+workers of a DataLoader. The handlers let a forked child reuse the parent's connections, which gradwire never does.
+gRPC reads GRPC_ENABLE_FORK_SUPPORT once, when it is imported. A program that needs the handlers sets that variable
+itself or imports grpc before gradwire.
 """
 
 import os
@@ -18,4 +19,4 @@ else:
     try:
         import grpc  # noqa: F401
     finally:
-        del os.environ[_VARIABLE]  # it is not for the processes that this one starts
+        del os.environ[_VARIABLE]  # child processes must not inherit it

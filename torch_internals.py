@@ -1,16 +1,16 @@
-"""torch's private names that gradwire uses. Other modules use only what torch documents.
+"""Wraps every private name of torch that gradwire uses; the other modules use torch's public API only.
 
-What the releases differ in:
+Differences between the supported releases of torch:
 
     2.11, 2.12   collectives on one tensor are `_allgather_base`, `_reduce_scatter_base` and `alltoall_base`
     2.13         they are `all_gather_single`, `reduce_scatter_single` and `all_to_all_single`
-    2.14         torch finds backends by the entry points `torch.distributed.backends`, and registers its own so;
-                 a Backend may be a Python class, and new_group hands that of the default group to C++ if that has
-                 a device; there is `gather_single`; the options of backends say `enable_reconfigure`; split_group
-                 keeps the order of ranks; functions of torch.jit warn with FutureWarning, which Python shows,
+    2.14         backends, torch's own included, are found through the entry points `torch.distributed.backends`;
+                 a Backend may be a Python class, and new_group passes the default group's to C++ if it has a
+                 device; adds `gather_single`; backend options have `enable_reconfigure`; split_group keeps the
+                 order of ranks; functions of torch.jit warn with FutureWarning, which Python shows by default,
                  instead of DeprecationWarning
-    2.15         `supports_time_estimate` is `_supports_time_estimate`; split_group asks a group that torch does
-                 not know yet for its `_device_types`
+    2.15         `supports_time_estimate` is `_supports_time_estimate`; split_group reads `_device_types` of a
+                 group that is not registered with torch yet
 """
 
 import sys
@@ -61,8 +61,8 @@ __all__ = [
     "ScriptMethodStub",
     "TorchBackend",
     "TorchPrefixStore",
+    "backend_creator",
     "backend_devices",
-    "backend_maker",
     "backend_names",
     "begin_profiler_event",
     "compile_script",
@@ -73,9 +73,7 @@ __all__ = [
     "enable_legacy_profiler",
     "enable_record_function",
     "find_builtin",
-    "function_of_graph",
     "get_debug_level",
-    "holders_of_storage",
     "known_groups",
     "load_script",
     "neg_view",
@@ -86,74 +84,76 @@ __all__ = [
     "quantized",
     "quantized_per_channel",
     "register_group_backend",
-    "rendezvous_stores_made_by",
-    "run_untraced",
     "save_script",
+    "script_function_from_graph",
     "script_methods",
     "set_profiler_node_id",
+    "skip_in_dynamo",
+    "storage_use_count",
+    "tcp_store_patched",
     "tree_map_only",
 ]
 
 M = TypeVar("M")
 
-HAS_PYTHON_BACKENDS = torch.__version__ >= "2.14"  # which torch compares as versions
-"""May a Backend be a Python class?"""
+HAS_PYTHON_BACKENDS = torch.__version__ >= "2.14"  # a TorchVersion: compares as a version, not as text
+"""Whether a Backend may be a Python class."""
 
 
 # torch.distributed
 
 
 def backend_devices(name: str) -> list[str]:
-    """The types of the devices that a registered backend takes."""
+    """Returns the device types that a registered backend supports, such as "cpu"."""
     return Backend.backend_capability[name.lower()]
 
 
-def backend_maker(name: str) -> Callable[..., Any] | None:
-    """What makes a registered backend; None if there is none of this name, or only torch's C++ knows it."""
+def backend_creator(name: str) -> Callable[..., Any] | None:
+    """Returns the function that creates a backend; None for an unknown name or one built into torch's C++."""
     plugin = Backend._plugins.get(name.upper())
     return None if plugin is None else cast(Callable[..., Any], plugin.creator_fn)
 
 
 def backend_names() -> list[str]:
-    """The names of the backends that have been registered by now."""
+    """Returns the names, in lower case, of the backends registered so far."""
     return [name.lower() for name in Backend._plugins]
 
 
 def known_groups() -> Iterable[Any]:
-    """The process groups of this process."""
+    """Returns the process groups of this process that torch knows."""
     return distributed_c10d._world.pg_map
 
 
 def register_group_backend(group: Any, backend: TorchBackend, devices: Iterable[str]) -> None:
-    """Has torch's C++ find a Backend in a group: for these devices, and as its default."""
+    """Registers a Backend with a group, so that torch's C++ finds it for these device types and as the default."""
     kind = torch.distributed.ProcessGroup.BackendType.CUSTOM
     for device in devices:
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
 
 
-# torch.jit. Its own functions to compile, save and load warn that torch.jit is deprecated, which is for those to
-# hear who call it, and not for those who send what they have compiled.
+# torch.jit. Its public functions warn that torch.jit is deprecated. The warning is for programs that call them,
+# not for those that only send a compiled module through gradwire, so the functions below bypass it.
 
 
 def compile_script(module: torch.nn.Module) -> torch.nn.Module:
-    """As torch.jit.script."""
+    """Compiles a module as torch.jit.script does."""
     compiler: Any = torch.jit._script  # its stub lacks the function
     return cast(torch.nn.Module, compiler._script_impl(module))
 
 
-def function_of_graph(name: str, graph: Any) -> Any:
-    """A torch.jit.ScriptFunction that runs a graph of TorchScript."""
+def script_function_from_graph(name: str, graph: Any) -> Any:
+    """Returns a torch.jit.ScriptFunction that runs a TorchScript graph."""
     return torch._C._create_function_from_graph(name, graph)
 
 
 def save_script(scripted: Any) -> bytes:
-    """As torch.jit.save, of a function or a module."""
+    """Returns a script function or module as the bytes that torch.jit.save writes."""
     return cast(bytes, scripted.save_to_buffer(_extra_files={}))
 
 
 def load_script(data: bytes) -> Any:
-    """As torch.jit.load."""
+    """Returns the function or module that `save_script` saved."""
     unit = torch._C.CompilationUnit()
     load: Any = torch._C.import_ir_module_from_buffer  # its stub lacks the last argument
     restore_shapes = False
@@ -161,57 +161,57 @@ def load_script(data: bytes) -> Any:
 
 
 def script_methods(scripted: torch.jit.ScriptModule) -> list[Any]:
-    """The compiled methods of a module."""
+    """Returns the compiled methods of a module."""
     return [getattr(scripted, name) for name in scripted._c._method_names()]
 
 
-# The rest.
+# Rendezvous, tensors, Dynamo, profiler.
 
 
 @contextmanager
-def rendezvous_stores_made_by(make: Callable[..., Any]) -> Iterator[None]:
-    """Has torch's rendezvous call this in place of TCPStore. One thread at a time may do so."""
+def tcp_store_patched(factory: Callable[..., Any]) -> Iterator[None]:
+    """Context manager in which torch's rendezvous calls `factory` in place of TCPStore. Not thread-safe."""
     module: Any = sys.modules["torch.distributed.rendezvous"]  # torch.distributed.rendezvous is its function
-    torchs, module.TCPStore = module.TCPStore, make
+    original, module.TCPStore = module.TCPStore, factory
     try:
         yield
     finally:
-        module.TCPStore = torchs
+        module.TCPStore = original
 
 
-def holders_of_storage(tensor: Tensor) -> int:
-    """How many tensors and storages hold the memory of a tensor; one of them is the storage that is asked here."""
+def storage_use_count(tensor: Tensor) -> int:
+    """Returns how many tensors and storage objects refer to a tensor's memory; this call itself counts as one."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def neg_view(tensor: Tensor) -> Tensor:
-    """The negative of a tensor, as a view whose `is_neg` is set."""
+    """Returns the negation of a tensor as a view with its `is_neg` bit set."""
     return torch._neg_view(tensor)
 
 
 def quantized(integers: Tensor, dtype: torch.dtype, scale: float, zero_point: int) -> Tensor:
-    """The tensor of a quantized dtype that has these integers, in their memory and with their strides."""
-    made = torch._empty_affine_quantized([0], scale=scale, zero_point=zero_point, dtype=dtype)
-    return _over(integers, made)
+    """Returns a per-tensor quantized tensor over the memory of `integers`, with the same shape and strides."""
+    empty = torch._empty_affine_quantized([0], scale=scale, zero_point=zero_point, dtype=dtype)
+    return _with_memory_of(integers, empty)
 
 
 def quantized_per_channel(
     integers: Tensor, dtype: torch.dtype, scales: Tensor, zero_points: Tensor, axis: int
 ) -> Tensor:
-    """As `quantized`, with a scale and a zero point for each index of one dimension, the axis."""
-    made = torch._empty_per_channel_affine_quantized(
+    """As `quantized`, with one scale and one zero point for each index of dimension `axis`."""
+    empty = torch._empty_per_channel_affine_quantized(
         integers.shape, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype
     )
-    return _over(integers, made)
+    return _with_memory_of(integers, empty)
 
 
-def _over(integers: Tensor, made: Tensor) -> Tensor:
-    return made.set_(integers.untyped_storage(), integers.storage_offset(), integers.shape, integers.stride())
+def _with_memory_of(integers: Tensor, empty: Tensor) -> Tensor:
+    return empty.set_(integers.untyped_storage(), integers.storage_offset(), integers.shape, integers.stride())
 
 
-def run_untraced(functions: Iterable[Callable[..., Any]]) -> None:
-    """Has Dynamo run these functions, and what they call, as they are."""
+def skip_in_dynamo(functions: Iterable[Callable[..., Any]]) -> None:
+    """Makes Dynamo run these functions, and whatever they call, uncompiled."""
     skip = eval_frame._FrameAction.SKIP
     for function in functions:
         code = function.__code__
@@ -219,13 +219,13 @@ def run_untraced(functions: Iterable[Callable[..., Any]]) -> None:
 
 
 def begin_profiler_event(name: str, tensors: Iterable[Tensor]) -> "torch.futures.Future[None]":
-    """Begins an event with these inputs in the profile of this thread; it ends where the future is set."""
-    over: torch.futures.Future[None] = torch.futures.Future()
-    torch.ops.profiler._call_end_callbacks_on_jit_fut(begin_record(name, *tensors), over)
-    return over
+    """Begins an event with these inputs in this thread's profile; setting the returned future ends the event."""
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut(begin_record(name, *tensors), ended)
+    return ended
 
 
 def set_profiler_node_id(node: int) -> None:
-    """Puts a worker's id into the events of torch's legacy profiler, where it stays until the next."""
+    """Sets the worker id that torch's legacy profiler records in its events from now on."""
     if torch.distributed.rpc.is_available():
         torch._C._distributed_rpc._set_profiler_node_id(node)

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from ..torch_internals import holders_of_storage
+from ..torch_internals import storage_use_count
 from .partial import add
 
 __all__ = ["GradSwapLock", "LeafGradients"]
@@ -166,7 +166,7 @@ def _is_alone(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
         return False
     if gradient.stride() != torch.empty_like(leaf, device="meta").stride():
         return False
-    return holders_of_storage(gradient) == 2
+    return storage_use_count(gradient) == 2
 
 
 def _copy(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ as a broadcast that DDP asks for, are not part of the program: they cannot be tr
 
 import inspect
 
-from ..torch_internals import run_untraced
+from ..torch_internals import skip_in_dynamo
 
 __all__ = ["exclude_from_dynamo"]
 
@@ -17,4 +17,4 @@ def exclude_from_dynamo(*classes: type) -> None:
     As torch.compiler.disable does, which would import the compiler, and costs time with every call.
     """
     for each in classes:
-        run_untraced(method for method in vars(each).values() if inspect.isfunction(method))
+        skip_in_dynamo(method for method in vars(each).values() if inspect.isfunction(method))

@@ -18,8 +18,8 @@ from ..errors import UnsupportedOperationError
 from ..torch_internals import (
     HAS_PYTHON_BACKENDS,
     BackendConfig,
+    backend_creator,
     backend_devices,
-    backend_maker,
     backend_names,
     register_group_backend,
 )
@@ -138,7 +138,7 @@ class _PartOptions:
 
 def _all_devices() -> set[str]:
     """The types of devices that any of the engines takes: all that tensors of a group can be on."""
-    makers = [name for name in backend_names() if isinstance(backend_maker(name), GroupMaker)]
+    makers = [name for name in backend_names() if isinstance(backend_creator(name), GroupMaker)]
     return {device for name in makers for device in backend_devices(name)}
 
 
@@ -181,7 +181,7 @@ def _maker(device: str, group: ProcessGroup | None) -> "GroupMaker":
             f'"{configuration},{device}:..."'
         )
     # torch's own are gradwire's here, as in "cpu:gloo,cuda:..."
-    for maker in (backend_maker(name), backend_maker(f"gradwire_{name}")):
+    for maker in (backend_creator(name), backend_creator(f"gradwire_{name}")):
         if isinstance(maker, GroupMaker):
             return maker
     raise ValueError(f"gradwire cannot use backend {name!r} for {device} tensors: it is not one of its engines")

@@ -19,7 +19,7 @@ from .. import rpc
 from ..c10d.start_barrier import Claim, Purpose, StartBarrier
 from ..c10d.torch_types import TorchStore, TorchTCPStore
 from ..rpc.backend_registry import BackendType
-from ..torch_internals import TorchPrefixStore, create_store_from_options, rendezvous_stores_made_by
+from ..torch_internals import TorchPrefixStore, create_store_from_options, tcp_store_patched
 
 __all__ = ["init_rpc", "init_rpc_backend"]
 
@@ -113,5 +113,5 @@ def _no_waiting_in_the_dark(contradict_rival: Callable[[TorchStore], None]) -> I
                     contradict_rival(there)
             raise
 
-    with _opening, rendezvous_stores_made_by(open_store):
+    with _opening, tcp_store_patched(open_store):
         yield

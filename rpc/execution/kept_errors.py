@@ -2,7 +2,7 @@
 
 import copy
 
-from ...errors import rebuild
+from ...errors import rebuild_exception
 
 __all__ = ["copy_error", "is_plain", "text_of"]
 
@@ -11,7 +11,7 @@ def copy_error(error: Exception) -> Exception:
     """Returns a copy of a stored error, to be raised; the error itself if its class cannot be copied."""
     try:
         if is_plain(error):
-            return rebuild(type(error), error.args, error.__dict__)
+            return rebuild_exception(type(error), error.args, error.__dict__)
         copied = copy.copy(error)
     except Exception:
         return error

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...errors import RpcError
-from ...torch_internals import function_of_graph
+from ...torch_internals import script_function_from_graph
 
 __all__ = ["check_references", "run_script_function"]
 
@@ -97,7 +97,7 @@ def _copy_for_values(function: Any) -> _ValueFunction | None:
             positions.append(position)
             properties += [(position, get) for get in _replace_by_value(graph, argument)]
     graph.lint()
-    return _ValueFunction(function_of_graph(function.name, graph), positions, properties)
+    return _ValueFunction(script_function_from_graph(function.name, graph), positions, properties)
 
 
 def _replace_by_value(graph: Any, argument: Any) -> list[Callable[[Any], Any]]:

@@ -3,7 +3,7 @@
 import pickle
 from typing import Any
 
-from ...errors import RemoteError, RemoteUnpicklableError, rebuild
+from ...errors import RemoteError, RemoteUnpicklableError, rebuild_exception
 from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import copy_error, is_plain, text_of
 from .tracebacks import format_error
@@ -77,7 +77,7 @@ class _PlainError:
         self._error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return rebuild, (type(self._error), self._error.args, self._error.__dict__)
+        return rebuild_exception, (type(self._error), self._error.args, self._error.__dict__)
 
 
 def _shorten(text: str) -> str:
