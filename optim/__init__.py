@@ -1,4 +1,4 @@
-"""Optimizers whose parameters live on other workers."""
+"""Optimizers, learning rate schedules and gradient clipping for parameters on other workers."""
 
 from .distributed_optimizer import DistributedOptimizer
 from .grad_clip import clip_grad_norm_

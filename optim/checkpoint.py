@@ -1,8 +1,8 @@
-"""The state of all owners in one dictionary, and back.
+"""State dictionaries of distributed optimizers.
 
-It has the form of `torch.optim.Optimizer.state_dict()`, with parameters numbered in the order of
-`params_rref`. So it does not depend on who owns what, and an optimizer of torch over the same parameters in
-one process can load it, and the other way round. Two entries are added, for checks.
+They have the form of `torch.optim.Optimizer.state_dict()`, with parameters numbered in the order of `params_rref`,
+and do not name any worker. So a state dictionary can be loaded with other owners, by a torch optimizer over the
+same parameters in one process, and the other way round. Two entries are added, to check that a dictionary fits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,82 +13,107 @@ import torch
 
 from .parameter_groups import Options
 
-__all__ = ["StateDict", "check", "pack", "state_of"]
+__all__ = ["StateDict", "build_state_dict", "check_state_dict", "state_by_index"]
 
 StateDict = dict[str, Any]
-"""state: by a parameter's number, what the optimizer keeps of it.
-param_groups: the options of each group, and as "params" the numbers of its parameters.
-optimizer_class: the optimizer's module and name.
-shapes: of each parameter, in their order."""
+"""The entries of a state dictionary:
+
+state: the optimizer's state of each parameter, such as its momentum, by the parameter's index.
+param_groups: the options of each group, with the indices of its parameters as "params".
+optimizer_class: the qualified name of the optimizer's class; only gradwire's have it.
+shapes: the shape of each parameter, by index; only gradwire's have it.
+"""
 
 
-def pack(
+def build_state_dict(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[tuple[Options, int]],
     shapes: Sequence[tuple[int, ...]],
     state: Mapping[int, Any],
 ) -> StateDict:
-    """The dictionary of these groups (options, and how many parameters) and this state."""
-    numbers = iter(range(len(shapes)))
+    """Returns a state dictionary.
+
+    Args:
+        optimizer_class: the class of the optimizers on the owners.
+        groups: the options of each group, and the number of its parameters.
+        shapes: the shape of each parameter, by index.
+        state: the state of the parameters that have any, by index.
+    """
+    indices = iter(range(len(shapes)))
     return {
-        "state": {number: state[number] for number in sorted(state)},
-        "param_groups": [{**given, "params": [next(numbers) for _ in range(size)]} for given, size in groups],
-        "optimizer_class": _name(optimizer_class),
+        "state": {index: state[index] for index in sorted(state)},
+        "param_groups": [{**options, "params": [next(indices) for _ in range(size)]} for options, size in groups],
+        "optimizer_class": _qualified_name(optimizer_class),
         "shapes": list(shapes),
     }
 
 
-def check(
+def check_state_dict(
     state_dict: Any,
     optimizer_class: type[torch.optim.Optimizer],
-    sizes: Sequence[int],
+    group_sizes: Sequence[int],
     shapes: Sequence[tuple[int, ...]],
 ) -> None:
-    """Raises ValueError if a dictionary does not fit groups of these sizes over parameters of these shapes."""
+    """Raises ValueError if a state dictionary does not fit an optimizer.
+
+    Args:
+        state_dict: the dictionary to check, of gradwire or of torch.
+        optimizer_class: the optimizer's class.
+        group_sizes: the number of parameters in each of its groups.
+        shapes: the shape of each of its parameters, by index.
+    """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(f"state_dict is {_brief(state_dict)}: give what state_dict() of an optimizer returned")
-    ours = _name(optimizer_class)
-    saved_class = state_dict.get("optimizer_class", ours)
-    if saved_class != ours:
-        raise ValueError(f"state_dict is of a {saved_class}, but this optimizer is a {ours}")
-    saved = [len(group["params"]) for group in state_dict["param_groups"]]
-    if len(saved) != len(sizes):
-        raise ValueError(f"state_dict has {len(saved)} parameter groups, but this optimizer has {len(sizes)}")
-    for index, (there, here) in enumerate(zip(saved, sizes, strict=True)):
-        if there != here:
-            raise ValueError(
-                f"param_groups[{index}] of state_dict has {there} parameters, but that of this optimizer {here}"
-            )
-    saved_shapes = state_dict.get("shapes", shapes)
-    if len(saved_shapes) != len(shapes):
-        raise ValueError(
-            f"state_dict has shapes of {len(saved_shapes)} parameters, but this optimizer has {len(shapes)}"
-        )
-    for number, (was, is_) in enumerate(zip(saved_shapes, shapes, strict=True)):
-        if tuple(was) != tuple(is_):
-            raise ValueError(
-                f"parameter {number} has shape {tuple(was)} in state_dict, but {tuple(is_)} in this optimizer"
-            )
-    unknown = state_dict["state"].keys() - set(_numbers(state_dict))
+        raise ValueError(f"state_dict is {_describe(state_dict)}: give what state_dict() of an optimizer returned")
+    own_class = _qualified_name(optimizer_class)
+    saved_class = state_dict.get("optimizer_class", own_class)
+    if saved_class != own_class:
+        raise ValueError(f"state_dict is of a {saved_class}, but this optimizer is a {own_class}")
+    _check_group_sizes([len(group["params"]) for group in state_dict["param_groups"]], group_sizes)
+    _check_shapes(state_dict.get("shapes", shapes), shapes)
+    unknown = state_dict["state"].keys() - set(_indices(state_dict))
     if unknown:
         raise ValueError(f"state_dict has state of {sorted(map(repr, unknown))}, which are in none of its groups")
 
 
-def state_of(state_dict: StateDict) -> dict[int, Any]:
-    """The state by the place of parameters, whatever numbers the dictionary gives them."""
+def state_by_index(state_dict: StateDict) -> dict[int, Any]:
+    """Returns the parameters' state by their index in the order of the groups, however they are numbered."""
     state = state_dict["state"]
-    return {place: state[number] for place, number in enumerate(_numbers(state_dict)) if number in state}
+    return {index: state[saved] for index, saved in enumerate(_indices(state_dict)) if saved in state}
 
 
-def _numbers(state_dict: Mapping[str, Any]) -> list[Any]:
+def _check_group_sizes(saved: Sequence[int], own: Sequence[int]) -> None:
+    if len(saved) != len(own):
+        raise ValueError(f"state_dict has {len(saved)} parameter groups, but this optimizer has {len(own)}")
+    for index, (saved_size, own_size) in enumerate(zip(saved, own, strict=True)):
+        if saved_size != own_size:
+            raise ValueError(
+                f"param_groups[{index}] of state_dict has {saved_size} parameters, but that of this optimizer "
+                f"has {own_size}"
+            )
+
+
+def _check_shapes(saved: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> None:
+    if len(saved) != len(own):
+        raise ValueError(
+            f"state_dict has shapes of {len(saved)} parameters, but this optimizer has {len(own)} parameters"
+        )
+    for index, (saved_shape, own_shape) in enumerate(zip(saved, own, strict=True)):
+        if tuple(saved_shape) != tuple(own_shape):
+            raise ValueError(
+                f"parameter {index} has shape {tuple(saved_shape)} in state_dict, but {tuple(own_shape)} in this "
+                "optimizer"
+            )
+
+
+def _indices(state_dict: Mapping[str, Any]) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
 
 
-def _name(optimizer_class: type[torch.optim.Optimizer]) -> str:
+def _qualified_name(optimizer_class: type[torch.optim.Optimizer]) -> str:
     return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
-def _brief(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Mapping):
         return f"a dictionary with the keys {sorted(map(str, value))[:8]}"
     return f"of type {type(value).__name__}"

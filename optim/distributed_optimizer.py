@@ -1,7 +1,7 @@
-"""One optimizer over parameters on many workers."""
+"""DistributedOptimizer: one optimizer over parameters that many workers own."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -9,21 +9,29 @@ import torch
 
 from ..rpc.contracts.worker import WorkerInfo
 from ..rref import RRef, remote
-from .checkpoint import StateDict, check, pack, state_of
-from .local_optimizer import Description, LocalOptimizer
+from .checkpoint import StateDict, build_state_dict, check_state_dict, state_by_index
+from .local_optimizer import LocalOptimizer, OptimizerDescription, ParameterState
 from .owners import wait_for_owners
-from .parameter_groups import Options, ParameterGroup, ParameterGroupOptions, by_owner, options, read_groups
+from .parameter_groups import (
+    Options,
+    ParameterGroup,
+    ParameterGroupOptions,
+    indices_by_owner,
+    options_of,
+    parse_groups,
+)
 
 __all__ = ["DistributedOptimizer"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What one owner has.
+class _Shard:
+    """The parameters of one owner.
 
-    groups: the indices of the groups that it has parameters of.
-    parameters: the numbers of its parameters, in its order.
+    optimizer: the owner's optimizer over them.
+    groups: the indices of the parameter groups that they belong to, ascending.
+    parameters: their indices among all parameters, ascending.
     """
 
     optimizer: RRef[LocalOptimizer]
@@ -33,7 +41,7 @@ class _Part:
 
 @final
 class DistributedOptimizer:
-    """Updates parameters where they are, with the gradients of an autograd context.
+    """Updates parameters on the workers that own them, with the gradients of an autograd context.
 
         optimizer = DistributedOptimizer(torch.optim.Adam, parameter_rrefs, lr=0.01)
         with autograd.context() as context_id:
@@ -41,12 +49,12 @@ class DistributedOptimizer:
             autograd.backward(context_id, [loss])
             optimizer.step(context_id)
 
-    Every owner of parameters gets an ordinary optimizer over those it owns. Trainers that share parameters
-    each have a DistributedOptimizer of their own, with its own state (momentum and so on); their steps on
-    one owner run one after the other.
+    Every owner gets a torch optimizer over the parameters it owns. Trainers that share parameters each have a
+    DistributedOptimizer of their own, with its own state, such as momentum. Steps on one owner run one after the
+    other.
 
-    Updates are asynchronous, as in Hogwild! (Niu et al., 2011): a step of one trainer may fall between the
-    forward and the backward pass of another, whose backward then sees the newer parameters.
+    Updates are asynchronous, as in Hogwild! (Niu et al., 2011): one trainer's step may run between the forward and
+    the backward pass of another trainer, whose backward pass then uses the updated parameters.
     """
 
     def __init__(
@@ -56,139 +64,170 @@ class DistributedOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Makes the optimizers on all owners, and waits for them.
+        """Makes an optimizer on every owner, and waits until all are made.
 
         Args:
-            optimizer_class: a class of torch.optim, or one like them whose `step` needs no closure.
-            params_rref: references to leaf tensors, on any workers; or parameter groups, which are
-                dictionaries of such references as "params" and options for them, such as "lr".
-            args: arguments of the optimizer class behind the parameters.
-            kwargs: its named arguments.
+            optimizer_class: a class of torch.optim, or one with the same interface. Its `step` must not need a
+                closure.
+            params_rref: references to leaf tensors, owned by any workers; or parameter groups: dictionaries with
+                such references as "params", and options such as "lr".
+            args: positional arguments of the optimizer class after the parameters.
+            kwargs: its keyword arguments.
 
         Raises:
-            TypeError, ValueError: an argument cannot be; also what `optimizer_class` raises.
-            WorkerLostError: an owner is gone.
+            TypeError, ValueError: an argument is invalid; also what `optimizer_class` raises.
+            WorkerLostError: an owner is lost.
         """
         _check_class(optimizer_class)
-        groups = read_groups(params_rref)
+        groups = parse_groups(params_rref)
         self._optimizer_class = optimizer_class
-        self._sizes = [len(group.parameters) for group in groups]
-        group_of = [index for index, size in enumerate(self._sizes) for _ in range(size)]
-        parameters = [parameter for group in groups for parameter in group.parameters]
-        self._parts: dict[WorkerInfo, _Part] = {}
-        for owner, numbers in by_owner(parameters).items():
-            present = sorted({group_of[number] for number in numbers})
-            local = [
-                ParameterGroup([parameters[n] for n in numbers if group_of[n] == index], groups[index].options)
-                for index in present
-            ]
-            optimizer = remote(owner, LocalOptimizer, (optimizer_class, local, args, kwargs))
-            self._parts[owner] = _Part(optimizer, tuple(present), tuple(numbers))
-        described: dict[WorkerInfo, Description] = self._ask(
-            f"making the {optimizer_class.__name__}", lambda part: part.optimizer.rpc_async().describe()
+        self._group_sizes = [len(group.parameters) for group in groups]
+        self._shards = _make_shards(optimizer_class, groups, args, kwargs)
+        descriptions: dict[WorkerInfo, OptimizerDescription] = self._request(
+            f"making the {optimizer_class.__name__}", lambda shard: shard.optimizer.rpc_async().describe()
         )
-        defaults = next(iter(described.values())).defaults
-        known = self._by_group({owner: description.groups for owner, description in described.items()})
-        self._options = ParameterGroupOptions(
-            [ParameterGroup(g.parameters, known.get(index, g.options)) for index, g in enumerate(groups)], defaults
-        )
-        shapes = {
-            number: shape
-            for owner, part in self._parts.items()
-            for number, shape in zip(part.parameters, described[owner].shapes, strict=True)
-        }
-        self._shapes = [shapes[number] for number in range(len(shapes))]
+        self._options = self._collect_options(groups, descriptions)
+        self._shapes = self._collect_shapes(descriptions)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, as in torch: their options, and as "params" the RRefs.
+        """The parameter groups, as in torch: their options, and the RRefs as "params".
 
-        An option that is set here holds from the next step on. Parameters cannot be added.
+        Options that are set here apply from the next step on. Parameters cannot be added.
         """
         return self._options.param_groups
 
     def step(self, context_id: int) -> None:
-        """Updates all parameters that have a gradient in a context, on all owners at once.
+        """Updates all parameters that have a gradient in an autograd context, on all owners concurrently.
+
+        Args:
+            context_id: the id that `autograd.context()` yielded.
 
         Raises:
-            UnknownContextError: no such context on an owner.
-            Exception: the first error of any owner, with a note that names those that failed; the others
-                have made their step.
+            UnknownContextError: an owner has no such context.
+            Exception: the first error of any owner, with a note that names the owners that failed. The other
+                owners have made their step.
         """
         changes = self._options.changes()
-        self._ask(
+        self._request(
             "the step",
-            lambda part: part.optimizer.rpc_async().step(context_id, [changes[group] for group in part.groups]),
+            lambda shard: shard.optimizer.rpc_async().step(context_id, [changes[group] for group in shard.groups]),
         )
         self._options.step()
 
     def state_dict(self) -> StateDict:
-        """The state of all owners, from which `load_state_dict` resumes, in a form that torch.save takes.
+        """Returns the state of all owners' optimizers, for `load_state_dict` and `torch.save`.
 
-        It is the one that an optimizer of torch over the same parameters, in the order of `params_rref`, would
-        give, with all tensors copied to the CPU of this worker, and two more entries: `optimizer_class` and
-        `shapes`. Who owns which parameter is not in it.
+        It has the form of torch's, for one optimizer over all parameters in the order of `params_rref`, and two
+        more entries, `optimizer_class` and `shapes`. All tensors are copies on the CPU of this worker. The owners
+        are not recorded.
 
         Raises:
             TypeError: the optimizer keeps state that belongs to no parameter.
             Exception: the first error of any owner.
         """
         changes = self._options.changes()
-        answers: dict[WorkerInfo, tuple[dict[int, Any], list[Options]]] = self._ask(
+        answers: dict[WorkerInfo, tuple[ParameterState, list[Options]]] = self._request(
             "saving the optimizer",
-            lambda part: part.optimizer.rpc_async().state_dict([changes[group] for group in part.groups]),
+            lambda shard: shard.optimizer.rpc_async().state_dict([changes[group] for group in shard.groups]),
         )
         state = {}
-        for owner, part in self._parts.items():
-            for number, kept in answers[owner][0].items():
-                if not isinstance(number, int):
+        for owner, shard in self._shards.items():
+            for index, saved in answers[owner][0].items():
+                if not isinstance(index, int):
                     raise TypeError(
-                        f"{self._optimizer_class.__name__} keeps the state {number!r}, which belongs to no "
+                        f"{self._optimizer_class.__name__} keeps the state {index!r}, which belongs to no "
                         "parameter: it cannot be saved for other owners"
                     )
-                state[part.parameters[number]] = kept
-        saved = self._by_group({owner: groups for owner, (_, groups) in answers.items()})
-        groups = [saved.get(index, options(group)) for index, group in enumerate(self.param_groups)]
-        return pack(self._optimizer_class, list(zip(groups, self._sizes, strict=True)), self._shapes, state)
+                state[shard.parameters[index]] = saved
+        saved_groups = self._options_by_group({owner: options for owner, (_, options) in answers.items()})
+        groups = [saved_groups.get(index, options_of(group)) for index, group in enumerate(self.param_groups)]
+        sized_groups = list(zip(groups, self._group_sizes, strict=True))
+        return build_state_dict(self._optimizer_class, sized_groups, self._shapes, state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Resumes from a saved state; options become those of the state.
+        """Restores the state and the options of all owners' optimizers.
 
-        The parameters may have other owners than when it was saved, but must be given in the same order.
-        What an ordinary optimizer of torch has saved can be loaded too.
+        The owners may differ from those at the time of saving, but the order of the parameters must be the same.
 
         Args:
-            state_dict: what `state_dict` returned.
+            state_dict: the result of `state_dict`, or of a torch optimizer's.
 
         Raises:
-            ValueError: it is of another class of optimizer, or of parameters in another number, grouping or
-                shape. Nothing has changed.
-            Exception: the first error of any owner; the others have loaded their part.
+            ValueError: it is of another optimizer class, or the number, grouping or shape of its parameters
+                differs. Nothing has changed.
+            Exception: the first error of any owner. The other owners have loaded their part.
         """
-        check(state_dict, self._optimizer_class, self._sizes, self._shapes)
-        state = state_of(state_dict)
-        groups = [options(group) for group in state_dict["param_groups"]]
+        check_state_dict(state_dict, self._optimizer_class, self._group_sizes, self._shapes)
+        state = state_by_index(state_dict)
+        groups = [options_of(group) for group in state_dict["param_groups"]]
 
-        def load(part: _Part) -> torch.futures.Future[None]:
-            local = {place: state[number] for place, number in enumerate(part.parameters) if number in state}
-            loaded: torch.futures.Future[None] = part.optimizer.rpc_async().load_state_dict(
-                local, [groups[index] for index in part.groups]
+        def load(shard: _Shard) -> torch.futures.Future[None]:
+            local_state = {local: state[index] for local, index in enumerate(shard.parameters) if index in state}
+            loaded: torch.futures.Future[None] = shard.optimizer.rpc_async().load_state_dict(
+                local_state, [groups[index] for index in shard.groups]
             )
             return loaded
 
-        self._ask("loading the optimizer", load)
+        self._request("loading the optimizer", load)
         self._options.replace(groups)
 
-    def _ask(self, doing: str, request: Callable[[_Part], torch.futures.Future[Any]]) -> dict[WorkerInfo, Any]:
-        return wait_for_owners({owner: request(part) for owner, part in self._parts.items()}, doing)
+    def _request(
+        self, activity: str, send: Callable[[_Shard], torch.futures.Future[Any]]
+    ) -> dict[WorkerInfo, Any]:
+        """Sends a request to every owner with `send`, and waits for all results."""
+        return wait_for_owners({owner: send(shard) for owner, shard in self._shards.items()}, activity)
 
-    def _by_group(self, known: Mapping[WorkerInfo, Iterable[Options]]) -> dict[int, Options]:
-        """The options of groups, each from the first owner that has it."""
-        found: dict[int, Options] = {}
-        for owner, part in self._parts.items():
-            for index, given in zip(part.groups, known[owner], strict=True):
-                found.setdefault(index, given)
-        return found
+    def _collect_options(
+        self, groups: Sequence[ParameterGroup], descriptions: Mapping[WorkerInfo, OptimizerDescription]
+    ) -> ParameterGroupOptions:
+        """Returns the options of all groups, with the defaults that the owners have filled in."""
+        complete = self._options_by_group({owner: each.groups for owner, each in descriptions.items()})
+        return ParameterGroupOptions(
+            [
+                ParameterGroup(group.parameters, complete.get(index, group.options))
+                for index, group in enumerate(groups)
+            ],
+            next(iter(descriptions.values())).defaults,
+        )
+
+    def _collect_shapes(self, descriptions: Mapping[WorkerInfo, OptimizerDescription]) -> list[tuple[int, ...]]:
+        """Returns the shapes of all parameters, by index."""
+        shapes = {
+            index: shape
+            for owner, shard in self._shards.items()
+            for index, shape in zip(shard.parameters, descriptions[owner].shapes, strict=True)
+        }
+        return [shapes[index] for index in range(len(shapes))]
+
+    def _options_by_group(self, owner_groups: Mapping[WorkerInfo, Iterable[Options]]) -> dict[int, Options]:
+        """Returns the options of each group that any owner has parameters of, as the first such owner has them."""
+        options: dict[int, Options] = {}
+        for owner, shard in self._shards.items():
+            for index, group in zip(shard.groups, owner_groups[owner], strict=True):
+                options.setdefault(index, group)
+        return options
+
+
+def _make_shards(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[ParameterGroup],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> dict[WorkerInfo, _Shard]:
+    """Starts making an optimizer on every owner, without waiting for it."""
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    group_of = [index for index, group in enumerate(groups) for _ in group.parameters]
+    shards = {}
+    for owner, indices in indices_by_owner(parameters).items():
+        present = sorted({group_of[index] for index in indices})
+        local_groups = [
+            ParameterGroup([parameters[i] for i in indices if group_of[i] == group], groups[group].options)
+            for group in present
+        ]
+        optimizer = remote(owner, LocalOptimizer, (optimizer_class, local_groups, args, kwargs))
+        shards[owner] = _Shard(optimizer, tuple(present), tuple(indices))
+    return shards
 
 
 def _check_class(optimizer_class: Any) -> None:
@@ -197,6 +236,6 @@ def _check_class(optimizer_class: Any) -> None:
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"optimizer_class is {optimizer_class.__name__}, whose step evaluates the loss again through a "
-            "closure: a distributed step cannot, so give a class whose step needs none"
+            f"optimizer_class is {optimizer_class.__name__}, whose step calls a closure to evaluate the loss again, "
+            "which a distributed step cannot do: give a class whose step needs no closure"
         )

@@ -1,4 +1,4 @@
-"""The part of a distributed optimizer on one owner of parameters."""
+"""The torch optimizer that runs on one owner of parameters, as a part of a distributed optimizer."""
 
 import inspect
 import threading
@@ -10,25 +10,25 @@ import torch
 
 from ..autograd import get_gradients
 from ..rpc.contracts.agent import current_agent
-from .parameter_groups import Options, ParameterGroup, options
+from .parameter_groups import Options, ParameterGroup, options_of
 
-__all__ = ["Description", "LocalOptimizer", "State", "check_leaves"]
+__all__ = ["LocalOptimizer", "OptimizerDescription", "ParameterState", "check_leaves"]
 
-State = dict[int, Any]
-"""What an optimizer keeps of parameters (momentum and so on), by their number."""
+ParameterState = dict[int, Any]
+"""The optimizer's state of parameters, such as momentum, by the parameter's index on this owner."""
 
-_stepping = threading.Lock()
-"""Steps on one worker run one after the other: the optimizers of several trainers may share parameters."""
+_step_lock = threading.Lock()
+"""Serializes the steps of all optimizers on this worker: those of several trainers may share parameters."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Description:
-    """What an owner's optimizer is over.
+class OptimizerDescription:
+    """The options and shapes of one owner's optimizer.
 
     defaults: the options that the optimizer class and its arguments give.
-    groups: the options of the owner's groups, defaults included.
-    shapes: of its parameters, in their order.
+    groups: the options of each of the owner's groups, defaults included.
+    shapes: the shape of each parameter, by its index on this owner.
     """
 
     defaults: Options
@@ -38,11 +38,11 @@ class Description:
 
 @final
 class LocalOptimizer:
-    """An ordinary optimizer over the parameters of one owner.
+    """A torch optimizer over the parameters of one owner.
 
-    It works on aliases of the parameters: tensors over the same memory with a `.grad` and a version counter of
-    their own. So a step touches nobody's `.grad`, and does not make the backward pass of another trainer,
-    which is on its way, fail for a parameter "modified by an inplace operation".
+    It works on aliases of the parameters: tensors that share their memory but have a `.grad` and a version counter
+    of their own. So a step does not touch the `.grad` of the parameters, and does not make another trainer's
+    backward pass fail with "modified by an inplace operation".
     """
 
     def __init__(
@@ -52,6 +52,18 @@ class LocalOptimizer:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
+        """Makes the optimizer.
+
+        Args:
+            optimizer_class: its class.
+            groups: the groups that have parameters on this owner, with these parameters only.
+            args: positional arguments of the class after the parameters.
+            kwargs: its keyword arguments.
+
+        Raises:
+            ValueError: a reference is not to a leaf tensor, or two are to the same.
+            Exception: what the class raises for its arguments, or for the options of a group.
+        """
         parameters = [parameter for group in groups for parameter in group.parameters]
         self._parameters = [parameter.rref.local_value() for parameter in parameters]
         check_leaves(self._parameters, [parameter.label for parameter in parameters])
@@ -60,26 +72,34 @@ class LocalOptimizer:
             for parameter in self._parameters
         ]
         aliases = iter(self._aliases)
-        aliased = [{**group.options, "params": [next(aliases) for _ in group.parameters]} for group in groups]
-        for group, label in zip(aliased, (group.parameters[0].label for group in groups), strict=True):
-            _check_options(optimizer_class, group, label, args, kwargs)
-        self._optimizer = optimizer_class(aliased, *args, **kwargs)
+        alias_groups = [{**group.options, "params": [next(aliases) for _ in group.parameters]} for group in groups]
+        for alias_group, group in zip(alias_groups, groups, strict=True):
+            _check_options(optimizer_class, alias_group, group.parameters[0].label, args, kwargs)
+        self._optimizer = optimizer_class(alias_groups, *args, **kwargs)
 
-    def describe(self) -> Description:
-        """What it is over."""
-        return Description(
+    def describe(self) -> OptimizerDescription:
+        """Returns the options and shapes, for the trainer that made this optimizer."""
+        return OptimizerDescription(
             self._optimizer.defaults,
-            [options(group) for group in self._optimizer.param_groups],
+            [options_of(group) for group in self._optimizer.param_groups],
             [tuple(parameter.shape) for parameter in self._parameters],
         )
 
     def step(self, context_id: int, changes: Sequence[Options]) -> None:
-        """Updates the parameters that have a gradient in a context, after options of its groups have changed."""
+        """Updates the parameters that have a gradient in an autograd context.
+
+        Args:
+            context_id: the context.
+            changes: for each group, the options to set before the step.
+
+        Raises:
+            UnknownContextError: this worker has no such context.
+        """
         gradients = get_gradients(context_id)
-        with _stepping:
-            self._change(changes)
+        with _step_lock:
+            self._set_options(changes)
             for parameter, alias in zip(self._parameters, self._aliases, strict=True):
-                if alias.data_ptr() != parameter.data_ptr():  # `module.to(...)` moves parameters
+                if alias.data_ptr() != parameter.data_ptr():  # `module.to(...)` replaces a parameter's memory
                     alias.data = parameter.data
                 alias.grad = gradients.get(parameter)
             try:
@@ -87,48 +107,52 @@ class LocalOptimizer:
             finally:
                 self._optimizer.zero_grad(set_to_none=True)
 
-    def state_dict(self, changes: Sequence[Options]) -> tuple[State, list[Options]]:
-        """The state by this owner's numbers, and its groups' options.
+    def state_dict(self, changes: Sequence[Options]) -> tuple[ParameterState, list[Options]]:
+        """Returns the parameters' state and the groups' options, after setting options as `step` does.
 
-        All are copies on the CPU: the next step may come while they are being sent.
+        Tensors are copied to the CPU, because the next step may run while they are being sent.
         """
-        with _stepping:
-            self._change(changes)
+        with _step_lock:
+            self._set_options(changes)
             saved = self._optimizer.state_dict()
-            return _copied(saved["state"]), [_copied(options(group)) for group in saved["param_groups"]]
+            return _copy_to_cpu(saved["state"]), [_copy_to_cpu(options_of(each)) for each in saved["param_groups"]]
 
-    def load_state_dict(self, state: State, groups: Sequence[Options]) -> None:
-        """Takes over what `state_dict` gave, maybe of other owners."""
-        with _stepping:
-            numbers = iter(range(len(self._parameters)))
-            numbered = [
-                {**given, "params": [next(numbers) for _ in group["params"]]}
-                for given, group in zip(groups, self._optimizer.param_groups, strict=True)
+    def load_state_dict(self, state: ParameterState, groups: Sequence[Options]) -> None:
+        """Sets the parameters' state and the groups' options; both may come from other owners."""
+        with _step_lock:
+            indices = iter(range(len(self._parameters)))
+            indexed_groups = [
+                {**options, "params": [next(indices) for _ in group["params"]]}
+                for options, group in zip(groups, self._optimizer.param_groups, strict=True)
             ]
-            self._optimizer.load_state_dict({"state": state, "param_groups": numbered})
+            self._optimizer.load_state_dict({"state": state, "param_groups": indexed_groups})
 
-    def _change(self, changes: Sequence[Options]) -> None:
+    def _set_options(self, changes: Sequence[Options]) -> None:
         for group, changed in zip(self._optimizer.param_groups, changes, strict=True):
             group.update(changed)
 
 
 def check_leaves(leaves: Sequence[Any], labels: Sequence[str]) -> None:
-    """Looks at what references to parameters of this worker refer to.
+    """Checks that values are distinct leaf tensors.
+
+    Args:
+        leaves: the values of references to parameters of this worker.
+        labels: the name of each in errors.
 
     Raises:
-        ValueError: one is no leaf tensor, or two are the same.
+        ValueError: one is not a leaf tensor, or two are the same.
     """
-    here = current_agent().info.name
-    known: dict[torch.Tensor, str] = {}
+    worker = current_agent().info.name
+    seen: dict[torch.Tensor, str] = {}
     for leaf, label in zip(leaves, labels, strict=True):
-        name = f"{label} on worker {here!r}"
+        name = f"{label} on worker {worker!r}"
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(f"{name} is of type {type(leaf).__name__}: give an RRef to a leaf tensor")
         if not leaf.is_leaf:
             raise ValueError(f"{name} is the result of an operation: give an RRef to a leaf tensor")
-        if leaf in known:
-            raise ValueError(f"{name} is the same parameter as {known[leaf]}: give each once")
-        known[leaf] = label
+        if leaf in seen:
+            raise ValueError(f"{name} is the same parameter as {seen[leaf]}: give each once")
+        seen[leaf] = label
 
 
 def _check_options(
@@ -138,13 +162,13 @@ def _check_options(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Makes an optimizer with a group's options as arguments, since torch checks arguments only."""
+    """Checks a group's options by making an optimizer that has them as arguments: torch checks only arguments."""
     signature = inspect.signature(optimizer_class)
-    given = {name: value for name, value in options(group).items() if name in signature.parameters}
-    if not given:
+    checked = {name: value for name, value in options_of(group).items() if name in signature.parameters}
+    if not checked:
         return
     call = signature.bind(group["params"], *args, **kwargs)
-    call.arguments.update(given)
+    call.arguments.update(checked)
     try:
         optimizer_class(*call.args, **call.kwargs)
     except Exception as error:
@@ -152,11 +176,11 @@ def _check_options(
         raise
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _copy_to_cpu(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(_copy_to_cpu(item) for item in value)
     return value

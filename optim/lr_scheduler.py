@@ -1,4 +1,4 @@
-"""Learning rates that follow a schedule, on all owners of parameters."""
+"""Learning rate schedules for a DistributedOptimizer."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ __all__ = ["DistributedLRScheduler"]
 
 @final
 class DistributedLRScheduler:
-    """Has a scheduler of torch set the options of a DistributedOptimizer.
+    """Applies one of torch's learning rate schedulers to a DistributedOptimizer.
 
         scheduler = DistributedLRScheduler(torch.optim.lr_scheduler.StepLR, optimizer, step_size=30, gamma=0.1)
         for epoch in range(100):
             train(optimizer)
             scheduler.step()
 
-    The schedule is computed once, where this object is, and its results (learning rates, and momentum for
-    those schedulers that cycle it) go to all owners with the next step of the optimizer: owners cannot
-    disagree, no extra messages are sent, and functions in the schedule need not be importable elsewhere.
+    The schedule is computed in this process only. Its results, learning rates and for some schedulers momentum, go
+    to all owners with the next step of the optimizer. So all owners use the same values, no extra messages are
+    sent, and functions in the schedule need not be importable on the owners.
     """
 
     def __init__(
@@ -33,18 +33,19 @@ class DistributedLRScheduler:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Makes the scheduler, which sets the first learning rates.
+        """Makes the scheduler, which sets the initial learning rates.
 
         Args:
-            scheduler_class: any class of torch.optim.lr_scheduler, or a function that takes a torch optimizer
-                and returns such a scheduler for it, made of several maybe.
-            optimizer: whose options to set.
-            args: arguments behind the optimizer. Where torch takes schedulers (SequentialLR, ChainedScheduler),
-                give DistributedLRSchedulers of the same optimizer.
-            kwargs: named arguments.
+            scheduler_class: a class of torch.optim.lr_scheduler, or a function that takes a torch optimizer and
+                returns a scheduler for it, for example one made of several.
+            optimizer: the optimizer whose options the schedule sets.
+            args: positional arguments of `scheduler_class` after the optimizer. Where torch takes schedulers
+                (SequentialLR, ChainedScheduler), give DistributedLRSchedulers of the same optimizer.
+            kwargs: its keyword arguments.
 
         Raises:
-            TypeError: an argument cannot be.
+            TypeError: `optimizer` or `scheduler_class` is of the wrong type, or `scheduler_class` returned
+                something else than a scheduler for its argument.
             Exception: what `scheduler_class` raises.
         """
         if not isinstance(optimizer, DistributedOptimizer):
@@ -53,32 +54,33 @@ class DistributedLRScheduler:
             raise TypeError(f"scheduler_class is {scheduler_class!r}: give a class of torch.optim.lr_scheduler")
         if scheduler_class is ChainedScheduler:
             scheduler_class = _chain
-        made: object = scheduler_class(
+        scheduler: object = scheduler_class(
             optimizer._options,
-            *[_plain(value) for value in args],
-            **{name: _plain(value) for name, value in kwargs.items()},
+            *[_unwrap(value) for value in args],
+            **{name: _unwrap(value) for name, value in kwargs.items()},
         )
-        if not isinstance(made, LRScheduler):
+        if not isinstance(scheduler, LRScheduler):
             raise TypeError(
-                f"scheduler_class made a {type(made).__name__}: give a class of torch.optim.lr_scheduler, or a "
-                "function that returns an instance of one"
+                f"scheduler_class made a {type(scheduler).__name__}: give a class of torch.optim.lr_scheduler, "
+                "or a function that returns an instance of one"
             )
-        if made.optimizer is not optimizer._options:
+        if scheduler.optimizer is not optimizer._options:
             raise TypeError(
                 "scheduler_class made a scheduler that works on another optimizer: give a function that makes one "
                 "for its argument"
             )
-        self._scheduler = made
+        self._scheduler = scheduler
 
     def step(self, metrics: SupportsFloat | None = None, *, epoch: float | None = None) -> None:
-        """Goes on to the next learning rates, which hold from the optimizer's next step on.
+        """Computes the next learning rates, which apply from the optimizer's next step on.
 
         Args:
-            metrics: what ReduceLROnPlateau watches, such as a validation loss; for it alone.
-            epoch: go to this epoch instead; what CosineAnnealingWarmRestarts calls fractions of.
+            metrics: the value that ReduceLROnPlateau monitors, such as a validation loss; only for that class.
+            epoch: the epoch to compute the learning rates for, instead of the next one. It may be a fraction for
+                CosineAnnealingWarmRestarts.
 
         Raises:
-            ValueError: ReduceLROnPlateau needs metrics, or another scheduler takes none.
+            ValueError: `metrics` is missing for ReduceLROnPlateau, or is given for another class.
         """
         name = type(self._scheduler).__name__
         if isinstance(self._scheduler, ReduceLROnPlateau):
@@ -93,47 +95,47 @@ class DistributedLRScheduler:
             self._scheduler.step()
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rate of each parameter group: a float, or a tensor where the optimizer was given one."""
+        """Returns the learning rate of each group: a float, or a tensor if the optimizer was given one."""
         return self._scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the scheduler's state in torch's form, and the entry `scheduler_class` for checks.
+        """Returns a copy of the scheduler's state in torch's form, with `scheduler_class` as an additional entry.
 
-        As in torch it has no functions of LambdaLR and the like in it, but the attributes of callable objects.
+        As in torch, functions such as LambdaLR's are left out; of callable objects the attributes are saved.
         """
         state = copy.deepcopy(self._scheduler.state_dict())
-        return {**state, "scheduler_class": _name(self._scheduler)}
+        return {**state, "scheduler_class": _qualified_name(self._scheduler)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes from a saved state. Load the optimizer's too: it has the learning rates.
+        """Restores a saved state. The learning rates themselves are in the optimizer's state: restore that, too.
 
         Args:
-            state_dict: what `state_dict` returned, or that of torch's scheduler.
+            state_dict: the result of `state_dict`, or of a torch scheduler's.
 
         Raises:
-            ValueError: it is of another class of scheduler. Nothing has changed.
+            ValueError: it is of another scheduler class. Nothing has changed.
         """
         state = copy.deepcopy(dict(state_dict))
-        ours = _name(self._scheduler)
-        saved = state.pop("scheduler_class", ours)
-        if saved != ours:
-            raise ValueError(f"state_dict is of a {saved}, but this scheduler is a {ours}")
+        own_class = _qualified_name(self._scheduler)
+        saved_class = state.pop("scheduler_class", own_class)
+        if saved_class != own_class:
+            raise ValueError(f"state_dict is of a {saved_class}, but this scheduler is a {own_class}")
         self._scheduler.load_state_dict(state)
 
 
 def _chain(optimizer: torch.optim.Optimizer, schedulers: Sequence[LRScheduler]) -> LRScheduler:
-    """ChainedScheduler, with its arguments in the order of all others."""
+    """Makes a ChainedScheduler; unlike all other schedulers, it takes the optimizer last."""
     return ChainedScheduler(schedulers, optimizer)
 
 
-def _plain(value: Any) -> Any:
-    """An argument for torch's scheduler."""
+def _unwrap(value: Any) -> Any:
+    """Replaces DistributedLRSchedulers in an argument by the torch schedulers inside them."""
     if isinstance(value, DistributedLRScheduler):
         return value._scheduler
     if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
+        return type(value)(_unwrap(item) for item in value)
     return value
 
 
-def _name(scheduler: LRScheduler) -> str:
+def _qualified_name(scheduler: LRScheduler) -> str:
     return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"

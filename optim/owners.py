@@ -1,4 +1,4 @@
-"""Asking all owners of parameters at once."""
+"""Waits for requests that were sent to all owners of parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,30 +10,30 @@ from ..rpc.contracts.worker import WorkerInfo
 __all__ = ["wait_for_owners"]
 
 
-def wait_for_owners(requests: Mapping[WorkerInfo, torch.futures.Future[Any]], doing: str) -> dict[WorkerInfo, Any]:
-    """Waits for all requests.
+def wait_for_owners(
+    futures: Mapping[WorkerInfo, torch.futures.Future[Any]], activity: str
+) -> dict[WorkerInfo, Any]:
+    """Waits until every owner's request has succeeded or failed, and returns the results by owner.
 
     Args:
-        requests: what was asked of each owner.
-        doing: what the owners do, for the note that an error gets.
-
-    Returns:
-        The result of each.
+        futures: the results of the requests, by owner.
+        activity: what the owners were asked to do, for the note on an error: "the step" becomes "the step failed
+            on worker 'ps1'".
 
     Raises:
-        Exception: the first error, in the order of the requests, with a note that names the workers that
-            failed. The others are through by then.
+        Exception: the first failed request's error, in the order of `futures`, with a note that names all workers
+            that failed.
     """
     results = {}
-    failed: dict[WorkerInfo, Exception] = {}
-    for owner, request in requests.items():
+    errors: dict[WorkerInfo, Exception] = {}
+    for owner, future in futures.items():
         try:
-            results[owner] = request.wait()
+            results[owner] = future.wait()
         except Exception as error:
-            failed[owner] = error
-    if failed:
-        first = next(iter(failed.values()))
-        names = ", ".join(repr(owner.name) for owner in failed)
-        first.add_note(f"{doing} failed on worker{'s' if len(failed) > 1 else ''} {names}")
+            errors[owner] = error
+    if errors:
+        first = next(iter(errors.values()))
+        names = ", ".join(repr(owner.name) for owner in errors)
+        first.add_note(f"{activity} failed on worker{'s' if len(errors) > 1 else ''} {names}")
         raise first
     return results

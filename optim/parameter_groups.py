@@ -1,4 +1,4 @@
-"""Parameter groups, on the side of the program that makes an optimizer over them."""
+"""Parameter groups of a distributed optimizer, in the process that makes it."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,22 +15,22 @@ __all__ = [
     "Parameter",
     "ParameterGroup",
     "ParameterGroupOptions",
-    "by_owner",
-    "options",
-    "read_groups",
-    "read_parameters",
+    "indices_by_owner",
+    "options_of",
+    "parse_groups",
+    "parse_parameters",
 ]
 
 Options = dict[str, Any]
-"""Of a parameter group: its learning rate and so on, by name; what torch keeps beside "params"."""
+"""The options of a parameter group by name, such as "lr": a group of torch without its "params"."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A reference to a parameter, and how the caller names it.
+    """A reference to a parameter, with the label by which errors name it.
 
-    label: where it stands in what the caller gave, such as `params_rref[3]`.
+    label: its position in the caller's argument, such as `params_rref[3]`.
     """
 
     label: str
@@ -42,110 +42,115 @@ class Parameter:
 class ParameterGroup:
     """Parameters that share options.
 
-    options: those that the caller gave for this group; the optimizer's defaults fill the rest.
+    options: the options that the caller gave for this group; the optimizer's defaults apply to the others.
     """
 
     parameters: Sequence[Parameter]
     options: Options
 
 
-def read_groups(params_rref: Iterable[Any]) -> list[ParameterGroup]:
-    """The groups that a caller means by an iterable of RRefs, or of dictionaries as torch.optim takes them.
+def parse_groups(params_rref: Iterable[Any]) -> list[ParameterGroup]:
+    """Returns the parameter groups in an iterable of RRefs (one group) or of dictionaries as in torch.optim.
 
     Raises:
-        TypeError, ValueError: it is something else, or empty.
+        TypeError: `params_rref` or a group is something else.
+        ValueError: a group has no "params", or there is no parameter at all.
     """
-    given = _as_list(params_rref, "params_rref")
-    if given and isinstance(given[0], Mapping):
-        groups = [_read_group(group, f"params_rref[{index}]") for index, group in enumerate(given)]
+    items = _as_list(params_rref, "params_rref")
+    if items and isinstance(items[0], Mapping):
+        groups = [_parse_group(group, f"params_rref[{index}]") for index, group in enumerate(items)]
     else:
-        groups = [ParameterGroup(_check_all(given, "params_rref"), {})]
+        groups = [ParameterGroup(_label(items, "params_rref"), {})]
     if not any(group.parameters for group in groups):
         raise ValueError("params_rref is empty: there is nothing to optimize")
     return groups
 
 
-def read_parameters(params_rref: Iterable[Any]) -> list[Parameter]:
-    """The parameters that a caller means by an iterable of RRefs. Raises TypeError if it is something else."""
-    return _check_all(_as_list(params_rref, "params_rref"), "params_rref")
+def parse_parameters(params_rref: Iterable[Any]) -> list[Parameter]:
+    """Returns the parameters in an iterable of RRefs. Raises TypeError if it is something else."""
+    return _label(_as_list(params_rref, "params_rref"), "params_rref")
 
 
-def by_owner(parameters: Sequence[Parameter]) -> dict[WorkerInfo, list[int]]:
-    """The indices of parameters, in their order, by the worker that has them."""
-    found: dict[WorkerInfo, list[int]] = {}
+def indices_by_owner(parameters: Sequence[Parameter]) -> dict[WorkerInfo, list[int]]:
+    """Returns the indices of each owner's parameters in `parameters`, ascending."""
+    indices: dict[WorkerInfo, list[int]] = {}
     for index, parameter in enumerate(parameters):
-        found.setdefault(parameter.rref.owner(), []).append(index)
-    return found
+        indices.setdefault(parameter.rref.owner(), []).append(index)
+    return indices
 
 
-def _read_group(group: Any, label: str) -> ParameterGroup:
+def _parse_group(group: Any, label: str) -> ParameterGroup:
     if not isinstance(group, Mapping):
         raise TypeError(f"{label} is of type {type(group).__name__}, but params_rref[0] is a parameter group")
     if "params" not in group:
         raise ValueError(f'{label} has no "params": give {{"params": [RRefs], "lr": …}}')
     label = f'{label}["params"]'
     params = group["params"]
-    parameters = (
-        [Parameter(label, params)] if isinstance(params, RRef) else _check_all(_as_list(params, label), label)
-    )
-    return ParameterGroup(parameters, {name: value for name, value in group.items() if name != "params"})
+    single = isinstance(params, RRef)
+    parameters = [Parameter(label, params)] if single else _label(_as_list(params, label), label)
+    return ParameterGroup(parameters, options_of(group))
 
 
-def _as_list(given: Any, label: str) -> list[Any]:
-    if isinstance(given, RRef | torch.Tensor | Mapping | str | set | frozenset) or not isinstance(given, Iterable):
-        raise TypeError(f"{label} is of type {type(given).__name__}: give a list of RRefs to parameters")
-    return list(given)
+def _as_list(value: Any, label: str) -> list[Any]:
+    if isinstance(value, RRef | torch.Tensor | Mapping | str | set | frozenset) or not isinstance(value, Iterable):
+        raise TypeError(f"{label} is of type {type(value).__name__}: give a list of RRefs to parameters")
+    return list(value)
 
 
-def _check_all(given: Sequence[Any], label: str) -> list[Parameter]:
-    for index, rref in enumerate(given):
+def _label(rrefs: Sequence[Any], label: str) -> list[Parameter]:
+    """Labels RRefs by their index. Raises TypeError if one is not an RRef."""
+    for index, rref in enumerate(rrefs):
         if not isinstance(rref, RRef):
             raise TypeError(f"{label}[{index}] is of type {type(rref).__name__}: give an RRef to a parameter")
-    return [Parameter(f"{label}[{index}]", rref) for index, rref in enumerate(given)]
+    return [Parameter(f"{label}[{index}]", rref) for index, rref in enumerate(rrefs)]
 
 
 @final
 class ParameterGroupOptions(torch.optim.Optimizer):
-    """The options of all groups, with RRefs for parameters.
+    """The options of all parameter groups, with RRefs in the place of parameters.
 
-    It is an optimizer so that the schedulers of torch can work on it, which read and write options only. It
-    updates nothing: what has changed in it goes to the owners with the next request.
+    A torch.optim.Optimizer only so that torch's learning rate schedulers, which read and write options, accept it.
+    It updates no parameter. Options that were changed here go to the owners with the next request.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], defaults: Options) -> None:
         super().__init__([{**group.options, "params": []} for group in groups], defaults)
-        for kept, group in zip(self.param_groups, groups, strict=True):
-            kept["params"] = [parameter.rref for parameter in group.parameters]
-        self._remember()
+        for own_group, group in zip(self.param_groups, groups, strict=True):
+            own_group["params"] = [parameter.rref for parameter in group.parameters]
+        self._reset_changes()
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Schedulers watch this method to see whether a step was made before theirs."""
+        """Does nothing. Schedulers check that it was called before their own step."""
 
     def changes(self) -> list[Options]:
-        """Of each group, the options that have ever changed here.
+        """Returns, for each group, all options that have changed since construction or `replace`.
 
-        All of them go with every request, so one that fails loses nothing, and those that overtake each other
-        do no lasting harm. What has never changed here is left to the owners: some optimizers change it there.
+        Every request carries all of them, so none is lost with a request that fails, and a request that arrives
+        late is corrected by the next one. Options that never changed here are left out, because some optimizers
+        change options on the owners.
         """
         changes = []
-        for group, known, changed in zip(self.param_groups, self._known, self._changed, strict=True):
-            changed.update(name for name in options(group) if name not in known or group[name] != known[name])
+        for group, initial, changed in zip(self.param_groups, self._initial, self._changed, strict=True):
+            changed.update(
+                name for name in options_of(group) if name not in initial or group[name] != initial[name]
+            )
             changes.append({name: group[name] for name in changed})
         return changes
 
     def replace(self, groups: Sequence[Options]) -> None:
-        """Takes over options that the owners have been given."""
+        """Sets the options of all groups to those that the owners have loaded."""
         self.param_groups = [
-            {**copy.deepcopy(given), "params": group["params"]}
-            for given, group in zip(groups, self.param_groups, strict=True)
+            {**copy.deepcopy(loaded), "params": group["params"]}
+            for loaded, group in zip(groups, self.param_groups, strict=True)
         ]
-        self._remember()
+        self._reset_changes()
 
-    def _remember(self) -> None:
-        self._known = [copy.deepcopy(options(group)) for group in self.param_groups]
+    def _reset_changes(self) -> None:
+        # Copies, since schedulers change tensor options in place.
+        self._initial = [copy.deepcopy(options_of(group)) for group in self.param_groups]
         self._changed: list[set[str]] = [set() for _ in self.param_groups]
 
 
-def options(group: Mapping[str, Any]) -> Options:
-    """A group of torch without its parameters."""
+def options_of(group: Mapping[str, Any]) -> Options:
+    """Returns a parameter group of torch without its "params"."""
     return {name: value for name, value in group.items() if name != "params"}
