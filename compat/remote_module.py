@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from ..nn.remote_module import TRAVELLING_ATTRIBUTES, RemoteModule, refuse_method
+from ..nn.remote_module import SENT_ATTRIBUTES, RemoteModule, refuse_method
 
 __all__ = ["METHODS", "PICKLED_ATTRIBUTES"]
 
-PICKLED_ATTRIBUTES = (*vars(nn.Module()), *TRAVELLING_ATTRIBUTES)
+PICKLED_ATTRIBUTES = (*vars(nn.Module()), *SENT_ATTRIBUTES)
 """What a RemoteModule that another worker sent has in its `__dict__`, before its two methods."""
 
 

@@ -1,4 +1,4 @@
-"""Modules on other workers, and collectives with gradients: the names of `torch.distributed.nn`."""
+"""Modules on other workers and differentiable collectives: the names of `torch.distributed.nn`."""
 
 from . import functional
 from .functional import (

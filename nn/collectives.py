@@ -1,9 +1,11 @@
-"""Collectives as functions of the autograd engine.
+"""Collectives as torch.autograd.Functions.
 
-The gradient of a collective is another one, its adjoint: of broadcast it is reduce, of gather scatter, of
-all_gather reduce_scatter, and the other way round; all_reduce and all_to_all are their own. Every backward
-is made of the functions here, so gradients can be differentiated in turn. Where a process takes part and gets no
-result, its result is zeros: that makes the adjoints exact.
+A collective is linear in the tensors of all ranks, so its backward pass is the adjoint collective: broadcast and
+reduce are each other's, and so are gather and scatter, and all_gather and reduce_scatter; all_reduce and
+all_to_all are their own. Every backward is made of the Functions here, so gradients can be differentiated again. A
+rank that takes part but gets no result returns zeros, which makes the adjoints exact.
+
+Reductions other than SUM and AVG are not linear; `_gradient_of_reduction` applies their derivative.
 """
 
 from collections.abc import Sequence
@@ -26,27 +28,29 @@ __all__ = [
 ]
 
 Gradients = tuple[torch.Tensor | None, ...]
+"""One gradient for each argument of `forward` after `ctx`; None for those that are not tensors."""
+
 Group = ProcessGroup | None
 
-LINEAR = (ReduceOp.SUM, ReduceOp.AVG)
+LINEAR_OPS = (ReduceOp.SUM, ReduceOp.AVG)
 
 
 class CollectiveFunction(torch.autograd.Function):
-    """A collective of a group's processes."""
+    """A collective of the ranks of a process group."""
 
     @classmethod
     def run(cls, *args: Any) -> Any:
-        """`apply`, for the type checker."""
+        """Calls `apply`, which torch declares without types."""
         return cls.apply(*args)  # type: ignore[no-untyped-call]
 
 
 @final
 class Broadcast(CollectiveFunction):
-    """One process's tensor to all."""
+    """Sends the tensor of rank `src` to every rank."""
 
     @staticmethod
     def forward(ctx: Any, src: int, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """Receives in a copy."""
+        """Receives into a copy of the input, which stays unchanged."""
         ctx.src, ctx.group = src, group
         result = _copy(tensor)
         dist.broadcast(result, src, group=group)
@@ -54,57 +58,57 @@ class Broadcast(CollectiveFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        """The sum to the source."""
+        """Reduces the gradients to `src`."""
         return None, None, Reduce.run(ctx.src, ReduceOp.SUM, ctx.group, *gradients)
 
 
 @final
 class Reduce(CollectiveFunction):
-    """The reduction of all processes' tensors to one of them."""
+    """Reduces the tensors of all ranks to rank `dst`."""
 
     @staticmethod
     def forward(ctx: Any, dst: int, op: Any, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """Reduces in a copy."""
+        """Reduces into a copy of the input, which stays unchanged."""
         ctx.dst, ctx.op, ctx.group = dst, op, group
-        _save(ctx, op, tensor)
+        _save_inputs(ctx, op, tensor)
         result = _copy(tensor)
         dist.reduce(result, dst, op=op, group=group)
         return result if dist.get_rank() == dst else result.zero_()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        """The destination's gradient to all."""
+        """Broadcasts the gradient of `dst`."""
         total = Broadcast.run(ctx.dst, ctx.group, *gradients)
-        return None, None, None, _through(ctx.op, total, ctx.saved_tensors, ctx.group)
+        return None, None, None, _gradient_of_reduction(ctx.op, total, ctx.saved_tensors, ctx.group)
 
 
 @final
 class AllReduce(CollectiveFunction):
-    """The reduction of all processes' tensors to all of them."""
+    """Reduces the tensors of all ranks, to every rank."""
 
     @staticmethod
     def forward(ctx: Any, op: Any, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """Reduces in a copy."""
+        """Reduces into a copy of the input, which stays unchanged."""
         ctx.op, ctx.group = op, group
-        _save(ctx, op, tensor)
+        _save_inputs(ctx, op, tensor)
         result = _copy(tensor)
         dist.all_reduce(result, op=op, group=group)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        """The sum to all."""
+        """Reduces the gradients to every rank."""
         total = AllReduce.run(ReduceOp.SUM, ctx.group, *gradients)
-        return None, None, _through(ctx.op, total, ctx.saved_tensors, ctx.group)
+        return None, None, _gradient_of_reduction(ctx.op, total, ctx.saved_tensors, ctx.group)
 
 
 @final
 class Gather(CollectiveFunction):
-    """All processes' tensors to one of them."""
+    """Gathers the tensors of all ranks on rank `dst`."""
 
     @staticmethod
     def forward(ctx: Any, dst: int, group: Group, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Zeros where they do not go."""
+        """Returns zeros on the ranks other than `dst`."""
         ctx.dst, ctx.group = dst, group
         parts = [torch.zeros_like(_contiguous(tensor)) for _ in range(dist.get_world_size(group))]
         dist.gather(_contiguous(tensor), parts if dist.get_rank() == dst else None, dst, group=group)
@@ -112,17 +116,17 @@ class Gather(CollectiveFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        """Each its own gradient."""
+        """Scatters the gradients from `dst`."""
         return None, None, Scatter.run(ctx.dst, ctx.group, *gradients)
 
 
 @final
 class Scatter(CollectiveFunction):
-    """One process's tensors, one to each."""
+    """Sends one of rank `src`'s tensors to each rank."""
 
     @staticmethod
     def forward(ctx: Any, src: int, group: Group, *tensors: torch.Tensor) -> torch.Tensor:
-        """The others' tensors tell what to receive."""
+        """Receives into a tensor like the first of this rank's own."""
         ctx.src, ctx.group = src, group
         parts = [_contiguous(tensor) for tensor in tensors]
         result = torch.empty_like(parts[0])
@@ -131,19 +135,19 @@ class Scatter(CollectiveFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        """All gradients to the source."""
+        """Gathers the gradients on `src`."""
         return None, None, *Gather.run(ctx.src, ctx.group, *gradients)
 
 
 @final
 class AllGather(CollectiveFunction):
-    """All processes' tensors to all of them."""
+    """Gathers the tensors of all ranks on every rank."""
 
     @staticmethod
     def forward(
         ctx: Any, group: Group, output: torch.Tensor | None, tensor: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """As one tensor, in `output`, if there is one."""
+        """Returns one tensor over the memory of `output`, or without an `output` one tensor for each rank."""
         ctx.group, ctx.sizes = group, tensor.shape
         tensor = _contiguous(tensor)
         if output is not None:
@@ -155,8 +159,8 @@ class AllGather(CollectiveFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        """The sum of what all have for each to it."""
-        if len(gradients) == 1:  # of one tensor, or of the parts in a group of one
+        """Reduces and scatters the gradients."""
+        if len(gradients) == 1:  # of the one output tensor; a group of one rank also gets here
             gradients = gradients[0].reshape(dist.get_world_size(ctx.group), *ctx.sizes).unbind()
         output = gradients[0].new_empty(ctx.sizes)
         return None, None, ReduceScatter.run(ReduceOp.SUM, ctx.group, output, *gradients)
@@ -164,26 +168,26 @@ class AllGather(CollectiveFunction):
 
 @final
 class ReduceScatter(CollectiveFunction):
-    """Reductions, one to each process."""
+    """Reduces the i-th tensors of all ranks to rank i of the group."""
 
     @staticmethod
     def forward(ctx: Any, op: Any, group: Group, output: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        """Reduces in `output`."""
+        """Receives into the memory of `output`."""
         ctx.op, ctx.group = op, group
-        _save(ctx, op, *tensors)
+        _save_inputs(ctx, op, *tensors)
         dist.reduce_scatter(output, [_contiguous(tensor) for tensor in tensors], op=op, group=group)
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        """Each one's gradient to all."""
+        """Gathers the gradients of all ranks."""
         totals = torch.stack(AllGather.run(ctx.group, None, *gradients))
-        return None, None, None, *_through(ctx.op, totals, ctx.saved_tensors, ctx.group).unbind()
+        return None, None, None, *_gradient_of_reduction(ctx.op, totals, ctx.saved_tensors, ctx.group).unbind()
 
 
 @final
 class AllToAll(CollectiveFunction):
-    """From each process some rows of a tensor to each."""
+    """Sends some rows of a tensor from each rank to each rank."""
 
     @staticmethod
     def forward(
@@ -194,14 +198,14 @@ class AllToAll(CollectiveFunction):
         output: torch.Tensor,
         tensor: torch.Tensor,
     ) -> torch.Tensor:
-        """Sends so many rows to each, and receives so many of each in `output`."""
+        """Sends `send[i]` rows to rank i of the group, and receives `receive[i]` rows from it into `output`."""
         ctx.group, ctx.receive, ctx.send = group, receive, send
         dist.all_to_all_single(output, _contiguous(tensor), list(receive), list(send), group=group)
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        """All the way back."""
+        """Sends the gradients of the rows back to where the rows came from."""
         output = gradients[0].new_empty(sum(ctx.send), *gradients[0].shape[1:])
         return None, None, None, None, AllToAll.run(ctx.group, ctx.send, ctx.receive, output, *gradients)
 
@@ -214,19 +218,22 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, op: Any, *tensors: torch.Tensor) -> None:
-    if op not in LINEAR:
+def _save_inputs(ctx: Any, op: Any, *tensors: torch.Tensor) -> None:
+    """Saves the inputs of a reduction if its gradient depends on them."""
+    if op not in LINEAR_OPS:
         ctx.save_for_backward(*tensors)
 
 
-def _through(op: Any, gradient: torch.Tensor, inputs: Sequence[torch.Tensor], group: Group) -> torch.Tensor:
-    """The gradient of what this process put into a reduction. Called by all processes of the group.
+def _gradient_of_reduction(
+    op: Any, gradient: torch.Tensor, inputs: Sequence[torch.Tensor], group: Group
+) -> torch.Tensor:
+    """Returns the gradient of a reduction with respect to this rank's inputs. A collective for most ops.
 
     Args:
         op: the reduction.
-        gradient: that of its result, summed over all processes that have it.
-        inputs: what `_save` saved of what this process put in.
-        group: the processes.
+        gradient: the gradient of its result, summed over all ranks that got the result.
+        inputs: this rank's inputs; empty for SUM and AVG.
+        group: the process group.
     """
     if op == ReduceOp.SUM:
         return gradient
@@ -234,12 +241,12 @@ def _through(op: Any, gradient: torch.Tensor, inputs: Sequence[torch.Tensor], gr
         return gradient / dist.get_world_size(group)
     own = torch.stack(list(inputs)).reshape(gradient.shape)
     if op == ReduceOp.PRODUCT:
-        # Those of the others are gathered, not divided out of the product: there may be zeros.
-        parts = list(AllGather.run(group, None, own))
-        del parts[dist.get_rank(group)]
-        return gradient * torch.stack([torch.ones_like(own), *parts]).prod(0).conj()
-    # MIN and MAX. As in torch.amin and amax, those that are equal share the gradient.
+        # The others' inputs are gathered: dividing the product by the own input would fail at zeros.
+        others = list(AllGather.run(group, None, own))
+        del others[dist.get_rank(group)]
+        return gradient * torch.stack([torch.ones_like(own), *others]).prod(0).conj()
+    # MIN and MAX: equal extreme elements share the gradient evenly, as in torch.amin and torch.amax.
     extreme: torch.Tensor = AllReduce.run(op, group, own.detach())
     chosen = (own == extreme).to(gradient.dtype)
-    number: torch.Tensor = AllReduce.run(ReduceOp.SUM, group, chosen)
-    return gradient * chosen / number
+    count: torch.Tensor = AllReduce.run(ReduceOp.SUM, group, chosen)
+    return gradient * chosen / count

@@ -1,11 +1,13 @@
-"""Collectives with gradients: the names of `torch.distributed.nn.functional`.
+"""Differentiable collectives: the names of `torch.distributed.nn.functional`.
 
-They run on the process groups of torch.distributed (`torch.distributed.init_process_group`), change none of their
-inputs, and return new tensors. A backward pass runs collectives too, so all processes of a group must do it
-alike: on each, the inputs require grad or on none, and the losses depend on the results of the same calls.
+They run on process groups of torch.distributed (`torch.distributed.init_process_group`), leave their inputs
+unchanged, and return new tensors. The backward pass of a collective is a collective as well, so all ranks of the
+group must run it: either the inputs require grad on every rank or on none, and the losses of all ranks depend on
+the same calls.
 
-`group` is a process group, by default the one of all processes. `src` and `dst` are ranks among all processes.
-Every function raises ValueError on a process that is not in the group, and what torch.distributed raises.
+Unless stated otherwise, a tensor has the same shape and dtype on all ranks. `group` defaults to the default
+process group; `src` and `dst` are global ranks, those in the default group. Every function raises ValueError on a
+rank that is not in the group, besides what torch.distributed raises.
 """
 
 from collections.abc import Sequence
@@ -31,19 +33,20 @@ __all__ = [
     "scatter",
 ]
 
-DIFFERENTIABLE = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+DIFFERENTIABLE_OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None) -> torch.Tensor:
-    """The tensor of process `src`, on all of them.
+    """Returns the tensor of rank `src` on every rank.
 
     Args:
-        tensor: what to send; on the others a tensor of the same shape and dtype.
-        src: the sender.
-        group: the processes.
+        tensor: the tensor to send; on the other ranks, one of the same shape and dtype, whose values are ignored.
+        src: the global rank of the sender.
+        group: the process group.
 
     Returns:
-        A new tensor. The sender's input gets the sum of all processes' gradients, that of the others zeros.
+        A new tensor. In the backward pass the sender's input gets the sum of all ranks' gradients, the others'
+        zeros.
     """
     _size(group)
     result: torch.Tensor = Broadcast.run(src, group, tensor)
@@ -53,19 +56,19 @@ def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None)
 def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> torch.Tensor:
-    """The reduction of all tensors, on process `dst`.
+    """Reduces the tensors of all ranks to rank `dst`.
 
     Args:
-        tensor: of one shape and dtype on all processes.
-        dst: who gets the result.
-        op: see `all_reduce`.
-        group: the processes.
+        tensor: this rank's tensor.
+        dst: the global rank that gets the result.
+        op: the reduction; see `all_reduce`.
+        group: the process group.
 
     Returns:
-        A new tensor; zeros on the others, whose gradient does not count.
+        A new tensor. It is zeros on the other ranks, whose gradients are ignored.
 
     Raises:
-        ValueError: the operation has no gradient, and the tensor is no integer one.
+        ValueError: the tensor is floating point or complex, and `op` has no gradient.
     """
     _size(group)
     _check_op(op, tensor)
@@ -74,19 +77,20 @@ def reduce(
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None) -> torch.Tensor:
-    """The reduction of all tensors, on all processes.
+    """Reduces the tensors of all ranks, to every rank.
 
     Args:
-        tensor: of one shape and dtype on all processes.
-        op: SUM, AVG, PRODUCT, MIN or MAX of `torch.distributed.ReduceOp`; for integers also its others. Equal
-            least (greatest) elements share the gradient. A backward pass through PRODUCT gathers all tensors.
-        group: the processes.
+        tensor: this rank's tensor.
+        op: SUM, AVG, PRODUCT, MIN or MAX of `torch.distributed.ReduceOp`; for integer tensors also the others. In
+            the backward pass of MIN and MAX, equal extreme elements share the gradient evenly; that of PRODUCT
+            gathers all tensors.
+        group: the process group.
 
     Returns:
-        A new tensor. Every input gets its gradient of the sum of all processes' losses.
+        A new tensor. In the backward pass each input gets the gradient of the sum of all ranks' losses.
 
     Raises:
-        ValueError: the operation has no gradient, and the tensor is no integer one.
+        ValueError: the tensor is floating point or complex, and `op` has no gradient.
     """
     _size(group)
     _check_op(op, tensor)
@@ -95,15 +99,15 @@ def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup
 
 
 def gather(tensor: torch.Tensor, dst: int = 0, group: ProcessGroup | None = None) -> tuple[torch.Tensor, ...]:
-    """All tensors, on process `dst`.
+    """Gathers the tensors of all ranks on rank `dst`.
 
     Args:
-        tensor: of one shape and dtype on all processes.
-        dst: who gets them.
-        group: the processes.
+        tensor: this rank's tensor.
+        dst: the global rank that gets them.
+        group: the process group.
 
     Returns:
-        One tensor of each process; zeros on the others, whose gradients do not count.
+        One tensor for each rank of the group. They are zeros on the other ranks, whose gradients are ignored.
     """
     _size(group)
     result: tuple[torch.Tensor, ...] = Gather.run(dst, group, tensor)
@@ -111,33 +115,34 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: ProcessGroup | None = None
 
 
 def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: ProcessGroup | None = None) -> torch.Tensor:
-    """One of the tensors of process `src`, on each.
+    """Sends one of rank `src`'s tensors to each rank of the group.
 
     Args:
-        tensors: one for each process, all of one shape and dtype; on the others as many of this kind.
-        src: the sender.
-        group: the processes.
+        tensors: one for each rank of the group, all of one shape and dtype; on the other ranks as many of the same
+            shape and dtype, whose values are ignored.
+        src: the global rank of the sender.
+        group: the process group.
 
     Returns:
-        A new tensor. The sender's inputs get their gradients, those of the others zeros.
+        A new tensor, this rank's. In the backward pass the sender's inputs get their gradients, the others' zeros.
 
     Raises:
         ValueError: there are too few or too many tensors, or they differ in shape or dtype.
     """
-    _check_list("tensors", tensors, _size(group), alike=True)
+    _check_list("tensors", tensors, _size(group), same_shape=True)
     result: torch.Tensor = Scatter.run(src, group, *tensors)
     return result
 
 
 def all_gather(tensor: torch.Tensor, group: ProcessGroup | None = None) -> tuple[torch.Tensor, ...]:
-    """All tensors, on all processes.
+    """Gathers the tensors of all ranks on every rank.
 
     Args:
-        tensor: of one shape and dtype on all processes.
-        group: the processes.
+        tensor: this rank's tensor.
+        group: the process group.
 
     Returns:
-        One tensor of each process.
+        One new tensor for each rank of the group.
     """
     _size(group)
     result: tuple[torch.Tensor, ...] = AllGather.run(group, None, tensor)
@@ -147,15 +152,15 @@ def all_gather(tensor: torch.Tensor, group: ProcessGroup | None = None) -> tuple
 def _all_gather_base(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup | None = None
 ) -> torch.Tensor:
-    """All tensors, on all processes, as one.
+    """Gathers the tensors of all ranks on every rank, into one tensor.
 
     Args:
-        output_tensor: is filled: contiguous, with as many elements as all inputs together.
-        input_tensor: of one shape and dtype on all processes.
-        group: the processes.
+        output_tensor: receives the result: contiguous, with as many elements as all inputs together.
+        input_tensor: this rank's tensor.
+        group: the process group.
 
     Returns:
-        A tensor over the memory of `output_tensor`, that gradients flow through.
+        A differentiable tensor over the memory of `output_tensor`.
     """
     _size(group)
     result: torch.Tensor = AllGather.run(group, _buffer("output_tensor", output_tensor), input_tensor)
@@ -168,21 +173,21 @@ def reduce_scatter(
     op: Any = ReduceOp.SUM,
     group: ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Of the reductions of all processes' first tensors, second tensors and so on, one on each.
+    """Reduces the i-th tensors of all ranks to rank i of the group.
 
     Args:
-        output: is filled: contiguous, of the shape and dtype of an input.
-        input_list: a tensor for each process, all of one shape and dtype.
-        op: see `all_reduce`.
-        group: the processes.
+        output: receives the result: contiguous, of the shape and dtype of each input.
+        input_list: one tensor for each rank of the group, all of one shape and dtype.
+        op: the reduction; see `all_reduce`.
+        group: the process group.
 
     Returns:
-        A tensor over the memory of `output`, that gradients flow through.
+        A differentiable tensor over the memory of `output`.
 
     Raises:
-        ValueError: there are too few or too many tensors, they differ, or the operation has no gradient.
+        ValueError: there are too few or too many tensors, they differ in shape or dtype, or `op` has no gradient.
     """
-    _check_list("input_list", input_list, _size(group), alike=True)
+    _check_list("input_list", input_list, _size(group), same_shape=True)
     _check_op(op, output)
     result: torch.Tensor = ReduceScatter.run(op, group, _buffer("output", output), *input_list)
     return result
@@ -193,18 +198,19 @@ def all_to_all(
     input_tensor_list: Sequence[torch.Tensor],
     group: ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """From each process a tensor to each.
+    """Sends one tensor from each rank to each rank.
 
     Args:
-        output_tensor_list: are filled; each of the shape of what its process sends, all of one dtype.
-        input_tensor_list: a tensor for each process. They may differ in shape.
-        group: the processes.
+        output_tensor_list: receives one tensor from each rank of the group; each has the shape of the tensor that
+            its rank sends, and all have one dtype.
+        input_tensor_list: one tensor for each rank of the group, all of one dtype. Shapes may differ.
+        group: the process group.
 
     Returns:
-        A tensor of each process.
+        One differentiable tensor for each rank. `output_tensor_list` gets copies of them.
 
     Raises:
-        ValueError: there are too few or too many tensors.
+        ValueError: there are too few or too many tensors, or they differ in dtype.
     """
     size = _size(group)
     _check_list("output_tensor_list", output_tensor_list, size)
@@ -226,20 +232,20 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """From each process a part of a tensor to each; what comes is one tensor too.
+    """Sends some rows of a tensor from each rank to each rank.
 
     Args:
-        output: is filled: contiguous.
-        input: what to send.
-        output_split_sizes: how many rows come from each process; by default equally many.
-        input_split_sizes: how many rows go to each process; by default equally many.
-        group: the processes.
+        output: receives the rows, those of rank 0 of the group first: contiguous.
+        input: the rows to send, those for rank 0 of the group first.
+        output_split_sizes: the number of rows from each rank; by default equal numbers.
+        input_split_sizes: the number of rows to each rank; by default equal numbers.
+        group: the process group.
 
     Returns:
-        A tensor over the memory of `output`, that gradients flow through.
+        A differentiable tensor over the memory of `output`.
 
     Raises:
-        ValueError: rows and split sizes do not agree.
+        ValueError: the split sizes do not match the number of rows or ranks, or `output` is not contiguous.
     """
     size = _size(group)
     receive = _splits("output", output, output_split_sizes, size)
@@ -251,12 +257,15 @@ def all_to_all_single(
 def _size(group: ProcessGroup | None) -> int:
     size = dist.get_world_size(group)
     if size < 1:
-        raise ValueError(f"process {dist.get_rank()} is not in the group {group}: only its members may call")
+        raise ValueError(f"rank {dist.get_rank()} is not in the group {group}: only its members may call")
     return size
 
 
 def _buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor to fill in place of `tensor`; a graph that has saved the former content gets to know."""
+    """Returns an alias of an output tensor, to be written to outside autograd.
+
+    The version counter is incremented, so that a graph which has saved the old content reports the overwrite.
+    """
     if not tensor.is_contiguous():
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} is not contiguous: give one that is, or a new one"
@@ -266,22 +275,23 @@ def _buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_op(op: Any, tensor: torch.Tensor) -> None:
-    # Whether the tensor requires grad does not matter: all processes must come to the same answer.
-    if op not in DIFFERENTIABLE and (tensor.is_floating_point() or tensor.is_complex()):
+    # Does not depend on requires_grad, so that all ranks accept or all ranks refuse.
+    if op not in DIFFERENTIABLE_OPS and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(
             f"op is {op}, which has no gradient: use SUM, AVG, PRODUCT, MIN or MAX, or the functions of "
             "torch.distributed itself"
         )
 
 
-def _check_list(name: str, tensors: Sequence[torch.Tensor], size: int, *, alike: bool = False) -> None:
+def _check_list(name: str, tensors: Sequence[torch.Tensor], size: int, *, same_shape: bool = False) -> None:
     if len(tensors) != size:
-        raise ValueError(f"{name} has {len(tensors)} tensors: give one for each of the group's {size} processes")
+        raise ValueError(f"{name} has {len(tensors)} tensors: give one for each of the group's {size} ranks")
     for index, (a, b) in enumerate(pairwise(tensors)):
-        if a.dtype != b.dtype or (alike and a.shape != b.shape):
+        if a.dtype != b.dtype or (same_shape and a.shape != b.shape):
             raise ValueError(
                 f"{name}[{index}] is a {a.dtype} of shape {tuple(a.shape)}, but {name}[{index + 1}] a {b.dtype} "
-                f"of shape {tuple(b.shape)}: give tensors of one kind"
+                f"of shape {tuple(b.shape)}: give tensors of one "
+                f"{'shape and dtype' if same_shape else 'dtype'}"
             )
 
 
@@ -290,7 +300,7 @@ def _splits(name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, size: 
     if not sizes:
         if rows % size:
             raise ValueError(
-                f"{name} has {rows} rows, which {size} processes cannot share: give {name}_split_sizes"
+                f"{name} has {rows} rows, which {size} ranks cannot share evenly: give {name}_split_sizes"
             )
         return [rows // size] * size
     if len(sizes) != size or sum(sizes) != rows:

@@ -1,4 +1,4 @@
-"""Where a module lives: the text "worker/device"."""
+"""Parses the placement of a remote module, "worker/device"."""
 
 from dataclasses import dataclass
 from typing import final
@@ -11,9 +11,10 @@ __all__ = ["Placement"]
 @final
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A worker, and a device of its machine.
+    """A worker and one of its devices.
 
-    worker: a name, a rank, or None for the worker that asks.
+    worker: its name, its rank, or None for the calling worker.
+    device: the device, in that worker's process.
     """
 
     worker: str | int | None
@@ -21,11 +22,11 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
-        """Reads "<worker>/<device>", "rank:<rank>/<device>", "<device>" or "<worker>", which means its CPU.
+        """Parses "<worker>/<device>", "rank:<rank>/<device>", "<device>" on this worker, or "<worker>" on its CPU.
 
         Raises:
-            TypeError: `text` is no string.
-            ValueError: it has none of these forms.
+            TypeError: `text` is not a string.
+            ValueError: `text` has none of these forms.
             RuntimeError: torch knows no such device.
         """
         if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""A module that lives on another worker."""
+"""RemoteModule: an nn.Module whose parameters and computation are on another worker."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from ..rref.api import remote
 from ..rref.rref import RRef
 from ..torch_internals import RecursiveScriptModule, tree_map_only
 from .placement import Placement
-from .script import check_interface, compile_module, reduce_script_module, scriptable
+from .script import check_interface, compile_module, reduce_script_module, scriptable_module
 
-__all__ = ["TRAVELLING_ATTRIBUTES", "ModuleReducers", "RemoteModule", "refuse_method"]
+__all__ = ["SENT_ATTRIBUTES", "ModuleReducers", "RemoteModule", "refuse_method"]
 
-TRAVELLING_ATTRIBUTES = (
+SENT_ATTRIBUTES = (
     "on",
     "device",
     "is_device_map_set",
@@ -30,33 +30,34 @@ TRAVELLING_ATTRIBUTES = (
     "module_rref",
     "module_interface_cls",
 )
-"""What of a RemoteModule goes to another worker."""
+"""The attributes that are sent when a RemoteModule is passed to another worker."""
 
 ModuleReference = RRef[nn.Module]
 
 
 M = TypeVar("M", bound=nn.Module)
 
-WALKS = ("children", "modules", "named_children", "named_modules")
-"""Methods of nn.Module that tell which modules there are, which is true of a RemoteModule too: itself."""
+TRAVERSAL_METHODS = ("children", "modules", "named_children", "named_modules")
+"""Methods of nn.Module that list submodules. They work on a RemoteModule, which has none but itself."""
 
 
-def _refuse_the_rest(module_class: type[M]) -> type[M]:
-    """Has all public methods of nn.Module that a subclass does not define itself raise ValueError."""
+def _refuse_inherited_methods(module_class: type[M]) -> type[M]:
+    """Class decorator: public methods inherited from nn.Module raise ValueError, except TRAVERSAL_METHODS."""
+    supported = {*vars(module_class), *TRAVERSAL_METHODS}
     for name, member in vars(nn.Module).items():
-        if inspect.isfunction(member) and not name.startswith("_") and name not in {*vars(module_class), *WALKS}:
+        if inspect.isfunction(member) and not name.startswith("_") and name not in supported:
             setattr(module_class, name, refuse_method(name))
     return module_class
 
 
 def refuse_method(name: str) -> Callable[..., NoReturn]:
-    """Returns a method that raises ValueError, which says that RemoteModule has no method of this name."""
-    parameters = name in ("parameters", "named_parameters")
+    """Returns a method that raises ValueError: RemoteModule does not support the method of this name."""
+    has_substitute = name in ("parameters", "named_parameters")
 
     def refuse(self: "RemoteModule", *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG001
         hint = (
             ". Please use ``remote_parameters`` instead."
-            if parameters
+            if has_substitute
             else f": the module is on {self.on}/{self.device}. Call a function there that gets get_module_rref()"
         )
         raise ValueError(f"Method ``{name}`` not supported for RemoteModule{hint}")
@@ -65,7 +66,7 @@ def refuse_method(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-@_refuse_the_rest
+@_refuse_inherited_methods
 class RemoteModule(nn.Module):
     """An `nn.Module` whose parameters and `forward` are on another worker.
 
@@ -73,17 +74,17 @@ class RemoteModule(nn.Module):
         y = layer(x)                           # runs there; gradients flow back inside autograd.context()
         optimizer = DistributedOptimizer(torch.optim.SGD, layer.remote_parameters(), lr=0.1)
 
-    It can be sent to other workers in calls and results; all copies share the one module, which lives as long
-    as any of them. It may be part of another module, and walks over that find a module without parameters, buffers
-    and submodules. Methods of `nn.Module` that would change these, or tell of all there are, raise ValueError.
+    It can be sent to other workers in calls and results. All copies refer to the same module, which is released
+    with the last of them. It can be a submodule of another module, where it appears as a module without
+    parameters, buffers and submodules. Methods of `nn.Module` that would return or change those raise ValueError.
 
     Attributes:
-        on: the name of the worker that has the module.
-        device: the module's device there, as text.
-        is_device_map_set: do this worker's options have a device map for that one?
-        is_scriptable: has it an interface, so that `torch.jit.script` can compile it?
+        on: the name of the worker that owns the module.
+        device: the module's device on that worker, such as "cuda:0".
+        is_device_map_set: whether this worker's options have a device map for that worker.
+        is_scriptable: whether it has an interface, so that `torch.jit.script` can compile it.
         module_rref: the reference to the module.
-        module_interface_cls: the interface, if it has one.
+        module_interface_cls: the interface; None if it has none.
     """
 
     on: str
@@ -101,21 +102,24 @@ class RemoteModule(nn.Module):
         kwargs: Mapping[str, Any] | None = None,
         _module_interface_cls: type | None = None,
     ) -> None:
-        """Has a worker make the module, and does not wait for it.
+        """Starts making the module on its worker, and does not wait for it.
 
         Args:
-            remote_device: "<worker>/<device>" or "rank:<rank>/<device>"; without a device, the worker's CPU;
-                without a worker, this one.
-            module_cls: the module's class, or a function that returns a module. The worker must be able to
-                import it. What it raises is raised by the first use of the module, and so is a ValueError if
-                it returns anything else.
+            remote_device: "<worker>/<device>" or "rank:<rank>/<device>". The device defaults to the worker's CPU,
+                the worker to this one.
+            module_cls: the module's class, or a function that returns a module; it must be importable on the
+                worker. Its exceptions, and a ValueError if it returns anything else, are raised by the first use
+                of the module.
             args: its positional arguments.
-            kwargs: its named arguments.
-            _module_interface_cls: a class decorated with `torch.jit.interface`; the module is then compiled
-                by `torch.jit.script`, and so can this be.
+            kwargs: its keyword arguments.
+            _module_interface_cls: a class decorated with `torch.jit.interface`. With it, the module is compiled by
+                `torch.jit.script`, and so can this RemoteModule be.
 
         Raises:
-            NotInitializedError, UnknownWorkerError, SerializationError, TypeError, ValueError: nothing was sent.
+            NotInitializedError: this worker has not called init_rpc.
+            UnknownWorkerError: `remote_device` names no worker of the group.
+            SerializationError: `module_cls` or an argument cannot be sent.
+            TypeError, ValueError: an argument is invalid.
             RuntimeError: torch knows no such device.
         """
         super().__init__()
@@ -125,23 +129,24 @@ class RemoteModule(nn.Module):
         if _module_interface_cls is not None:
             check_interface(_module_interface_cls)
         device, scripted = str(placement.device), _module_interface_cls is not None
-        creation = (*check_call(module_cls, args, kwargs), device, scripted)
-        self._attach(remote(owner, _create, creation), device, _module_interface_cls)
+        call = (*check_call(module_cls, args, kwargs), device, scripted)
+        self._attach(remote(owner, _create_on_owner, call), device, _module_interface_cls)
 
     @staticmethod
     def init_from_module_rref(
         remote_device: str, module_rref: ModuleReference, _module_interface_cls: type | None = None
     ) -> "RemoteModule":
-        """A RemoteModule over a module that exists already.
+        """Returns a RemoteModule for a module that exists already.
 
         Args:
-            remote_device: as in the constructor. Only its device counts, which must be the module's; the
-                worker is the reference's owner.
+            remote_device: as in the constructor. Its device must be the module's; its worker is ignored, because
+                the reference has the owner.
             module_rref: a reference to the module.
             _module_interface_cls: as in the constructor; the module must implement it.
 
         Raises:
-            NotInitializedError, TypeError, ValueError
+            NotInitializedError: this worker has not called init_rpc.
+            TypeError, ValueError: an argument is invalid.
         """
         current_agent()
         if not isinstance(module_rref, RRef):
@@ -161,49 +166,51 @@ class RemoteModule(nn.Module):
         self.module_interface_cls = interface
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module on its worker, where its hooks run, and waits for what it returns.
+        """Calls the module, with its hooks, on its worker and returns the result.
 
-        If the module is not on the CPU, tensors in the arguments are moved to its device. Tensors in what it
-        returns are moved to the CPU, unless a device map of this worker's options leads back from there.
+        If the module is not on the CPU, tensors in the arguments are moved to its device, and tensors in the
+        result to the CPU, unless a device map of this worker's options maps a local device to the module's.
 
         Raises:
-            Exception: what making the module or calling it raised.
-            WorkerLostError, RpcTimeoutError, SerializationError
+            Exception: what making or calling the module raised.
+            WorkerLostError: the worker is lost.
+            RpcTimeoutError: the call did not finish within the RPC timeout.
+            SerializationError: an argument or the result cannot be sent.
         """
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Calls the module on its worker and returns a future of what it returns."""
+        """Starts a call as `forward` does, and returns a future of the result."""
         return _forward_async(self.module_rref, self.device, *args, **kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the module's parameters, as `DistributedOptimizer` takes them.
+        """Returns references to the module's parameters, for example for `DistributedOptimizer`.
 
         Args:
-            recurse: also those of its submodules.
+            recurse: whether to include the parameters of its submodules.
         """
-        parameters: list[RRef[nn.Parameter]] = self._on_owner(_parameters, recurse)
+        parameters: list[RRef[nn.Parameter]] = self._call_owner(_parameters_on_owner, recurse)
         return parameters
 
     def get_module_rref(self) -> ModuleReference:
-        """The reference to the module."""
+        """Returns the reference to the module."""
         return self.module_rref
 
     def train(self, mode: bool = True) -> "RemoteModule":
-        """Puts the module, for all who share it, into training mode, or evaluation mode if not `mode`."""
+        """Sets the module, which all copies share, to training mode, or to evaluation mode if `mode` is False."""
         if not isinstance(mode, bool):
             raise ValueError("training mode is expected to be boolean")
-        self._on_owner(_train, mode)
+        self._call_owner(_train_on_owner, mode)
         self.training = mode
         return self
 
     def eval(self) -> "RemoteModule":
-        """Puts the module, for all who share it, into evaluation mode."""
+        """Sets the module, which all copies share, to evaluation mode."""
         return self.train(mode=False)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """None if not `recurse`: it has none of its own. Else raises ValueError: see `remote_parameters`."""
-        return self._own("parameters", recurse)
+        """Returns an empty iterator if `recurse` is False; else raises ValueError: use `remote_parameters`."""
+        return self._empty_or_refuse("parameters", recurse)
 
     def named_parameters(
         self,
@@ -211,12 +218,12 @@ class RemoteModule(nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,  # noqa: ARG002
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `parameters`."""
-        return self._own("named_parameters", recurse)
+        """Returns an empty iterator if `recurse` is False; else raises ValueError: use `remote_parameters`."""
+        return self._empty_or_refuse("named_parameters", recurse)
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """None if not `recurse`: it has none of its own. Else raises ValueError."""
-        return self._own("buffers", recurse)
+        """Returns an empty iterator if `recurse` is False; else raises ValueError."""
+        return self._empty_or_refuse("buffers", recurse)
 
     def named_buffers(
         self,
@@ -224,19 +231,20 @@ class RemoteModule(nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,  # noqa: ARG002
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `buffers`."""
-        return self._own("named_buffers", recurse)
+        """Returns an empty iterator if `recurse` is False; else raises ValueError."""
+        return self._empty_or_refuse("named_buffers", recurse)
 
-    def _own(self, name: str, recurse: bool) -> Iterator[Any]:
+    def _empty_or_refuse(self, name: str, recurse: bool) -> Iterator[Any]:
+        # A RemoteModule has no parameters of its own, but must not suggest that the remote module has none either.
         if recurse:
             refuse_method(name)(self)
         return iter(())
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RemoteModule":  # noqa: ARG002
-        """What `to`, `cuda`, `float` and so on of a module do to each part: here there is nothing to move."""
+        """Does nothing: a model's `to`, `cuda`, `float` and so on leave its RemoteModules as they are."""
         return self
 
-    def _on_owner(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _call_owner(self, function: Callable[..., Any], *args: Any) -> Any:
         return rpc_sync(self.module_rref.owner(), function, (self.module_rref, *args))
 
     def __repr__(self) -> str:
@@ -244,28 +252,28 @@ class RemoteModule(nn.Module):
 
     def __getstate__(self) -> NoReturn:
         name = type(self).__name__
-        hint = (
-            "" if type(self) is RemoteModule else f", and its subclass {name} not at all: send get_module_rref()"
-        )
+        hint = ""
+        if type(self) is not RemoteModule:
+            hint = f", and its subclass {name} not at all: send get_module_rref()"
         raise RuntimeError(
             "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC" + hint
         )
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What `torch.jit.script` compiles in its place. Raises RuntimeError if there is no interface."""
+        """Returns the module that `torch.jit.script` compiles instead. Raises RuntimeError if none is possible."""
         if self.module_interface_cls is None:
             raise RuntimeError(
                 f"{self} has no interface for torch.jit.script: construct it with _module_interface_cls"
             )
-        return scriptable(self.module_interface_cls, self.forward_async)
+        return scriptable_module(self.module_interface_cls, self.forward_async)
 
 
 def _forward_async(module_rref: ModuleReference, device: str, *args: Any, **kwargs: Any) -> Future[Any]:
-    if device == "cpu":  # a proxy names the module by its id, which costs no fork of the reference
+    if device == "cpu":  # a proxy sends the id of the reference, not a fork of it
         future: Future[Any] = module_rref.rpc_async().__call__(*args, **kwargs)
         return future
     to_cpu = torch.device(device) not in _device_map(module_rref).values()
-    return rpc_async(module_rref.owner(), _call_on_device, (module_rref, device, to_cpu, args, kwargs))
+    return rpc_async(module_rref.owner(), _call_on_owner, (module_rref, device, to_cpu, args, kwargs))
 
 
 def _forward(module_rref: ModuleReference, device: str, *args: Any, **kwargs: Any) -> Any:
@@ -273,14 +281,14 @@ def _forward(module_rref: ModuleReference, device: str, *args: Any, **kwargs: An
 
 
 def _device_map(module_rref: ModuleReference) -> Mapping[Device, Device]:
-    """Which devices of this worker become which of the module's worker in calls."""
+    """Returns the device map of calls to the module's worker, from local to remote devices."""
     return current_agent().options.device_maps.get(module_rref.owner_name(), {})
 
 
-# The next four run on the module's worker.
+# The next four functions run on the worker that owns the module.
 
 
-def _create(
+def _create_on_owner(
     module_cls: Callable[..., nn.Module],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -297,7 +305,7 @@ def _create(
     return compile_module(module) if scripted else module
 
 
-def _call_on_device(
+def _call_on_owner(
     module_rref: ModuleReference, device: str, to_cpu: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (tuple(args), dict(kwargs)))
@@ -305,30 +313,32 @@ def _call_on_device(
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, result) if to_cpu else result
 
 
-def _parameters(module_rref: ModuleReference, recurse: bool) -> list[RRef[nn.Parameter]]:
+def _parameters_on_owner(module_rref: ModuleReference, recurse: bool) -> list[RRef[nn.Parameter]]:
     return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
 
 
-def _train(module_rref: ModuleReference, mode: bool) -> None:
+def _train_on_owner(module_rref: ModuleReference, mode: bool) -> None:
     module_rref.local_value().train(mode)
 
 
 def _empty() -> RemoteModule:
-    """Returns one that knows of no module yet."""
+    """Returns a RemoteModule to which no module is attached yet."""
     module = RemoteModule.__new__(RemoteModule)
     nn.Module.__init__(module)
     return module
 
 
 def _reduce(module: RemoteModule) -> tuple[Any, ...]:
-    return _receive, (module.training, *(getattr(module, name) for name in TRAVELLING_ATTRIBUTES))
+    """Reduces a RemoteModule for pickling, as `__reduce__` would."""
+    return _receive, (module.training, *(getattr(module, name) for name in SENT_ATTRIBUTES))
 
 
 def _receive(training: bool, *values: Any) -> RemoteModule:
     module = _empty()
-    vars(module).update(zip(TRAVELLING_ATTRIBUTES, values, strict=True), training=training)
-    module.is_device_map_set = bool(_device_map(module.module_rref))  # of this worker
-    # In torch each instance has its own forward and forward_async, and programs find them in its __dict__.
+    vars(module).update(zip(SENT_ATTRIBUTES, values, strict=True), training=training)
+    module.is_device_map_set = bool(_device_map(module.module_rref))  # in the options of this worker
+    # In torch, a received RemoteModule has forward and forward_async in its __dict__; programs look for them
+    # there.
     vars(module).update(
         forward_async=partial(_forward_async, module.module_rref, module.device),
         forward=partial(_forward, module.module_rref, module.device),
@@ -337,8 +347,8 @@ def _receive(training: bool, *values: Any) -> RemoteModule:
 
 
 class ModuleReducers(Extension):
-    """Has modules travel that pickle refuses."""
+    """Pickles RemoteModules and compiled modules in messages; they cannot be pickled otherwise."""
 
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
-        """RemoteModules, and modules compiled by torch.jit."""
+        """Returns the reducers of RemoteModule and of modules compiled by torch.jit."""
         return {RemoteModule: _reduce, RecursiveScriptModule: reduce_script_module}

@@ -1,7 +1,8 @@
-"""RemoteModules in TorchScript.
+"""TorchScript support of RemoteModule.
 
-`torch.jit` compiles the source of methods, and those of a RemoteModule say nothing about types. So it is given a
-module in its place whose methods are declared as in the interface, with a body of one statement that calls Python.
+`torch.jit.script` compiles the source of methods, and RemoteModule's methods have no concrete types. So torch.jit
+gets a substitute module instead. Its methods have the signature that the interface declares, and a body of one
+statement that calls back into Python.
 """
 
 import ast
@@ -25,14 +26,14 @@ from ..torch_internals import (
     parse_def,
 )
 
-__all__ = ["check_interface", "compile_module", "reduce_script_module", "scriptable"]
+__all__ = ["check_interface", "compile_module", "reduce_script_module", "scriptable_module"]
 
-_compiling = threading.Lock()
-"""Held while torch.jit compiles, which it cannot do on two threads at once."""
+_compile_lock = threading.Lock()
+"""Held while torch.jit compiles, which is not thread-safe."""
 
 
 def check_interface(interface: object) -> None:
-    """Raises ValueError unless it is an interface of TorchScript that declares `forward`."""
+    """Raises ValueError unless `interface` is a TorchScript interface that declares `forward`."""
     if not hasattr(interface, "__torch_script_interface__") or not hasattr(interface, "forward"):
         raise ValueError(
             f"module_interface_cls {interface} must be a type object decorated by @torch.jit.interface "
@@ -41,13 +42,13 @@ def check_interface(interface: object) -> None:
 
 
 def compile_module(module: nn.Module) -> nn.Module:
-    """The module, compiled by `torch.jit.script`."""
-    with _compiling:
+    """Compiles a module as `torch.jit.script` does."""
+    with _compile_lock:
         return compile_script(module)
 
 
 def reduce_script_module(module: RecursiveScriptModule) -> tuple[Any, ...]:
-    """How a compiled module travels. Raises RuntimeError if there is a RemoteModule in it."""
+    """Reduces a compiled module for pickling. Raises RuntimeError if it contains a RemoteModule."""
     if any(hasattr(part, "calls_another_worker") for part in module.modules()):
         raise RuntimeError(
             "Passing a script RemoteModule over RPC is not supported. Send the reference to its module, "
@@ -56,71 +57,73 @@ def reduce_script_module(module: RecursiveScriptModule) -> tuple[Any, ...]:
     return reduce_any_script_module(module)
 
 
-def scriptable(interface: type, call: Callable[..., torch.futures.Future[Any]]) -> nn.Module:
-    """A module with `forward` and `forward_async` that `torch.jit.script` can compile.
+def scriptable_module(interface: type, call: Callable[..., torch.futures.Future[Any]]) -> nn.Module:
+    """Returns a module with `forward` and `forward_async` that `torch.jit.script` can compile.
 
     Args:
-        interface: declares `forward`.
-        call: what both do. It gets all arguments by position.
+        interface: a TorchScript interface, whose `forward` declares the types.
+        call: starts the call that both methods make; gets all arguments by position, and returns a future.
     """
     declaration = interface.forward  # type: ignore[attr-defined]
-    declared = inspect.signature(declaration, eval_str=True)
-    under_way: dict[int, torch.futures.Future[Any]] = {}
-    numbers = itertools.count()
+    signature = inspect.signature(declaration, eval_str=True)
+    in_flight: dict[int, torch.futures.Future[Any]] = {}
+    call_ids = itertools.count()
 
-    # Two steps, because torch.jit runs what it forks on another thread, which is in no autograd context.
+    # In two steps, because torch.jit.fork runs its function on another thread, which is in no autograd context.
     def start(*args: Any) -> int:
-        number = next(numbers)
-        under_way[number] = call(*args)
-        return number
+        call_id = next(call_ids)
+        in_flight[call_id] = call(*args)
+        return call_id
 
-    def finish(number: int) -> Any:
-        return under_way.pop(number).wait()
+    def finish(call_id: int) -> Any:
+        return in_flight.pop(call_id).wait()
 
-    parameters = [each.replace(default=inspect.Parameter.empty) for each in declared.parameters.values()][1:]
+    parameters = [each.replace(default=inspect.Parameter.empty) for each in signature.parameters.values()][1:]
     names = {
-        "_start": _declare(start, declared.replace(parameters=parameters, return_annotation=int)),
-        "_finish": _declare(
-            finish, inspect.signature(finish).replace(return_annotation=declared.return_annotation)
+        "_start": _call_as_python(start, signature.replace(parameters=parameters, return_annotation=int)),
+        "_finish": _call_as_python(
+            finish, inspect.signature(finish).replace(return_annotation=signature.return_annotation)
         ),
         "_fork": torch.jit.fork,
     }
     arguments = ", ".join(each.name for each in parameters)
 
-    class ScriptableRemoteModule(_Unsaveable):  # torch.jit compiles a class once, so each module has its own
-        forward: Any = _Method.like(declaration, "forward", f"return _finish(_start({arguments}))", names)
-        forward_async = _Method.like(
+    class ScriptableRemoteModule(_NotPicklable):  # torch.jit compiles a class once, so each module needs its own
+        forward: Any = _Method.from_declaration(
+            declaration, "forward", f"return _finish(_start({arguments}))", names
+        )
+        forward_async = _Method.from_declaration(
             declaration, "forward_async", f"return _fork(_finish, _start({arguments}))", names
         )
 
     return ScriptableRemoteModule()
 
 
-def _declare(function: Callable[..., Any], signature: inspect.Signature) -> Any:
-    """Has torch.jit take a function for one of these types, and call it as Python."""
+def _call_as_python(function: Callable[..., Any], signature: inspect.Signature) -> Any:
+    """Makes compiled code call `function` in Python, with this signature, instead of compiling it."""
     vars(function)["__signature__"] = signature
     return torch.jit.ignore(function)  # type: ignore[no-untyped-call]
 
 
 class _Method(ScriptMethodStub):
-    """A method for torch.jit to compile."""
+    """A method for torch.jit to compile, made from a syntax tree instead of source."""
 
     _torchscript_modifier = FunctionModifiers.EXPORT
 
     @classmethod
-    def like(cls, declaration: Any, name: str, statement: str, names: dict[str, Any]) -> "_Method":
-        """One with the parameters of `declaration`.
+    def from_declaration(cls, declaration: Any, name: str, statement: str, names: dict[str, Any]) -> "_Method":
+        """Makes a method with the parameters of `declaration`.
 
         Args:
-            declaration: a function.
-            name: the method's.
-            statement: its body.
-            names: what the names in the body mean.
+            declaration: a function with annotations.
+            name: the method's name.
+            statement: the source of its body.
+            names: the values of the names in the body.
         """
         parsed = parse_def(declaration)  # type: ignore[no-untyped-call]
         definition = parsed.ast.body[0]
         definition.body = ast.parse(statement).body
-        definition.returns = None  # torch.jit finds it out
+        definition.returns = None  # torch.jit infers it
         outer = createResolutionCallbackFromClosure(declaration)
         tree = build_def(  # type: ignore[no-untyped-call]
             parsed.ctx, definition, None, name, self_name="RecursiveScriptModule"
@@ -128,12 +131,12 @@ class _Method(ScriptMethodStub):
         return cls(lambda text: names[text] if text in names else outer(text), tree, declaration)
 
     def __call__(self, *_: Any) -> NoReturn:
-        """torch.jit exports only what can be called."""
-        raise TypeError("compile it first")
+        """Exists because torch.jit only exports callables; the module must be compiled before it is called."""
+        raise TypeError("this module can only be called after compiling it with torch.jit.script")
 
 
-class _Unsaveable(nn.Module):
-    """The methods that every compiled RemoteModule has."""
+class _NotPicklable(nn.Module):
+    """Base of all compiled RemoteModules: marks them, and refuses to be pickled."""
 
     calls_another_worker: bool
 

@@ -236,6 +236,6 @@ def _check_class(optimizer_class: Any) -> None:
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"optimizer_class is {optimizer_class.__name__}, whose step calls a closure to evaluate the loss again, "
-            "which a distributed step cannot do: give a class whose step needs no closure"
+            f"optimizer_class is {optimizer_class.__name__}, whose step calls a closure to evaluate the loss "
+            "again, which a distributed step cannot do: give a class whose step needs no closure"
         )

@@ -297,7 +297,7 @@ def test_some_of_the_processes(trio):
         ]
         if rank == 0:
             for call in calls:
-                with pytest.raises(ValueError, match="process 0 is not in the group"):
+                with pytest.raises(ValueError, match="rank 0 is not in the group"):
                     call()
             return
         found = []
@@ -353,7 +353,7 @@ def test_bad_arguments(workers):
             F.all_to_all([x, x, x], [x, x])
         with pytest.raises(ValueError, match="input_tensor_list has 0 tensors"):
             F.all_to_all([x, x], [])
-        with pytest.raises(ValueError, match="input has 3 rows, which 2 processes cannot share"):
+        with pytest.raises(ValueError, match="input has 3 rows, which 2 ranks cannot share evenly"):
             F.all_to_all_single(x, x[:3])
         with pytest.raises(ValueError, match=r"output_split_sizes is \[1, 2\]: give 2 numbers whose sum is 4"):
             F.all_to_all_single(x, x, [1, 2], [2, 2])

@@ -14,7 +14,7 @@ from gradwire.errors import (
     WorkerLostError,
 )
 from gradwire.nn import RemoteModule
-from gradwire.nn.remote_module import TRAVELLING_ATTRIBUTES
+from gradwire.nn.remote_module import SENT_ATTRIBUTES
 from gradwire.optim import DistributedOptimizer
 from torch import Tensor, nn
 
@@ -309,7 +309,7 @@ def test_modules_travel(trio):
         module = RemoteModule("worker1", Reverse, (1,))
         module.note = "stays here"
         arrived = rpc.rpc_sync("worker2", attributes, (module,))
-        assert list(arrived) == [*vars(nn.Module()), *TRAVELLING_ATTRIBUTES, "forward_async", "forward"]
+        assert list(arrived) == [*vars(nn.Module()), *SENT_ATTRIBUTES, "forward_async", "forward"]
         assert arrived["on"] == "worker1"
         assert arrived["device"] == "cpu"
         assert arrived["is_device_map_set"] is False
