@@ -272,15 +272,21 @@ class LossCause(Enum):
     EXIT = auto()
     """Its program ended without `shutdown`."""
     DISCONNECTED = auto()
-    """Its connection ended without a goodbye, or broke: it was killed, for example, or cut off."""
+    """Its connection closed without a goodbye: it was killed, or the network failed."""
     REFUSED = auto()
-    """It is there, but refused the connection."""
+    """It runs, but refused the connection."""
     UNREACHABLE = auto()
-    """It accepts no connection, and there was none before: it may have ended in any way."""
+    """It accepts no connection, and there was none before, so nothing is known about its end."""
 
 
 class WorkerLostError(RpcError):
-    """A worker died, left the group, or cannot be reached."""
+    """A worker died, left the group, or cannot be reached.
+
+    Attributes:
+        worker: its name.
+        reason: how the loss was noticed, in words.
+        cause: the same as a LossCause.
+    """
 
     def __init__(self, worker: str, reason: str, cause: LossCause = LossCause.DISCONNECTED) -> None:
         super().__init__(f"worker {worker!r} is lost: {reason}")

@@ -1,4 +1,4 @@
-"""The extensions that an agent has by default: the one place that knows of all of them."""
+"""Lists the extensions that every agent has by default."""
 
 from collections.abc import Sequence
 
@@ -13,4 +13,4 @@ from .rref.forks import References
 __all__ = ["DEFAULT_EXTENSIONS"]
 
 DEFAULT_EXTENSIONS: Sequence[type[Extension]] = (Profiling, Calls, Streams, References, Autograd, ModuleReducers)
-"""In the order in which their hooks run."""
+"""The extensions, in the order in which their hooks run."""

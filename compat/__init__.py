@@ -1,13 +1,13 @@
-"""Programs written for torch.distributed.rpc run on gradwire, unchanged.
+"""Runs programs written for torch.distributed.rpc on gradwire, by monkey patching torch's names.
 
     python -m gradwire.compat script.py arguments...
 
-runs one, with all processes that it starts. A program that can have two lines more calls
+runs an unmodified program, with all processes that it starts. A program that can be edited calls, in each process,
 
     from gradwire import compat
     compat.install()
 
-in each of its processes. docs/migrating.md has the table of names.
+docs/migrating.md lists the names. Importing this package patches nothing.
 """
 
 from .install import install, is_installed, uninstall

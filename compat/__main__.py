@@ -1,14 +1,14 @@
-"""Runs a program written for torch.distributed.rpc on gradwire, with all processes that it starts.
+"""Runs an unmodified torch.distributed.rpc program on gradwire, with all processes that it starts.
 
 python -m gradwire.compat [options] script.py arguments...
 python -m gradwire.compat [options] -m module arguments...
 
 Options, for workers on several hosts (docs/hosts.md):
 
---insecure      allow workers on several hosts, although nothing is encrypted and nothing proves who calls: whoever
-                reaches a worker can run code in it
---host ADDRESS  the address of this host at which the others are to reach its workers, if it is not the one from
-                which it reaches MASTER_ADDR
+--insecure      allow workers on several hosts without encryption and authentication: everybody who can connect
+                to a worker can run code in it
+--host ADDRESS  the address at which the other hosts reach this host's workers; by default the source address of
+                connections to MASTER_ADDR
 """
 
 import sys
@@ -22,19 +22,19 @@ __all__ = ["main"]
 USAGE = "usage: python -m gradwire.compat [--insecure] [--host ADDRESS] (script.py | -m module) [arguments...]"
 
 
-def main(arguments: list[str], given: Defaults = Defaults()) -> None:  # noqa: B008 - only read
-    """The command line; `given` is what has been read of it."""
+def main(arguments: list[str], values: Defaults = Defaults()) -> None:  # noqa: B008 - only read
+    """Runs the command line; `values` are those of the options before `arguments`."""
     match arguments:
         case ["-h" | "--help", *_]:
             print(__doc__)
         case ["--insecure", *rest]:
-            main(rest, replace(given, insecure=True))
+            main(rest, replace(values, insecure=True))
         case ["--host", host, *rest] if not host.startswith("-"):
-            main(rest, replace(given, host=host))
+            main(rest, replace(values, host=host))
         case ["-m", name, *rest]:
-            run_module(name, rest, given)
+            run_module(name, rest, values)
         case [path, *rest] if not path.startswith("-"):
-            run_script(path, rest, given)
+            run_script(path, rest, values)
         case _:
             sys.exit(USAGE)
 

@@ -1,4 +1,4 @@
-"""gradwire's agent with the methods of torch's."""
+"""Wraps gradwire's agent in classes with the methods of torch's agents."""
 
 import time
 import weakref
@@ -10,13 +10,14 @@ from .. import rpc
 from ..rpc.contracts.agent import current_agent, holder
 from . import debug_info
 
-__all__ = ["RpcAgent", "TensorPipeAgent", "current", "enable_gil_profiling", "forget", "set_current"]
+__all__ = ["RpcAgent", "TensorPipeAgent", "current", "enable_gil_profiling", "set_current", "stop_current"]
 
 GIL_SAMPLES = 16
+"""Number of GIL hand-overs that one measurement averages."""
 
 
 class RpcAgent:
-    """What torch's callers see of an agent."""
+    """An agent with the methods of torch's RpcAgent."""
 
     gil_profiling: ClassVar[bool] = False
 
@@ -25,40 +26,45 @@ class RpcAgent:
 
     @property
     def is_static_group(self) -> bool:
-        """Do all workers stay from the beginning to the end?"""
+        """Whether the group's workers are fixed: none joins or leaves before shutdown."""
         return not self._agent.dynamic
 
     def get_worker_info(self, worker: str | int | None = None) -> rpc.WorkerInfo:
-        """A worker's name and id; without an argument, this worker's."""
+        """Returns a worker's name and id; without an argument, this worker's."""
         return self._agent.info if worker is None else self._agent.worker(worker)
 
     def get_worker_infos(self) -> list[rpc.WorkerInfo]:
-        """All workers of the group."""
+        """Returns the name and id of every worker of the group."""
         return list(self._agent.workers())
 
     def get_debug_info(self) -> dict[str, str]:
-        """Counts, as text."""
+        """Returns the agent's counters, as text."""
         info = debug_info.agent_info()
         if self.gil_profiling:
             info["agent.gil_average_wait_time_us"] = str(_measure_gil_wait())
         return info
 
     def get_metrics(self) -> dict[str, str]:
-        """The same: torch has both."""
+        """Returns the same as `get_debug_info`."""
         return self.get_debug_info()
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Waits until no worker has calls under way, and leaves then if `shutdown`; `timeout` in seconds."""
+        """Waits until no worker has calls in flight.
+
+        Args:
+            shutdown: whether to leave the group afterwards.
+            timeout: in seconds; 0 waits without limit.
+        """
         self._agent.join(timeout)
         if shutdown:
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Leaves the group at once."""
+        """Leaves the group without waiting for other workers."""
         self._agent.shutdown(graceful=False, timeout=0)
 
     def _get_device_map(self, worker: rpc.WorkerInfo) -> dict[torch.device, torch.device]:
-        """Which of this worker's devices become which of another's in calls to it."""
+        """Returns the device map of calls to a worker, from local to remote devices."""
         return dict(self._agent.options.device_maps.get(worker.name, {}))  # type: ignore[arg-type]
 
     def _get_backend_options(self) -> rpc.RpcBackendOptions:
@@ -66,27 +72,27 @@ class RpcAgent:
 
 
 class TensorPipeAgent(RpcAgent):
-    """What is behind the backend TENSORPIPE."""
+    """The agent of the backend TENSORPIPE."""
 
 
-_wrapped: "weakref.WeakValueDictionary[rpc.RpcAgent, RpcAgent]" = weakref.WeakValueDictionary()
-"""What `current` has made and somebody still has. An agent is kept by it, so it must not be kept here."""
+_wrappers: "weakref.WeakValueDictionary[rpc.RpcAgent, RpcAgent]" = weakref.WeakValueDictionary()
+"""The wrappers that are in use. They are weak, since a wrapper keeps its agent alive."""
 
 
 def current() -> Any:
-    """The current agent for torch's callers: the same object as long as somebody has it.
+    """Returns the wrapped current agent, the same wrapper as long as it is in use.
 
     Raises:
-        NotInitializedError: there is none.
+        NotInitializedError: init_rpc has not been called.
     """
     agent: object = current_agent()
     if not isinstance(agent, rpc.RpcAgent):
-        return agent  # of another backend, which knows what its callers expect
-    return _wrapped.setdefault(agent, TensorPipeAgent(agent))
+        return agent  # of another backend, which defines its own agent class
+    return _wrappers.setdefault(agent, TensorPipeAgent(agent))
 
 
-def forget() -> None:
-    """Ends the current agent at once, if there is one."""
+def stop_current() -> None:
+    """Shuts the current agent down, if there is one, without waiting for other workers."""
     agent = holder.get()
     if agent is not None:
         agent.shutdown(graceful=False, timeout=0)
@@ -94,16 +100,16 @@ def forget() -> None:
 
 
 def set_current(agent: object) -> None:
-    """Does nothing: `init_rpc` makes the agent that a backend returns the current one."""
+    """Does nothing: `init_rpc` sets the current agent itself."""
 
 
 def enable_gil_profiling(enable: bool) -> None:
-    """Has the debug info of agents say how long a thread of this process waits for Python's lock."""
+    """Includes the average waiting time for the GIL in the debug info of agents, or stops doing so."""
     RpcAgent.gil_profiling = enable
 
 
 def _measure_gil_wait() -> float:
-    """Microseconds from giving up the lock until having it again, on average."""
+    """Returns the average time, in microseconds, from releasing the GIL until acquiring it again."""
     start = time.perf_counter()
     for _ in range(GIL_SAMPLES):
         time.sleep(0)

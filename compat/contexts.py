@@ -1,4 +1,4 @@
-"""Autograd contexts and passes with the methods, and the refusals, of torch's."""
+"""Autograd contexts and backward passes with the methods and the restrictions of torch's."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ __all__ = [
     "NODE_METHODS",
     "DistAutogradContext",
     "backward",
+    "check_valid",
     "context",
     "current",
-    "greatest_id",
-    "is_valid",
+    "max_id",
     "new",
     "release",
     "retrieve",
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class DistAutogradContext:
-    """What torch's callers see of this worker's part of a context."""
+    """This worker's part of an autograd context, with the methods of torch's class."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -48,10 +48,10 @@ class DistAutogradContext:
 
 @contextmanager
 def context() -> Iterator[int]:
-    """A forward pass and its backward passes. Yields the context's id.
+    """Context manager that opens an autograd context and yields its id.
 
     Raises:
-        AutogradError: this thread is in a context already. gradwire's own contexts may stand inside each other.
+        AutogradError: this thread has an open context. (gradwire's own contexts can be nested.)
     """
     opened = new()
     try:
@@ -61,12 +61,17 @@ def context() -> Iterator[int]:
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Computes the gradients of the sum of roots with respect to all leaves, on whatever workers they are.
+    """Accumulates the gradients of the sum of the roots in the context, for the leaves on all workers.
+
+    Args:
+        context_id: the autograd context.
+        roots: scalar tensors that are results of operations.
+        retain_graph: whether another backward pass over the same graph may follow.
 
     Raises:
-        TypeError: the arguments are of other types.
-        AutogradError: the roots cannot be differentiated. Other than with gradwire, a leaf cannot be.
-        RuntimeError: what any worker raised, with that worker's id.
+        TypeError: an argument has the wrong type.
+        AutogradError: a root cannot be differentiated. This includes leaves, which gradwire itself accepts.
+        RuntimeError: an operation failed in the backward pass; the message begins with its worker's id.
     """
     if not isinstance(context_id, int) or not _are_tensors(roots):
         raise TypeError(
@@ -98,14 +103,14 @@ def _name_of_node(self: Any) -> str:
 
 
 NODE_METHODS = {"name": _name_of_node}
-"""What torch's callers find at the nodes that `DistAutogradContext` gives, by name."""
+"""Methods that nodes returned by `DistAutogradContext` have in torch, by name."""
 
 
 def new() -> DistAutogradContext:
-    """Opens a context and makes it this thread's.
+    """Opens a context and makes it this thread's current one.
 
     Raises:
-        AutogradError: this thread has one.
+        AutogradError: this thread has an open context.
     """
     if (present := current_context()) is not None:
         raise AutogradError(f"Already have an autograd context id for this thread: {present.id}")
@@ -115,7 +120,7 @@ def new() -> DistAutogradContext:
 
 
 def release(context_id: int) -> None:
-    """Ends a context, on all workers that it has reached."""
+    """Releases a context on all workers that take part in it."""
     present = current_context()
     if present is not None and present.id == context_id:
         set_current_context(None)
@@ -123,23 +128,23 @@ def release(context_id: int) -> None:
 
 
 def current() -> DistAutogradContext:
-    """This thread's context. Raises AutogradError if it is in none."""
+    """Returns this thread's current context. Raises AutogradError if there is none."""
     present = current_context()
     if present is None:
-        raise AutogradError("this thread is in no autograd context: open one by `with autograd.context()`")
+        raise AutogradError("this thread has no autograd context: open one with `with autograd.context()`")
     return DistAutogradContext(present)
 
 
 def retrieve(context_id: int) -> DistAutogradContext:
-    """This worker's part of a context. Raises UnknownContextError."""
+    """Returns this worker's part of a context. Raises UnknownContextError."""
     return DistAutogradContext(current_agent().extension(Autograd).contexts.get(context_id))
 
 
-def greatest_id() -> int:
-    """The greatest id that a context of this worker can have: 48 bits count, and those above name the worker."""
+def max_id() -> int:
+    """Returns the largest id of a context of this worker: 48 bits for the count, the worker id above them."""
     return (current_agent().info.id + 1 << 48) - 1
 
 
-def is_valid(context_id: int) -> None:
+def check_valid(context_id: int) -> None:
     """Raises UnknownContextError if this worker has no such context."""
     retrieve(context_id)

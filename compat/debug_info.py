@@ -1,4 +1,4 @@
-"""Counts of what is alive, in torch's three parts, as text."""
+"""Debug counters of live objects, as text, divided into torch's three parts."""
 
 from collections.abc import Mapping
 
@@ -10,23 +10,23 @@ __all__ = ["agent_info", "all_info", "autograd_info", "references_info"]
 
 
 def references_info() -> dict[str, str]:
-    """Of references."""
+    """Returns the counters of references."""
     return _as_text(current_agent().extension(References).live_objects())
 
 
 def autograd_info() -> dict[str, str]:
-    """Of autograd contexts."""
+    """Returns the counters of autograd contexts."""
     return _as_text(current_agent().extension(Autograd).live_objects())
 
 
 def agent_info() -> dict[str, str]:
-    """Of the agent alone."""
+    """Returns the counters of the agent alone."""
     others = references_info() | autograd_info()
     return {name: text for name, text in _as_text(current_agent().debug_info()).items() if name not in others}
 
 
 def all_info() -> dict[str, str]:
-    """Of all three."""
+    """Returns the counters of all three parts."""
     return references_info() | autograd_info() | agent_info()
 
 

@@ -1,34 +1,34 @@
-"""What options that torch does not have begin as, in programs that were written without them."""
+"""Defaults of the options that torch lacks, for programs written without them."""
 
 import json
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
-__all__ = ["INHERITED", "Defaults", "defaults", "inherited", "pass_on"]
+__all__ = ["VARIABLE", "Defaults", "defaults", "export_defaults", "inherited_defaults"]
 
-INHERITED: Final = "GRADWIRE_COMPAT"
-"""The variable by which `python -m gradwire.compat` tells its options to the processes that the program starts."""
+VARIABLE: Final = "GRADWIRE_COMPAT"
+"""The environment variable that passes the defaults on to the processes that a program starts."""
 
 
 @final
 @dataclass(slots=True)
 class Defaults:
-    """insecure, host: see `gradwire.rpc.RpcBackendOptions`."""
+    """Defaults of options of `gradwire.rpc.RpcBackendOptions`, by the options' names."""
 
     insecure: bool = False
     host: str | None = None
 
 
 defaults: Final = Defaults()
-"""Of this process, set by `install`."""
+"""The defaults of this process; `install` sets them."""
 
 
-def pass_on(environment: MutableMapping[str, str], given: Defaults) -> None:
-    """Has processes that are started with this environment begin with these defaults."""
-    environment[INHERITED] = json.dumps(asdict(given))
+def export_defaults(environment: MutableMapping[str, str], values: Defaults) -> None:
+    """Sets VARIABLE in an environment, for the processes that are started with it."""
+    environment[VARIABLE] = json.dumps(asdict(values))
 
 
-def inherited(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `install` in a process that was started with this environment."""
-    return dict(json.loads(environment.get(INHERITED, "{}")))
+def inherited_defaults(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the defaults in VARIABLE, as keyword arguments of `install`; empty if it is not set."""
+    return dict(json.loads(environment.get(VARIABLE, "{}")))

@@ -1,6 +1,6 @@
-"""Errors of remote functions as torch's callers get them.
+"""Converts exceptions of remote functions to those that torch raises.
 
-torch sends the class of an exception and a text, and makes the exception anew from the text alone.
+torch sends the class and the message of an exception, and the caller constructs it anew from the message alone.
 """
 
 import re
@@ -11,28 +11,30 @@ from ..errors import GradwireError
 
 __all__ = ["as_torch_raises"]
 
-_WRONG_OPERANDS = re.compile(r'received an invalid combination of arguments|required positional arguments?: "')
-"""How torch's operators complain of their arguments. Python's functions put names in other quotes."""
-
-_SEEN = "Original exception on remote side was"
+_WRONG_ARGUMENTS = re.compile(r'received an invalid combination of arguments|required positional arguments?: "')
+"""Matches the TypeErrors of torch's operators for wrong arguments; Python's own use single quotes."""
 
 
 def as_torch_raises(error: Exception) -> Exception:
-    """The error that torch would raise for a remote one; that one itself where its class takes a text alone."""
-    kind = type(error)
+    """Returns what torch raises for a remote exception: the same if its class can be made from a message alone."""
+    cls = type(error)
     if isinstance(error, GradwireError):
         return error
-    # What torch.jit raises is no RuntimeError, and never reaches torch's callers.
-    made: Exception = RuntimeError(str(error))
-    if kind is TypeError and _WRONG_OPERANDS.search(str(error)):
-        made = RuntimeError(f"Overloaded torch operator invoked from Python failed to match any schema: {error}")
-    elif kind is not torch.jit.Error:
+    # torch turns torch.jit.Error into RuntimeError, although its class could be made from a message.
+    converted: Exception = RuntimeError(str(error))
+    if cls is TypeError and _WRONG_ARGUMENTS.search(str(error)):
+        converted = RuntimeError(
+            f"Overloaded torch operator invoked from Python failed to match any schema: {error}"
+        )
+    elif cls is not torch.jit.Error:
         try:
-            kind(str(error))
+            cls(str(error))
         except Exception as problem:
-            seen = f"{_SEEN} {kind.__name__}: {error}"
-            made = RuntimeError(f"Failed to create original exception type. Error msg was {problem} {seen}")
+            converted = RuntimeError(
+                f"Failed to create original exception type. Error msg was {problem} "
+                f"Original exception on remote side was {cls.__name__}: {error}"
+            )
         else:
             return error
-    made.__cause__ = error.__cause__
-    return made
+    converted.__cause__ = error.__cause__
+    return converted

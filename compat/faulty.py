@@ -1,7 +1,7 @@
-"""The fault-injecting backend FAULTY_TENSORPIPE, as torch's tests use it, on gradwire's own.
+"""Implements torch's fault-injecting backend FAULTY_TENSORPIPE with gradwire's FAULTY backend.
 
-gradwire does not tell calls of torch's operators from those of other functions, so torch's SCRIPT_… and PYTHON_…
-mean the same here.
+gradwire sends calls of torch's operators and of Python functions as messages of one type, so torch's SCRIPT_… and
+PYTHON_… message types are equivalent here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ from .. import rpc
 from ..c10d.torch_types import TorchStore
 from ..rpc.backend_registry import backend_registered, register_backend
 from ..rpc.fault_injection import FaultyRpcBackendOptions, start_faulty_agent
-from .messages import TORCH_STYLE_EXTENSIONS
+from .extensions import TORCH_STYLE_EXTENSIONS
 from .tensorpipe import TensorPipeRpcBackendOptions
 
 __all__ = ["FaultyTensorPipeRpcBackendOptions", "register", "start_agent"]
 
 NAME = "FAULTY_TENSORPIPE"
 
-MESSAGES = {
+MESSAGE_TYPES = {
     "CLEANUP_AUTOGRAD_CONTEXT_REQ": "autograd.release",
     "PYTHON_CALL": "CALL",
     "PYTHON_REMOTE_CALL": "RREF_CREATE",
@@ -29,19 +29,19 @@ MESSAGES = {
     "SCRIPT_REMOTE_CALL": "RREF_CREATE",
     "SCRIPT_RREF_FETCH_CALL": "RREF_FETCH",
 }
-"""gradwire's names of messages, by torch's."""
+"""gradwire's names of message types, by torch's."""
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     """The options of the backend FAULTY_TENSORPIPE.
 
     Args:
-        num_worker_threads: threads that run incoming calls side by side.
-        rpc_timeout: seconds after which a call without a timeout of its own fails; 0 is never.
-        init_method: the URL workers meet at.
-        messages_to_fail: torch's names of messages, the first sends of which fail on this worker.
-        messages_to_delay: torch's names of messages, and the seconds by which each of their sends is late.
-        num_fail_sends: how many sends of each of `messages_to_fail` fail.
+        num_worker_threads: the number of threads that run incoming calls.
+        rpc_timeout: default timeout of a call in seconds; 0 for none.
+        init_method: the rendezvous URL.
+        messages_to_fail: torch's names of the message types whose first sends on this worker fail.
+        messages_to_delay: the delay of each send in seconds, by torch's name of the message type.
+        num_fail_sends: how many sends of each message type in `messages_to_fail` fail.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 def register() -> None:
-    """Makes FAULTY_TENSORPIPE a backend, if it is none yet."""
+    """Registers the backend FAULTY_TENSORPIPE, if it is not registered yet."""
     if not backend_registered(NAME):
         register_backend(NAME, _construct_options, start_agent)
 
@@ -68,11 +68,11 @@ def register() -> None:
 def start_agent(
     store: TorchStore, name: str, rank: int, world_size: int | None, rpc_backend_options: rpc.RpcBackendOptions
 ) -> rpc.RpcAgent:
-    """Starts a worker that has faults.
+    """Starts an agent with injected faults.
 
     Raises:
-        TypeError: the options are not those of this backend.
-        ValueError: a message is not known.
+        TypeError: the options are not a FaultyTensorPipeRpcBackendOptions.
+        ValueError: a message type is unknown.
     """
     options = rpc_backend_options
     if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
@@ -111,6 +111,8 @@ def _construct_options(
 
 
 def _translate(message: str) -> str:
-    if message not in MESSAGES:
-        raise ValueError(f"there is no message {message!r} to fail or delay; there are {', '.join(MESSAGES)}")
-    return MESSAGES[message]
+    if message not in MESSAGE_TYPES:
+        raise ValueError(
+            f"message type {message!r} cannot fail or be delayed: give one of {', '.join(MESSAGE_TYPES)}"
+        )
+    return MESSAGE_TYPES[message]

@@ -1,4 +1,4 @@
-"""What torch.futures does with futures that fail."""
+"""Replaces torch.futures.wait_all, so that it fails as soon as one future fails."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,10 @@ __all__ = ["wait_all"]
 
 
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
-    """The values of all futures; raises the error of one that fails, without waiting for the others any longer.
+    """Returns the values of all futures, or raises the error of the first that fails as soon as it fails.
 
-    As torch.futures says of its function. But a future that Python has failed, as gradwire's are, has a value in
-    the eyes of torch's C++, which therefore waits for the others.
+    torch documents the same of its own function. But torch's C++ takes a future that Python code has failed, as
+    gradwire's are, for a successful one, and goes on waiting.
     """
     wait_for_futures(futures)
     return [future.wait() for future in futures]

@@ -1,7 +1,7 @@
-"""`init_rpc` as torch's callers call it.
+"""Replaces torch's `init_rpc`.
 
-Workers meet at the store that torch's own rendezvous makes. So all of torch's URLs, its environment variables and
-their errors are what they were, and a program can use one MASTER_PORT, or one file, for both RPC and
+Workers rendezvous through the store that torch's own `rendezvous` creates. So all of torch's URLs, environment
+variables and their errors work as in torch, and a program can use one MASTER_PORT, or one file, for both RPC and
 `torch.distributed.init_process_group`.
 """
 
@@ -23,13 +23,17 @@ from ..torch_internals import TorchPrefixStore, create_store_from_options, tcp_s
 
 __all__ = ["init_rpc", "init_rpc_backend"]
 
-RIVAL_TIMEOUT = timedelta(seconds=1)
-"""How long a rank 0 that cannot listen looks for another rank 0 that does."""
+RIVAL_CONNECT_TIMEOUT = timedelta(seconds=1)
+"""How long a rank 0 that cannot listen on its port tries to connect to another rank 0 there."""
 
-_opening = threading.Lock()
-_calls = itertools.count()
-_meetings: list[Any] = []
-"""The store of the last call: its server must live as long as other workers may ask it."""
+_patch_lock = threading.Lock()
+"""Held while torch's TCPStore is patched."""
+
+_call_count = itertools.count()
+"""Counts the calls of init_rpc; each uses keys of its own."""
+
+_kept_alive: list[Any] = []
+"""The store of the last call, whose server other workers may still use."""
 
 
 def init_rpc(
@@ -42,8 +46,8 @@ def init_rpc(
     """Joins the group of workers: see `gradwire.rpc.init_rpc`.
 
     Raises:
-        TypeError: the backend or the options are none, or do not belong together.
-        RuntimeError, ValueError: the workers cannot find each other.
+        TypeError: `backend` or `rpc_backend_options` has the wrong type, or they do not match.
+        RuntimeError, ValueError: the rendezvous failed.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -56,7 +60,7 @@ def init_rpc(
     options = rpc_backend_options
     if options is None and backend is not None:
         options = rpc.backend_registry.construct_rpc_backend_options(backend)
-    store, rank, world_size = _meet(options, name, rank, world_size)
+    store, rank, world_size = _rendezvous(options, name, rank, world_size)
     init_rpc_backend(backend, store, name, rank, world_size, options)
 
 
@@ -68,35 +72,39 @@ def init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: rpc.RpcBackendOptions | None = None,
 ) -> None:
-    """Joins the group that meets at a store."""
+    """Joins the group of workers that rendezvous through a store."""
     rpc.init_rpc(name, backend, rank, world_size, rpc_backend_options, store=store)
 
 
-def _meet(options: Any, name: str, rank: int, world_size: int | None) -> tuple[TorchStore, int, int | None]:
-    """The store, this worker's rank, and the group's size or None."""
-    prefix = f"rpc_prefix_{next(_calls)}"
+def _rendezvous(options: Any, name: str, rank: int, world_size: int | None) -> tuple[TorchStore, int, int | None]:
+    """Returns the store, this worker's rank, and the world size; None for a dynamic group."""
+    prefix = f"rpc_prefix_{next(_call_count)}"
 
-    def contradict_rival(store: TorchStore) -> None:
+    def check_rival(store: TorchStore) -> None:
         claim = Claim(name=name, rank=0, world_size=world_size or -1)
         StartBarrier(TorchPrefixStore(prefix, store), claim, Purpose("rpc", options.CONSENT)).check_rival()
 
-    with _no_waiting_in_the_dark(contradict_rival):
+    with _non_blocking_tcp_store(check_rival):
         if world_size:
-            meeting = rendezvous(options.init_method, rank=rank, world_size=world_size)
-            store, found_rank, _ = next(meeting)
-            _meetings[:] = [meeting, store]
-            rank = found_rank if rank == -1 else rank
+            results = rendezvous(options.init_method, rank=rank, world_size=world_size)
+            store, assigned_rank, _ = next(results)
+            _kept_alive[:] = [results, store]
+            rank = assigned_rank if rank == -1 else rank
         else:
             store = create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
-            _meetings[:] = [store]
+            _kept_alive[:] = [store]
     return TorchPrefixStore(prefix, store), rank, world_size or None
 
 
 @contextmanager
-def _no_waiting_in_the_dark(contradict_rival: Callable[[TorchStore], None]) -> Iterator[None]:
-    """Has torch's rendezvous open its TCPStore without waiting there for all workers: it would not say for whom.
+def _non_blocking_tcp_store(check_rival: Callable[[TorchStore], None]) -> Iterator[None]:
+    """Context manager in which torch's rendezvous does not wait for all workers when it opens its TCPStore.
 
-    contradict_rival: is called with the store that is where rank 0 cannot host its own.
+    gradwire's start barrier waits for them instead, and its errors name the workers that are missing.
+
+    Args:
+        check_rival: if rank 0 cannot listen on its port, called with the store of the rank 0 that does; raises an
+            error that says so.
     """
 
     def open_store(*args: Any, **options: Any) -> TorchTCPStore:
@@ -105,13 +113,13 @@ def _no_waiting_in_the_dark(contradict_rival: Callable[[TorchStore], None]) -> I
             return TorchTCPStore(*args, **options)
         except DistNetworkError:
             if options.get("is_master"):
-                rival = {**options, "is_master": False, "multi_tenant": False, "timeout": RIVAL_TIMEOUT}
-                there: TorchTCPStore | None = None
+                rival = {**options, "is_master": False, "multi_tenant": False, "timeout": RIVAL_CONNECT_TIMEOUT}
+                found: TorchTCPStore | None = None
                 with suppress(DistNetworkError, DistStoreError):
-                    there = TorchTCPStore(*args, **rival)
-                if there is not None:
-                    contradict_rival(there)
+                    found = TorchTCPStore(*args, **rival)
+                if found is not None:
+                    check_rival(found)
             raise
 
-    with _opening, tcp_store_patched(open_store):
+    with _patch_lock, tcp_store_patched(open_store):
         yield

@@ -1,4 +1,4 @@
-"""Moving torch's names to gradwire, and back."""
+"""Replaces the names of torch.distributed.rpc and related modules by gradwire's, and restores them."""
 
 import importlib
 import threading
@@ -11,79 +11,82 @@ from ..nn.remote_module import RemoteModule
 from ..rref.rref import RRef
 from .contexts import NODE_METHODS
 from .defaults import defaults
-from .imports import when_imported
-from .names import TABLES
+from .import_hooks import call_on_import
+from .names import REPLACEMENTS
 from .patches import Patches
-from .references import METHODS
-from .remote_module import METHODS as MODULE_METHODS
+from .references import METHODS as RREF_METHODS
+from .remote_module import METHODS as REMOTE_MODULE_METHODS
 
 __all__ = ["install", "is_installed", "uninstall"]
 
-FIRST = ("torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.rpc._testing")
-"""Imported before anything is moved: the first two because they come with torch, the last because it makes classes
-in C++ that inherit from some that are moved. Other modules take their turn when the program imports them."""
+IMPORTED_FIRST = ("torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.rpc._testing")
+"""Modules to import before patching.
+
+`import torch` imports the first two. The third makes C++ classes that inherit from classes which are patched. All
+other modules are patched when the program imports them.
+"""
 
 
 def install(*, insecure: bool = False, host: str | None = None) -> None:
-    """Makes the names of torch.distributed.rpc, of its submodules, and of what is built on it, gradwire's.
+    """Replaces the public and private names of torch.distributed.rpc and of the modules built on it by gradwire's.
 
-    Modules that have imported such names already get gradwire's too. Doing it again only changes the defaults that
-    it is given.
+    Globals of modules that have imported such names already are replaced as well. Calling `install` again only
+    sets those defaults that are given.
 
     Args:
-        insecure: the default of the option that torch does not have, for workers on several hosts. See
-            `gradwire.rpc.RpcBackendOptions`, and docs/hosts.md.
+        insecure: the default of an option that torch does not have, for workers on several hosts: see
+            `gradwire.rpc.RpcBackendOptions` and docs/hosts.md.
         host: likewise.
     """
     defaults.insecure = insecure or defaults.insecure
     defaults.host = host or defaults.host
-    _installation.begin()
+    _installation.install()
 
 
 def uninstall() -> None:
-    """Gives torch its names back."""
+    """Restores torch's names, and the defaults of the options."""
     defaults.insecure, defaults.host = False, None
-    _installation.end()
+    _installation.uninstall()
 
 
 def is_installed() -> bool:
-    """Are torch's names gradwire's?"""
-    return _installation.there
+    """Returns whether torch's names are replaced by gradwire's in this process."""
+    return _installation.is_installed
 
 
 @final
 class _Installation:
-    """What has been done to torch in this process."""
+    """The patches of this process, and the import hooks of modules that will be patched when they are imported."""
 
     def __init__(self) -> None:
-        self.there = False
+        self.is_installed = False
         self._lock = threading.Lock()
         self._patches = Patches()
-        self._waiting: list[Callable[[], None]] = []
+        self._remove_hooks: list[Callable[[], None]] = []
 
-    def begin(self) -> None:
+    def install(self) -> None:
         with self._lock:
-            if self.there:
+            if self.is_installed:
                 return
-            self.there = True
-            for name in FIRST:
+            self.is_installed = True
+            for name in IMPORTED_FIRST:
                 importlib.import_module(name)
-            self._patches.replace(RRef, METHODS)
-            self._patches.replace(RemoteModule, MODULE_METHODS)
+            self._patches.patch(RRef, RREF_METHODS)
+            self._patches.patch(RemoteModule, REMOTE_MODULE_METHODS)
             for function in (SendRpc, RecvRpc):
-                self._patches.replace(function._backward_cls, NODE_METHODS)
-            self._waiting = [when_imported(name, self._move) for name in TABLES]
+                self._patches.patch(function._backward_cls, NODE_METHODS)
+            self._remove_hooks = [call_on_import(name, self._patch_module) for name in REPLACEMENTS]
 
-    def end(self) -> None:
+    def uninstall(self) -> None:
         with self._lock:
-            for stop in self._waiting:
-                stop()
+            for remove in self._remove_hooks:
+                remove()
             self._patches.undo()
-            self.there = False
+            self.is_installed = False
 
-    def _move(self, module: types.ModuleType) -> None:
-        self._patches.replace(module, TABLES[module.__name__]())
-        self._patches.spread()
+    def _patch_module(self, module: types.ModuleType) -> None:
+        self._patches.patch(module, REPLACEMENTS[module.__name__]())
+        self._patches.patch_importers()
 
 
 _installation = _Installation()

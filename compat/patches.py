@@ -1,4 +1,4 @@
-"""Putting objects in the place of others, wherever those are named, and back again."""
+"""Monkey patches that can be undone, including names that other modules have imported."""
 
 import sys
 import types
@@ -8,73 +8,75 @@ from typing import final
 __all__ = ["Patches"]
 
 _ABSENT = object()
-_OWN = __name__.partition(".")[0]
-_NAMELESS = (type(None), bool, int, float, str, bytes, tuple, types.ModuleType)
-"""Values that may well be the same object by chance."""
+_OWN_PACKAGE = __name__.partition(".")[0]
+_SHARED_TYPES = (type(None), bool, int, float, str, bytes, tuple, types.ModuleType)
+"""Types whose values are shared between unrelated names, so that identity does not say where a name came from."""
 
 
 @final
 class Patches:
-    """Names of torch's modules that mean something else for a while.
+    """Attributes of modules and classes that are replaced until `undo`.
 
-    A module that said `from torch.distributed.rpc import rpc_sync` has a name of its own for the function. So a
-    replaced object is looked for in all modules there are, by identity. Names inside of functions,
-    classes and containers stay what they are.
+    `patch` replaces attributes. A module that ran `from torch.distributed.rpc import rpc_sync` has a name of its
+    own for the original function, so `patch_importers` also rebinds, by identity, the globals of all modules that
+    refer to a replaced object. References inside functions, classes and containers are not changed.
     """
 
     def __init__(self) -> None:
-        self._before: list[tuple[types.ModuleType | type, str, object, object]] = []
-        self._instead: dict[int, tuple[object, object]] = {}
+        self._undo_log: list[tuple[types.ModuleType | type, str, object, object]] = []
+        """Owner, name, original (or _ABSENT) and replacement, in the order of patching."""
+        self._replacements: dict[int, tuple[object, object]] = {}
+        """Original and replacement, by the id of the original."""
 
-    def replace(self, owner: types.ModuleType | type, names: Mapping[str, object]) -> None:
-        """Gives names of a module or a class a new meaning, new names included."""
-        for name, new in names.items():
-            old = vars(owner).get(name, _ABSENT)
-            if old is new:
+    def patch(self, owner: types.ModuleType | type, replacements: Mapping[str, object]) -> None:
+        """Sets attributes of a module or class, existing and new ones."""
+        for name, replacement in replacements.items():
+            original = vars(owner).get(name, _ABSENT)
+            if original is replacement:
                 continue
-            self._set(owner, name, new)
-            if old is not _ABSENT and not isinstance(old, _NAMELESS):
-                self._instead[id(old)] = (old, new)
+            self._set(owner, name, replacement)
+            if original is not _ABSENT and not isinstance(original, _SHARED_TYPES):
+                self._replacements[id(original)] = (original, replacement)
 
-    def spread(self) -> None:
-        """Gives the new meaning to all names, in all modules, of what has been replaced."""
-        for module in _modules():
+    def patch_importers(self) -> None:
+        """Rebinds the globals of all modules outside this package that refer to a replaced object."""
+        for module in _foreign_modules():
             for name, value in list(vars(module).items()):
-                old, new = self._instead.get(id(value), (None, None))
-                if old is not None:
-                    self._set(module, name, new)
+                original, replacement = self._replacements.get(id(value), (None, None))
+                if original is not None:
+                    self._set(module, name, replacement)
 
     def undo(self) -> None:
-        """Gives all names their old meaning, but for those that somebody has changed since.
+        """Restores all attributes and globals, except those that have been changed again since they were patched.
 
-        Modules of torch that were imported meanwhile are put right too. Other modules that were imported
-        meanwhile keep the new objects, since nothing tells where they have them from.
+        A module that was imported in between has imported the replacements. If it is torch's, it gets the
+        originals. Others keep the replacements, since nothing shows where they imported them from.
         """
-        meanings: dict[tuple[str, int], object] = {}
-        while self._before:
-            owner, name, old, new = self._before.pop()
-            if vars(owner).get(name) is not new:
+        originals: dict[tuple[str, int], object] = {}
+        while self._undo_log:
+            owner, name, original, replacement = self._undo_log.pop()
+            if vars(owner).get(name) is not replacement:
                 continue
-            if old is _ABSENT:
+            if original is _ABSENT:
                 delattr(owner, name)
             else:
-                setattr(owner, name, old)
-                meanings[name, id(new)] = old
-        for module in _modules():
-            for name, value in list(vars(module).items()) if _is_torch(module) else []:
-                if (name, id(value)) in meanings:
-                    setattr(module, name, meanings[name, id(value)])
-        self._instead.clear()
+                setattr(owner, name, original)
+                originals[name, id(replacement)] = original
+        for module in filter(_is_torch, _foreign_modules()):
+            for name, value in list(vars(module).items()):
+                if (name, id(value)) in originals:
+                    setattr(module, name, originals[name, id(value)])
+        self._replacements.clear()
 
-    def _set(self, owner: types.ModuleType | type, name: str, new: object) -> None:
-        self._before.append((owner, name, vars(owner).get(name, _ABSENT), new))
-        setattr(owner, name, new)
+    def _set(self, owner: types.ModuleType | type, name: str, replacement: object) -> None:
+        self._undo_log.append((owner, name, vars(owner).get(name, _ABSENT), replacement))
+        setattr(owner, name, replacement)
 
 
-def _modules() -> Iterator[types.ModuleType]:
-    """All modules but gradwire's."""
+def _foreign_modules() -> Iterator[types.ModuleType]:
+    """Yields all imported modules except gradwire's."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != _OWN and isinstance(module, types.ModuleType):
+        if name.partition(".")[0] != _OWN_PACKAGE and isinstance(module, types.ModuleType):
             yield module
 
 

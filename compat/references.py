@@ -1,4 +1,4 @@
-"""The private methods of torch's RRef."""
+"""Private methods of torch's RRef, for gradwire's."""
 
 from typing import Any, NoReturn
 
@@ -12,28 +12,24 @@ __all__ = ["METHODS"]
 
 
 def _serialize(self: RRef[Any]) -> NoReturn:
-    """Makes a fork and returns what names it: not here, where references travel in messages only.
-
-    Raises:
-        RRefError: always; it says what is wrong with the reference, if something is.
-    """
+    """Always raises RRefError: references can only be pickled in messages. torch returns a new fork's ids."""
     handle = self._handle
     if handle.agent is not holder.get():
-        raise RRefError(f"{self} has gone with its agent. Cannot call fork an UserRRef after deletion.")
+        raise RRefError(f"{self} was released at shutdown. Cannot call fork an UserRRef after deletion.")
     handle.check_usable(self, "fork an UserRRef")
-    raise RRefError(f"{self} cannot be serialized by itself: pass it to a call, or return it from one")
+    raise RRefError(f"{self} cannot be serialized outside a call: pass it as an argument, or return it")
 
 
 def _deserialize(fork: object) -> NoReturn:
-    """Makes a reference of what `_serialize` returns. Raises RRefError: always."""
-    raise RRefError(f"{fork!r} cannot become a reference: references travel in calls and their results")
+    """Always raises RRefError, since `_serialize` returns nothing to deserialize."""
+    raise RRefError(f"{fork!r} cannot be deserialized to an RRef: pass RRefs as arguments or results of calls")
 
 
 def _get_profiling_future(self: RRef[Any]) -> torch.futures.Future[Any]:
-    """Done when the call that makes the value is over, and its event in the profile.
+    """Returns a future that is done when the call that creates the value, and its profiler event, have ended.
 
     Raises:
-        RRefError: this worker did not create the reference by `remote`.
+        RRefError: the reference was not created by `remote` on this worker.
     """
     return self._get_future()
 
@@ -43,4 +39,4 @@ METHODS = {
     "_get_profiling_future": _get_profiling_future,
     "_serialize": _serialize,
 }
-"""By name."""
+"""The methods, by name."""

@@ -1,4 +1,4 @@
-"""Which methods of a RemoteModule torch refuses, and gradwire has."""
+"""Methods that torch's RemoteModule refuses and gradwire's supports."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,17 +10,17 @@ from ..nn.remote_module import SENT_ATTRIBUTES, RemoteModule, refuse_method
 __all__ = ["METHODS", "PICKLED_ATTRIBUTES"]
 
 PICKLED_ATTRIBUTES = (*vars(nn.Module()), *SENT_ATTRIBUTES)
-"""What a RemoteModule that another worker sent has in its `__dict__`, before its two methods."""
+"""The first keys in the `__dict__` of a RemoteModule received from another worker; its two methods follow."""
 
 
 def _named_modules(
     self: RemoteModule, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Continues a walk over the module that this one is part of. Raises ValueError: the walk begins here."""
+    """Yields this module in a traversal of a parent module; raises ValueError if the traversal begins here."""
     if memo is None:
         refuse_method("named_modules")(self)
-    walk: Iterator[tuple[str, nn.Module]] = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
-    return walk
+    modules: Iterator[tuple[str, nn.Module]] = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
+    return modules
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {
@@ -29,4 +29,4 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "named_children": refuse_method("named_children"),
     "named_modules": _named_modules,
 }
-"""By name."""
+"""Replacements of the methods, by name."""

@@ -1,8 +1,8 @@
-"""torch.jit where it meets calls.
+"""Replaces torch.jit.script, to warn about RPC inside TorchScript.
 
-TorchScript knows torch.distributed.rpc's functions by identity and compiles them into calls of torch's own agent,
-which is not there. It knows only the references of that agent too; gradwire.rpc.execution.script_functions deals
-with those.
+TorchScript recognizes the functions of torch.distributed.rpc by identity, and compiles them into calls of torch's
+own agent, which does not run under gradwire. It recognizes only torch's RRefs, too:
+gradwire.rpc.execution.script_functions converts them.
 """
 
 import warnings
@@ -21,11 +21,11 @@ _CALLS = ("prim::rpc_async", "prim::rpc_remote", "prim::rpc_sync")
 
 
 def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
-    """Compiles a function, a class or a module: torch.jit.script.
+    """Compiles a function, a class or a module as torch.jit.script does.
 
-    Warns if there is a remote call in it, or if it does with references what gradwire cannot. That is no error
-    yet: many a module compiles what nobody calls. So does torch.distributed itself when it is imported, which is
-    therefore no reason to warn.
+    Warns if it contains a remote call, or an operation on an RRef that gradwire does not support. Only calling it
+    would fail, and many compiled functions are never called. torch.distributed compiles such functions when it is
+    imported; these do not cause a warning.
     """
     scripted = _compile(obj, optimize, _frames_up + 1, *args, **kwargs)
     if str(getattr(obj, "__module__", "")).startswith("torch.distributed."):
@@ -34,9 +34,9 @@ def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kw
         for kind in _CALLS:
             if graph.findNode(kind) is not None:
                 _warn(
-                    f"{obj} calls {kind.removeprefix('prim::')} from inside TorchScript, which gradwire does not "
-                    "carry (torch.jit is deprecated), so calling it will fail: make the call in Python, and send "
-                    "the script function"
+                    f"{obj} calls {kind.removeprefix('prim::')} from inside TorchScript, which gradwire "
+                    "does not support (torch.jit is deprecated), so calling it will fail: make the remote call in "
+                    "Python, and pass the script function to it"
                 )
         try:
             check_references(graph)
@@ -46,7 +46,7 @@ def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kw
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=3)  # who calls torch.jit.script
+    warnings.warn(text, RuntimeWarning, stacklevel=3)  # the caller of torch.jit.script
 
 
 def _graphs(scripted: Any) -> list[Any]:

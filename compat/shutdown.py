@@ -1,6 +1,7 @@
-"""Leaving the group as torch's callers know it.
+"""Replaces torch's `shutdown` and the functions it calls.
 
-torch's `shutdown` goes through other functions of its module, which programs and tests replace. So does this one.
+torch's `shutdown` calls other functions through their module, where programs and tests replace them. So does this
+one.
 """
 
 import logging
@@ -16,8 +17,8 @@ from ..rref.forks import References
 
 __all__ = ["all_gather", "delete_references", "destroy_references", "shutdown", "wait_all_workers"]
 
-GIVE_UP_SECONDS = 100.0
-"""How long to wait for the owners of references to confirm that they are gone."""
+RELEASE_TIMEOUT_S = 100.0
+"""How long to wait until the owners of references have confirmed their release, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +27,13 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leaves the group: see `gradwire.rpc.shutdown`.
 
     Raises:
-        RuntimeError: other workers did not come in time; or, where `torch.distributed.rpc.api._ignore_rref_leak`
-            is False, references are left.
+        RuntimeError: not all workers called shutdown within the timeout; or other workers still hold references to
+            values of this one, and `torch.distributed.rpc.api._ignore_rref_leak` is False.
     """
     api: Any = sys.modules["torch.distributed.rpc.api"]
     agent: object = current_agent()
     if not isinstance(agent, rpc.RpcAgent):
-        rpc.shutdown(graceful, timeout)  # of another backend, which may know less
+        rpc.shutdown(graceful, timeout)  # of another backend, which may lack the methods used below
         return
     try:
         if graceful and not agent.dynamic:
@@ -44,23 +45,23 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
             try:
                 destroy_references(ignore_leak=False)
             finally:
-                agent.join(timeout)  # all look before any leaves, because who leaves drops what it holds
+                agent.join(timeout)  # no worker leaves before all have checked: leaving releases its references
     except KeyboardInterrupt as error:
         agent.leave_at_exit(WorkerEnd.by_error(error))
-        raise KeyboardInterrupt from None  # without the frames of the wait
+        raise KeyboardInterrupt from None  # with a short traceback
     finally:
         rpc.shutdown(graceful=False)
 
 
 def wait_all_workers(timeout: float = 0) -> None:
-    """Returns when all workers have called it; `timeout` in seconds, 0 for none."""
+    """Waits until all workers have called it; `timeout` in seconds, 0 for none."""
     sys.modules["torch.distributed.rpc.api"]._all_gather(None, timeout=timeout)
 
 
 def all_gather(
     obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Brings the objects of several workers together: see `gradwire.rpc.all_gather`."""
+    """Gathers one object from each of several workers: see `gradwire.rpc.all_gather`."""
     try:
         return rpc.all_gather(obj, worker_names, timeout)
     except RpcTimeoutError as error:
@@ -68,23 +69,20 @@ def all_gather(
 
 
 def delete_references() -> None:
-    """Gives up the references that this worker holds to values of others; using them afterwards is an error.
+    """Releases all references of this worker to values of others. Using them afterwards is an error.
 
-    A call that runs keeps those that it uses, for as long as it takes. That is no reason to fail, as shutdown
-    waits for calls later on.
+    Logs a warning if some cannot be released in time: a running call keeps the references it uses, and shutdown
+        waits
+    for running calls later.
     """
     try:
-        current_agent().extension(References).give_up_all(GIVE_UP_SECONDS)
+        current_agent().extension(References).give_up_all(RELEASE_TIMEOUT_S)
     except RpcTimeoutError as error:
         log.warning("%s", error)
 
 
 def destroy_references(ignore_leak: bool) -> None:
-    """Checks that no worker holds a reference to a value here.
-
-    Raises:
-        RuntimeError: one does, and `ignore_leak` is False.
-    """
+    """Raises RuntimeError if other workers hold references to values of this one, unless `ignore_leak`."""
     table = current_agent().extension(References).table
     if not ignore_leak and len(table):
         raise RuntimeError(f"Leaking RRef: other workers still hold references to {len(table)} values of this one")

@@ -1,4 +1,4 @@
-"""TensorPipe's options and its backend, which is gradwire's here."""
+"""The options of the backend TENSORPIPE, and the backend, which starts gradwire's agent."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from ..rpc.contracts.devices import Device
 from ..rpc.contracts.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT
 from ..rpc.grpc_backend import start_agent
 from .defaults import defaults
-from .messages import TORCH_STYLE_EXTENSIONS
+from .extensions import TORCH_STYLE_EXTENSIONS
 
 __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions", "register"]
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class RpcBackendOptions(rpc.RpcBackendOptions):
-    """What torch's base class of options takes. `insecure` and `host`, which it lacks, can be set later."""
+    """Options with the arguments of torch's base class. `insecure` and `host` can be set as attributes."""
 
     CONSENT: ClassVar[str] = (
         "start the program by `python -m gradwire.compat --insecure`, call gradwire.compat.install(insecure=True) "
@@ -35,7 +35,7 @@ class RpcBackendOptions(rpc.RpcBackendOptions):
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD) -> None:
         if isinstance(rpc_timeout, bool) or not isinstance(rpc_timeout, int | float):
             raise TypeError(
-                f"incompatible constructor arguments: rpc_timeout is {rpc_timeout!r}, give a number of seconds"
+                f"incompatible constructor arguments: rpc_timeout is {rpc_timeout!r}: give a number of seconds"
             )
         super().__init__(
             rpc_timeout=rpc_timeout, init_method=init_method, insecure=defaults.insecure, host=defaults.host
@@ -45,7 +45,7 @@ class RpcBackendOptions(rpc.RpcBackendOptions):
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """The options of the backend TENSORPIPE: see `gradwire.rpc.RpcBackendOptions`.
 
-    `_transports` and `_channels` name parts of TensorPipe and are ignored, which is logged at level DEBUG.
+    `_transports` and `_channels` name components of TensorPipe. They are ignored, with a log line at level DEBUG.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = devices or ()
         for option, value in (("_transports", _transports), ("_channels", _channels)):
             if value is not None:
-                log.debug("%s=%r is ignored: it names parts of TensorPipe", option, value)
+                log.debug("%s=%r is ignored: it names components of TensorPipe", option, value)
 
 
 def register() -> None:
-    """Makes TENSORPIPE a backend, if it is none yet."""
+    """Registers the backend TENSORPIPE, if it is not registered yet."""
     if not backend_registered(NAME):
         register_backend(NAME, _construct_options, _start_agent)
 
@@ -82,7 +82,7 @@ def _construct_options(
     _channels: Sequence[str] | None = None,
     **_others: Any,
 ) -> TensorPipeRpcBackendOptions:
-    """As torch's, it overlooks options that are unknown."""
+    """Makes the options of the backend; ignores unknown ones, as torch does."""
     return TensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
         init_method=init_method,

@@ -1,18 +1,19 @@
-"""Which of gradwire's objects stands for which of torch's names.
+"""The replacements for torch's names, by module of torch.
 
-A table names each object once, in the module that defines it. Other modules that have it are found by identity.
+Each replaced object is listed once, in the module that defines it. `Patches.patch_importers` finds the other
+modules that refer to it.
 """
 
 from collections.abc import Callable, Mapping
 
 from . import autograd, nn, optim, rpc
 
-__all__ = ["TABLES"]
+__all__ = ["REPLACEMENTS"]
 
-TABLES: dict[str, Callable[[], Mapping[str, object]]] = {
-    **rpc.TABLES,
-    **autograd.TABLES,
-    **optim.TABLES,
-    **nn.TABLES,
+REPLACEMENTS: dict[str, Callable[[], Mapping[str, object]]] = {
+    **rpc.REPLACEMENTS,
+    **autograd.REPLACEMENTS,
+    **optim.REPLACEMENTS,
+    **nn.REPLACEMENTS,
 }
-"""By module, what makes its table: only when torch has imported the module."""
+"""By the name of a torch module, a function that returns its replacements. Called once the module is imported."""

@@ -1,21 +1,21 @@
-"""`torch.distributed.autograd`, and what it has in C++."""
+"""Replacements for `torch.distributed.autograd` and its C++ extension."""
 
 from collections.abc import Callable, Mapping
 
 from ... import autograd
 from .. import contexts, debug_info
 
-__all__ = ["TABLES"]
+__all__ = ["REPLACEMENTS"]
 
 
-def _c_names() -> Mapping[str, object]:
+def _c_extension() -> Mapping[str, object]:
     return {
         "DistAutogradContext": contexts.DistAutogradContext,
         "_current_context": contexts.current,
         "_get_debug_info": debug_info.autograd_info,
-        "_get_max_id": contexts.greatest_id,
-        "_init": _nothing_to_do,
-        "_is_valid_context": contexts.is_valid,
+        "_get_max_id": contexts.max_id,
+        "_init": _init,
+        "_is_valid_context": contexts.check_valid,
         "_new_context": contexts.new,
         "_release_context": contexts.release,
         "_retrieve_context": contexts.retrieve,
@@ -24,11 +24,11 @@ def _c_names() -> Mapping[str, object]:
     }
 
 
-def _nothing_to_do(worker_id: int) -> None:
-    """Autograd is there as soon as the agent is."""
+def _init(worker_id: int) -> None:
+    """Does nothing: the agent has autograd from its start."""
 
 
-TABLES: dict[str, Callable[[], Mapping[str, object]]] = {
-    "torch._C._distributed_autograd": _c_names,
+REPLACEMENTS: dict[str, Callable[[], Mapping[str, object]]] = {
+    "torch._C._distributed_autograd": _c_extension,
     "torch.distributed.autograd": lambda: {"context": contexts.context},
 }

@@ -1,11 +1,11 @@
-"""`torch.distributed.nn`."""
+"""Replacements for `torch.distributed.nn`."""
 
 from collections.abc import Callable, Mapping
 
 from ... import nn
 from ..remote_module import PICKLED_ATTRIBUTES
 
-__all__ = ["TABLES"]
+__all__ = ["REPLACEMENTS"]
 
 
 def _remote_module() -> Mapping[str, object]:
@@ -16,4 +16,6 @@ def _remote_module() -> Mapping[str, object]:
     }
 
 
-TABLES: dict[str, Callable[[], Mapping[str, object]]] = {"torch.distributed.nn.api.remote_module": _remote_module}
+REPLACEMENTS: dict[str, Callable[[], Mapping[str, object]]] = {
+    "torch.distributed.nn.api.remote_module": _remote_module
+}

@@ -1,11 +1,11 @@
-"""`torch.distributed.optim`."""
+"""Replacements for `torch.distributed.optim`."""
 
 from collections.abc import Callable, Mapping
 
 from ... import optim
 
-__all__ = ["TABLES"]
+__all__ = ["REPLACEMENTS"]
 
-TABLES: dict[str, Callable[[], Mapping[str, object]]] = {
+REPLACEMENTS: dict[str, Callable[[], Mapping[str, object]]] = {
     "torch.distributed.optim.optimizer": lambda: {"DistributedOptimizer": optim.DistributedOptimizer}
 }

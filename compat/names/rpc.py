@@ -1,4 +1,4 @@
-"""`torch.distributed.rpc`, its submodules, and what they have in C++."""
+"""Replacements for `torch.distributed.rpc`, its submodules and its C++ extension."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,14 +7,14 @@ from ...rpc.wait_all import thread_futures
 from ...rref.proxy import RRefProxy
 from .. import agents, debug_info, faulty, futures, scripting, shutdown, tensorpipe
 from ..init import init_rpc, init_rpc_backend
-from .missing import missing
+from .unavailable import unavailable
 
-__all__ = ["TABLES"]
+__all__ = ["REPLACEMENTS"]
 
 
-def _face() -> Mapping[str, object]:
+def _package() -> Mapping[str, object]:
     return {
-        "BackendType": rpc.BackendType,  # torch makes a new class for every backend, so here may be an older one
+        "BackendType": rpc.BackendType,  # torch may have another class here than in backend_registry
         "_get_debug_info": debug_info.all_info,
         "_init_rpc_backend": init_rpc_backend,
         "init_rpc": init_rpc,
@@ -52,7 +52,7 @@ def _testing() -> Mapping[str, object]:
     return {"FaultyTensorPipeRpcBackendOptions": faulty.FaultyTensorPipeRpcBackendOptions}
 
 
-def _c_names() -> Mapping[str, object]:
+def _c_extension() -> Mapping[str, object]:
     return {
         "PyRRef": rpc.RRef,
         "RpcAgent": agents.RpcAgent,
@@ -60,18 +60,18 @@ def _c_names() -> Mapping[str, object]:
         "TensorPipeAgent": agents.TensorPipeAgent,
         "WorkerInfo": rpc.WorkerInfo,
         "_TensorPipeRpcBackendOptionsBase": tensorpipe.TensorPipeRpcBackendOptions,
-        "_cleanup_python_rpc_handler": _nothing_to_clean,
+        "_cleanup_python_rpc_handler": _cleanup_python_rpc_handler,
         "_delete_all_user_and_unforked_owner_rrefs": shutdown.delete_references,
         "_destroy_rref_context": shutdown.destroy_references,
         "_get_current_rpc_agent": agents.current,
-        "_invoke_remote_builtin": missing("_invoke_remote_builtin", "rpc.remote"),
-        "_invoke_remote_python_udf": missing("_invoke_remote_python_udf", "rpc.remote"),
-        "_invoke_remote_torchscript": missing("_invoke_remote_torchscript", "rpc.remote"),
-        "_invoke_rpc_builtin": missing("_invoke_rpc_builtin", "rpc.rpc_async"),
-        "_invoke_rpc_python_udf": missing("_invoke_rpc_python_udf", "rpc.rpc_async"),
-        "_invoke_rpc_torchscript": missing("_invoke_rpc_torchscript", "rpc.rpc_async"),
+        "_invoke_remote_builtin": unavailable("_invoke_remote_builtin", "rpc.remote"),
+        "_invoke_remote_python_udf": unavailable("_invoke_remote_python_udf", "rpc.remote"),
+        "_invoke_remote_torchscript": unavailable("_invoke_remote_torchscript", "rpc.remote"),
+        "_invoke_rpc_builtin": unavailable("_invoke_rpc_builtin", "rpc.rpc_async"),
+        "_invoke_rpc_python_udf": unavailable("_invoke_rpc_python_udf", "rpc.rpc_async"),
+        "_invoke_rpc_torchscript": unavailable("_invoke_rpc_torchscript", "rpc.rpc_async"),
         "_is_current_rpc_agent_set": rpc.is_initialized,
-        "_reset_current_rpc_agent": agents.forget,
+        "_reset_current_rpc_agent": agents.stop_current,
         "_rref_context_get_debug_info": debug_info.references_info,
         "_set_and_start_rpc_agent": agents.set_current,
         "_set_rpc_timeout": rpc.set_rpc_timeout,
@@ -80,13 +80,13 @@ def _c_names() -> Mapping[str, object]:
     }
 
 
-def _nothing_to_clean() -> None:
-    """What torch's Python side of an agent would be cleaned of goes with gradwire's agent."""
+def _cleanup_python_rpc_handler() -> None:
+    """Does nothing: gradwire keeps no Python state outside the agent."""
 
 
-TABLES: dict[str, Callable[[], Mapping[str, object]]] = {
-    "torch._C._distributed_rpc": _c_names,
-    "torch.distributed.rpc": _face,
+REPLACEMENTS: dict[str, Callable[[], Mapping[str, object]]] = {
+    "torch._C._distributed_rpc": _c_extension,
+    "torch.distributed.rpc": _package,
     "torch.distributed.rpc.api": _api,
     "torch.distributed.rpc._testing": _testing,
     "torch.distributed.rpc.backend_registry": _backend_registry,

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.autograd
 import torch.distributed.rpc
 from gradwire import compat, rpc
-from gradwire.compat.names import TABLES
+from gradwire.compat.names import REPLACEMENTS
 from gradwire.compat.patches import Patches
 
 torch_rpc = torch.distributed.rpc
@@ -75,7 +75,7 @@ def test_modules_of_torch_that_are_imported_later():
 
 def test_what_somebody_has_changed_since_stays(program):
     patches = Patches()
-    patches.replace(program, {"limit": 1.0, "added": 2})
+    patches.patch(program, {"limit": 1.0, "added": 2})
     program.limit = 3.0
     patches.undo()
     assert program.limit == 3.0
@@ -83,9 +83,11 @@ def test_what_somebody_has_changed_since_stays(program):
 
 
 def test_every_name_of_the_tables_exists_in_torch():
-    for name in TABLES:
+    for name in REPLACEMENTS:
         importlib.import_module(name)
-    torch_has = {name: set(dir(sys.modules[name])) for name in TABLES}
+    torch_has = {name: set(dir(sys.modules[name])) for name in REPLACEMENTS}
     compat.install()
     compat.uninstall()
-    assert not {f"{name}.{each}" for name, table in TABLES.items() for each in set(table()) - torch_has[name]}
+    assert not {
+        f"{name}.{each}" for name, table in REPLACEMENTS.items() for each in set(table()) - torch_has[name]
+    }

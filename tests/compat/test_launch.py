@@ -49,9 +49,9 @@ def test_a_module_runs_as_with_python(tmp_path):
 def test_a_process_without_torch_only_watches(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine too', __name__)")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    launch.prepare_children(environment)
-    launch.prepare_children(environment)  # of a child that starts children
-    assert environment["PYTHONPATH"].split(os.pathsep) == [str(launch.SITE), str(tmp_path)]
+    launch.install_in_children(environment)
+    launch.install_in_children(environment)  # of a child that starts children
+    assert environment["PYTHONPATH"].split(os.pathsep) == [str(launch.SITE_DIRECTORY), str(tmp_path)]
     program = "import sys; print([name for name in ('torch', 'gradwire', 'grpc') if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
@@ -62,7 +62,7 @@ def test_a_process_without_torch_only_watches(tmp_path):
 @pytest.mark.parametrize("first", ["import torch.distributed.optim", "from gradwire.rpc import rpc_sync"])
 def test_children_may_import_in_any_order(first):
     environment = dict(os.environ)
-    launch.prepare_children(environment)
+    launch.install_in_children(environment)
     program = f"{first}; import torch.distributed.rpc as r; print(r.rpc_sync.__module__, r.PyRRef.__module__)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment

@@ -376,7 +376,7 @@ def test_unknown_messages_are_refused(workers, tmp_path):
         options = torch_rpc._testing.FaultyTensorPipeRpcBackendOptions(
             4, 30, f"file://{tmp_path / 'meeting'}", messages_to_fail=["PYTHON_COLL"], messages_to_delay={}
         )
-        with pytest.raises(ValueError, match="there is no message 'PYTHON_COLL' to fail or delay"):
+        with pytest.raises(ValueError, match="message type 'PYTHON_COLL' cannot fail or be delayed"):
             torch_rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
         assert not torch_rpc._is_current_rpc_agent_set()
 
