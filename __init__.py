@@ -1,7 +1,9 @@
 """RPC and distributed autograd for PyTorch, over gRPC."""
 
+# Before anything else imports grpc.
+from . import grpc_setup as grpc_setup  # isort: split
+
 from . import autograd, c10d, launch, nn, optim, rpc, rref
-from . import grpc_setup as grpc_setup  # isort: split  # before any other import of grpc
 from .errors import GradwireError
 
 __all__ = ["GradwireError", "autograd", "c10d", "launch", "nn", "optim", "rpc", "rref"]

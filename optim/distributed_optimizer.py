@@ -213,7 +213,7 @@ def _make_shards(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[ParameterGroup],
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: dict[str, Any],
 ) -> dict[WorkerInfo, _Shard]:
     """Starts making an optimizer on every owner, without waiting for it."""
     parameters = [parameter for group in groups for parameter in group.parameters]
