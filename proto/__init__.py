@@ -1,4 +1,4 @@
-"""The wire contract: the `.proto` files, and the modules generated from them in `v1`.
+"""The wire protocol: the `.proto` files, and the Python modules in `v1` that are generated from them.
 
-`make proto` regenerates the modules; a test compares them with the `.proto` files.
+`make proto` regenerates the modules; a test checks that they are up to date.
 """

@@ -1,7 +1,7 @@
 """Regenerates `proto/v1` from the `.proto` files: `make proto`.
 
-The files keep their canonical name `gradwire/v1/x.proto`, under which protobuf's process-wide registry
-knows them, while the Python modules lie in the package `gradwire.proto.v1`.
+The files are compiled under their canonical names `gradwire/v1/x.proto`, by which protobuf registers them
+process-wide. The Python modules are in the package `gradwire.proto.v1`.
 """
 
 import shutil
@@ -14,10 +14,10 @@ HERE = Path(__file__).parent
 
 
 def generate(target: Path) -> list[Path]:
-    """Writes the generated modules and their stubs into `target`; returns their paths.
+    """Writes the generated modules and their stubs to the folder `target`, and returns their paths.
 
     Raises:
-        RuntimeError: protoc refused a file; it has said why on stderr.
+        RuntimeError: protoc failed; its error is on stderr.
     """
     from grpc_tools import protoc
 
@@ -37,8 +37,8 @@ def generate(target: Path) -> list[Path]:
         if status != 0:
             raise RuntimeError(f"protoc failed on {', '.join(sources)} (status {status})")
         target.mkdir(parents=True, exist_ok=True)
-        made = sorted(Path(scratch, "gradwire", "v1").iterdir())
-        return [Path(shutil.copy(path, target / path.name)) for path in made]
+        generated = sorted(Path(scratch, "gradwire", "v1").iterdir())
+        return [Path(shutil.copy(path, target / path.name)) for path in generated]
 
 
 if __name__ == "__main__":
