@@ -1,16 +1,16 @@
-"""Train a model of language that is partly replicated and partly on a server.
+"""Train a language model that is partly replicated and partly on a server.
 
-Four processes: a coordinator that directs and reports, a server with a table of word embeddings, and two trainers.
-The dense layers are replicated on the trainers by torch's DistributedDataParallel, which averages their gradients;
-the table is there once, as a RemoteModule, and gets sparse gradients of the rows that a batch has used. One
+Four processes: a coordinator that runs the training and reports, a server with a table of word embeddings, and two
+trainers. The dense layers are replicated on the trainers by torch's DistributedDataParallel, which averages their
+gradients. The table exists once, as a RemoteModule, and gets sparse gradients for the rows that a batch used. A
 DistributedOptimizer on each trainer updates both.
 
     python examples/hybrid.py --compare --plot out/hybrid.png       # starts all processes itself
     torchrun --nproc-per-node 4 examples/hybrid.py                  # one process per role
 
-The model guesses a word from the three before it (Bengio et al., 2003). The text is the part of Python's language
-reference that `help()` shows, 114,000 words in Python 3.11. `--compare` trains the same model in one process too;
-the losses are equal to rounding, in float64.
+The model predicts a word from the three words before it (Bengio et al., 2003). The text is the part of Python's
+language reference that `help()` shows, 114,000 words in Python 3.11. `--compare` also trains the same model in one
+process; in float64, the losses are equal up to rounding.
 """
 
 import argparse
@@ -38,30 +38,31 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 COORDINATOR, SERVER = "coordinator", "server"
-BEFORE = 3
-"""How many words the model sees."""
+CONTEXT_LENGTH = 3
+"""Number of words from which the model predicts the next one."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Samples of a text: the numbers of the words before (n, 3), and of the word (n,), both int64."""
+    """Samples of a text: the indices of the preceding words (n, 3) and of the word (n,), both int64."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
 
     @classmethod
     def load(cls, vocabulary: int) -> Self:
-        """The same on every worker. Number 0 stands for all words that are not among the most frequent."""
+        """Loads the text, in the same way on every worker. Index 0 stands for all infrequent words."""
         text = re.findall(r"[a-z_]+|\d+|[^\w\s]", "\n".join(topics.values()).lower())
         frequent = Counter(text).most_common(vocabulary - 1)
         numbers = {word: number for number, (word, _) in enumerate(frequent, 1)}
-        samples = torch.tensor([numbers.get(word, 0) for word in text]).unfold(0, BEFORE + 1, 1)
+        samples = torch.tensor([numbers.get(word, 0) for word in text]).unfold(0, CONTEXT_LENGTH + 1, 1)
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
         test, train = samples[order].tensor_split([len(samples) // 10])
-        return cls((train[:, :BEFORE], train[:, BEFORE]), (test[:, :BEFORE], test[:, BEFORE]))
+        n = CONTEXT_LENGTH
+        return cls((train[:, :n], train[:, n]), (test[:, :n], test[:, n]))
 
     def batches(self, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The training samples in an order of this seed, in whole batches."""
+        """Yields the training samples in batches of `size`, shuffled by `seed`; drops an incomplete last batch."""
         contexts, targets = self.train
         order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
         for batch in order.unfold(0, size, size):
@@ -69,17 +70,17 @@ class Corpus:
 
 
 def make_table(args: argparse.Namespace) -> nn.Module:
-    """A row for each word. It is on the server."""
+    """Makes the embedding table, one row per word; runs on the server."""
     torch.manual_seed(args.seed)
     return nn.Embedding(args.vocabulary, args.width, sparse=True, dtype=torch.double)
 
 
 def make_dense(args: argparse.Namespace) -> nn.Module:
-    """From rows (n, 3, width) to logits (n, vocabulary). Every trainer has a replica."""
+    """Makes the dense layers, from rows (n, 3, width) to logits (n, vocabulary); every trainer has a replica."""
     torch.manual_seed(args.seed + 1)
     layers = nn.Sequential(
         nn.Flatten(),
-        nn.Linear(BEFORE * args.width, args.hidden),
+        nn.Linear(CONTEXT_LENGTH * args.width, args.hidden),
         nn.Tanh(),
         nn.Linear(args.hidden, args.vocabulary),
     )
@@ -92,12 +93,12 @@ class Trainer:
     def __init__(self, index: int, table: RemoteModule, args: argparse.Namespace) -> None:
         self.index, self.table, self.args = index, table, args
         self.corpus = Corpus.load(args.vocabulary)
-        distributed.init_process_group("gloo", rank=index, world_size=args.trainers)  # of the trainers alone
+        distributed.init_process_group("gloo", rank=index, world_size=args.trainers)  # trainers only
         self.dense = DistributedDataParallel(make_dense(args))
         self.optimizer = DistributedOptimizer(
             torch.optim.SGD,
             [
-                # Each trainer adds its own gradients to the table; those of the replicas are averages already.
+                # Every trainer applies its own gradients to the table, while those of the replicas are averaged.
                 {"params": table.remote_parameters(), "lr": args.lr / args.trainers},
                 {"params": [rpc.RRef(parameter) for parameter in self.dense.parameters()]},
             ],
@@ -105,31 +106,31 @@ class Trainer:
         )
 
     def train_epoch(self, epoch: int) -> Iterator[float]:
-        """The loss of its share of each batch."""
+        """Trains for one epoch; yields the loss of this trainer's share of each batch."""
         for contexts, targets in self.corpus.batches(self.args.batch_size, self.args.seed + epoch):
             share = slice(self.index, None, self.args.trainers)
             with autograd.context() as context_id:
                 rows = self.table(contexts[share])  # looked up on the server
                 loss = F.cross_entropy(self.dense(rows), targets[share])
-                autograd.backward(context_id, [loss])  # over when all trainers have looked up their rows
+                autograd.backward(context_id, [loss])  # DDP waits here for all trainers
                 self.optimizer.step(context_id)
-            distributed.barrier()  # nobody looks up rows of the next batch before all have updated the table
+            distributed.barrier()  # all trainers have updated the table before the next lookup
             yield loss.item()
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Perplexity on the test samples: among so many equally likely words it could as well have chosen."""
+        """Returns the perplexity on the test samples, the exponential of the mean cross entropy."""
         contexts, targets = self.corpus.test
         return math.exp(F.cross_entropy(self.dense.module(self.table(contexts)), targets).item())
 
 
 def train_epoch(trainer: rpc.RRef[Trainer], epoch: int) -> Iterator[float]:
-    """What a trainer streams."""
+    """Runs an epoch on a trainer, which streams the losses to the coordinator."""
     return trainer.local_value().train_epoch(epoch)
 
 
 def train_in_one_process(corpus: Corpus, args: argparse.Namespace) -> Iterator[float]:
-    """The losses of the same model on the same batches, without other processes."""
+    """Trains the same model on the same batches in this process alone; yields the losses."""
     table, dense = make_table(args), make_dense(args)
     optimizer = torch.optim.SGD([*table.parameters(), *dense.parameters()], lr=args.lr)
     for epoch in range(args.epochs):
@@ -142,7 +143,7 @@ def train_in_one_process(corpus: Corpus, args: argparse.Namespace) -> Iterator[f
 
 
 def coordinate(args: argparse.Namespace) -> None:
-    """The coordinator's part: places everything, runs the epochs, reports."""
+    """Runs the coordinator: creates the table and the trainers, runs the epochs, and reports."""
     corpus = Corpus.load(args.vocabulary)
     table = RemoteModule(SERVER, make_table, (args,))
     trainers = [
@@ -170,11 +171,11 @@ def coordinate(args: argparse.Namespace) -> None:
         print(f"largest difference of a loss from that in one process: {largest:.1e}", flush=True)
     if args.plot:
         plot(args.plot, losses, alone)
-        print(f"losses are drawn in {args.plot}", flush=True)
+        print(f"losses are plotted in {args.plot}", flush=True)
 
 
 def plot(path: Path, losses: list[float], alone: list[float]) -> None:
-    """Draws the loss over steps, and how far it is from that in one process, into a PNG."""
+    """Plots the losses, and their difference from those of one process, into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -196,12 +197,12 @@ def plot(path: Path, losses: list[float], alone: list[float]) -> None:
 
 
 def role(rank: int) -> str:
-    """What the process with this rank does."""
+    """Returns the name of the process with this rank."""
     return [COORDINATOR, SERVER][rank] if rank < 2 else f"trainer{rank - 2}"
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
-    """One process of the group."""
+    """Runs one process of the group."""
     name = role(rank)
     rpc.init_rpc(name)
     try:
@@ -216,26 +217,26 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=3, help="passes over the training data (default 3)")
     parser.add_argument(
-        "--trainers", type=int, default=2, help="trainers to start (default 2); torchrun decides itself"
+        "--trainers", type=int, default=2, help="trainers to start (default 2); ignored under torchrun"
     )
     parser.add_argument("--batch-size", type=int, default=128, help="samples per step (default 128)")
     parser.add_argument("--lr", type=float, default=1.0, help="learning rate of SGD (default 1)")
     parser.add_argument("--vocabulary", type=int, default=1000, help="rows of the table (default 1000)")
-    parser.add_argument("--width", type=int, default=32, help="numbers in a row (default 32)")
+    parser.add_argument("--width", type=int, default=32, help="width of a row (default 32)")
     parser.add_argument("--hidden", type=int, default=64, help="width of the hidden layer (default 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order (default 0)")
-    parser.add_argument("--compare", action="store_true", help="train in one process too, and compare the losses")
-    parser.add_argument("--plot", type=Path, help="draw the losses into this PNG file")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--compare", action="store_true", help="also train in one process, and compare the losses")
+    parser.add_argument("--plot", type=Path, help="plot the losses into this PNG file")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Runs one role under torchrun, all of them otherwise."""
+    """Runs one role under torchrun; otherwise starts a process for each role."""
     args = parse_arguments()
     launched = "RANK" in os.environ
     if launched:

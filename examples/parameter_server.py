@@ -1,15 +1,15 @@
-"""Train a network that lives on a parameter server.
+"""Train a network on a parameter server.
 
-Four processes: a coordinator that directs and reports, a server that holds a small convolutional network, and
-two trainers. A trainer sends a batch of handwritten digits to the server, gets the logits back, and computes
-the loss; the backward pass runs over the same calls in the other direction, and a DistributedOptimizer
-updates the parameters where they are. The two trainers do so asynchronously.
+Four processes: a coordinator that runs the training and reports, a server with a small convolutional network, and
+two trainers. A trainer sends a batch of handwritten digits to the server, gets the logits back, and computes the
+loss. The backward pass follows the same calls in the opposite direction, and a DistributedOptimizer updates the
+parameters on the server. The two trainers work asynchronously.
 
     python examples/parameter_server.py                          # starts all processes itself
     torchrun --nproc-per-node 4 examples/parameter_server.py     # one process per role
 
-On several hosts, start each process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or torchrun on each host,
-and say that the network between them is trusted:
+On several hosts, start each process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or run torchrun on each
+host, and pass --insecure, which trusts the network between them:
 
     RANK=1 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python examples/parameter_server.py --insecure
 
@@ -39,14 +39,14 @@ COORDINATOR, SERVER = "coordinator", "server"
 
 @dataclass(frozen=True)
 class Digits:
-    """The data, shuffled and split the same way on every worker."""
+    """The data set, shuffled and split in the same way on every worker."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
 
     @classmethod
     def load(cls, seed: int) -> Self:
-        """Images are (n, 1, 8, 8) float32 in [0, 1], labels (n,) int64; a fifth is for testing."""
+        """Loads images (n, 1, 8, 8), float32 in [0, 1], and labels (n,), int64; a fifth is for testing."""
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
         labels = torch.tensor(digits.target)
@@ -56,7 +56,7 @@ class Digits:
 
 
 class Network(nn.Module):
-    """The model. It lives on the server."""
+    """The model, which is on the server."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -74,35 +74,35 @@ class Network(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (n, 10) of images (n, 1, 8, 8)."""
+        """Returns the logits (n, 10) of images (n, 1, 8, 8)."""
         logits: Tensor = self.layers(images)
         return logits
 
     def parameter_rrefs(self) -> list[rpc.RRef[Tensor]]:
-        """References to the parameters, for an optimizer elsewhere."""
+        """Returns references to the parameters, for the optimizers of the trainers."""
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
     @torch.no_grad()
     def evaluate(self, images: Tensor, labels: Tensor) -> float:
-        """The share of images that are classified right."""
+        """Returns the fraction of images that are classified correctly."""
         return (self(images).argmax(1) == labels).double().mean().item()
 
 
 @dataclass
 class Progress:
-    """What the trainers report. It lives on the coordinator."""
+    """Collects the losses that the trainers report; it is on the coordinator."""
 
     losses: list[float] = field(default_factory=list)
     bar: Any = None
 
     def advance(self, loss: float) -> None:
-        """A batch is done."""
+        """Records the loss of a batch."""
         self.losses.append(loss)
         self.bar.update()
 
 
 class Trainer:
-    """Trains on its share of the data."""
+    """Trains the model on a share of the data."""
 
     def __init__(
         self, index: int, model: rpc.RRef[Network], progress: rpc.RRef[Progress], args: argparse.Namespace
@@ -116,11 +116,11 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(args.seed + index)
 
     def batches(self) -> int:
-        """How many batches an epoch has."""
+        """Returns the number of batches in an epoch."""
         return -(-len(self.labels) // self.batch_size)
 
     def train_epoch(self) -> None:
-        """Goes through its share once, in a new order."""
+        """Trains once on every batch of the share, in random order."""
         order = torch.randperm(len(self.labels), generator=self.generator)
         for batch in order.split(self.batch_size):
             with autograd.context() as context_id:
@@ -132,7 +132,7 @@ class Trainer:
 
 
 def coordinate(args: argparse.Namespace) -> None:
-    """The coordinator's part: places everything, runs the epochs, reports."""
+    """Runs the coordinator: creates the model and the trainers, runs the epochs, and reports."""
     test_images, test_labels = Digits.load(args.seed).test
     progress = rpc.RRef(Progress())
     model = rpc.remote(SERVER, Network, (args.seed,))
@@ -156,11 +156,11 @@ def coordinate(args: argparse.Namespace) -> None:
     report_traffic(workers)
     if args.plot:
         plot(args.plot, losses, accuracies)
-        print(f"loss and accuracy are drawn in {args.plot}")
+        print(f"loss and accuracy are plotted in {args.plot}")
 
 
 def report_traffic(workers: list[str]) -> None:
-    """Prints what each worker has sent and received."""
+    """Prints how many messages and bytes each worker has sent and received."""
     print(f"\n{'worker':12} {'messages sent':>14} {'received':>10} {'MiB sent':>10} {'received':>10}")
     for name in workers:
         info = rpc.rpc_sync(name, rpc.debug_info)
@@ -171,7 +171,7 @@ def report_traffic(workers: list[str]) -> None:
 
 
 def plot(path: Path, losses: list[float], accuracies: list[float]) -> None:
-    """Draws loss and accuracy over epochs into a PNG."""
+    """Plots loss and accuracy over epochs into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -189,14 +189,14 @@ def plot(path: Path, losses: list[float], accuracies: list[float]) -> None:
 
 
 def role(rank: int) -> str:
-    """What the process with this rank does."""
+    """Returns the name of the process with this rank."""
     return [COORDINATOR, SERVER][rank] if rank < 2 else f"trainer{rank - 2}"
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
-    """One process of the group."""
+    """Runs one process of the group."""
     name = role(rank)
-    # Rank, number of processes and where they meet are in the environment.
+    # Rank, world size and rendezvous address are in the environment.
     rpc.init_rpc(name, rpc_backend_options=rpc.RpcBackendOptions(insecure=args.insecure))
     try:
         if name == COORDINATOR:
@@ -208,19 +208,19 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=12, help="passes over the training data (default 12)")
     parser.add_argument(
-        "--trainers", type=int, default=2, help="trainers to start (default 2); torchrun decides itself"
+        "--trainers", type=int, default=2, help="trainers to start (default 2); ignored under torchrun"
     )
     parser.add_argument("--batch-size", type=int, default=32, help="images per step of a trainer (default 32)")
     parser.add_argument("--lr", type=float, default=0.03, help="learning rate of SGD (default 0.03)")
     parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD (default 0.9)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (default 0)")
-    parser.add_argument("--plot", type=Path, help="draw loss and accuracy into this PNG file")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--plot", type=Path, help="plot loss and accuracy into this PNG file")
     parser.add_argument(
-        "--insecure", action="store_true", help="allow other hosts; whoever reaches a process can run code in it"
+        "--insecure", action="store_true", help="allow several hosts; everybody who can connect can run code"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args()
@@ -230,7 +230,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one role under torchrun, all of them otherwise."""
+    """Runs one role under torchrun; otherwise starts a process for each role."""
     args = parse_arguments()
     if "RANK" not in os.environ:
         try:

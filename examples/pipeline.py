@@ -1,10 +1,10 @@
 """Train a network that is split over three workers, with several micro-batches in flight.
 
-Three processes, each with a third of a convolutional network. The first one also directs: it cuts every batch of
-handwritten digits into micro-batches and sends them through the stages. While one stage works on a micro-batch,
-the others work on those before and behind it; the backward pass goes the other way in the same manner. The
-gradients of all micro-batches add up, then a DistributedOptimizer updates every stage where it is (GPipe, Huang et
-al., 2019).
+Three processes, each with a third of a convolutional network. The first one also runs the training: it splits
+every batch of handwritten digits into micro-batches and sends them through the stages. While one stage works on a
+micro-batch, the others work on the next and the previous ones. The backward pass does the same in the opposite
+direction. The gradients of all micro-batches are accumulated; then a DistributedOptimizer updates all stages
+(GPipe, Huang et al., 2019).
 
     python examples/pipeline.py                                     # starts the processes itself
     python examples/pipeline.py --compare --timing 3 --plot curve.png
@@ -32,14 +32,14 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 STAGES = ["stage0", "stage1", "stage2"]
-IN_FLIGHT = [1, 2, 4, 8]
-"""What --timing compares."""
+TIMED_IN_FLIGHT = [1, 2, 4, 8]
+"""The numbers of micro-batches in flight that --timing compares."""
 
 MicroBatch = tuple[Tensor, Tensor]
 
 
 def layers(stage: int, width: int, seed: int) -> nn.Sequential:
-    """A third of the network, with about a third of the work."""
+    """Makes the layers of one stage; each stage has about a third of the work."""
     torch.manual_seed(seed + stage)
     if stage == 0:
         parts = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
@@ -52,7 +52,7 @@ def layers(stage: int, width: int, seed: int) -> nn.Sequential:
 
 
 class Stage:
-    """A third of the network on its worker. It takes micro-batches in their order, one at a time."""
+    """A third of the network, on its worker. Processes micro-batches in order, one at a time."""
 
     def __init__(self, stage: int, width: int, seed: int) -> None:
         self.layers = layers(stage, width, seed)
@@ -60,8 +60,8 @@ class Stage:
         self.turn = threading.Condition()
 
     def forward(self, number: int, rref: rpc.RRef[Tensor]) -> Tensor:
-        """Fetches a micro-batch from the stage before and computes."""
-        with self.turn:  # calls run on threads of their own, in any order
+        """Fetches the output of the previous stage for micro-batch `number`, and computes this stage's output."""
+        with self.turn:  # calls run on several threads, in any order
             self.turn.wait_for(lambda: number == self.next_number)
             try:
                 output: Tensor = self.layers(rref.to_here())
@@ -71,7 +71,7 @@ class Stage:
                 self.turn.notify_all()
 
     def parameter_rrefs(self) -> list[rpc.RRef[Tensor]]:
-        """References to the parameters, for an optimizer elsewhere."""
+        """Returns references to the parameters, for the optimizer of the first worker."""
         return [rpc.RRef(parameter) for parameter in self.layers.parameters()]
 
 
@@ -89,7 +89,7 @@ class Pipeline:
         )
 
     def start(self, images: Tensor) -> rpc.RRef[Tensor]:
-        """Sends a micro-batch on its way, and does not wait. Logits (n, 10) will be where the reference points."""
+        """Starts a micro-batch through all stages without waiting; returns a reference to its logits (n, 10)."""
         rref = rpc.RRef(images)
         for stage in self.stages:
             rref = stage.remote().forward(self.number, rref)
@@ -97,24 +97,24 @@ class Pipeline:
         return rref
 
     def train(self, batch: Sequence[MicroBatch], in_flight: int) -> float:
-        """One step with a batch, `in_flight` micro-batches at a time. Returns the mean loss."""
+        """Trains on a batch with `in_flight` micro-batches at a time; returns the mean loss."""
         total, size = 0.0, sum(len(labels) for _, labels in batch)
         with autograd.context() as context_id:
             for first in range(0, len(batch), in_flight):
                 window = batch[first : first + in_flight]
-                outputs = [self.start(images) for images, _ in window]  # all under way at once
+                outputs = [self.start(images) for images, _ in window]  # all in flight at once
                 losses = [
                     F.cross_entropy(output.to_here(), labels, reduction="sum") / size
                     for output, (_, labels) in zip(outputs, window, strict=True)
                 ]
-                autograd.backward(context_id, losses)  # gradients add up in the context
+                autograd.backward(context_id, losses)  # accumulates in the context
                 total += sum(loss.item() for loss in losses)
             self.optimizer.step(context_id)
         return total
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
-        """Logits (n, 10) of images (n, 1, 8, 8)."""
+        """Returns the logits (n, 10) of images (n, 1, 8, 8)."""
         return self.start(images).to_here()
 
 
@@ -146,7 +146,7 @@ class OneProcess:
 
 
 def digits(seed: int) -> tuple[MicroBatch, MicroBatch]:
-    """Images (n, 1, 8, 8) float32 in [0, 1] and labels (n,) int64: for training, and a fifth for testing."""
+    """Loads images (n, 1, 8, 8), float32 in [0, 1], and labels (n,), int64; a fifth is for testing."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -158,14 +158,14 @@ def digits(seed: int) -> tuple[MicroBatch, MicroBatch]:
 
 
 class Training:
-    """Batches of digits in the same order for either kind of network."""
+    """Trains a network; gives both kinds of networks the same batches in the same order."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         (self.images, self.labels), self.test = digits(args.seed)
 
     def batches(self, epoch: int) -> Iterator[list[MicroBatch]]:
-        """The training data in an order of this epoch, as batches of micro-batches."""
+        """Yields the training data, shuffled by epoch, as batches of micro-batches."""
         generator = torch.Generator().manual_seed(self.args.seed + epoch)
         order = torch.randperm(len(self.labels), generator=generator)
         for first in range(0, len(order), self.args.batch_size):
@@ -173,7 +173,7 @@ class Training:
             yield [(self.images[micro], self.labels[micro]) for micro in micro_batches if len(micro)]
 
     def run(self, network: Pipeline | OneProcess, title: str) -> list[float]:
-        """Trains a network. Returns the losses of all batches."""
+        """Trains a network for all epochs; returns the losses of all batches."""
         losses: list[float] = []
         for epoch in range(self.args.epochs):
             steps = -(-len(self.labels) // self.args.batch_size)
@@ -189,7 +189,7 @@ class Training:
         return losses
 
     def time(self, network: Pipeline | OneProcess, in_flight: int) -> float:
-        """Seconds of an epoch."""
+        """Returns the duration of an epoch in seconds."""
         started = time.perf_counter()
         for batch in self.batches(0):
             network.train(batch, in_flight)
@@ -197,7 +197,7 @@ class Training:
 
 
 def direct(args: argparse.Namespace) -> None:
-    """The first stage's main thread: trains, compares and reports."""
+    """Runs on the first worker: trains, compares and reports."""
     training, pipeline, alone = Training(args), Pipeline(args), OneProcess(args)
     curves = {"three workers": training.run(pipeline, "three workers")}
     if args.compare:
@@ -207,21 +207,21 @@ def direct(args: argparse.Namespace) -> None:
     seconds: dict[str, float] = {}
     if args.timing:
         rounds = [
-            [training.time(alone, 1), *(training.time(pipeline, in_flight) for in_flight in IN_FLIGHT)]
+            [training.time(alone, 1), *(training.time(pipeline, in_flight) for in_flight in TIMED_IN_FLIGHT)]
             for _ in tqdm(range(args.timing), "timing", leave=False, disable=args.quiet)
         ]
         medians = [median(times) for times in zip(*rounds, strict=True)]
-        seconds = dict(zip(["one process", *map(str, IN_FLIGHT)], medians, strict=True))
+        seconds = dict(zip(["one process", *map(str, TIMED_IN_FLIGHT)], medians, strict=True))
         print(f"\n{'in flight':12} {'s per epoch':>11}")
         for name, value in seconds.items():
             print(f"{name:12} {value:11.2f}")
     if args.plot:
         plot(args.plot, curves, seconds)
-        print(f"drawn in {args.plot}")
+        print(f"plotted in {args.plot}")
 
 
 def plot(path: Path, curves: dict[str, list[float]], seconds: dict[str, float]) -> None:
-    """Draws the losses, and the seconds of an epoch if there are any, into a PNG."""
+    """Plots the losses, and the durations of an epoch if there are any, into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -233,15 +233,16 @@ def plot(path: Path, curves: dict[str, list[float]], seconds: dict[str, float]) 
     axes[0, 0].set(xlabel="step", ylabel="training loss", yscale="log")
     axes[0, 0].legend()
     if seconds:
-        axes[0, 1].bar(seconds.keys(), seconds.values(), color=["tab:orange"] + ["tab:blue"] * len(IN_FLIGHT))
+        colors = ["tab:orange"] + ["tab:blue"] * len(TIMED_IN_FLIGHT)
+        axes[0, 1].bar(seconds.keys(), seconds.values(), color=colors)
         axes[0, 1].set(xlabel="micro-batches in flight", ylabel="seconds per epoch")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
-    """One process of the group."""
-    rpc.init_rpc(STAGES[rank])  # rank, number of processes and where they meet are in the environment
+    """Runs one process of the group."""
+    rpc.init_rpc(STAGES[rank])  # reads rank, world size and address from the environment
     try:
         if rank == 0:
             direct(args)
@@ -252,20 +253,20 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=6, help="passes over the training data (default 6)")
     parser.add_argument("--width", type=int, default=64, help="channels of the convolutions (default 64)")
     parser.add_argument("--batch-size", type=int, default=128, help="images per step (default 128)")
     parser.add_argument("--micro-batches", type=int, default=8, help="parts of a batch (default 8)")
-    parser.add_argument("--in-flight", type=int, default=4, help="micro-batches under way at once (default 4)")
+    parser.add_argument("--in-flight", type=int, default=4, help="micro-batches in flight (default 4)")
     parser.add_argument("--lr", type=float, default=0.001, help="learning rate of Adam (default 0.001)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (default 0)")
-    parser.add_argument("--compare", action="store_true", help="train the same network in one process as well")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--compare", action="store_true", help="also train the same network in one process")
     parser.add_argument(
-        "--timing", type=int, default=0, metavar="ROUNDS", help="then time epochs with 1, 2, 4 and 8 in flight"
+        "--timing", type=int, default=0, metavar="ROUNDS", help="time epochs with 1, 2, 4 and 8 in flight"
     )
-    parser.add_argument("--plot", type=Path, help="draw losses and timings into this PNG file")
+    parser.add_argument("--plot", type=Path, help="plot losses and timings into this PNG file")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args()
     if min(args.epochs, args.width, args.batch_size, args.micro_batches, args.in_flight) < 1:
@@ -274,7 +275,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one stage under torchrun, all of them otherwise."""
+    """Runs one stage under torchrun; otherwise starts a process for each stage."""
     args = parse_arguments()
     if "RANK" not in os.environ:
         try:

@@ -1,15 +1,15 @@
 """Teach an agent to balance a pole, with observers that play on other workers.
 
-Three processes: an agent that has the policy, and two observers that each have a CartPole of gymnasium. The agent
-asks all observers to play an episode; an observer asks the agent for every action, through a reference that it was
-given. From the episodes the agent learns by REINFORCE (Williams, 1992), and it stops when the running mean of
-the rewards is 400 (500 is the most there is).
+Three processes: an agent with the policy, and two observers with a CartPole environment of gymnasium each. The
+agent calls all observers to play an episode. An observer calls the agent for every action, through an RRef that it
+was given. The agent learns from the episodes by REINFORCE (Williams, 1992), and stops when the running mean of the
+rewards is 400 (the maximum is 500).
 
     python examples/reinforce.py --plot out/reinforce.png        # starts all processes itself
     torchrun --nproc-per-node 3 examples/reinforce.py            # one process per role
 
-Two runs with the same seed and as many observers are the same: an observer's actions are drawn from a generator of
-its own, and the policy changes only when all have ended their episodes.
+Runs with the same seed and number of observers have identical results: each observer's actions are drawn from a
+generator of its own, and the policy changes only after all observers have finished their episodes.
 """
 
 import argparse
@@ -32,14 +32,14 @@ AGENT = "agent"
 
 @dataclass(frozen=True)
 class Episode:
-    """What an observer has seen and done: `steps` of observations (steps, 4), actions and rewards (steps,)."""
+    """One episode: observations (steps, 4), actions (steps,) and rewards (steps,)."""
 
     observations: Tensor
     actions: Tensor
     rewards: Tensor
 
     def returns(self, discount: float) -> Tensor:
-        """For each step (steps,) the rewards from there to the end, those to come discounted."""
+        """Returns the discounted sum of the rewards from each step on, (steps,)."""
         total, returns = 0.0, []
         for reward in reversed(self.rewards.tolist()):
             total = reward + discount * total
@@ -48,7 +48,7 @@ class Episode:
 
 
 class Agent:
-    """The policy, and what it learns from."""
+    """The policy and its optimizer."""
 
     def __init__(self, observers: int, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
@@ -59,12 +59,12 @@ class Agent:
 
     @torch.no_grad()
     def act(self, observer: int, observation: Tensor) -> int:
-        """An action, 0 or 1, for an observation (4,): called by the observers, by several at once."""
+        """Returns an action, 0 or 1, for an observation (4,). The observers call it concurrently."""
         odds = self.policy(observation).softmax(0)
         return int(torch.multinomial(odds, 1, generator=self.generators[observer]))
 
     def learn(self, episodes: list[Episode]) -> None:
-        """Makes what has led to more than the mean return likelier, and the rest less likely."""
+        """Updates the policy: actions that led to returns above the mean become more likely, the others less."""
         returns = torch.cat([episode.returns(self.discount) for episode in episodes])
         advantages = (returns - returns.mean()) / (returns.std() + 1e-6)
         logits = self.policy(torch.cat([episode.observations for episode in episodes]))
@@ -76,33 +76,33 @@ class Agent:
 
 
 class Observer:
-    """A world of its own, in which it does what the agent says."""
+    """Plays in an environment of its own; the agent chooses the actions."""
 
     def __init__(self, index: int, agent: rpc.RRef[Agent], seed: int) -> None:
         self.index, self.agent = index, agent
-        self.world = gymnasium.make("CartPole-v1")
-        self.world.reset(seed=seed)  # later resets go on from here
+        self.environment = gymnasium.make("CartPole-v1")
+        self.environment.reset(seed=seed)  # later resets continue this random sequence
 
     def play(self) -> Episode:
-        """One episode, until the pole falls or 500 steps are done."""
+        """Plays one episode, until the pole falls or for 500 steps."""
         observations, actions, rewards = [], [], []
-        observation, _ = self.world.reset()
+        observation, _ = self.environment.reset()
         ended = False
         while not ended:
             observations.append(torch.from_numpy(observation))
             actions.append(self.agent.rpc_sync().act(self.index, observations[-1]))  # runs on the agent
-            observation, reward, fallen, out_of_time, _ = self.world.step(actions[-1])
+            observation, reward, terminated, truncated, _ = self.environment.step(actions[-1])
             rewards.append(float(reward))
-            ended = fallen or out_of_time
+            ended = terminated or truncated
         return Episode(torch.stack(observations), torch.tensor(actions), torch.tensor(rewards))
 
 
 def train(args: argparse.Namespace) -> None:
-    """The agent's part: has the observers play and learns from it until it is good enough."""
+    """Runs the agent: lets the observers play and learns from the episodes, until the goal is reached."""
     agent = Agent(args.observers, args)
-    itself = rpc.RRef(agent)
+    agent_rref = rpc.RRef(agent)
     observers = [
-        rpc.remote(f"observer{index}", Observer, (index, itself, args.seed + 1 + index))
+        rpc.remote(f"observer{index}", Observer, (index, agent_rref, args.seed + 1 + index))
         for index in range(args.observers)
     ]
     rewards: list[float] = []
@@ -126,11 +126,11 @@ def train(args: argparse.Namespace) -> None:
     print(f"{sum(rewards):,.0f} actions in {seconds:.1f} s, {sum(rewards) / seconds:,.0f} a second", flush=True)
     if args.plot:
         plot(args.plot, rewards, running, args.goal)
-        print(f"rewards are drawn in {args.plot}", flush=True)
+        print(f"rewards are plotted in {args.plot}", flush=True)
 
 
 def plot(path: Path, rewards: list[float], running: list[float], goal: float) -> None:
-    """Draws the reward of each episode, and their running mean, into a PNG."""
+    """Plots the reward of each episode, and their running mean, into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -148,7 +148,7 @@ def plot(path: Path, rewards: list[float], running: list[float], goal: float) ->
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
-    """One process of the group."""
+    """Runs one process of the group."""
     name = AGENT if rank == 0 else f"observer{rank - 1}"
     rpc.init_rpc(name)
     try:
@@ -161,18 +161,18 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--observers", type=int, default=2, help="observers to start (default 2); torchrun decides itself"
+        "--observers", type=int, default=2, help="observers to start (default 2); ignored under torchrun"
     )
-    parser.add_argument("--episodes", type=int, default=2000, help="play at most so many (default 2000)")
+    parser.add_argument("--episodes", type=int, default=2000, help="maximal number of episodes (default 2000)")
     parser.add_argument("--goal", type=float, default=400, help="running reward to stop at (default 400)")
     parser.add_argument("--hidden", type=int, default=128, help="width of the policy's layer (default 128)")
     parser.add_argument("--lr", type=float, default=0.005, help="learning rate of Adam (default 0.005)")
-    parser.add_argument("--discount", type=float, default=0.99, help="of a reward one step later (default 0.99)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, worlds and actions (default 0)")
-    parser.add_argument("--plot", type=Path, help="draw the rewards into this PNG file")
+    parser.add_argument("--discount", type=float, default=0.99, help="discount factor of rewards (default 0.99)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--plot", type=Path, help="plot the rewards into this PNG file")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args()
     if args.observers < 1 or args.episodes < 1 or args.hidden < 1:
@@ -181,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one role under torchrun, all of them otherwise."""
+    """Runs one role under torchrun; otherwise starts a process for each role."""
     args = parse_arguments()
     if "RANK" not in os.environ:
         try:

@@ -1,16 +1,16 @@
-"""Train a language model whose embedding and decoder live on a server.
+"""Train a language model whose embedding and decoder are on a server.
 
-Two processes: a server with the parts of the model that grow with the vocabulary, the embedding of words and the
-decoder, and a trainer with the LSTM in between. In each step the trainer sends words to the server and gets their
-vectors, runs the LSTM, and sends its output and the words that follow to the server, which computes the loss. So
-neither table leaves the server, nor do the logits; the backward pass and a DistributedOptimizer update all three
-parts where they are.
+Two processes: a server with the parts of the model that grow with the vocabulary, the word embedding and the
+decoder, and a trainer with the LSTM in between. In each step the trainer sends words to the server, gets their
+vectors, runs the LSTM, and sends its output and the target words to the server, which computes the loss. So
+neither the two tables nor the logits are sent. The backward pass and a DistributedOptimizer update each part on
+its worker.
 
     python examples/rnn.py                                     # starts both processes itself
     python examples/rnn.py --compare --plot perplexity.png
     torchrun --nproc-per-node 2 examples/rnn.py                # one process per role
 
-The text is that of Python's `help("topics")`, 92,000 words and signs in Python 3.11.
+The text is that of Python's `help("topics")`, 92,000 words and punctuation marks in Python 3.11.
 """
 
 import argparse
@@ -36,23 +36,23 @@ from tqdm import tqdm
 
 NAMES = ["trainer", "server"]
 UNKNOWN = "?"
-"""Stands for words that occur only once."""
+"""The token of words that occur only once."""
 COLUMNS = 20
-"""The text is cut into this many columns, which are read side by side: the batch."""
+"""The batch size: the text is divided into this many columns, which are read in parallel."""
 STEPS = 32
-"""Words of each column that one backward pass goes through."""
-LARGEST_GRADIENT = 1.0
-"""The norm to which the gradients of a step are clipped."""
+"""Words of each column in one training step (truncated backpropagation through time)."""
+MAX_GRAD_NORM = 1.0
+"""The norm to which gradients are clipped."""
 
 State = tuple[Tensor, Tensor]
 Curve = tuple[list[float], list[float]]
 
 
 class Text:
-    """The words as numbers, a tenth of them to test with."""
+    """The text as word indices, a tenth of it for testing."""
 
     def __init__(self, length: int) -> None:
-        """Takes the first `length` words."""
+        """Reads the first `length` words."""
         words = re.findall(r"\w+|[^\w\s]+|\n\n", "\n\n".join(topics.values()))[:length]
         counts = Counter(words)
         self.vocabulary = [UNKNOWN, *sorted(word for word in counts if counts[word] > 1)]
@@ -64,14 +64,14 @@ class Text:
 
     @staticmethod
     def pieces(columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Words (up to STEPS, COLUMNS) and the words that follow each, int64."""
+        """Yields words (up to STEPS, COLUMNS) and the word that follows each, both int64."""
         for start in range(0, len(columns) - 1, STEPS):
             end = min(start + STEPS, len(columns) - 1)
             yield columns[start:end], columns[start + 1 : end + 1]
 
 
 class Tables(nn.Module):
-    """What grows with the vocabulary: the embedding of words, and the decoder. It lives on the server."""
+    """The layers that grow with the vocabulary, word embedding and decoder; they are on the server."""
 
     def __init__(self, words: int, width: int, seed: int) -> None:
         super().__init__()
@@ -80,43 +80,43 @@ class Tables(nn.Module):
         self.decoder = nn.Linear(width, words)
 
     def embed(self, words: Tensor) -> Tensor:
-        """Vectors (..., width) of words (...)."""
+        """Returns the vectors (..., width) of words (...)."""
         vectors: Tensor = self.embedding(words)
         return vectors
 
     def loss(self, hidden: Tensor, following: Tensor) -> Tensor:
-        """The mean cross entropy of the words that follow (...), in nats, given hidden (..., width)."""
+        """Returns the mean cross entropy, in nats, of the following words (...), given `hidden` (..., width)."""
         return F.cross_entropy(self.decoder(hidden).flatten(0, -2), following.flatten())
 
     @torch.no_grad()
     def probabilities(self, hidden: Tensor, temperature: float) -> Tensor:
-        """Of all words to be the next one: (..., words)."""
+        """Returns the probability of each word to be the next one, (..., words)."""
         return F.softmax(self.decoder(hidden) / temperature, -1)
 
     def parameter_rrefs(self) -> list[rpc.RRef[Tensor]]:
-        """References to the parameters, for an optimizer elsewhere."""
+        """Returns references to the parameters, for the optimizer of the trainer."""
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
 
 class Model:
-    """The LSTM, and the tables: a module of this process, or a proxy of one elsewhere."""
+    """The LSTM and the tables, which are a module of this process or a proxy of a remote one."""
 
     def __init__(self, tables: Any, width: int, seed: int) -> None:
         torch.manual_seed(seed + 1)
         self.tables, self.lstm = tables, nn.LSTM(width, width)
 
     def loss(self, words: Tensor, following: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """The mean loss of predicting each next word, and the state after the last one."""
+        """Returns the mean loss of the predictions, and the LSTM's state after the last word."""
         hidden, (h, c) = self.lstm(self.tables.embed(words), state)
         return self.tables.loss(hidden, following), (h.detach(), c.detach())
 
     def step(self, words: Tensor, following: Tensor, state: State | None) -> tuple[float, State]:
-        """Learns from a piece of text. Returns its loss, and the state after it."""
+        """Trains on a piece of text; returns the loss, and the LSTM's state after it."""
         raise NotImplementedError
 
     @torch.no_grad()
     def perplexity(self, columns: Tensor) -> float:
-        """Among how many equally likely words the model hesitates, in the geometric mean."""
+        """Returns the perplexity, the exponential of the mean cross entropy."""
         total, count, state = 0.0, 0, None
         for words, following in Text.pieces(columns):
             loss, state = self.loss(words, following, state)
@@ -125,7 +125,7 @@ class Model:
 
     @torch.no_grad()
     def sample(self, length: int, temperature: float, generator: torch.Generator) -> Iterator[int]:
-        """Goes on with what it finds likely. Never says UNKNOWN."""
+        """Generates word indices, sampled from the model's predictions without UNKNOWN."""
         word, state = torch.zeros(1, 1, dtype=torch.int64), None
         for _ in range(length):
             hidden, state = self.lstm(self.tables.embed(word), state)
@@ -136,21 +136,21 @@ class Model:
 
 
 class TwoWorkers(Model):
-    """The LSTM is here, the tables are on the server."""
+    """The model with its LSTM in this process and its tables on the server."""
 
     def __init__(self, words: int, args: argparse.Namespace) -> None:
         tables = rpc.remote("server", Tables, (words, args.width, args.seed)).rpc_sync()
         super().__init__(tables, args.width, args.seed)
-        here = [rpc.RRef(parameter) for parameter in self.lstm.parameters()]
-        self.parameters = [*tables.parameter_rrefs(), *here]
+        local_rrefs = [rpc.RRef(parameter) for parameter in self.lstm.parameters()]
+        self.parameters = [*tables.parameter_rrefs(), *local_rrefs]
         self.optimizer = DistributedOptimizer(torch.optim.Adam, self.parameters, lr=args.lr)
 
     def step(self, words: Tensor, following: Tensor, state: State | None) -> tuple[float, State]:
-        """The backward pass and the optimizer's step run on both workers."""
+        """Runs the backward pass and the optimizer's step on both workers."""
         with autograd.context() as context_id:
             loss, state = self.loss(words, following, state)
             autograd.backward(context_id, [loss])
-            clip_grad_norm_(context_id, self.parameters, LARGEST_GRADIENT)
+            clip_grad_norm_(context_id, self.parameters, MAX_GRAD_NORM)
             self.optimizer.step(context_id)
         return loss.item(), state
 
@@ -165,17 +165,17 @@ class OneProcess(Model):
         self.optimizer = torch.optim.Adam(self.parameters, lr=args.lr)
 
     def step(self, words: Tensor, following: Tensor, state: State | None) -> tuple[float, State]:
-        """The same with torch."""
+        """Does the same with torch alone."""
         self.optimizer.zero_grad()
         loss, state = self.loss(words, following, state)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.parameters, LARGEST_GRADIENT)
+        nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM)
         self.optimizer.step()
         return loss.item(), state
 
 
 def train(model: Model, text: Text, title: str, args: argparse.Namespace) -> Curve:
-    """Reads the text once in each epoch. Returns the losses of all steps, and perplexities of the test text."""
+    """Trains for all epochs; returns the losses of all steps, and the test perplexity after each epoch."""
     losses, test = list[float](), [model.perplexity(text.test)]
     pieces = list(text.pieces(text.train))
     for epoch in range(1, args.epochs + 1):
@@ -193,9 +193,9 @@ def train(model: Model, text: Text, title: str, args: argparse.Namespace) -> Cur
 
 
 def run_trainer(args: argparse.Namespace) -> None:
-    """The trainer's part: trains, shows, compares."""
+    """Runs the trainer: trains, prints a sample, compares."""
     text = Text(args.words)
-    print(f"{text.train.numel():,} words to learn from, {len(text.vocabulary):,} different ones")
+    print(f"{text.train.numel():,} training words, {len(text.vocabulary):,} different ones")
     model = TwoWorkers(len(text.vocabulary), args)
     curves = {"two workers": train(model, text, "two workers", args)}
     generator = torch.Generator().manual_seed(args.seed)
@@ -209,11 +209,11 @@ def run_trainer(args: argparse.Namespace) -> None:
         print(f"\nlargest difference between the curves: {max(abs(a - b) for a, b in pairs):g}")
     if args.plot:
         plot(args.plot, curves)
-        print(f"drawn in {args.plot}")
+        print(f"plotted in {args.plot}")
 
 
 def plot(path: Path, curves: dict[str, Curve]) -> None:
-    """Draws the perplexities over epochs into a PNG."""
+    """Plots the perplexities over epochs into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -233,8 +233,8 @@ def plot(path: Path, curves: dict[str, Curve]) -> None:
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
-    """One process of the group."""
-    rpc.init_rpc(NAMES[rank])  # rank, number of processes and where they meet are in the environment
+    """Runs one process of the group."""
+    rpc.init_rpc(NAMES[rank])  # reads rank, world size and address from the environment
     try:
         if rank == 0:
             run_trainer(args)
@@ -245,18 +245,18 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the text (default 5)")
     parser.add_argument(
-        "--words", type=int, default=100_000, help="how much of the text to use, at most (default 100,000)"
+        "--words", type=int, default=100_000, help="maximal number of words to use (default 100,000)"
     )
-    parser.add_argument("--width", type=int, default=128, help="of embedding and LSTM (default 128)")
+    parser.add_argument("--width", type=int, default=128, help="width of embedding and LSTM (default 128)")
     parser.add_argument("--lr", type=float, default=0.004, help="learning rate of Adam (default 0.004)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the sample (default 0)")
-    parser.add_argument("--sample", type=int, default=80, help="words to say after training (default 80)")
-    parser.add_argument("--compare", action="store_true", help="train the same model in one process as well")
-    parser.add_argument("--plot", type=Path, help="draw perplexity over epochs into this PNG file")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--sample", type=int, default=80, help="words to generate after training (default 80)")
+    parser.add_argument("--compare", action="store_true", help="also train the same model in one process")
+    parser.add_argument("--plot", type=Path, help="plot perplexity over epochs into this PNG file")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args()
     if min(args.epochs, args.width) < 1 or args.words < 20 * COLUMNS:
@@ -265,7 +265,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one role under torchrun, both otherwise."""
+    """Runs one role under torchrun; otherwise starts a process for each role."""
     args = parse_arguments()
     if "RANK" not in os.environ:
         try:

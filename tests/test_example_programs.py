@@ -146,7 +146,7 @@ def image(digit: int) -> torch.Tensor:
 
 @pytest.fixture
 def server() -> Iterator[batch_server.Server]:
-    made = batch_server.Server(Slow(), batch_size=4, patience=1000.0)
+    made = batch_server.Server(Slow(), batch_size=4, max_wait_s=1000.0)
     yield made
     made.network.may_go_on.set()
     made.close()
@@ -160,7 +160,7 @@ def test_a_full_batch_does_not_wait(server):
 
 
 def test_a_batch_that_stays_small_waits_no_longer_than_it_may(server):
-    server.patience = 0.05
+    server.max_wait_s = 0.05
     server.network.may_go_on.set()
     answers = [server.classify(image(digit)) for digit in range(2)]
     assert [answer.wait() for answer in answers] == [0, 1]
