@@ -22,7 +22,7 @@ def outcome(*results: str, status: int | None = 0, reason: str = "") -> Outcome:
 def script(tmp_path):
     def write(text: str, seconds: float = 60.0) -> Program:
         (tmp_path / "script.py").write_text(text)
-        return Program(name="mine", source="mine", path="script.py", seconds=seconds)
+        return Program(name="mine", source="mine", path="script.py", timeout_s=seconds)
 
     return write
 
@@ -40,9 +40,9 @@ def test_results_and_reasons_are_read_from_what_is_printed(script, tmp_path):
     good = run(
         script("print('result b 2'); print('noise'); print('result a 1')"), on_gradwire=False, folder=tmp_path
     )
-    assert (good.good, good.status, good.results, good.reason) == (True, 0, ("result a 1", "result b 2"), "")
+    assert (good.succeeded, good.status, good.results, good.reason) == (True, 0, ("result a 1", "result b 2"), "")
     bad = run(script("raise ValueError('no such thing')"), on_gradwire=False, folder=tmp_path)
-    assert (bad.good, bad.status, bad.reason) == (False, 1, "ValueError: no such thing")
+    assert (bad.succeeded, bad.status, bad.reason) == (False, 1, "ValueError: no such thing")
     killed = run(script("import os; os.kill(os.getpid(), 9)"), on_gradwire=False, folder=tmp_path)
     assert (killed.status, killed.reason) == (-9, "exit status -9")
 

@@ -1,4 +1,4 @@
-"""Names of torch, and of modules that have imported them, become gradwire's and come back."""
+"""Installing and uninstalling patches torch's modules and those that have imported their names."""
 
 import importlib
 import subprocess
@@ -25,7 +25,7 @@ def installed() -> Iterator[None]:
 
 @pytest.fixture
 def program(request) -> Iterator[types.ModuleType]:
-    """A module that has imported names of torch before anything is installed."""
+    """Yields a module that imported names of torch before the installation."""
     module = types.ModuleType("a_program")
     exec("from torch.distributed.rpc import RRef, rpc_sync as call; limit = 60.0", vars(module))  # noqa: S102
     sys.modules[module.__name__] = module
@@ -33,14 +33,14 @@ def program(request) -> Iterator[types.ModuleType]:
     del sys.modules[module.__name__]
 
 
-def test_names_that_were_imported_before(program, installed):
+def test_globals_of_modules_that_imported_the_names_are_patched(program, installed):
     assert program.RRef is rpc.RRef
     assert program.call is torch_rpc.rpc_sync
     assert program.call.__module__ == "gradwire.rpc.calls"
     assert program.limit == 60.0
 
 
-def test_everything_comes_back(program):
+def test_uninstalling_restores_every_name(program):
     modules = [m for name, m in sys.modules.items() if name.startswith(("torch.distributed", "torch._C._dist"))]
     before = {module.__name__: dict(vars(module)) for module in [*modules, program]}
     compat.install()
@@ -59,7 +59,7 @@ def test_everything_comes_back(program):
     assert not changed
 
 
-def test_modules_of_torch_that_are_imported_later():
+def test_torch_modules_imported_later_are_patched():
     program = """if True:
         from gradwire import compat, optim
         import sys
@@ -73,7 +73,7 @@ def test_modules_of_torch_that_are_imported_later():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_what_somebody_has_changed_since_stays(program):
+def test_undo_keeps_later_changes(program):
     patches = Patches()
     patches.patch(program, {"limit": 1.0, "added": 2})
     program.limit = 3.0
@@ -82,7 +82,7 @@ def test_what_somebody_has_changed_since_stays(program):
     assert not hasattr(program, "added")
 
 
-def test_every_name_of_the_tables_exists_in_torch():
+def test_every_replaced_name_exists_in_torch():
     for name in REPLACEMENTS:
         importlib.import_module(name)
     torch_has = {name: set(dir(sys.modules[name])) for name in REPLACEMENTS}

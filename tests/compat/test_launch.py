@@ -1,4 +1,4 @@
-"""`python -m gradwire.compat`: programs that were written for torch run on gradwire, with all that they start."""
+"""`python -m gradwire.compat` runs programs for torch on gradwire, with the processes that they start."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
-def test_a_program_and_its_workers_run_on_gradwire_unedited(start_method):
+def test_a_program_and_its_workers_run_on_gradwire_unmodified(start_method):
     printed = sorted(run(str(PROGRAMS / "spawned.py"), start_method, "more").stdout.splitlines())
     assert printed == [
         f"done ['{start_method}', 'more']",
@@ -46,7 +46,7 @@ def test_a_module_runs_as_with_python(tmp_path):
     assert done.stdout == "__main__ ['-x', 'y'] mine gradwire.rref.api\n"
 
 
-def test_a_process_without_torch_only_watches(tmp_path):
+def test_a_process_that_never_imports_torch_does_not_import_gradwire(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine too', __name__)")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     launch.install_in_children(environment)

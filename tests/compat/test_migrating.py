@@ -1,4 +1,4 @@
-"""docs/migrating.md names everything that torch has, and nothing that gradwire has not."""
+"""docs/migrating.md lists every public name of torch, and only names that gradwire has."""
 
 import importlib
 import re
@@ -25,13 +25,13 @@ PUBLIC = {
 
 
 def rows(module: str) -> list[tuple[str, str]]:
-    """The names of torch's in the table of a module, and what gradwire has for each."""
+    """Returns torch's names in the table of a module, with the name of gradwire's equivalent."""
     (section,) = re.findall(rf"^## {re.escape(module)}\n(.*?)(?=^## |\Z)", GUIDE, re.M | re.S)
     return re.findall(r"^\| `([\w.]+)` \| `?([\w.]+)`? \|", section, re.M)
 
 
 def find(name: str) -> object:
-    """The object of a dotted name."""
+    """Returns the object with a dotted name."""
     parts = name.split(".")
     found = importlib.import_module(parts[0])
     for part in parts[1:]:

@@ -1,4 +1,4 @@
-"""What torch's names do on gradwire. Workers run this in processes of their own, where the names are moved."""
+"""torch's names under `compat`. The tests run in worker processes, where the names are patched."""
 
 import gc
 import sys
@@ -14,14 +14,14 @@ from tests.remote_functions import event, set_event
 
 
 def on_torch_names(function, *args):
-    """Runs `function(torch.distributed.rpc, *args)` with torch's names moved to gradwire."""
+    """Runs `function(torch.distributed.rpc, *args)` with torch's names patched."""
     compat.install()
     return function(torch.distributed.rpc, *args)
 
 
 @pytest.fixture
 def torch_workers(workers, tmp_path):
-    """Starts workers that join through torch's names."""
+    """Returns a function that starts workers which join through torch's init_rpc."""
 
     def start(count, make_options="TensorPipeRpcBackendOptions", **options):
         def join(torch_rpc, name, rank):
@@ -89,19 +89,19 @@ def test_shutdown_finds_references_that_are_left(torch_workers):
         sys.held = torch_rpc.remote("worker1", list)  # somewhere that outlives this function
         torch_rpc.rpc_sync("worker1", append, (sys.held, 1))
 
-    def leave_without_giving_up(torch_rpc):
+    def leave_without_release(torch_rpc):
         torch_rpc.api._ignore_rref_leak = False
         torch_rpc.api._delete_all_user_and_unforked_owner_rrefs = lambda: None
         torch_rpc.shutdown()
 
     a.run(on_torch_names, hold)
-    leaving = [worker.start(on_torch_names, leave_without_giving_up) for worker in (a, b)]
+    leaving = [worker.start(on_torch_names, leave_without_release) for worker in (a, b)]
     leaving[0].result()
     with pytest.raises(RuntimeError, match="Leaking RRef: other workers still hold references to 1 value"):
         leaving[1].result()
 
 
-def test_references_are_gone_after_shutdown(torch_workers):
+def test_references_are_released_after_shutdown(torch_workers):
     a, b = torch_workers(2)
 
     def hold(torch_rpc):
@@ -124,24 +124,24 @@ def test_references_are_gone_after_shutdown(torch_workers):
     a.run(on_torch_names, use)
 
 
-def test_shutdown_waits_for_calls_that_take_longer_than_giving_up_references(torch_workers):
+def test_shutdown_waits_for_calls_that_take_longer_than_releasing_references(torch_workers):
     a, b = torch_workers(2)
 
-    def leave_with_a_call_under_way(torch_rpc):
+    def leave_with_a_call_in_flight(torch_rpc):
         shutdown.GIVE_UP_SECONDS = 0.01
         give_up = torch_rpc.api._delete_all_user_and_unforked_owner_rrefs
 
-        def give_up_and_end_the_call():
+        def release_and_end_the_call():
             give_up()
             assert not call.done()
             torch_rpc.rpc_sync("worker1", set_event, ("leave",))
 
-        torch_rpc.api._delete_all_user_and_unforked_owner_rrefs = give_up_and_end_the_call
+        torch_rpc.api._delete_all_user_and_unforked_owner_rrefs = release_and_end_the_call
         call = torch_rpc.remote("worker1", event, ("leave",)).rpc_async(timeout=0).wait()
         torch_rpc.shutdown()
         return call.wait()
 
-    leaving = a.start(on_torch_names, leave_with_a_call_under_way)
+    leaving = a.start(on_torch_names, leave_with_a_call_in_flight)
     b.start(on_torch_names, lambda torch_rpc: torch_rpc.shutdown()).result()
     assert leaving.result()
     assert "giving up references to values of 'worker1'" in a.log.read_text()
@@ -179,7 +179,7 @@ def test_wait_all_does_not_wait_for_others_when_one_has_failed(torch_workers):
 
 
 def test_rpc_and_a_process_group_share_a_port(workers, tmp_path):
-    """torch serves both from one store, so programs set MASTER_PORT once."""
+    """torch uses one store for both, so programs set MASTER_PORT once."""
     started = workers(2)
 
     def main(torch_rpc, rank, port):
@@ -428,7 +428,7 @@ def test_references_in_torchscript_warn(workers):
     workers(1)[0].run(on_torch_names, warn_of_references_in_script)
 
 
-def test_walks_over_modules_are_refused_where_torch_refuses_them(torch_workers):
+def test_traversals_are_refused_where_torch_refuses_them(torch_workers):
     a, _ = torch_workers(2)
 
     def check(torch_rpc):
@@ -458,7 +458,7 @@ class RemoteModulesAreLeaves(torch.fx.Tracer):
 
 
 def trace(model):
-    """Traces as fairscale's pipelines do: with nn.Module's own walks for the time of it."""
+    """Traces as fairscale's pipelines do: with nn.Module's own traversal methods in place meanwhile."""
     from torch.distributed.nn import RemoteModule
 
     names = ("named_modules", "named_children")
@@ -475,7 +475,7 @@ def trace(model):
     return [node.target for node in graph.nodes if node.op == "call_module"]
 
 
-def test_modules_that_have_travelled_are_traced_as_by_fairscale(torch_workers):
+def test_received_modules_can_be_traced_as_fairscale_does(torch_workers):
     a, _ = torch_workers(2)
 
     def check(torch_rpc):

@@ -1,4 +1,4 @@
-"""What travels, and as what: the same programs on torch's own agent and on gradwire under torch's names."""
+"""Values arrive in the same form on torch's own agent and on gradwire under torch's names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +94,7 @@ def scaled(x: Tensor) -> Tensor:
 
 
 def forms() -> dict[str, str]:
-    """What each value looks like where it arrives, by how it travelled."""
+    """Returns a description of each value as it arrives, by how it was sent."""
     from torch.distributed import autograd, rpc
 
     def look() -> dict[str, str]:
@@ -116,7 +116,7 @@ def forms() -> dict[str, str]:
 
 
 def flows() -> dict[str, object]:
-    """Where gradients reach the tensor that was sent."""
+    """Returns for which calls gradients reach the tensor that was sent."""
     from torch.distributed import autograd, rpc
 
     def reaches(call: Callable[[Tensor], Tensor], sent: Tensor) -> bool:
@@ -159,7 +159,7 @@ def leave() -> None:
 
 @pytest.fixture
 def both(workers, tmp_path):
-    """Runs a function on the first of two workers, on either agent; returns torch's answer and gradwire's."""
+    """Returns a function that calls another on a worker with torch's agent and with gradwire's."""
 
     def run(function: Callable[[], Any]) -> list[Any]:
         groups = [workers(2), workers(2)]

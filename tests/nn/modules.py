@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Reverse(nn.Module):
-    """Gives its arguments back, the last first."""
+    """Returns its arguments in reverse order."""
 
     def __init__(self, first: int, *, second: int = -1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Collectives with gradients, compared with what one process computes that has all tensors."""
+"""Differentiable collectives, compared with the same computation in one process that has all tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 Inputs = list[list[Tensor]]
-"""For each process its tensors."""
+"""The tensors of each rank."""
 
 
 def join(url: str, rank: int, size: int) -> None:
@@ -21,7 +21,7 @@ def join(url: str, rank: int, size: int) -> None:
 
 @pytest.fixture(params=[2, 3])
 def group(workers, request):
-    """Processes that form a Gloo group."""
+    """Starts processes that form a Gloo group."""
     return start(workers, request.param)
 
 
@@ -47,12 +47,12 @@ def inputs(size: int, rank: int, count: int = 1, shape: tuple[int, ...] = (3, 4)
 
 
 def transposed(size: int, rank: int, count: int = 1) -> list[Tensor]:
-    """The same, but not contiguous."""
+    """Returns the same tensors as `inputs`, not contiguous."""
     return [each.t().contiguous().t() for each in inputs(size, rank, count)]
 
 
 def loss_of(results: list[Tensor], rank: int) -> Tensor:
-    """One that weighs every element of every result of every process differently, and is not linear."""
+    """Returns a nonlinear loss in which every element of every result of every rank has another weight."""
     return sum(
         (
             (0.1 * rank + index + torch.linspace(1, 2, result.numel(), dtype=torch.float64).view(result.shape))
@@ -67,7 +67,7 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 def run_distributed(collective: Any, make: Any, count: Any) -> tuple[list[Tensor], ...]:
-    """This process's results, gradients, and gradients of a function of the gradients."""
+    """Returns this rank's results, gradients, and second-order gradients."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mine = [each.requires_grad_() for each in make(size, rank, count(size))]
     before = [each.detach().clone() for each in mine]
@@ -80,7 +80,7 @@ def run_distributed(collective: Any, make: Any, count: Any) -> tuple[list[Tensor
 
 
 def run_here(simulated: Any, make: Any, count: Any, size: int) -> list[tuple[list[Tensor], ...]]:
-    """The same of all processes, in this one."""
+    """Returns the same for all ranks, computed in this process."""
     everything = [[each.requires_grad_() for each in make(size, rank, count(size))] for rank in range(size)]
     leaves = [each for mine in everything for each in mine]
     results = [list(as_tuple(each)) for each in simulated(everything)]

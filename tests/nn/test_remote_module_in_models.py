@@ -1,4 +1,4 @@
-"""RemoteModule as an nn.Module among others: walks over it, and models that have one as a part."""
+"""RemoteModule as an nn.Module: traversals, and models that contain one."""
 
 import copy
 
@@ -13,7 +13,7 @@ from tests.nn.modules import Mlp, Reverse, attributes
 
 
 def check_walks(module: nn.Module) -> None:
-    """Of a RemoteModule."""
+    """Checks all traversals of a RemoteModule."""
     assert all(vars(module)[name] == value for name, value in vars(nn.Module()).items() if name != "training")
     assert list(module.modules()) == [module]
     assert list(module.named_modules(prefix="it")) == [("it", module)]
@@ -24,7 +24,7 @@ def check_walks(module: nn.Module) -> None:
 
 
 class Hybrid(nn.Module):
-    """Partly here, partly on worker1."""
+    """A model with one layer in this process and one on worker1."""
 
     def __init__(self) -> None:
         super().__init__()

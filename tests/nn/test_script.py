@@ -1,4 +1,4 @@
-"""RemoteModules in TorchScript, and compiled modules that travel."""
+"""RemoteModules in TorchScript, and sending compiled modules."""
 
 import gc
 import io
@@ -67,7 +67,7 @@ def in_script_async(module: AsyncInterface, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def pair(workers):
-    """Two workers; the test runs on the first."""
+    """Starts two workers; the test runs on the first."""
     return workers.rpc(2)[0]
 
 
@@ -128,7 +128,7 @@ def test_a_module_that_is_compiled_already(pair):
     pair.run(check)
 
 
-def test_compiled_modules_travel(pair):
+def test_compiled_modules_can_be_sent(pair):
     def check() -> None:
         arrived = rpc.rpc_sync("worker1", identity, (compiled(3.0),))
         assert arrived(torch.ones(1), 1) == ("default", 1, torch.tensor([3.0]))
@@ -136,7 +136,7 @@ def test_compiled_modules_travel(pair):
     pair.run(check)
 
 
-def test_a_remote_module_travels_before_it_is_compiled(pair):
+def test_a_remote_module_is_sent_before_it_is_compiled(pair):
     def check() -> None:
         module = RemoteModule("worker1", Scale, (2.0,), _module_interface_cls=Interface)
         arrived = rpc.rpc_sync("worker1", identity, (module,))

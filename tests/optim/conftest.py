@@ -1,4 +1,4 @@
-"""One group of workers for all tests of a module: these tests are many and small."""
+"""Fixtures: one group of workers that all tests of a module share, since these tests are many and small."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.workers import Worker, Workers
 
 @pytest.fixture(scope="module")
 def shared_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    """Three workers; they end with the module."""
+    """Starts three workers, which end with the module."""
     group = Workers(tmp_path_factory.mktemp("workers"))
     group.rpc(3)
     yield group
@@ -19,6 +19,6 @@ def shared_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers
 
 @pytest.fixture
 def trio(shared_workers: Workers) -> Iterator[Worker]:
-    """The first of three workers. After the test nothing is left on any."""
+    """Yields the first of three workers, and checks after the test that nothing is left on any of them."""
     yield shared_workers.all[0]
     shared_workers.each(shared_workers.all, assert_clean)

@@ -1,4 +1,4 @@
-"""What the tests of optimizers train, here and on other workers."""
+"""Models that the optimizer tests train, in this process and on other workers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from gradwire import autograd, rpc
 from torch import nn
 
 ROWS = 6
-"""Of a Table."""
+"""The number of rows of a Table."""
 
 
 class Model(nn.Module):
-    """Has what tests need to do with a model where it lives."""
+    """A model with the methods that tests call on its worker."""
 
     def initialize(self, seed: int) -> None:
-        """Draws from a generator of its own: several models may be made on threads of one worker at once."""
+        """Initializes the weights from a generator of its own: threads may make several models at once."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -0.5, 0.5, generator)
@@ -34,7 +34,7 @@ class Model(nn.Module):
         self.load_state_dict(saved)
 
     def relocate(self) -> None:
-        """What `module.to(...)` does to parameters."""
+        """Replaces the memory of the parameters, as `module.to(...)` does."""
         for parameter in self.parameters():
             parameter.data = parameter.data.clone()
 
@@ -56,14 +56,14 @@ class Layer(Model):
 
 
 class Matrix(Layer):
-    """A dense layer without bias, for Muon, which takes matrices only."""
+    """A dense layer without bias, for Muon, which accepts only matrices."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, bias=False)
 
 
 class Table(Model):
-    """An embedding with sparse gradients; adds rows of it to its input."""
+    """An embedding with sparse gradients; adds some of its rows to the input."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def remote_forwards(models: Sequence[rpc.RRef]) -> list[Callable[[torch.Tensor],
 
 
 def spread(kind: type[Model], *names: str) -> list[rpc.RRef]:
-    """Models with the seeds 0, 1, … on workers."""
+    """Makes one model on each worker, with the seeds 0, 1, …"""
     return [rpc.remote(name, kind, (seed,)) for seed, name in enumerate(names)]
 
 
@@ -99,7 +99,7 @@ def parameters_of(models: Sequence[rpc.RRef]) -> list[rpc.RRef]:
 
 
 def train_step(models: Sequence[rpc.RRef], optimizer: Any, step: int) -> float:
-    """One step of a distributed optimizer; the loss before it."""
+    """Makes one step of a distributed optimizer; returns the loss before it."""
     with autograd.context() as context_id:
         loss = loss_of(remote_forwards(models), step)
         autograd.backward(context_id, [loss])
@@ -108,7 +108,7 @@ def train_step(models: Sequence[rpc.RRef], optimizer: Any, step: int) -> float:
 
 
 def local_step(models: Sequence[Model], optimizer: torch.optim.Optimizer, step: int) -> float:
-    """The same in one process."""
+    """Makes the same step in this process."""
     optimizer.zero_grad()
     loss = loss_of(models, step)
     loss.backward()

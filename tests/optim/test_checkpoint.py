@@ -33,8 +33,8 @@ def weights_of(models: list[rpc.RRef]) -> list[torch.Tensor]:
     return [weight for model in models for weight in model.rpc_sync().weights()]
 
 
-def test_the_form_is_that_of_torch(trio, tmp_path):
-    """An optimizer of torch over the same parameters goes on from it, and the other way round."""
+def test_state_dicts_have_the_form_of_torchs(trio, tmp_path):
+    """A torch optimizer over the same parameters can load it, and the other way round."""
 
     def check() -> None:
         # Owners alternate, so their numbers and the caller's differ.
@@ -90,7 +90,7 @@ def test_state_is_a_copy(trio):
         (torch.optim.SparseAdam, Table),
     ],
 )
-def test_loading_goes_back_in_time_whoever_owns_the_parameters(trio, optimizer_class, kind):
+def test_loading_restores_the_state_with_any_owners(trio, optimizer_class, kind):
     def check() -> None:
         models = spread(kind, "worker1", "worker2", "worker0")
         optimizer = make_optimizer(models, optimizer_class)
@@ -112,15 +112,15 @@ def test_loading_goes_back_in_time_whoever_owns_the_parameters(trio, optimizer_c
     trio.run(check)
 
 
-def test_what_does_not_fit_changes_nothing(trio):
+def test_a_state_dict_that_does_not_fit_changes_nothing(trio):
     def check() -> None:
         models = spread(Layer, "worker1", "worker2")
         optimizer = make_optimizer(models)
         train_step(models, optimizer, 0)
         good = optimizer.state_dict()
 
-        def spoiled(**parts: object) -> dict:
-            return {**copy.deepcopy(good), **parts}
+        def with_entries(**entries: object) -> dict:
+            return {**copy.deepcopy(good), **entries}
 
         fewer = copy.deepcopy(good["param_groups"])
         fewer[2]["params"].pop()
@@ -131,14 +131,17 @@ def test_what_does_not_fit_changes_nothing(trio):
                 r"of a torch.optim.sgd.SGD, but this optimizer is a torch.optim.adam.Adam",
                 make_optimizer(models, torch.optim.SGD).state_dict(),
             ),
-            ("has 2 parameter groups, but this optimizer has 3", spoiled(param_groups=good["param_groups"][:2])),
-            (r"param_groups\[2\] of state_dict has 1 parameters, but .* 2", spoiled(param_groups=fewer)),
+            (
+                "has 2 parameter groups, but this optimizer has 3",
+                with_entries(param_groups=good["param_groups"][:2]),
+            ),
+            (r"param_groups\[2\] of state_dict has 1 parameters, but .* 2", with_entries(param_groups=fewer)),
             (
                 r"parameter 1 has shape \(5,\) in state_dict, but \(4,\)",
-                spoiled(shapes=[(4, 4), (5,), (4, 4), (4,)]),
+                with_entries(shapes=[(4, 4), (5,), (4, 4), (4,)]),
             ),
-            ("shapes of 3 parameters, but this optimizer has 4", spoiled(shapes=good["shapes"][:3])),
-            (r"state of \['9'\], which are in none", spoiled(state={9: {}})),
+            ("shapes of 3 parameters, but this optimizer has 4", with_entries(shapes=good["shapes"][:3])),
+            (r"state of \['9'\], which are in none", with_entries(state={9: {}})),
         ]
         for message, state_dict in bad:
             with pytest.raises(ValueError, match=message):
@@ -150,8 +153,8 @@ def test_what_does_not_fit_changes_nothing(trio):
     trio.run(check)
 
 
-class Worldly(torch.optim.SGD):
-    """Keeps state of its own beside that of parameters."""
+class KeepsGlobalState(torch.optim.SGD):
+    """Keeps state that belongs to no parameter."""
 
     def step(self, closure: object = None) -> None:
         super().step()
@@ -161,9 +164,9 @@ class Worldly(torch.optim.SGD):
 def test_state_of_no_parameter_cannot_be_saved(trio):
     def check() -> None:
         models = spread(Layer, "worker1")
-        optimizer = DistributedOptimizer(Worldly, parameters_of(models), lr=0.1)
+        optimizer = DistributedOptimizer(KeepsGlobalState, parameters_of(models), lr=0.1)
         train_step(models, optimizer, 0)
-        with pytest.raises(TypeError, match="Worldly keeps the state 'count'"):
+        with pytest.raises(TypeError, match="KeepsGlobalState keeps the state 'count'"):
             optimizer.state_dict()
 
     trio.run(check)
@@ -179,7 +182,7 @@ def make_scheduler(optimizer: DistributedOptimizer) -> DistributedLRScheduler:
 
 
 def train_job(owners: list[str], checkpoint: Path, epochs: range) -> list[tuple[float, list[float]]]:
-    """Trains from the checkpoint if there is one, saves after every epoch; the losses and learning rates."""
+    """Resumes from the checkpoint if there is one, saves after every epoch; returns losses and learning rates."""
     models = spread(Layer, *owners)
     optimizer = make_optimizer(models)
     scheduler = make_scheduler(optimizer)
@@ -208,7 +211,7 @@ def train_job(owners: list[str], checkpoint: Path, epochs: range) -> list[tuple[
 
 
 def start_job(workers: Workers) -> list[Worker]:
-    """Three processes; the first is the trainer."""
+    """Starts three processes, of which the first is the trainer."""
     (workers.folder / "rendezvous").unlink(missing_ok=True)
     return workers.rpc(3)
 

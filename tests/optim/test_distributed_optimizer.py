@@ -118,7 +118,7 @@ def test_groups_spread_over_owners(trio):
 
 
 def run_steps(models: list[rpc.RRef], steps: int) -> float:
-    """A trainer of its own; the last loss."""
+    """Trains with an optimizer of this worker's own; returns the last loss."""
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters_of(models), lr=0.02, momentum=0.5)
     return [train_step(models, optimizer, 0) for _ in range(steps)][-1]
 
@@ -158,7 +158,7 @@ def test_parameters_without_a_gradient_stay(trio):
 
 
 class Owned(Model):
-    """Hands out what an optimizer cannot take."""
+    """Makes references that an optimizer refuses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_a_lost_owner_does_not_keep_the_others_from_their_step(workers):
     def check() -> None:
         models, optimizer = remote_functions.kept.pop()
         before = models[0].rpc_sync().weights()
-        for _ in range(2):  # when the loss is news, and when it is known
+        for _ in range(2):  # first the step notices the loss, then it is known
             with pytest.raises(WorkerLostError) as caught:
                 train_step(models[:1], optimizer, 0)
             assert caught.value.worker == "worker2"

@@ -71,7 +71,7 @@ def test_the_step_takes_the_clipped_gradients(trio):
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_sparse_gradients(trio, norm_type):
-    """torch has no norm of these, so the expectation is that of their dense form."""
+    """torch cannot clip sparse gradients, so the expected values are those of dense ones."""
 
     def check() -> None:
         parameters = local_gradients(Table)

@@ -17,7 +17,7 @@ def halve(epoch: int) -> float:
 
 
 class Decay:
-    """A callable with state, which torch saves."""
+    """A callable object, whose attributes torch saves."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -43,7 +43,7 @@ SCHEDULERS: list[tuple[Any, dict[str, Any]]] = [
     (lr_scheduler.StepLR, {"step_size": 2, "gamma": 0.5}),
 ]
 LOSSES = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0, 3.5, 3.6, 3.7]
-"""What ReduceLROnPlateau is told."""
+"""The metrics for ReduceLROnPlateau."""
 
 
 def groups_of(first: list[Any], second: list[Any]) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def groups_of(first: list[Any], second: list[Any]) -> list[dict[str, Any]]:
 
 
 def make_both() -> tuple[list[Any], DistributedOptimizer, list[Layer], torch.optim.Optimizer]:
-    """The same models and optimizer on other workers and in this process."""
+    """Makes the same models and optimizer on other workers and in this process."""
     models, local = spread(Layer, "worker1", "worker2"), [Layer(0), Layer(1)]
     options = {"lr": 0.1, "momentum": 0.9}
     optimizer = DistributedOptimizer(
@@ -111,7 +111,7 @@ def test_learning_rates_equal_those_of_one_process(trio, tmp_path, kind, options
 
 
 def sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    """Schedulers of schedulers, as one writes them with torch."""
+    """Combines schedulers as in a program for torch."""
     warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
     return lr_scheduler.SequentialLR(optimizer, [warmup, lr_scheduler.ExponentialLR(optimizer, 0.9)], [3])
 
@@ -122,7 +122,7 @@ def chain(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 
 
 def wrapped_sequence(optimizer: DistributedOptimizer) -> DistributedLRScheduler:
-    """The same of wrappers."""
+    """Combines the same schedulers as DistributedLRSchedulers."""
     warmup = DistributedLRScheduler(lr_scheduler.LinearLR, optimizer, 0.1, total_iters=3)
     decay = DistributedLRScheduler(lr_scheduler.ExponentialLR, optimizer, 0.9)
     return DistributedLRScheduler(lr_scheduler.SequentialLR, optimizer, [warmup, decay], milestones=[3])
@@ -170,7 +170,7 @@ def test_schedulers_made_of_others(trio, make, compose):
 
 
 def test_learning_rates_that_are_tensors(trio):
-    """Schedulers change these in place."""
+    """Schedulers change tensor learning rates in place."""
 
     def check() -> None:
         models, local = spread(Layer, "worker1", "worker2"), [Layer(0), Layer(1)]
@@ -204,7 +204,7 @@ def test_fractions_of_epochs(trio):
     trio.run(check)
 
 
-def test_the_order_of_steps_is_watched_as_in_torch(trio):
+def test_a_scheduler_step_before_the_optimizers_warns_as_in_torch(trio):
     def check() -> None:
         models, optimizer, _, _ = make_both()
         scheduler = DistributedLRScheduler(lr_scheduler.StepLR, optimizer, 1)

@@ -1,11 +1,11 @@
-"""Runs programs written for torch.distributed.rpc, unedited, on torch's own agent and on gradwire.
+"""Runs unmodified programs for torch.distributed.rpc on torch's own agent and on gradwire, and compares them.
 
 python -m tests.programs                    # all of them
 python -m tests.programs rnn pipeline       # these
-python -m tests.programs rnn --verbose      # with all that they print
+python -m tests.programs rnn --verbose      # with its output
 
-Prints a table, and fails if a program's outcome differs: its exit status, or the results that it prints. One that
-fails on both is told of, and is no difference.
+Prints a table. Fails if a program succeeds on only one of the agents, or prints different results. A program that
+fails on both is listed, and is not a difference.
 """
 
 import argparse
@@ -20,15 +20,17 @@ RULE = "-" * 100
 
 
 def main() -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__.partition("\n")[0])
     names = [program.name for program in PROGRAMS]
-    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"which to run, of {', '.join(names)}")
+    parser.add_argument(
+        "programs", nargs="*", metavar="PROGRAM", help=f"programs to run, out of {', '.join(names)}"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="print what the programs print")
     arguments = parser.parse_args()
     if unknown := set(arguments.programs) - set(names):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what runs is ended as well
+        parser.error(f"unknown program {', '.join(sorted(unknown))}: give some of {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the running program is killed as well
     comparisons = []
     for program in PROGRAMS:
         if arguments.programs and program.name not in arguments.programs:

@@ -1,7 +1,7 @@
-"""The programs that are run on torch's agent and on gradwire.
+"""Lists the programs to run on torch's agent and on gradwire; add programs here.
 
-Those in `packages/` use libraries that others wrote, which requirements-programs.txt pins. Those in `examples/`
-have the shape of programs that PyPI does not have. To add a program, add it here.
+Those in `packages/` use third-party libraries, which requirements-programs.txt pins. Those in `examples/` are
+modelled on pytorch/examples, which is not on PyPI.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ __all__ = ["PROGRAMS", "Program"]
 class Program:
     """A program that prints its results in lines that begin with "result".
 
-    name: what it is called on the command line.
-    source: whose code it runs.
-    path: its script, in this folder.
-    arguments: of the script.
-    seconds: how long it may take.
-    tolerance: by which numbers in its results may differ, relative to themselves or to 1.
+    name: its name on the command line.
+    source: the origin of the code.
+    path: the script, relative to this folder.
+    arguments: the script's arguments.
+    timeout_s: its time limit in seconds.
+    tolerance: the largest difference of numbers in its results, relative to the larger of the number and 1.
     """
 
     name: str
     source: str
     path: str
     arguments: tuple[str, ...] = ()
-    seconds: float = 180.0
+    timeout_s: float = 180.0
     tolerance: float = 1e-4
 
 

@@ -1,4 +1,4 @@
-"""The table of all programs."""
+"""Compares the outcomes of programs, and formats them as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ HEADER = ("program", "code", "torch", "gradwire", "difference")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A program, and what became of it on both."""
+    """A program and its outcomes on both agents."""
 
     program: Program
     torch: Outcome
@@ -21,27 +21,27 @@ class Comparison:
 
     @property
     def difference(self) -> str:
-        """In what the outcomes differ; "" if in nothing, and also where the program fails on both."""
-        if self.torch.good and self.gradwire.good:
-            alike = agree(self.torch.results, self.gradwire.results, self.program.tolerance)
-            return "" if alike else "other results"
-        if self.torch.good:
+        """How the outcomes differ; "" if they agree, or if the program fails on both."""
+        if self.torch.succeeded and self.gradwire.succeeded:
+            same = agree(self.torch.results, self.gradwire.results, self.program.tolerance)
+            return "" if same else "other results"
+        if self.torch.succeeded:
             return f"fails on gradwire: {self.gradwire.reason}"
-        if self.gradwire.good:
+        if self.gradwire.succeeded:
             return f"fails on torch's agent: {self.torch.reason}"
         return ""
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Its line of the table."""
-        told = self.difference or "none"
-        if not self.torch.good and not self.gradwire.good:
-            told = f"none; fails on both: {self.torch.reason}"
-        return (self.program.name, self.program.source, _cell(self.torch), _cell(self.gradwire), told)
+        """The cells of its line in the table."""
+        verdict = self.difference or "none"
+        if not self.torch.succeeded and not self.gradwire.succeeded:
+            verdict = f"none; fails on both: {self.torch.reason}"
+        return (self.program.name, self.program.source, _cell(self.torch), _cell(self.gradwire), verdict)
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
-    """All of them as a table in Markdown, which reads well as text too."""
+    """Returns a Markdown table of all comparisons, aligned so that it is readable as plain text."""
     rows = [HEADER, *(comparison.row for comparison in comparisons)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)]
     lines = [_line(row, widths) for row in rows]
@@ -54,5 +54,5 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _cell(outcome: Outcome) -> str:
-    kind = "ok" if outcome.good else "too slow" if outcome.status is None else "fails"
+    kind = "ok" if outcome.succeeded else "too slow" if outcome.status is None else "fails"
     return f"{kind} {outcome.seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""Runs one program, with all processes that it starts, and says what became of it."""
+"""Runs one program with all processes that it starts, and returns its outcome."""
 
 import os
 import random
@@ -20,20 +20,20 @@ __all__ = ["Outcome", "agree", "run"]
 
 HERE = Path(__file__).parent
 PACKAGES = Path(sys.prefix) / "programs"
-"""Where requirements-programs.txt is installed, apart from what gradwire itself needs."""
+"""The folder of the packages of requirements-programs.txt, separate from gradwire's own dependencies."""
 
 ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a program.
+    """The outcome of a program.
 
-    status: its exit status, negative for the signal that ended it; None if it took too long.
-    results: its lines that begin with "result", sorted, since processes print side by side.
-    reason: the last error that it printed, where it failed.
-    seconds: how long it took.
-    output: all that it printed.
+    status: its exit status, negative for the signal that killed it; None if it exceeded its time limit.
+    results: its output lines that begin with "result", sorted, since processes print concurrently.
+    reason: the last error that it printed, if it failed.
+    seconds: its duration.
+    output: its whole output.
     """
 
     status: int | None
@@ -43,22 +43,22 @@ class Outcome:
     output: str
 
     @property
-    def good(self) -> bool:
-        """Did it end well?"""
+    def succeeded(self) -> bool:
+        """Whether the exit status is 0."""
         return self.status == 0
 
 
 def run(program: Program, *, on_gradwire: bool, folder: Path = HERE) -> Outcome:
-    """Runs a program to its end, or to its time limit. None of its processes is left afterwards."""
-    through = ["-m", "gradwire.compat"] if on_gradwire else []
-    command = [sys.executable, *through, str(folder / program.path), *program.arguments]
+    """Runs a program until it ends, or its time limit is over; kills its process group afterwards."""
+    launcher = ["-m", "gradwire.compat"] if on_gradwire else []
+    command = [sys.executable, *launcher, str(folder / program.path), *program.arguments]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="program-") as work, tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, cwd=work, env=_environment(), stdout=output, stderr=output, start_new_session=True
         )
         try:
-            status: int | None = process.wait(program.seconds)
+            status: int | None = process.wait(program.timeout_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:
@@ -73,7 +73,7 @@ def run(program: Program, *, on_gradwire: bool, folder: Path = HERE) -> Outcome:
 
 
 def agree(left: Sequence[str], right: Sequence[str], tolerance: float) -> bool:
-    """Are two lists of results the same, but for the last digits of numbers?"""
+    """Returns whether two lists of results are equal, with a tolerance for numbers."""
     if len(left) != len(right):
         return False
     words, others = " ".join(left).split(), " ".join(right).split()
@@ -95,7 +95,7 @@ def _is_near(word: str, other: str, tolerance: float) -> bool:
 def _environment() -> dict[str, str]:
     paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return {  # buffered, so that processes write whole lines
+    return {  # without PYTHONUNBUFFERED, so that processes write whole lines
         **inherited,
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
@@ -108,7 +108,7 @@ def _environment() -> dict[str, str]:
 
 
 def _free_port() -> int:
-    """A port that nobody listens on, below those that the kernel gives to clients."""
+    """Returns a port on which nobody listens, below the kernel's range of ephemeral ports."""
     while True:
         port = random.randrange(10000, 30000)
         with socket.socket() as listener, suppress(OSError):
@@ -120,6 +120,6 @@ def _reason(program: Program, status: int | None, text: str) -> str:
     if status == 0:
         return ""
     if status is None:
-        return f"took more than {program.seconds:g} s"
+        return f"took more than {program.timeout_s:g} s"
     errors = [error for error in ERROR.findall(text) if "ProcessRaisedException" not in error]
     return errors[-1].strip().replace(f"{PACKAGES}/", "") if errors else f"exit status {status}"
