@@ -205,7 +205,7 @@ class AllToAll(CollectiveFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-        """Sends the gradients of the rows back to where the rows came from."""
+        """Sends the gradient of each row back to the rank that sent the row."""
         output = gradients[0].new_empty(sum(ctx.send), *gradients[0].shape[1:])
         return None, None, None, None, AllToAll.run(ctx.group, ctx.send, ctx.receive, output, *gradients)
 

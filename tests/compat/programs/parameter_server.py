@@ -23,7 +23,7 @@ def make_model() -> nn.Module:
 
 
 class ParameterServer:
-    """Has a tower for each trainer, and averages what all of them report."""
+    """Has a tower for each trainer, and averages the reports of all trainers."""
 
     def __init__(self) -> None:
         self.towers = {name: make_model() for name in TRAINERS}
@@ -41,7 +41,7 @@ class ParameterServer:
     @staticmethod
     @rpc.functions.async_execution
     def report(server: RRef, value: torch.Tensor) -> torch.futures.Future:
-        """The average over all trainers, as soon as all of them have reported."""
+        """Returns a future of the average, which is done when all trainers have reported."""
         self = server.local_value()
         with self.lock:
             self.reports.append(value)
@@ -54,7 +54,7 @@ class ParameterServer:
 
 
 def train(server: RRef, name: str) -> float:
-    """Some steps on random data. Runs on a trainer."""
+    """Trains some steps on random data; runs on a trainer."""
     optimizer = DistributedOptimizer(torch.optim.SGD, server.rpc_sync().parameters(name), lr=0.05)
     loss = torch.zeros(())
     for _ in range(5):

@@ -33,7 +33,7 @@ class Stage(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """The two stages, as the master sees them."""
+    """The two stages; runs on the master."""
 
     def __init__(self, micro_batches: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A program for torch.distributed.rpc, as one finds them: it spawns its workers, which call each other."""
+"""A typical program for torch.distributed.rpc: it spawns its workers, which call each other."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from torch.distributed.rpc import RRef, rpc_sync
 
 
 def carrier() -> str:
-    """What carries the calls of the worker that runs this."""
+    """Returns which implementation carries the calls of this worker."""
     return f"{rpc_sync.__module__} {type(RRef(0)).__module__} {rpc.PyRRef is RRef}"
 
 

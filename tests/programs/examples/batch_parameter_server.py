@@ -1,6 +1,6 @@
 """A parameter server that waits for the gradients of all trainers, steps once, and answers all of them.
 
-Of the shape of pytorch/examples, distributed/rpc/batch/parameter_server.py.
+Modelled on pytorch/examples, distributed/rpc/batch/parameter_server.py.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Trainers that replicate a layer by DistributedDataParallel and share a table of embeddings on a server.
 
-Of the shape of pytorch/examples, distributed/rpc/ddp_rpc: a master starts the trainers by calls, and the table is
+Modelled on pytorch/examples, distributed/rpc/ddp_rpc: a master starts the trainers by calls, and the table is
 a RemoteModule.
 """
 

@@ -1,8 +1,8 @@
 """A model on a server that a trainer uses and updates.
 
-Of the shape of pytorch/examples, distributed/rpc/parameter_server, with one trainer: on torch's agent, a step of
-one trainer fails the backward pass of another, which needs the parameters as they were. The pictures are noise
-around a pattern per class.
+Modelled on pytorch/examples, distributed/rpc/parameter_server, with one trainer: on torch's agent, one
+trainer's step makes another's backward pass fail, because it changes parameters that the pass needs. The images
+are a pattern per class with noise.
 """
 
 import os

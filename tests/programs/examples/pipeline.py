@@ -1,6 +1,6 @@
-"""A convolutional network in two parts on two workers, which micro-batches run through.
+"""A pipeline: a convolutional network in two parts on two workers, trained with micro-batches.
 
-Of the shape of pytorch/examples, distributed/rpc/pipeline.
+Modelled on pytorch/examples, distributed/rpc/pipeline.
 """
 
 import os

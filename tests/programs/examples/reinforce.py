@@ -1,7 +1,8 @@
 """An agent learns from observers, which run episodes and ask it for each action.
 
-Of the shape of pytorch/examples, distributed/rpc/rl; with --batch, that of distributed/rpc/batch/reinforce.py,
-where the agent answers all observers at once. The world is a line: the closer to its middle, the better.
+Modelled on pytorch/examples, distributed/rpc/rl; with --batch, that of distributed/rpc/batch/reinforce.py,
+where the agent answers all observers at once. The environment is a line; the reward is higher the closer the agent
+is to its middle.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """A language model whose embedding and decoder are on a server, and whose LSTM is on a trainer.
 
-Of the shape of pytorch/examples, distributed/rpc/rnn. The text is made up: each word follows from the last.
+Modelled on pytorch/examples, distributed/rpc/rnn. The text is synthetic: each word is a function of the previous
+one.
 """
 
 import os

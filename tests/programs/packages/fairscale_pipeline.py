@@ -37,7 +37,7 @@ def sequence():
 
 
 def branches():
-    """Two inputs, the results of which are joined on the third worker."""
+    """A graph with two inputs, whose results are joined on the third worker."""
     left, right = RemoteModule("worker1", Seeded, (3, 6, 6)), RemoteModule("worker2", Seeded, (4, 6, 6))
     joined, last = RemoteModule("worker0", Joined), RemoteModule("worker0", Seeded, (5, 6, 6))
     graph = PipelineModulesGraph()

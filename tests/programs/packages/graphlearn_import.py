@@ -1,4 +1,4 @@
-"""graphlearn-torch as it comes: its extension is built for CUDA, and for an older torch."""
+"""graphlearn-torch, unmodified: its extension is built for CUDA, and for an older torch."""
 
 import graphlearn_torch.distributed
 

@@ -1,6 +1,6 @@
-"""graphlearn-torch's layer over RPC: roles, routing of data partitions, callees, and servers that clients call.
+"""graphlearn-torch's RPC layer: roles, routing of data partitions, callees, and servers that clients call.
 
-Importing the whole package takes CUDA (see graphlearn_import.py), and this layer does not: its modules are
+Importing the whole package needs CUDA (see graphlearn_import.py). This layer does not, so its modules are
 imported without what is beside them.
 """
 
@@ -41,7 +41,7 @@ def report(*words):
 
 
 def collocated(rank, address, port):
-    """All are workers, each with a partition of the data."""
+    """Runs a group in which every process is a worker with a partition of the data."""
     dist_context.init_worker_group(WORKERS, rank, "together")
     glt.init_rpc(address, port, num_rpc_threads=4)
     router = glt.RpcDataPartitionRouter(glt.rpc_sync_data_partitions(WORKERS, rank))
@@ -63,7 +63,7 @@ def double(rows):
 
 
 def serving(rank, address, port):
-    """Two servers, and a client that calls them."""
+    """Runs two servers and a client that calls them."""
     if rank < 2:
         dist_context._set_server_context(2, rank, "servers", 1)
     else:

@@ -1,4 +1,4 @@
-"""machin as it comes: it was written for a torch that had torch.distributed.broadcast_multigpu."""
+"""machin, unmodified: it was written for a torch that had torch.distributed.broadcast_multigpu."""
 
 from machin.parallel.distributed import _world
 

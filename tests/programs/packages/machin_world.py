@@ -1,7 +1,7 @@
 """machin's World: RPC groups with paired values and services, its ordered server, and its model server.
 
-machin decorates functions with some of torch.distributed that torch has no longer (see machin_import.py); it never
-calls them here, so others stand in for them.
+machin refers to functions of torch.distributed that torch has removed (see machin_import.py). It never calls them
+here, so other functions can replace them.
 """
 
 import os

@@ -1,6 +1,6 @@
 """PyG's LocalFeatureStore: each of three workers looks up features of nodes that are on all of them.
 
-PyG's own distributed loaders need pyg-lib as well, which PyPI does not have.
+PyG's own distributed loaders also need pyg-lib, which is not on PyPI.
 """
 
 import os

@@ -1,7 +1,7 @@
 """PyG's DistNeighborSampler: two workers sample around nodes, each of which is on one of them, and fetch features.
 
-The sampling on one worker is in pyg-lib, which PyPI does not have. Functions that take all neighbours stand in for
-it; what goes between workers is PyG's.
+PyG takes the sampling on one worker from pyg-lib, which is not on PyPI. Here, functions that take all neighbours
+replace it; the communication between workers is PyG's.
 """
 
 import os
@@ -17,7 +17,7 @@ PARTS, NODES = 2, 24
 
 
 def all_neighbours(colptr, row, seed, *_options):
-    """Nodes, the given ones first; the edges to the others; where each given node's begin among the nodes."""
+    """Returns the nodes, seeds first; the edges to the others; and the offset of each seed's neighbours."""
     edges = [torch.arange(colptr[node], colptr[node + 1]) for node in seed.tolist()]
     ends = torch.tensor([len(seed), *map(len, edges)]).cumsum(0)
     chosen = torch.cat(edges)
@@ -25,7 +25,7 @@ def all_neighbours(colptr, row, seed, *_options):
 
 
 def merge(nodes, edges, ends, parts, orders, *_options):
-    """What was found on several workers, in the order of the nodes that were asked for."""
+    """Merges the results of several workers, in the order of the requested nodes."""
     found = [(part, *ends[part][order : order + 2]) for part, order in zip(parts, orders, strict=True)]
     return (
         torch.cat([nodes[part][begin:end] for part, begin, end in found]),
@@ -36,7 +36,7 @@ def merge(nodes, edges, ends, parts, orders, *_options):
 
 
 def relabel(seed, neighbours, counts, *_options):
-    """The edges with nodes numbered in the order in which they came up."""
+    """Relabels the nodes of the edges in the order of their first occurrence."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys([*seed.tolist(), *neighbours.tolist()]))}
     rows = [numbers[node] for node in neighbours.tolist()]
     columns = [number for number, count in enumerate(counts) for _ in range(count)]
