@@ -10,7 +10,7 @@ __all__ = ["Patches"]
 _ABSENT = object()
 _OWN_PACKAGE = __name__.partition(".")[0]
 _SHARED_TYPES = (type(None), bool, int, float, str, bytes, tuple, types.ModuleType)
-"""Types whose values are shared between unrelated names, so that identity does not show which name was imported."""
+"""Types whose values are shared between unrelated names, so identity does not show which name was imported."""
 
 
 @final
