@@ -112,14 +112,17 @@ def _non_blocking_tcp_store(check_rival: Callable[[TorchStore], None]) -> Iterat
         try:
             return TorchTCPStore(*args, **options)
         except DistNetworkError:
-            if options.get("is_master"):
-                rival = {**options, "is_master": False, "multi_tenant": False, "timeout": RIVAL_CONNECT_TIMEOUT}
-                found: TorchTCPStore | None = None
-                with suppress(DistNetworkError, DistStoreError):
-                    found = TorchTCPStore(*args, **rival)
-                if found is not None:
-                    check_rival(found)
+            if options.get("is_master") and (store := _connect_to_rival(args, options)) is not None:
+                check_rival(store)
             raise
 
     with _patch_lock, tcp_store_patched(open_store):
         yield
+
+
+def _connect_to_rival(args: tuple[Any, ...], options: dict[str, Any]) -> TorchTCPStore | None:
+    """Returns a client of the store that occupies the port of these arguments; None if it is not a store."""
+    options = {**options, "is_master": False, "multi_tenant": False, "timeout": RIVAL_CONNECT_TIMEOUT}
+    with suppress(DistNetworkError, DistStoreError):
+        return TorchTCPStore(*args, **options)
+    return None
