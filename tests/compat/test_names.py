@@ -128,11 +128,11 @@ def test_shutdown_waits_for_calls_that_take_longer_than_releasing_references(tor
     a, b = torch_workers(2)
 
     def leave_with_a_call_in_flight(torch_rpc):
-        shutdown.GIVE_UP_SECONDS = 0.01
-        give_up = torch_rpc.api._delete_all_user_and_unforked_owner_rrefs
+        shutdown.RELEASE_TIMEOUT_S = 0.01
+        release = torch_rpc.api._delete_all_user_and_unforked_owner_rrefs
 
         def release_and_end_the_call():
-            give_up()
+            release()
             assert not call.done()
             torch_rpc.rpc_sync("worker1", set_event, ("leave",))
 
