@@ -40,7 +40,7 @@ class Patches:
 
     def patch_importers(self) -> None:
         """Rebinds the globals of all modules outside this package that refer to a replaced object."""
-        for module in _foreign_modules():
+        for module in _other_modules():
             for name, value in list(vars(module).items()):
                 original, replacement = self._replacements.get(id(value), (None, None))
                 if original is not None:
@@ -62,7 +62,7 @@ class Patches:
             else:
                 setattr(owner, name, original)
                 originals[name, id(replacement)] = original
-        for module in filter(_is_torch, _foreign_modules()):
+        for module in filter(_is_torch, _other_modules()):
             for name, value in list(vars(module).items()):
                 if (name, id(value)) in originals:
                     setattr(module, name, originals[name, id(value)])
@@ -73,7 +73,7 @@ class Patches:
         setattr(owner, name, replacement)
 
 
-def _foreign_modules() -> Iterator[types.ModuleType]:
+def _other_modules() -> Iterator[types.ModuleType]:
     """Yields all imported modules except gradwire's."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != _OWN_PACKAGE and isinstance(module, types.ModuleType):

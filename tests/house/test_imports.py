@@ -16,7 +16,7 @@ ALSO = {
     "rpc/__init__.py": {"rref"},  # a face: it hands on RRef and remote
     "rpc/grpc_backend.py": {"extensions"},  # these start agents, which they hand all extensions
     "rpc/fault_injection.py": {"extensions"},
-    "compat/messages.py": {"extensions"},
+    "compat/extensions.py": {"extensions"},
 }
 PACKAGE_ARROWS = {
     "proto": set(),

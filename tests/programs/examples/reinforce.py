@@ -46,9 +46,9 @@ class Agent:
         self.answer = torch.futures.Future()
         self.this = RRef(self)
         self.observers = [rpc.remote(f"observer{number}", Observer) for number in range(OBSERVERS)]
-        self.forget()
+        self.clear()
 
-    def forget(self):
+    def clear(self):
         self.logs = [[] for _ in range(OBSERVERS)]
         self.rewards = [[] for _ in range(OBSERVERS)]
 
@@ -86,7 +86,7 @@ class Agent:
         loss.backward()
         self.optimizer.step()
         total = sum(map(sum, self.rewards))
-        self.forget()
+        self.clear()
         return total, loss.item()
 
     def run(self):
