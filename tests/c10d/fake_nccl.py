@@ -2,7 +2,7 @@
 
 `StoreNccl` records the calls of NCCL, and carries them out through a store on CPU memory that it gets by pointer.
 `CpuGpus` has streams that run everything immediately and record their commands; their events are complete unless a
-test holds the stream.
+test stalls the stream.
 """
 
 import ctypes
@@ -216,16 +216,16 @@ class CpuEvent:
         self.stream = stream
 
     def query(self) -> bool:
-        return not self.stream.is_held
+        return not self.stream.is_stalled
 
 
 class CpuStream:
-    """Records commands; its events are not complete while it `is_held`."""
+    """Records commands; its events are not complete while `is_stalled`."""
 
     def __init__(self, cuda_stream: int, commands: list[tuple[Any, ...]]) -> None:
         self.cuda_stream = cuda_stream
         self.commands = commands
-        self.is_held = False
+        self.is_stalled = False
 
     def record_event(self) -> CpuEvent:
         event = CpuEvent(self)

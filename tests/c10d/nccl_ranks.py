@@ -58,7 +58,7 @@ def running_ranks() -> Iterator[Callable[..., list[Rank]]]:
     yield make
     for each in made:
         for stream in each.gpus.streams:
-            stream.is_held = False
+            stream.is_stalled = False
         each.engine.fail(GroupAbortedError("the test is over"))
         each.engine.close()
     store.close()
@@ -91,14 +91,14 @@ def all_reduce(member: Rank) -> torch.Tensor:
     return tensor
 
 
-def hold_streams(member: Rank) -> None:
+def stall_streams(member: Rank) -> None:
     """Keeps all work on the engine's streams from being done."""
     for stream in member.gpus.streams:
-        stream.is_held = True
+        stream.is_stalled = True
 
 
-def start_held(member: Rank, timeout: float = 30.0) -> Any:
-    """Starts an operation that stays in flight as long as its streams are held."""
+def start_stalled(member: Rank, timeout: float = 30.0) -> Any:
+    """Starts an operation that stays in flight as long as its streams are stalled."""
     all_reduce(member)
-    hold_streams(member)
+    stall_streams(member)
     return member.engine.all_reduce(torch.ones(2), SUM, timeout)

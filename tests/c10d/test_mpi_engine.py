@@ -157,7 +157,7 @@ def receive_and_set(key: str) -> float:
     return tensor.sum().item()
 
 
-def test_unattended_operations_make_progress(members):
+def test_operations_that_nobody_waits_for_make_progress(members):
     first, second = members(2)
     sending = first.start(send_and_wait_for_key, "received")
     assert second.run(receive_and_set, "received") == 4 * MIB

@@ -8,7 +8,7 @@ from gradwire.c10d.engines.nccl.dtypes import NativeReduction, NcclCapability
 from gradwire.c10d.reductions import Reduction
 from gradwire.errors import UnsupportedOperationError
 
-from tests.c10d.nccl_ranks import SUM, Rank, all_reduce, everywhere, running_ranks, start_held
+from tests.c10d.nccl_ranks import SUM, Rank, all_reduce, everywhere, running_ranks, start_stalled
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
@@ -223,19 +223,19 @@ def test_what_nccl_cannot_do_is_refused(ranks):
 
 def test_wait_blocks_the_stream_and_a_wait_with_a_timeout_the_caller(ranks):
     (member,) = ranks(1)
-    pending = start_held(member)
+    pending = start_stalled(member)
     pending.wait(None)
     assert not pending.done()
     with pytest.raises(TimeoutError):
         pending.wait(0.01)
-    member.gpus.streams[0].is_held = False
+    member.gpus.streams[0].is_stalled = False
     pending.wait(30)
     assert pending.done()
 
 
 def test_a_callback_runs_when_a_wait_would_not_block(ranks):
     (member,) = ranks(1, interval=0.005)
-    pending = start_held(member)
+    pending = start_stalled(member)
     called = threading.Event()
     pending.on_done(called.set)
     assert called.is_set()  # streams can wait for it already
@@ -243,48 +243,48 @@ def test_a_callback_runs_when_a_wait_would_not_block(ranks):
     over = threading.Event()
     barrier.on_done(over.set)
     assert not over.is_set()  # the other ranks are not known to have called it
-    member.gpus.streams[0].is_held = False
+    member.gpus.streams[0].is_stalled = False
     assert over.wait(30)
     barrier.wait(None)
 
 
 def test_blocking_wait_blocks_until_the_operation_is_done(ranks):
     (member,) = ranks(1, blocking_wait=True)
-    pending = start_held(member)
+    pending = start_stalled(member)
     waiting = threading.Thread(target=pending.wait, args=(None,))
     waiting.start()
     assert waiting.is_alive()
-    member.gpus.streams[0].is_held = False
+    member.gpus.streams[0].is_stalled = False
     waiting.join()
     assert pending.done()
 
 
 def test_tensors_live_until_the_operation_is_done(ranks):
     (member,) = ranks(1)
-    pending = start_held(member)
+    pending = start_stalled(member)
     member.gpus.current_streams[0] = member.gpus.new_stream(0)
     pending.wait(None)  # on another stream than the one that the tensors belong to
     assert pending._tensors
-    member.gpus.streams[0].is_held = False
+    member.gpus.streams[0].is_stalled = False
     assert pending.done()
     assert not pending._tensors
 
 
 def test_tensors_may_go_once_their_own_stream_waits(ranks):
     (member,) = ranks(1)
-    pending = start_held(member)
+    pending = start_stalled(member)
     assert pending._tensors
     pending.wait(None)
     assert not pending._tensors
     assert not pending.done()
 
 
-def test_drain_waits_for_unattended_operations(ranks):
+def test_drain_waits_for_all_operations(ranks):
     (member,) = ranks(1)
-    pending = start_held(member)
+    pending = start_stalled(member)
     draining = threading.Thread(target=member.engine.drain)
     draining.start()
     assert not pending.done()
-    member.gpus.streams[0].is_held = False
+    member.gpus.streams[0].is_stalled = False
     draining.join()
     assert pending.done()

@@ -16,7 +16,7 @@ from gradwire.errors import (
 )
 
 from tests.c10d.fake_nccl import CpuGpus
-from tests.c10d.nccl_ranks import SUM, Rank, all_reduce, everywhere, hold_streams, running_ranks, start_held
+from tests.c10d.nccl_ranks import SUM, Rank, all_reduce, everywhere, running_ranks, stall_streams, start_stalled
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
@@ -30,7 +30,7 @@ def ranks():
 
 def test_an_operation_that_takes_too_long_fails_the_group(ranks):
     (member,) = ranks(1, interval=0.005)
-    pending = start_held(member, timeout=0.02)
+    pending = start_stalled(member, timeout=0.02)
     with pytest.raises(CollectiveTimeoutError, match=r"all_reduce timed out after 0\.02 s"):
         pending.wait(30)
     with pytest.raises(CollectiveTimeoutError):
@@ -50,7 +50,7 @@ def test_an_operation_that_takes_too_long_fails_the_group(ranks):
 def test_an_asynchronous_error_fails_the_group(ranks, error, text):
     (member,) = ranks(1, interval=0.005)
     all_reduce(member)
-    hold_streams(member)
+    stall_streams(member)
     member.library.communicators[0].error = error
     pending = member.engine.all_reduce(torch.ones(2), SUM, 30)
     with pytest.raises(ProcessGroupError, match=text):
@@ -61,7 +61,7 @@ def test_an_asynchronous_error_fails_the_group(ranks, error, text):
 
 def test_an_abort_wakes_waiting_threads(ranks):
     (member,) = ranks(1)
-    pending = start_held(member)
+    pending = start_stalled(member)
     raised: list[Exception] = []
 
     def wait() -> None:

@@ -194,9 +194,8 @@ class GlooEngine(Engine):
         """Calls a method of the C++ group, with the timeout put into its options."""
         if self._failure is not None:
             raise self._failure
-        options.timeout = timedelta(
-            seconds=max(timeout, 0.001)
-        )  # Gloo counts milliseconds, and takes 0 for no timeout
+        # Gloo counts milliseconds, and takes 0 for no timeout.
+        options.timeout = timedelta(seconds=max(timeout, 0.001))
         try:
             if operation == "alltoall_base":
                 work = self._gloo.alltoall_base(*tensors, options)
@@ -212,7 +211,7 @@ class GlooEngine(Engine):
             return pending
         return Finishing(pending, lambda: finish(reduction, tensor, self.size))
 
-    # Point to point
+    # Point-to-point messages
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> PendingOperation | None:
         """Sends by Gloo; a rank cannot send to itself."""
@@ -233,9 +232,8 @@ class GlooEngine(Engine):
     ) -> PendingOperation:
         if self._failure is not None:
             raise self._failure
-        data = (
-            _movable(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
-        )  # Gloo sends no empty message
+        # Gloo sends no empty messages.
+        data = _movable(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
         try:
             work = getattr(self._gloo, operation)([data], *address)
         except RuntimeError as error:
@@ -245,7 +243,7 @@ class GlooEngine(Engine):
             self._any_source_receives.add(message)
         return message
 
-    # Faults
+    # Failures
 
     def translate_error(self, error: RuntimeError, operation: str, timeout: float, start_time: float) -> Exception:
         """Fails the group for an error of Gloo, and returns the error to raise.

@@ -49,7 +49,7 @@ class PmiServer:
         self._clients: set[_Client] = set()
         self._values: dict[str, str] = {"PMI_process_mapping": _mapping(nodes)}
         self._in_barrier: set[_Client] = set()
-        self._leaving: set[_Client] = set()
+        self._finalizing: set[_Client] = set()
         self._joined: set[int] = set()  # ranks that have connected
         self._others_gone = threading.Event()
         self._handlers: dict[str, Callable[[_Client, Fields], str]] = {
@@ -124,7 +124,7 @@ class PmiServer:
         if client in self._clients:
             self._clients.discard(client)
             self._in_barrier.discard(client)
-            self._leaving.discard(client)
+            self._finalizing.discard(client)
             self._selector.unregister(client.connection)
             client.connection.close()
             if client.rank is not None:
@@ -157,8 +157,8 @@ class PmiServer:
 
     def _leave(self, client: "_Client", fields: Fields) -> str:
         self.ids.index(int(fields["pmiid"]))
-        self._leaving.add(client)
-        return self._answer_when_complete(self._leaving, "cmd=all_leave")
+        self._finalizing.add(client)
+        return self._answer_when_complete(self._finalizing, "cmd=all_leave")
 
     def _answer_when_complete(self, clients: "set[_Client]", answer: str) -> str:
         if len(clients) == self._size:

@@ -7,12 +7,9 @@ ones. A progress thread does this for operations that no thread waits for.
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
-if TYPE_CHECKING:
-    from .operation import MpiOperation
-
-__all__ = ["MpiProgressThread", "PollingPause"]
+__all__ = ["MpiProgressThread", "PollingPause", "Testable"]
 
 YIELD_TIME_S = 0.001
 """Seconds for which a thread yields between tests, so that ranks may share a core, before it sleeps."""
@@ -27,6 +24,16 @@ SCAN_INTERVAL_S = 0.01
 
 IDLE_TIMEOUT_S = 10.0
 """Seconds without any operation after which the progress thread ends."""
+
+
+class Testable(Protocol):
+    """An operation in flight, which makes progress while it is tested."""
+
+    waiters: int
+    """Threads that wait for the operation, and test it meanwhile."""
+
+    def test(self) -> bool:
+        """Tests the operation, and returns whether it is done."""
 
 
 @final
@@ -56,13 +63,13 @@ class MpiProgressThread:
     def __init__(self) -> None:
         self.abandoned: list[Any] = []
         """Requests that failed or timed out in flight, with their buffers: MPI may still write to these."""
-        self._operations: dict[int, MpiOperation] = {}
+        self._operations: dict[int, Testable] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._is_closed = False
 
-    def add(self, operation: "MpiOperation") -> None:
+    def add(self, operation: Testable) -> None:
         """Adds an operation that has been started."""
         self._operations[id(operation)] = operation
         with self._lock:
@@ -70,7 +77,7 @@ class MpiProgressThread:
                 self._thread = threading.Thread(target=self._run, name="gradwire-mpi", daemon=True)
                 self._thread.start()
 
-    def remove(self, operation: "MpiOperation") -> None:
+    def remove(self, operation: Testable) -> None:
         """Removes an operation that is done."""
         self._operations.pop(id(operation), None)
 
@@ -89,11 +96,11 @@ class MpiProgressThread:
     def _run(self) -> None:
         pause, idle_since = PollingPause(), time.perf_counter()
         while not self._is_closed:
-            unattended = [each for each in list(self._operations.values()) if not each.waiters]
+            without_waiter = [each for each in list(self._operations.values()) if not each.waiters]
             now = time.perf_counter()
-            if unattended:
+            if without_waiter:
                 idle_since = now
-                if [each for each in unattended if each.test()]:
+                if [each for each in without_waiter if each.test()]:
                     pause = PollingPause()
                 pause.pause(now)
                 continue

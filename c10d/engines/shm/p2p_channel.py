@@ -99,7 +99,7 @@ class P2PChannels:
         self._partial: list[IncomingMessage | None] = [None] * peers.size
         self._callbacks: deque[Callable[[], None]] = deque()
         """Callbacks to run once the lock is free."""
-        self._progress_thread = ProgressThread(self._find_unattended)
+        self._progress_thread = ProgressThread(self._find_without_waiter)
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
         """Writes a message to the channel to `peer`; returns when the last block is written."""
@@ -197,7 +197,7 @@ class P2PChannels:
         """Ends the progress thread. Receives are done, or fail when a thread waits for them again."""
         self._progress_thread.close()
 
-    def _find_unattended(self) -> list[PendingReceive]:
+    def _find_without_waiter(self) -> list[PendingReceive]:
         """Returns the receives that no thread waits for."""
         with self._lock:
             return [receive for receive in self._posted if not receive.waiters]

@@ -8,10 +8,9 @@ that no thread has waited for since its last poll. It polls at once when a recei
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, final
+from typing import final
 
-if TYPE_CHECKING:
-    from .receive import PendingReceive
+from .receive import PendingReceive
 
 __all__ = ["ProgressThread"]
 
@@ -26,14 +25,15 @@ IDLE_TIMEOUT_S = 10.0
 
 @final
 class ProgressThread:
-    """Makes progress with unattended receives. Owned by the P2PChannels.
+    """Makes progress with receives that no thread waits for. Owned by the P2PChannels.
 
     Args:
-        find_unattended: a method that returns the receives that no thread waits for; its object is not kept alive.
+        find_without_waiter: a method that returns the receives that no thread waits for; its object is not kept
+            alive.
     """
 
-    def __init__(self, find_unattended: "Callable[[], list[PendingReceive]]") -> None:
-        self._find_unattended_method = weakref.WeakMethod(find_unattended)
+    def __init__(self, find_without_waiter: Callable[[], list[PendingReceive]]) -> None:
+        self._find_without_waiter_method = weakref.WeakMethod(find_without_waiter)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -62,8 +62,8 @@ class ProgressThread:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _find_unattended(self) -> "list[PendingReceive]":
-        find = self._find_unattended_method()
+    def _find_without_waiter(self) -> list[PendingReceive]:
+        find = self._find_without_waiter_method()
         return [] if find is None else find()
 
     def _run(self) -> None:
@@ -74,25 +74,26 @@ class ProgressThread:
                 return
 
     def _poll(self) -> None:
-        """Polls for unattended receives and waits for them, until there have been none for a while."""
+        """Waits for receives that no other thread waits for, until there have been none for a while."""
         previous: list[PendingReceive] = []
         idle_polls = 0
         self._is_polling = True
         while idle_polls < MAX_IDLE_POLLS and not self._is_closed:
             self._wake.clear()
-            unattended = self._find_unattended()
-            due = [receive for receive in unattended if receive in previous or receive.callbacks]
+            without_waiter = self._find_without_waiter()
+            due = [receive for receive in without_waiter if receive in previous or receive.callbacks]
             if due:
                 self._wait_for(due[0])
-            previous = unattended
-            idle_polls = 0 if unattended else idle_polls + 1
+            previous = without_waiter
+            idle_polls = 0 if without_waiter else idle_polls + 1
             if not due:
                 self._wake.wait(POLL_INTERVAL_S)
         self._is_polling = False
-        if self._find_unattended():  # posted before _is_polling was cleared, so on_posted did not wake this thread
+        # Receives that were posted before _is_polling was cleared did not wake this thread.
+        if self._find_without_waiter():
             self._wake.set()
 
-    def _wait_for(self, receive: "PendingReceive") -> None:
+    def _wait_for(self, receive: PendingReceive) -> None:
         try:
             receive.wait(None)
         except Exception:  # the receive keeps its error for its user

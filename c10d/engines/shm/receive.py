@@ -2,14 +2,24 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, Protocol, final
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .p2p_channel import P2PChannels
+__all__ = ["IncomingMessage", "PendingReceive", "ReceivingChannels"]
 
-__all__ = ["IncomingMessage", "PendingReceive"]
+
+class ReceivingChannels(Protocol):
+    """The channels that a receive is posted on, P2PChannels."""
+
+    def wait(self, receive: "PendingReceive", timeout: float | None) -> None:
+        """Blocks until a receive is done. Raises TimeoutError if it is not after `timeout` seconds."""
+
+    def poll(self, receive: "PendingReceive") -> bool:
+        """Reads what has arrived, and returns whether the receive is done."""
+
+    def add_callback(self, receive: "PendingReceive", callback: Callable[[], None]) -> bool:
+        """Has `callback` called when a receive is done; returns False if it is done already."""
 
 
 @final
@@ -39,7 +49,7 @@ class PendingReceive:
     )
 
     def __init__(
-        self, channels: "P2PChannels", tensor: Tensor, from_rank: int | None, tag: int, timeout: float
+        self, channels: ReceivingChannels, tensor: Tensor, from_rank: int | None, tag: int, timeout: float
     ) -> None:
         self.channels: Final = channels
         self.tensor: Tensor | None = tensor
