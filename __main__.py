@@ -13,7 +13,7 @@ import torch
 
 from . import __version__
 from .c10d.availability import why_unavailable
-from .c10d.backends import OWN
+from .c10d.backends import BUILTIN_ENGINES
 
 __all__ = ["describe", "main"]
 
@@ -47,7 +47,7 @@ def describe() -> str:
         *(f"  {name:<9} {_version_of(name)}" for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)),
         "",
         "Engines of process groups",
-        *(f"  {name:<9} {_availability_of(name)}" for name in sorted(OWN)),
+        *(f"  {name:<9} {_availability_of(name)}" for name in sorted(BUILTIN_ENGINES)),
         "",
         "Commands",
         *(f"  {command}\n      {purpose}" for command, purpose in COMMANDS.items()),

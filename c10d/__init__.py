@@ -1,6 +1,6 @@
-"""Stores that workers meet through, rendezvous, and process groups that torch.distributed runs on.
+"""Stores, rendezvous, and process groups that torch.distributed runs on.
 
-All that torch.distributed offers is here as well, so that one import serves:
+Every name of torch.distributed that gradwire does not define is available here as well, so one import is enough:
 
     from gradwire import c10d as dist
 
@@ -55,7 +55,7 @@ register_backends()
 
 
 def __getattr__(name: str) -> Any:
-    """torch.distributed's, where gradwire has nothing of this name."""
+    """Returns an attribute of torch.distributed that gradwire does not define."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

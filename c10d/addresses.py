@@ -9,15 +9,15 @@ __all__ = ["format_address", "host_for_listening", "is_loopback", "is_numeric", 
 
 
 def format_address(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 address needs."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def resolve(host: str) -> list[str]:
-    """The numeric addresses of a host name, each once, in the resolver's order.
+    """Returns the numeric addresses of a host name, each once, in the resolver's order.
 
     Raises:
-        StoreError: the name is unknown.
+        StoreError: the name cannot be resolved.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -27,42 +27,42 @@ def resolve(host: str) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Is `host` reachable from this machine only? A name is, if all its addresses are.
+    """Returns whether an address, or every address of a host name, is a loopback address.
 
     Raises:
-        StoreError: the name is unknown.
+        StoreError: the name cannot be resolved.
     """
     return all(ipaddress.ip_address(address).is_loopback for address in resolve(host))
 
 
-def require_trusted(host: str, *, insecure: bool, doing: str, consent: str = "pass insecure=True") -> None:
-    """Refuses an address on which strangers could read and write the store.
+def require_trusted(host: str, *, insecure: bool, action: str, how_to_allow: str = "pass insecure=True") -> None:
+    """Raises if others than this host's processes could read and write the store at this address.
 
     Args:
-        host: a name or an address.
-        insecure: the caller has allowed any.
-        doing: what is refused, for the message.
-        consent: how the caller allows it, likewise.
+        host: a host name or address.
+        insecure: the caller has allowed any address.
+        action: what is refused, for the message, such as "dialling".
+        how_to_allow: how the caller can allow it, for the message.
 
     Raises:
-        StoreError: `host` is no loopback address and `insecure` is false, or `host` is unknown.
+        StoreError: `host` is not a loopback address and `insecure` is false, or `host` cannot be resolved.
     """
     if not insecure and not is_loopback(host):
         raise StoreError(
-            f"{doing} {host!r} is refused: it is not a loopback address, and no credentials are set up, so "
-            f"anyone who reaches it could run code on the workers. On a network that you trust, {consent}"
+            f"{action} {host!r} is refused: it is not a loopback address, and no credentials are set up, so "
+            f"anyone who reaches it could run code on the workers. On a network that you trust, {how_to_allow}"
         )
 
 
 def host_for_listening(host: str, *, insecure: bool) -> str:
-    """Where to listen so that others reach this host by a name of its own.
+    """Returns the address to listen on so that other hosts can connect to `host`.
 
-    Debian has a host's name lead to its loopback address on the host itself, so what listens there is not reached
-    by others, who know the name from elsewhere. Where strangers are allowed, it listens on all addresses instead.
+    On Debian a host's own name resolves, on that host, to a loopback address, which other hosts cannot reach. If
+    `host` is such a name and `insecure` allows it, this returns the wildcard address.
 
     Args:
-        host: a name or an address.
-        insecure: addresses that are not loopback ones are allowed.
+        host: a host name or address of this host.
+        insecure: addresses other than loopback addresses are allowed.
     """
     if not insecure or host == "localhost" or host.endswith(".localhost") or is_numeric(host):
         return host
@@ -72,7 +72,7 @@ def host_for_listening(host: str, *, insecure: bool) -> str:
 
 
 def is_numeric(host: str) -> bool:
-    """Is it an address rather than a name?"""
+    """Returns whether `host` is an address rather than a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which engines can run in this process, and why others cannot."""
+"""Tells which engines can run in this process, and why others cannot."""
 
 import torch
 import torch.distributed
@@ -11,17 +11,18 @@ __all__ = ["why_unavailable"]
 def why_unavailable(engine: str) -> str | None:
     """Returns why an engine cannot run in this process, in one line; None if it can.
 
-    Nothing is initialized. Whether the ranks of a group can use an engine together shows when the group is made.
+    Initializes nothing. Whether the ranks of a group can use the engine together is known only when the group is
+    made.
 
     Args:
         engine: one of `gloo`, `mpi`, `nccl` and `shm`.
 
     Raises:
-        ValueError: there is no such engine.
+        ValueError: no engine has this name.
     """
     checks = {"gloo": _check_gloo, "mpi": _check_mpi, "nccl": _check_nccl, "shm": _check_shm}
     if engine not in checks:
-        raise ValueError(f"engine is {engine!r}: the engines are {', '.join(sorted(checks))}")
+        raise ValueError(f"unknown engine {engine!r}: the engines are {', '.join(sorted(checks))}")
     try:
         checks[engine]()
     except (ImportError, ProcessGroupError) as error:

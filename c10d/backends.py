@@ -1,23 +1,23 @@
-"""gradwire's own engines, as backends of torch.distributed."""
+"""Registers gradwire's own engines as backends of torch.distributed."""
 
 import os
 
 from .engines.base import Engine, Setup
 from .engines.shm.doorbells import is_supported
-from .host_identity import hosts_of, share_memory
+from .host_identity import can_share_memory, gather_hosts
 from .registry import register_engine
 
-__all__ = ["OWN", "best_engine", "register_backends"]
+__all__ = ["BUILTIN_ENGINES", "best_engine", "register_backends"]
 
-OWN = frozenset({"gloo", "mpi", "nccl", "shm"})
-"""Names of the engines; their backends' have `gradwire_` before them."""
+BUILTIN_ENGINES = frozenset({"gloo", "mpi", "nccl", "shm"})
+"""Names of gradwire's engines. torch knows each as the backend `gradwire_NAME`."""
 
 
 def best_engine(setup: Setup) -> Engine:
-    """The fastest that the ranks can use."""
+    """Makes the fastest engine that all ranks can use. All ranks must call it together."""
     if setup.device_type == "cuda":
         return _nccl(setup)
-    shared = share_memory(hosts_of(setup.store, setup.rank, setup.size, setup.timeout))
+    shared = can_share_memory(gather_hosts(setup.store, setup.rank, setup.size, setup.timeout))
     return _shm(setup) if shared and is_supported() else _gloo(setup)
 
 
@@ -46,9 +46,10 @@ def _shm(setup: Setup) -> Engine:
 
 
 def register_backends() -> None:
-    """Makes them known to torch as `gradwire_gloo`, `gradwire_mpi`, `gradwire_nccl` and `gradwire_shm`.
+    """Registers `gradwire_gloo`, `gradwire_mpi`, `gradwire_nccl`, `gradwire_shm` and `gradwire`.
 
-    `gradwire` is the best for each device: shm if all ranks share memory, or else gloo; nccl for CUDA.
+    `gradwire` chooses the best engine for each device: shm if all ranks can share memory, otherwise gloo; nccl for
+    CUDA tensors.
     """
     register_engine("gradwire", best_engine, devices=["cpu", "cuda"])
     register_engine("gradwire_gloo", _gloo, devices=["cpu"])

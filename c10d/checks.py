@@ -1,4 +1,4 @@
-"""Checks of what users give to collectives, on the rank that gives it."""
+"""Checks of the arguments of collectives, on the rank that gives them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +15,16 @@ __all__ = [
     "check_same_size",
     "check_tensors",
     "check_whole",
-    "the_one",
+    "single_item",
 ]
 
 
-def the_one(name: str, tensors: Any) -> Any:
-    """The only tensor, or list of tensors, of those that torch hands over as a list of one."""
+def single_item(name: str, tensors: Any) -> Any:
+    """Returns the only item of a list, in which torch passes the tensor (or list of tensors) of a rank.
+
+    Raises:
+        ValueError: there is not exactly one.
+    """
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
@@ -29,7 +33,7 @@ def the_one(name: str, tensors: Any) -> Any:
 
 
 def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
-    """They are dense tensors of one dtype on one device."""
+    """Checks that there are tensors, and that they are dense, of one dtype and on one device."""
     if not tensors:
         raise ValueError(f"{name} needs at least one tensor")
     for tensor in tensors:
@@ -47,26 +51,26 @@ def check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_reduction(name: str, reduction: Reduction, tensors: Sequence[Tensor]) -> None:
-    """The dtype of the tensors can be reduced so."""
-    why = reduction.refuses(tensors[0].dtype)
-    if why:
-        raise ValueError(f"{name} cannot use {reduction.name} on {tensors[0].dtype}: {why}")
+    """Checks that the reduction supports the dtype of the tensors."""
+    reason = reduction.unsupported_reason(tensors[0].dtype)
+    if reason:
+        raise ValueError(f"{name} cannot use {reduction.name} on {tensors[0].dtype}: {reason}")
 
 
 def check_rank(name: str, what: str, rank: object, size: int) -> None:
-    """It is a rank of the group."""
+    """Checks that `rank`, the argument called `what`, is a rank of a group of `size` ranks."""
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
         raise ValueError(f"{name}: {what} is {rank!r}, but the group has the ranks 0 to {size - 1}")
 
 
 def check_parts(name: str, what: str, parts: Sequence[Any], size: int) -> None:
-    """There is one for each rank."""
+    """Checks that there is one part for each of `size` ranks."""
     if len(parts) != size:
         raise ValueError(f"{name} takes one of its {what} for each of the {size} ranks, but got {len(parts)}")
 
 
 def check_same_size(name: str, output: Tensor, tensor: Tensor) -> None:
-    """A rank's own output has room for just its own input."""
+    """Checks that the output for a rank's own input has as many elements as that input."""
     if output.numel() != tensor.numel():
         raise ValueError(
             f"{name}: the output for this rank's own input has {output.numel()} elements, the input "
@@ -75,7 +79,7 @@ def check_same_size(name: str, output: Tensor, tensor: Tensor) -> None:
 
 
 def check_whole(name: str, big: str, whole: Tensor, small: str, part: Tensor, size: int) -> None:
-    """One tensor is as large as one part of each rank."""
+    """Checks that the tensor called `big` has `size` times as many elements as the one called `small`."""
     if whole.numel() != part.numel() * size:
         raise ValueError(
             f"{name}: the {big} must have {size} times the elements of the {small}, but they have "

@@ -1,8 +1,7 @@
-"""The one asyncio loop on which this process's gRPC runs.
+"""The asyncio event loop that all of this process's gRPC runs on.
 
-gRPC's asyncio layer has one poller for the process, and complains when several loops share it. So stores
-and agents run their coroutines here, on one daemon thread that starts with its first user and ends with
-its last.
+gRPC's asyncio layer has one poller for the process, and fails when several loops share it. So stores and agents
+run their coroutines on one loop, on a daemon thread that starts with its first user and ends with the last.
 """
 
 import asyncio
@@ -20,7 +19,10 @@ T = TypeVar("T")
 
 @final
 class EventLoop:
-    """A user's hold on the shared loop. `release` it when done. Any thread but the loop's own may wait."""
+    """One user's handle on the shared loop. Made by `acquire_event_loop`; call `release` when done with it.
+
+    Any thread but the loop's own may wait for coroutines.
+    """
 
     def __init__(self, shared: "_SharedLoop") -> None:
         self._shared = shared
@@ -32,11 +34,15 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        """Runs a coroutine on the loop and waits for its result.
+        """Runs a coroutine on the loop, and waits for its result.
+
+        Args:
+            coroutine: to run.
+            seconds: how long to wait; None for no limit.
 
         Raises:
             RuntimeError: called on the loop's own thread, which would wait for itself.
-            TimeoutError: it took more than `seconds`; it is cancelled.
+            TimeoutError: the coroutine took longer, and has been cancelled.
         """
         if threading.current_thread() is self._shared.thread:
             coroutine.close()
@@ -44,70 +50,72 @@ class EventLoop:
         future = self.spawn(coroutine)
         try:
             return future.result(seconds)
-        except BaseException:  # too late, or Ctrl-C in this thread; a coroutine's own error cancels nothing
+        except (
+            BaseException
+        ):  # timeout or Ctrl-C in this thread; after an error of the coroutine cancel() does nothing
             future.cancel()
             raise
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Has the loop's thread call `callback`, which must not wait. Takes no lock: finalizers may call this."""
-        with suppress(RuntimeError):  # the loop is closed, as the process ends
+        """Calls `callback`, which must not block, on the loop's thread. Takes no lock, for finalizers."""
+        with suppress(RuntimeError):  # the loop is closed, because the process is ending
             self.loop.call_soon_threadsafe(callback)
 
     def release(self) -> None:
-        """Gives the hold back. The last one stops the loop and ends its thread. Repeating it does nothing."""
+        """Releases the loop. The last release stops it and ends its thread. Further calls do nothing."""
         if self._released.acquire(blocking=False):
-            self._shared.drop()
+            self._shared.release()
 
 
 class _SharedLoop:
-    """The loop, its thread, and how many hold it."""
+    """The loop, its thread, and the number of its users."""
 
     current: "_SharedLoop | None" = None
-    guard = threading.Lock()
+    lock = threading.Lock()
 
     def __init__(self) -> None:
-        self.holders = 0
+        self.user_count = 0
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="gradwire-loop", daemon=True)
         self.thread.start()
 
     @classmethod
-    def forget_in_child(cls) -> None:
-        """In a process that was forked, where the thread is not: the next user starts another loop."""
+    def reset_after_fork(cls) -> None:
+        """In a forked process, which does not have the thread, makes the next user start another loop."""
         cls.current = None
-        cls.guard = threading.Lock()
+        cls.lock = threading.Lock()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
-            leftover = asyncio.all_tasks(self.loop)
-            for task in leftover:
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
                 task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*leftover, return_exceptions=True))
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
             self.loop.close()
 
-    def drop(self) -> None:
-        with _SharedLoop.guard:
-            self.holders -= 1
-            if self.holders:
+    def release(self) -> None:
+        with _SharedLoop.lock:
+            self.user_count -= 1
+            if self.user_count:
                 return
-            if _SharedLoop.current is self:  # which it is not in a forked process
+            if _SharedLoop.current is self:  # not in a forked process
                 _SharedLoop.current = None
         self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self.thread:
             self.thread.join()
 
 
-os.register_at_fork(after_in_child=_SharedLoop.forget_in_child)
+os.register_at_fork(after_in_child=_SharedLoop.reset_after_fork)
 
 
 def acquire_event_loop() -> EventLoop:
-    """Takes a hold on the shared loop, starting it if nobody has one."""
-    with _SharedLoop.guard:
+    """Returns a handle on the shared loop, and starts the loop if nobody uses it yet."""
+    with _SharedLoop.lock:
         shared = _SharedLoop.current
         if shared is None:
             shared = _SharedLoop.current = _SharedLoop()
-        shared.holders += 1
+        shared.user_count += 1
         return EventLoop(shared)

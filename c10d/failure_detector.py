@@ -1,16 +1,17 @@
-"""Tells every process of a group when another one dies or leaves.
+"""Detects when a process of a group dies or leaves, and tells every rank.
 
-Engines notice a death late, or never: a connection that nobody reads says nothing. So each process keeps one
-connection to rank 0, on which nothing is sent but a goodbye. When a process ends in whatever way, the kernel
-closes its connections; the end of a connection without a goodbye is a death. (Children that a process forks, such
-as a DataLoader's workers, let go of them, for they may live longer.) Rank 0 tells the others of those that
-it sees; its own they see themselves.
+Engines notice a death late, or never: a connection that nobody reads says nothing. So each rank keeps one
+connection to rank 0, which carries nothing but goodbyes. When a process ends in whatever way, the kernel closes
+its connections; a connection that ends without a goodbye means that the process died. Rank 0 tells the other
+ranks. (Processes that a rank forks, such as a DataLoader's workers, close their copies of the connections, because
+they may outlive it.)
 
-Rank 0 listens on the loopback address if all ranks share it, else on the one that the others reach (hosts.py). Who
-connects must say a random word that the ranks have from their store. The connections are served by the process's
-event loop.
+Rank 0 listens on the loopback address if all ranks share it, else on the address at which other hosts reach it
+(see host_identity.py). Whoever connects must send a random token, which the ranks read from their store. The
+process's event loop serves the connections.
 
-Once rank 0 has left, nobody watches the others any more; a group that lacks a rank has no collectives either.
+After rank 0 has left, deaths of other ranks are no longer detected; but a group that lacks a rank can run no
+collectives either.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from typing import ClassVar, final
 
 from ..errors import ProcessGroupError
 from .event_loop import acquire_event_loop
-from .host_identity import hosts_of, listen
+from .host_identity import gather_hosts, listen
 from .torch_types import TorchStore
 
 __all__ = ["FailureDetector"]
@@ -37,39 +38,41 @@ __all__ = ["FailureDetector"]
 DIED = "its process died or ended without leaving the group, or its host cannot be reached"
 LEFT = "left the group"
 DROPPED = "dropped the group: nothing in its program refers to it any more"
-"""Why a rank that said goodbye has gone; it says the first word."""
+"""Reasons why a rank is gone. A goodbye carries the first word of LEFT or DROPPED."""
 
-UNREACHABLE_SECONDS = 5
-"""So often the kernel asks a host that says nothing. It is taken for dead after four times as long."""
+KEEPALIVE_INTERVAL_S = 5
+"""Seconds between the kernel's keepalive probes. An unreachable host counts as dead after four intervals."""
 
-GOODBYE_SECONDS = 5.0
-LINE = 256
-"""Bytes of the longest line that is read."""
+MESSAGE_TIMEOUT_S = 5.0
+"""Seconds that this rank takes to say goodbye, or waits for a new connection's token."""
 
-Notice = Callable[[int, str], None]
+MAX_LINE_BYTES = 256
+
+Callback = Callable[[int, str], None]
 
 
 @final
 class FailureDetector:
-    """This process's part in the watch over one group. Owned by the group, which closes it.
+    """The failure detector of one group on one rank. Owned by the group, which closes it.
 
     Args:
-        store: shared by the ranks, and used by this watch alone.
-        rank: this process's number.
-        size: how many ranks there are.
-        seconds: how long they may take to come together.
-        on_lost: called with a rank and why, when it died; on a thread of its own, once for each rank.
-        on_left: called likewise when a rank closed its watch, or its interpreter came to its end.
+        store: shared by the ranks, and used by this failure detector alone.
+        rank: this process's rank in the group.
+        size: the number of ranks.
+        timeout_s: seconds within which all ranks must have connected.
+        on_lost: called with a rank and the reason when its process has died. Runs on a thread of its own, once for
+            each rank.
+        on_left: called in the same way when a rank has closed its failure detector, or its interpreter has exited.
 
     Raises:
-        ProcessGroupError: the ranks did not come together.
+        ProcessGroupError: some ranks did not connect in time.
     """
 
-    _all: ClassVar["weakref.WeakSet[FailureDetector]"] = weakref.WeakSet()
-    """Those of this process."""
+    _instances: ClassVar["weakref.WeakSet[FailureDetector]"] = weakref.WeakSet()
+    """All of this process."""
 
     def __init__(
-        self, store: TorchStore, rank: int, size: int, seconds: float, *, on_lost: Notice, on_left: Notice
+        self, store: TorchStore, rank: int, size: int, timeout_s: float, *, on_lost: Callback, on_left: Callback
     ) -> None:
         self._rank = rank
         self._size = size
@@ -81,182 +84,192 @@ class FailureDetector:
         self._server: asyncio.Server | None = None
         self._threads: list[threading.Thread] = []
         self._closing = False
-        # A process that ends in order has left. Not atexit: children of multiprocessing do not run that.
+        # Says goodbye at interpreter exit. Not by atexit, which children of multiprocessing do not run.
         self._at_exit = Finalize(None, self._leave, exitpriority=100)
-        self._loop = acquire_event_loop()
-        self._all.add(self)
+        self._event_loop = acquire_event_loop()
+        self._instances.add(self)
         try:
             if rank == 0:
-                self._serve(store, seconds)
+                self._serve(store, timeout_s)
             else:
-                self._join(store, seconds)
-        except OSError as error:  # TimeoutError is one
+                self._join(store, timeout_s)
+        except OSError as error:  # includes TimeoutError
             self.close()
-            missing = f"; there is no connection to the ranks {self._missing()}" if rank == 0 else ""
+            missing = f"; these ranks have not connected: {self._missing()}" if rank == 0 else ""
             raise ProcessGroupError(
-                f"the ranks did not come together within {seconds:g} s to watch over the group: {error!r}{missing}"
+                f"the ranks did not connect to rank 0 within {timeout_s:g} s: {error!r}{missing}"
             ) from error
         except BaseException:
             self.close()
             raise
 
-    def close(self, why: str = LEFT) -> None:
-        """Says goodbye, and ends the watch. Repeating it does nothing; a notice may not do it.
+    def close(self, reason: str = LEFT) -> None:
+        """Says goodbye and closes the connections. Further calls do nothing. The callbacks must not call it.
 
-        why: LEFT or DROPPED.
+        Args:
+            reason: LEFT or DROPPED.
         """
         self._at_exit.cancel()
         if not self._closing:
-            self._leave(why)
-            self._loop.release()
+            self._leave(reason)
+            self._event_loop.release()
         for thread in self._threads:
             thread.join()
-        # asyncio keeps this object a while longer; what it told goes now.
-        self._on_lost = self._on_left = _tell_nobody
+        # asyncio keeps this object alive for a while; the group that the callbacks refer to is released now.
+        self._on_lost = self._on_left = _ignore
 
-    def _leave(self, why: str = LEFT) -> None:
+    def _leave(self, reason: str = LEFT) -> None:
         self._closing = True
-        with suppress(OSError):  # or late; the others see the connection end
-            self._loop.run(self._say_goodbye(_word(why)), GOODBYE_SECONDS)
+        with suppress(OSError):  # also on timeout: the other ranks see the connection end
+            self._event_loop.run(self._say_goodbye(_keyword(reason)), MESSAGE_TIMEOUT_S)
 
     @classmethod
-    def let_go_in_child(cls) -> None:
-        """In a process that was forked: holds none of the connections open."""
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for watch in cls._all:
-            sockets = [writer.get_extra_info("socket") for writer in watch._writers.values()]
-            for each in [*sockets, *(watch._server.sockets if watch._server is not None else ())]:
-                if each.fileno() >= 0:  # which objects here may still close: so it is kept, for nothing
-                    os.dup2(nothing, each.fileno(), inheritable=False)
-        os.close(nothing)
+    def close_in_child(cls) -> None:
+        """In a forked process, closes its copies of all connections."""
+        null = os.open(os.devnull, os.O_RDONLY)
+        for detector in cls._instances:
+            sockets = [writer.get_extra_info("socket") for writer in detector._writers.values()]
+            for each in [*sockets, *(detector._server.sockets if detector._server is not None else ())]:
+                if each.fileno() >= 0:  # replaced, not closed: objects in this process may still close the number
+                    os.dup2(null, each.fileno(), inheritable=False)
+        os.close(null)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, self._size) if rank not in self._writers]
 
-    # How the ranks find each other.
+    # Connecting.
 
-    def _serve(self, store: TorchStore, seconds: float) -> None:
-        word = secrets.token_hex(16)
-        hosts = hosts_of(store, self._rank, self._size, seconds)
+    def _serve(self, store: TorchStore, timeout_s: float) -> None:
+        """On rank 0: listens, and waits until all other ranks have connected."""
+        token = secrets.token_hex(16)
+        hosts = gather_hosts(store, self._rank, self._size, timeout_s)
         try:
             listening, host = listen(hosts, store)
         except (OSError, ProcessGroupError) as error:
             store.set("address", json.dumps(["", 0, str(error)]))
             raise
         port = listening.getsockname()[1]
-        everybody = asyncio.Event()
-        self._loop.run(self._listen(listening, word, everybody), seconds)
-        store.set("address", json.dumps([host, port, word]))
-        self._loop.run(asyncio.wait_for(everybody.wait(), seconds))
+        all_connected = asyncio.Event()
+        self._event_loop.run(self._listen(listening, token, all_connected), timeout_s)
+        store.set("address", json.dumps([host, port, token]))
+        self._event_loop.run(asyncio.wait_for(all_connected.wait(), timeout_s))
 
-    async def _listen(self, listening: socket.socket, word: str, everybody: asyncio.Event) -> None:
-        async def arrived(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            rank = await _greeted(reader, word, self._size)
+    async def _listen(self, listening: socket.socket, token: str, all_connected: asyncio.Event) -> None:
+        async def on_connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            rank = await _read_rank(reader, token, self._size)
             if rank is None or rank in self._writers:
                 writer.close()
                 return
             self._writers[rank] = writer
-            _keep_alive(writer)
+            _enable_keepalive(writer)
             writer.write(b"welcome\n")
             if not self._missing():
-                everybody.set()
-            self._watch(self._hear(rank, reader))
+                all_connected.set()
+            self._start_task(self._read_from(rank, reader))
 
-        self._server = await asyncio.start_server(arrived, sock=listening, limit=LINE)
+        self._server = await asyncio.start_server(on_connected, sock=listening, limit=MAX_LINE_BYTES)
 
-    def _join(self, store: TorchStore, seconds: float) -> None:
-        hosts_of(store, self._rank, self._size, seconds)
-        store.wait(["address"], timedelta(seconds=seconds))
-        host, port, word = json.loads(store.get("address"))
+    def _join(self, store: TorchStore, timeout_s: float) -> None:
+        """On other ranks: connects to rank 0."""
+        gather_hosts(store, self._rank, self._size, timeout_s)
+        store.wait(["address"], timedelta(seconds=timeout_s))
+        host, port, token = json.loads(store.get("address"))
         if not host:
-            raise ProcessGroupError(f"rank 0 cannot listen to the others: {word}")
-        self._loop.run(self._connect(host, port, word), seconds)
+            raise ProcessGroupError(f"rank 0 cannot listen for the other ranks: {token}")
+        self._event_loop.run(self._connect(host, port, token), timeout_s)
 
-    async def _connect(self, host: str, port: int, word: str) -> None:
-        reader, writer = await asyncio.open_connection(host, port, limit=LINE)
+    async def _connect(self, host: str, port: int, token: str) -> None:
+        reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
         self._writers[0] = writer
-        _keep_alive(writer)
-        writer.write(f"{word} {self._rank}\n".encode())
+        _enable_keepalive(writer)
+        writer.write(f"{token} {self._rank}\n".encode())
         if await reader.readline() != b"welcome\n":
-            raise ConnectionRefusedError("rank 0 does not know this rank")
-        self._watch(self._hear(0, reader))
+            raise ConnectionRefusedError(f"rank 0 refused the connection of rank {self._rank}")
+        self._start_task(self._read_from(0, reader))
 
-    # What they hear from each other. All of this runs on the loop.
+    # Messages: lines "KEYWORD RANK". All of this runs on the event loop.
 
-    def _watch(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _start_task(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _hear(self, peer: int, reader: asyncio.StreamReader) -> None:
-        """Reads what a peer says, until the connection ends."""
-        with suppress(OSError, ValueError):  # a broken connection, or one on which something else is said
+    async def _read_from(self, peer: int, reader: asyncio.StreamReader) -> None:
+        """Handles what a peer sends until the connection ends."""
+        with suppress(OSError, ValueError):  # a broken connection, or a line that is no message
             while line := await reader.readline():
-                what, rank = line.decode().split()
-                self._note(int(rank) if peer == 0 else peer, _REASONS.get(what))
-        self._note(peer, None)
+                keyword, rank = line.decode().split()
+                self._handle_gone(int(rank) if peer == 0 else peer, _REASONS.get(keyword))
+        self._handle_gone(peer, None)
 
-    def _note(self, rank: int, left: str | None) -> None:
-        """A rank is gone; the others must know."""
+    def _handle_gone(self, rank: int, goodbye: str | None) -> None:
+        """Calls back that a rank is gone, and on rank 0 tells the other ranks.
+
+        Args:
+            rank: the rank.
+            goodbye: LEFT or DROPPED; None if it died.
+        """
         if self._closing or rank in self._gone or rank == self._rank:
             return
         self._gone.add(rank)
         for other, writer in self._writers.items():
             if self._rank == 0 and other not in self._gone:
-                writer.write(f"{_word(left) if left else 'lost'} {rank}\n".encode())
-        notice, why = (self._on_left, f"it {left}") if left else (self._on_lost, DIED)
-        # The group fails its engines, which may take long: not on the loop.
-        thread = threading.Thread(target=notice, args=(rank, why), name="gradwire-liveness", daemon=True)
+                writer.write(f"{_keyword(goodbye) if goodbye else 'lost'} {rank}\n".encode())
+        callback, reason = (self._on_left, f"it {goodbye}") if goodbye else (self._on_lost, DIED)
+        # Not on the loop: the group makes its engines fail, which may take long.
+        thread = threading.Thread(
+            target=callback, args=(rank, reason), name="gradwire-failure-detector", daemon=True
+        )
         self._threads.append(thread)
         thread.start()
 
-    async def _say_goodbye(self, word: str) -> None:
+    async def _say_goodbye(self, keyword: str) -> None:
         for task in list(self._tasks):
             task.cancel()
         if self._server is not None:
             self._server.close()
         for writer in self._writers.values():
             if not writer.is_closing():
-                writer.write(f"{word} {self._rank}\n".encode())
+                writer.write(f"{keyword} {self._rank}\n".encode())
                 writer.close()
         for writer in self._writers.values():
             with suppress(OSError):
                 await writer.wait_closed()
 
 
-def _tell_nobody(rank: int, why: str) -> None:
-    """Takes the notices of a watch that is closed; there are none."""
+def _ignore(rank: int, reason: str) -> None:
+    """Replaces the callbacks of a closed failure detector."""
 
 
-def _word(why: str) -> str:
-    return why.partition(" ")[0]
+def _keyword(reason: str) -> str:
+    return reason.partition(" ")[0]
 
 
-_REASONS = {_word(why): why for why in (LEFT, DROPPED)}
+_REASONS = {_keyword(reason): reason for reason in (LEFT, DROPPED)}
 
 
-os.register_at_fork(after_in_child=FailureDetector.let_go_in_child)
+os.register_at_fork(after_in_child=FailureDetector.close_in_child)
 
 
-async def _greeted(reader: asyncio.StreamReader, word: str, size: int) -> int | None:
-    """The rank of one that knows the word."""
+async def _read_rank(reader: asyncio.StreamReader, token: str, size: int) -> int | None:
+    """Reads a new connection's first line, "TOKEN RANK". Returns the rank; None if the line is not valid."""
     with suppress(OSError, ValueError, TimeoutError):
-        line = await asyncio.wait_for(reader.readline(), GOODBYE_SECONDS)
-        said, rank = line.decode().split()
-        if hmac.compare_digest(said, word) and 0 < int(rank) < size:
+        line = await asyncio.wait_for(reader.readline(), MESSAGE_TIMEOUT_S)
+        received, rank = line.decode().split()
+        if hmac.compare_digest(received, token) and 0 < int(rank) < size:
             return int(rank)
     return None
 
 
-def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Has the kernel ask now and then whether the other host is still there."""
+def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
+    """Has the kernel probe the peer's host while the connection is idle; see tcp(7)."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", UNREACHABLE_SECONDS),
-        ("TCP_KEEPINTVL", UNREACHABLE_SECONDS),
+        ("TCP_KEEPIDLE", KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 4000 * UNREACHABLE_SECONDS),  # in milliseconds; of a notice that is not confirmed
+        ("TCP_USER_TIMEOUT", 4000 * KEEPALIVE_INTERVAL_S),  # milliseconds; for a message that is not acknowledged
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,9 +1,9 @@
-"""A group as a Backend: what torch finds when it looks for the backend of a device of a group.
+"""A group as a torch Backend, which torch's C++ finds when it looks up the backend of a group's device.
 
-From torch 2.14 on a Backend may be a Python class, and torch.distributed hands the one of a group to C++, which
-takes nothing else. Of a Work that such a Backend returns, C++ hands on only `wait` and `get_future`: not
-`is_completed`, `result` and the source of a message. So a group stays a ProcessGroup, whose Works come as they
-are; and operations that C++ starts itself, such as `torch.ops.c10d`, go through this.
+From torch 2.14 on a Backend may be a Python class, and torch.distributed passes the Backend of a group to C++,
+which accepts nothing else. Of a Work that such a Backend returns, C++ passes on only `wait` and `get_future`, not
+`is_completed`, `result` or `source_rank`. So gradwire's group itself stays a ProcessGroup, whose Works are
+returned unchanged; only operations that C++ starts, such as those of `torch.ops.c10d`, go through the Backend.
 """
 
 import weakref
@@ -41,7 +41,7 @@ OPERATIONS = (
     "scatter",
     "send",
 )
-"""The methods that a Backend and a group have under one name."""
+"""The methods that a torch Backend and a ProcessGroup have under the same name."""
 
 
 _true = property(lambda _: True)
@@ -50,13 +50,13 @@ _false = property(lambda _: False)
 
 @final
 class GroupBackend(TorchBackend):
-    """Hands everything on to a group, without keeping it alive: the group keeps this."""
+    """Forwards everything to a group. The group refers to its Backend, which refers back weakly."""
 
     def __init__(self, group: TorchProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = weakref.ref(group)
 
-    # Each must be said: torch looks for those of a Python class until the stack is full.
+    # All must be defined: torch's lookup of one that a Python class lacks recurses until the stack overflows.
     supports_splitting = _true
     supports_coalescing = _false
     supports_shrinking = _false
@@ -67,48 +67,48 @@ class GroupBackend(TorchBackend):
 
     @property
     def options(self) -> TorchBackend.Options:
-        """The name of the backend, and how long operations may take."""
-        group = self._there()
+        """The name of the backend, and the default timeout of operations."""
+        group = self._require_group()
         return TorchBackend.Options(group.getBackendName(), group.timeout)
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Remembers the device of this rank."""
-        self._there().eager_connect_single_device(device)
+        """Stores the device of this rank."""
+        self._require_group().eager_connect_single_device(device)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """On ranks that are not in a new group: nothing, as groups are made by their own ranks."""
+        """Does nothing: torch calls it on ranks outside a split, which gradwire does not need."""
 
     def getBackendName(self) -> str:  # noqa: N802
-        """The name under which the group's backend is registered."""
-        return str(self._there().getBackendName())
+        """Returns the name under which the group's backend is registered."""
+        return str(self._require_group().getBackendName())
 
     def abort(self) -> None:
-        """Ends what is in flight with GroupAbortedError."""
-        self._there().abort()
+        """Ends the operations in flight with GroupAbortedError."""
+        self._require_group().abort()
 
     def shutdown(self) -> None:
         """Releases what the group holds."""
-        self._there().shutdown()
+        self._require_group().shutdown()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of later operations."""
-        self._there().set_timeout(timeout)
+        """Sets the default timeout of later operations."""
+        self._require_group().set_timeout(timeout)
 
-    def _there(self) -> Any:
+    def _require_group(self) -> Any:
         group = self._group()
         if group is None:
-            raise GroupAbortedError("the group of this backend is gone")
+            raise GroupAbortedError("the process group of this backend no longer exists")
         return group
 
 
-def _handing_on(name: str) -> Callable[..., Any]:
+def _forward(name: str) -> Callable[..., Any]:
     def operation(self: GroupBackend, *args: Any) -> Any:
-        return getattr(self._there(), name)(*args)
+        return getattr(self._require_group(), name)(*args)
 
     operation.__name__ = name
-    operation.__doc__ = f"As the group's `{name}`."
+    operation.__doc__ = f"Calls the group's `{name}`."
     return operation
 
 
 for _name in OPERATIONS:
-    setattr(GroupBackend, _name, _handing_on(_name))
+    setattr(GroupBackend, _name, _forward(_name))

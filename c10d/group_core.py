@@ -1,11 +1,11 @@
-"""What a process group consists of behind its face: engines, serial queues, the failure detector, the recorder.
+"""The parts of a process group: engines, operation runner, failure detector and flight recorder.
 
-The face is a ProcessGroup (process_group.py), which users and torch hold. Nothing here refers to it, so it goes
-with their last reference; then `hand_over` has all of this end on a thread, which waits for what is in flight,
-tells the other ranks, and releases threads, sockets and memory.
+Users and torch hold a ProcessGroup (process_group.py), which refers to a GroupCore; nothing here refers back. So a
+ProcessGroup is freed with its last reference, and its finalizer has the core close in the background: a thread
+waits for the operations in flight, tells the other ranks, and releases threads, sockets and memory.
 
-A group that failed stays so: after a timeout or the loss of a rank nobody can tell what the others have done, and
-every later operation raises the same error.
+A group that has failed stays failed: after a timeout or the loss of a rank nobody can tell how far the other ranks
+have come, so every later operation raises the same error.
 """
 
 import logging
@@ -14,24 +14,23 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import torch
 
-from ..errors import GroupAbortedError, RankLostError, UnsupportedOperationError
+from ..errors import GroupAbortedError, RankLostError
 from ..torch_internals import profiler_enabled
-from .call import CollectiveCall
+from .collective_call import CollectiveCall
 from .debug.consistency import ConsistencyCheck
-from .debug.flight_recorder import FlightRecord, FlightRecorder, write
+from .debug.flight_recorder import FlightRecord, FlightRecorder, write_flight_records
+from .departures import Departures
 from .engines.base import Engine, PendingOperation
 from .event_loop import acquire_event_loop
 from .failure_detector import DROPPED, LEFT, FailureDetector
 from .group_options import GroupOptions
-from .pending import Done
+from .operation_runner import REJECTIONS, OperationRunner
 from .profile_events import OperationEvent
-from .serial_queue import SerialQueue
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 
@@ -39,26 +38,23 @@ __all__ = ["GroupCore"]
 
 log = logging.getLogger(__name__)
 
-_HARMLESS = (UnsupportedOperationError, ValueError, TypeError)
-"""What engines raise before they have sent anything, on all ranks alike."""
-
-GRACE_SECONDS = 1.0
-"""What is in flight when a rank leaves may need no more of it. It has so long to get done."""
+DEPARTURE_GRACE_S = 1.0
+"""Seconds that operations in flight have to complete after a rank has left; it may have done its part already."""
 
 
 @final
 class GroupCore:
-    """The parts of one process group on one rank. Owned by a ProcessGroup, and ended by it or after it.
+    """The parts of one process group on one rank. Owned by a ProcessGroup, and closed by it or after it.
 
     Args:
         store: shared by the ranks, and used by this group alone.
-        rank: this process's number in the group.
-        global_ranks: the number that each rank of the group has in the default group.
-        backend: what the group is registered as.
-        timeout: how long operations may take that do not say it themselves.
-        options: how the group behaves.
-        make_engine: makes the engine for a type of device, and names its backend; called only while somebody calls
-            the group.
+        rank: this process's rank in the group.
+        global_ranks: the rank in the default group of each rank of this group.
+        backend: name under which the group's backend is registered.
+        timeout: default timeout of operations.
+        options: options of the group.
+        make_engine: makes the engine for a type of device; returns the name of its backend, and the engine. Called
+            only while somebody calls the group.
     """
 
     def __init__(
@@ -72,7 +68,7 @@ class GroupCore:
         options: GroupOptions,
         make_engine: "Callable[[str, GroupCore], tuple[str, Engine]]",
     ) -> None:
-        self.store: Final = store  # C++ does not hold a store that is a Python object
+        self.store: Final = store  # C++ does not keep a store alive that is a Python object
         self.rank: Final = rank
         self.size: Final = len(global_ranks)
         self.global_ranks: Final = tuple(global_ranks)
@@ -82,39 +78,44 @@ class GroupCore:
         self.description = "undefined"
         self.set_timeout(timeout)
         self._process = os.getpid()
-        self._recorder = FlightRecorder(options.recorded)
-        self._check = (
+        self._recorder = FlightRecorder(options.flight_recorder_size)
+        self._consistency_check = (
             ConsistencyCheck(PrefixStore("check", store), rank, self.global_ranks)
-            if options.checks_calls()
+            if options.should_check_calls()
             else None
         )
+        self._runner = OperationRunner(rank, raise_if_failed=self._raise_if_failed, fail=self.fail)
         self._make_engine = make_engine
         self._engines: dict[str, Engine] = {}
         self._backends: dict[str, str] = {}
-        self._lanes: dict[tuple[str, str, int], SerialQueue] = {}
         self._lock = threading.Lock()
-        self._making = threading.Lock()  # another one, for the group may fail while an engine is made
+        self._engine_lock = threading.Lock()  # held while an engine is made, during which the group may fail
         self._failure: Exception | None = None
-        self._liveness: FailureDetector | None = None
-        self._ended = threading.Event()
-        self._leaving: RankLostError | None = None
-        self._left: dict[int, RankLostError] = {}
-        self._finally: list[Callable[[], None]] = []
-        self._loop = acquire_event_loop()  # which a finalizer hands the end over to
+        self._failure_detector: FailureDetector | None = None
+        self._closing = threading.Event()
+        self._departures = Departures(self.size)
+        self._first_departure: RankLostError | None = None
+        self._close_callbacks: list[Callable[[], None]] = []
+        self._event_loop = acquire_event_loop()  # for the finalizer, which may not start a thread itself
+
+    # Engines.
 
     def engine(self, device_type: str) -> Engine:
-        """That of a type of device, which is made when it is first asked for: all ranks must do so together."""
+        """Returns the engine for a type of device.
+
+        The first call for a device makes the engine, so all ranks must make that call together.
+        """
         engine = self._engines.get(device_type)
         if engine is None:
-            with self._making:
+            with self._engine_lock:
                 engine = self._engines.get(device_type)
                 if engine is None:
                     backend, engine = self._make_engine(device_type, self)
-                    self.adopt(device_type, engine, backend)
+                    self.add_engine(device_type, engine, backend)
         return engine
 
-    def adopt(self, device_type: str, engine: Engine, backend: str) -> None:
-        """Takes the engine of a backend for a type of device, which has none yet."""
+    def add_engine(self, device_type: str, engine: Engine, backend: str) -> None:
+        """Adds the engine of a backend for a type of device that has none yet."""
         with self._lock:
             self._backends[device_type] = backend
             self._engines[device_type] = engine
@@ -122,126 +123,80 @@ class GroupCore:
         if failure is not None:
             engine.fail(failure)
 
-    def watch(self) -> None:
-        """Notices from now on when another rank dies or leaves. All ranks call it together."""
-        self._liveness = FailureDetector(
-            PrefixStore("liveness", self.store),
+    # Operations.
+
+    def start(self, call: CollectiveCall) -> PendingOperation | None:
+        """Starts an operation on the engine of the tensors' device.
+
+        Returns None if the operation is done already; with `call.options.is_sync` it is done in any case.
+        """
+        self._raise_if_failed()
+        if torch.is_inference_mode_enabled():  # engines' temporary tensors are written to by other threads
+            with torch.inference_mode(mode=False):
+                return self.start(call)
+        if self._departures.errors:
+            self._check_departures(call)
+        record = self._recorder.begin(call)
+        try:
+            timeout_s = self._timeout_s if call.options.timeout_s is None else call.options.timeout_s
+            if self._consistency_check is not None and call.peer is None:
+                self._consistency_check.check(call, timeout_s)
+            engine = self.engine(call.device.type)
+            if profiler_enabled():
+                pending = self._start_profiled(call, engine, timeout_s, record)
+            else:
+                pending = self._runner.start(call, engine, timeout_s, record)
+        except Exception as error:
+            record.end(error)
+            if not isinstance(error, REJECTIONS):
+                self.fail(error)
+            raise
+        if pending is None:
+            record.end()
+        return pending
+
+    def _start_profiled(
+        self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
+    ) -> PendingOperation | None:
+        """Starts an operation, and records it as an event of torch's profiler."""
+        event = OperationEvent(self._backends[call.device.type], call)
+        try:
+            with event.without_nested_events():
+                pending = self._runner.start(call, engine, timeout_s, record)
+        except BaseException:
+            event.end()
+            raise
+        if pending is None or call.options.is_sync:
+            event.end()
+            return pending
+        return event.end_with(pending, is_point_to_point=call.peer is not None)
+
+    def _check_departures(self, call: CollectiveCall) -> None:
+        """Raises RankLostError if an operation needs a rank that has left, unless the engine itself does so."""
+        if call.name == "send" or not self.engine(call.device.type).detects_departures:
+            self._departures.raise_if_needed(call.peer)
+
+    def wait_for_operations(self) -> None:
+        """Waits until the operations in flight, except receives, have finished, successfully or not."""
+        for pending in self._recorder.in_flight():
+            with suppress(Exception):  # the Works raise it to the caller
+                pending.wait(None)
+
+    # Failures.
+
+    def start_failure_detector(self) -> None:
+        """Starts to watch for ranks that die or leave. All ranks must call it together."""
+        self._failure_detector = FailureDetector(
+            PrefixStore("failure_detector", self.store),
             self.rank,
             self.size,
-            self._seconds,
+            self._timeout_s,
             on_lost=self._on_lost,
             on_left=self._on_left,
         )
 
-    def start(self, call: CollectiveCall) -> PendingOperation | None:
-        """Has the engine of the tensors' device do what was called for.
-
-        Returns None if it is over already. If the caller wanted to wait at once, it has been waited for.
-        """
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)  # which grows with each raise, and its frames hold tensors
-        if torch.is_inference_mode_enabled():  # what engines make for a while is written to by other threads
-            with torch.inference_mode(mode=False):
-                return self.start(call)
-        if self._left and (call.name == "send" or not self.engine(call.device.type).detects_departures):
-            self._check_presence(call.peer)
-        entry = self._recorder.begin(call)
-        try:
-            seconds = self._seconds if call.seconds is None else call.seconds
-            if self._check is not None and call.peer is None:
-                self._check.check(call, seconds)
-            engine = self.engine(call.device.type)
-            if profiler_enabled():
-                pending = self._begin_recorded(call, engine, seconds, entry)
-            else:
-                pending = self._begin(call, engine, seconds, entry)
-        except Exception as error:
-            entry.end(error)
-            if not isinstance(error, _HARMLESS):
-                self.fail(error)
-            raise
-        if pending is None:
-            entry.end()
-        return pending
-
-    def _begin_recorded(
-        self, call: CollectiveCall, engine: Engine, seconds: float, entry: FlightRecord
-    ) -> PendingOperation | None:
-        """As `_begin`, with an event for profilers."""
-        event = OperationEvent(self._backends[call.device.type], call)
-        try:
-            with event.alone():
-                pending = self._begin(call, engine, seconds, entry)
-        except BaseException:
-            event.end()
-            raise
-        if pending is None or call.now:
-            event.end()
-            return pending
-        return event.follow(pending, message=call.peer is not None)
-
-    def _begin(
-        self, call: CollectiveCall, engine: Engine, seconds: float, entry: FlightRecord
-    ) -> PendingOperation | None:
-        """Starts it, and waits for it if the caller would; None if it is over."""
-        if engine.blocking and not (call.name == "recv" and engine.posts_receives):
-            return self._begin_on_lane(call, engine, seconds, entry)
-        finish = call.staging.finish if call.staging.needs_finish() else None
-        pending = entry.pending = engine.start([partial(step, engine, seconds) for step in call.steps], finish)
-        if not call.now or pending is None:
-            return pending
-        pending.wait(None)
-        return None
-
-    def _begin_on_lane(
-        self, call: CollectiveCall, engine: Engine, seconds: float, entry: FlightRecord
-    ) -> PendingOperation | None:
-        lane = self._lane(call)
-        at_once = call.now
-        if call.name == "send":
-            assert call.peer is not None
-            at_once = engine.can_send(call.inputs[0], call.peer)
-        if at_once and lane.enter():
-            try:
-                return Done(self._run(call, engine, seconds, entry))
-            finally:
-                lane.leave()
-        job = entry.pending = lane.put(lambda: self._run(call, engine, seconds, entry), now=call.now)
-        if call.now:
-            job.wait(None)
-        return job
-
-    def _run(self, call: CollectiveCall, engine: Engine, seconds: float, entry: FlightRecord) -> int | None:
-        """Does it on a blocking engine."""
-        source: int | None = None
-        try:
-            if self._failure is not None:
-                raise self._failure.with_traceback(None)
-            for step in call.steps:
-                source = cast("int | None", step(engine, seconds))
-            call.staging.finish()
-        except BaseException as error:
-            entry.end(error)
-            if not isinstance(error, Exception):  # a KeyboardInterrupt leaves the ranks out of step as well
-                self.fail(GroupAbortedError(f"rank {self.rank} was interrupted in {call.name}"))
-            elif not isinstance(error, _HARMLESS):
-                self.fail(error)
-            raise
-        entry.end()
-        return source
-
-    def _lane(self, call: CollectiveCall) -> SerialQueue:
-        kind = call.name if call.peer is not None else "collectives"
-        key = (call.device.type, kind, -1 if call.peer is None else call.peer)
-        lane = self._lanes.get(key)
-        if lane is None:
-            name = f"gradwire-{self.name or 'group'}-{kind}"
-            with self._lock:
-                lane = self._lanes.setdefault(key, SerialQueue(name))
-        return lane
-
     def fail(self, error: Exception) -> None:
-        """Makes all that is in flight, and all that comes, raise `error`. The first error stays."""
+        """Makes all operations in flight, and all later ones, raise `error`. Only the first error counts."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -251,118 +206,124 @@ class GroupCore:
             engine.fail(error)
         if self.options.dump_folder is not None and not isinstance(error, GroupAbortedError):
             try:
-                write([self], Path(self.options.dump_folder))
-            except OSError as problem:  # of which the user is to hear less than of the error
-                log.warning("the flight recorder of group %s could not be written: %s", self.name, problem)
+                write_flight_records([self], Path(self.options.dump_folder))
+            except OSError as problem:  # must not hide the group's error
+                log.warning(
+                    "the flight recorder of group %r could not be written to %s: %s",
+                    self.name,
+                    self.options.dump_folder,
+                    problem,
+                )
 
-    def fail_for_engine(self, error: Exception) -> None:
-        """As `fail`, with an error that an engine found; a rank that is about to leave explains it better."""
-        self.fail(self._leaving or error)
+    def fail_from_engine(self, error: Exception) -> None:
+        """Makes the group fail with an error that an engine has found.
+
+        If a rank has just said that it leaves, the group fails with that error instead, as it is the cause.
+        """
+        self.fail(self._first_departure or error)
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            # Each raise adds to an error's traceback, whose frames keep tensors alive.
+            raise self._failure.with_traceback(None)
 
     def _on_lost(self, rank: int, reason: str) -> None:
         self.fail(RankLostError(self.global_ranks[rank], reason))
 
     def _on_left(self, rank: int, reason: str) -> None:
+        """Handles the departure of a rank. Runs on a thread of the failure detector."""
         error = RankLostError(self.global_ranks[rank], reason)
-        self._leaving = self._leaving or error
-        if not self._ended.wait(GRACE_SECONDS):
-            self._left[rank] = error
-            if all(engine.detects_departures for engine in self._engines.values()):
-                return
-            if any(self._needs(rank, peer) for peer in self._recorder.peers_under_way()):
-                self.fail(error)
+        self._first_departure = self._first_departure or error
+        if self._closing.wait(DEPARTURE_GRACE_S):
+            return
+        self._departures.errors[rank] = error
+        if all(engine.detects_departures for engine in self._engines.values()):
+            return
+        if any(self._departures.affects(rank, peer) for peer in self._recorder.peers_in_flight()):
+            self.fail(error)
 
-    def _check_presence(self, peer: int | None) -> None:
-        """Raises if an operation with this peer, or with all ranks, needs one that has left."""
-        for rank, error in list(self._left.items()):
-            if self._needs(rank, peer):
-                raise error
+    # Closing.
 
-    def _needs(self, rank: int, peer: int | None) -> bool:
-        """Does it, with a rank that has left? A receive from anyone (-1) does not while there are others."""
-        return peer in {None, rank} or (peer == -1 and len(self._left) == self.size - 1)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long operations may take that do not say it themselves."""
-        self.timeout = timeout
-        self._seconds = timeout.total_seconds()
-
-    def at_end(self, function: Callable[[], None]) -> None:
-        """Has `function` called when the group has shut down or been dropped. The last one given comes first."""
-        self._finally.append(function)
-
-    def collectives(self) -> int:
-        """How many have been called."""
-        return self._recorder.collectives
-
-    def wait_for_all(self) -> None:
-        """Waits for what is in flight, but for receives, however it ends."""
-        for pending in self._recorder.in_flight():
-            with suppress(Exception):  # which works raise
-                pending.wait(None)
+    def add_close_callback(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once the group has shut down or been dropped. Callbacks run in reverse order."""
+        self._close_callbacks.append(callback)
 
     def abort(self) -> None:
-        """Ends all that is in flight with GroupAbortedError, on this rank; the others notice that it is gone."""
+        """Ends this rank's operations in flight with GroupAbortedError. The other ranks notice that it left."""
         self.fail(GroupAbortedError(f"rank {self.rank} aborted the group"))
         self._close(LEFT)
 
     def shutdown(self) -> None:
-        """Gives back what the group holds. What is still in flight ends with GroupAbortedError."""
-        self._drain()
+        """Releases what the group holds. Operations that are then still in flight raise GroupAbortedError."""
+        self._drain_engines()
         self.fail(GroupAbortedError(f"rank {self.rank} shut the group down"))
         self._close(LEFT)
-        self._end()
+        self._finish_close()
 
-    def hand_over(self) -> None:
-        """Has the group end on a thread, now that nobody can use it.
+    def close_in_background(self) -> None:
+        """Closes the group on a thread of its own, after its last reference is gone.
 
-        A finalizer, which any line of any thread may run: it takes no lock and waits for nothing.
+        This is a finalizer, which may run on any thread at any line: it takes no lock and waits for nothing.
         """
-        if self._process == os.getpid():  # not in a process that was forked: it has none of this
-            self._loop.call_soon(self._begin_end)
+        if self._process == os.getpid():  # a forked process has none of the group's threads and connections
+            self._event_loop.call_soon(self._start_closing_thread)
 
-    def _begin_end(self) -> None:
-        threading.Thread(target=self._end_dropped, name="gradwire-group-end", daemon=True).start()
+    def _start_closing_thread(self) -> None:
+        threading.Thread(target=self._close_dropped, name="gradwire-group-end", daemon=True).start()
 
-    def _end_dropped(self) -> None:
-        """Ends a group to which nobody refers: what is in flight is waited for, but for receives.
+    def _close_dropped(self) -> None:
+        """Closes a group that nobody refers to, after waiting for its operations except receives.
 
-        Somebody may wait for what this rank has still to send. Nobody asks for what it was to receive, because
-        works keep their group.
+        Other ranks may wait for what this rank still has to send. Nobody waits for its receives, since a Work
+        keeps its group alive.
         """
-        self.wait_for_all()
-        self._drain()
+        self.wait_for_operations()
+        self._drain_engines()
         self.fail(GroupAbortedError(f"rank {self.rank} {DROPPED}"))
         self._close(DROPPED)
-        self._end()
+        self._finish_close()
 
-    def _drain(self) -> None:
+    def _drain_engines(self) -> None:
         if self._failure is None:
             for engine in list(self._engines.values()):
                 engine.drain()
 
-    def _close(self, why: str) -> None:
-        self._ended.set()
+    def _close(self, reason: str) -> None:
+        """Tells the other ranks the reason, then stops the threads and closes the engines."""
+        self._closing.set()
         with self._lock:
-            liveness, self._liveness = self._liveness, None
+            detector, self._failure_detector = self._failure_detector, None
             engines, self._engines = self._engines, {}
-            lanes, self._lanes = self._lanes, {}
-        if liveness is not None:
-            liveness.close(why)
-        for lane in lanes.values():
-            lane.close()
-        self._recorder.settle()
+        if detector is not None:
+            detector.close(reason)
+        self._runner.close()
+        self._recorder.release_operations()
         for engine in engines.values():
             engine.close()
 
-    def _end(self) -> None:
-        functions, self._finally = self._finally, []
-        for function in reversed(functions):
-            function()
-        self._loop.release()
+    def _finish_close(self) -> None:
+        callbacks, self._close_callbacks = self._close_callbacks, []
+        for callback in reversed(callbacks):
+            callback()
+        self._event_loop.release()
 
-    def record(self) -> dict[str, Any]:
-        """What the flight recorder has, as JSON."""
+    # Information.
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the default timeout of operations."""
+        self.timeout = timeout
+        self._timeout_s = timeout.total_seconds()
+
+    def set_name(self, name: str) -> None:
+        """Sets the name under which torch registers the group."""
+        self.name = self._runner.group_name = name
+
+    def collective_count(self) -> int:
+        """Returns how many collectives this rank has called."""
+        return self._recorder.collectives
+
+    def flight_record(self) -> dict[str, Any]:
+        """Returns the group and its last operations, as JSON values."""
         return {
             "name": self.name,
             "description": self.description,
@@ -370,5 +331,5 @@ class GroupCore:
             "rank": self.rank,
             "size": self.size,
             "global_ranks": list(self.global_ranks),
-            "entries": self._recorder.entries(),
+            "operations": self._recorder.as_json(),
         }

@@ -1,4 +1,4 @@
-"""How workers come together in a process group, and how each of them leaves it."""
+"""Forming a group of workers on an engine without torch.distributed, and one worker's membership in it."""
 
 import threading
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from .torch_types import TorchStore
 __all__ = ["FORM_TIMEOUT_S", "LEAVE_TIMEOUT_S", "GroupMembership", "GroupSpec"]
 
 FORM_TIMEOUT_S = 10.0
-"""Seconds that the members may take to come together."""
+"""Seconds within which all members must have joined."""
 
 LEAVE_TIMEOUT_S = 2.0
-"""How long whoever closes a group waits for its threads."""
+"""Seconds that the owner of a group waits for the group's threads when it closes the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Where the members of a group find each other.
+    """Which workers form a group, and the store through which they find each other.
 
-    store: of all workers; the group uses a clone of it, since stores of torch's serve one thread at a time.
+    store: shared by all workers. The group uses a clone, since one store of torch's serves one thread at a time.
     name: of the group, unique in the store.
-    members: the workers' ids by rank.
-    me: the id of this one.
+    members: the workers' ids, in the order of their ranks in the group.
+    me: the id of this worker.
     """
 
     store: TorchStore
@@ -40,23 +40,26 @@ class GroupSpec:
 
 @final
 class GroupMembership:
-    """One worker's seat in a group: taken once, together with the others, and left from any thread."""
+    """One worker's membership in a group: `join` once, then `leave` from any thread, then `release`."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._store: PrefixStore | None = None
-        self._left: Exception | None = None
+        self._error: Exception | None = None
 
-    def take(self) -> Engine:
-        """Meets the others; what the group works with. Raises what keeps the group from coming together."""
+    def join(self) -> Engine:
+        """Joins the group together with the other members, and returns its engine.
+
+        Raises the error that keeps the group from forming, or with which this worker has left meanwhile.
+        """
         spec = self._spec
         store = PrefixStore(spec.name, cast(Any, spec.store).clone())
         try:
             store.set_timeout(timedelta(seconds=FORM_TIMEOUT_S))
             with self._lock:
-                self._check()
+                self._raise_if_left()
                 self._store = store
             engine: Engine = best_engine(
                 Setup(
@@ -73,46 +76,50 @@ class GroupMembership:
             _close(store)
         with self._lock:
             self._engine = engine
-            self._check()
+            self._raise_if_left()
         return engine
 
     @property
-    def left(self) -> Exception | None:
-        """What this worker has left with, if it has."""
-        return self._left
+    def error(self) -> Exception | None:
+        """The error with which this worker has left the group; None if it has not left."""
+        return self._error
 
     def leave(self) -> None:
-        """Ends the group, now, for this worker; the others notice. Does not wait, nor give anything back."""
-        with self._lock:
-            if self._left is None:
-                self._left = GroupAbortedError(f"worker {self._spec.me} has left {self._spec.name}")
-                if self._engine is not None:
-                    self._engine.fail(self._left)
+        """Leaves the group: operations in flight fail, and the other members notice.
 
-    def stop_forming(self) -> None:
-        """Has `take` wait no more for the others."""
+        Does not wait, and does not release the engine.
+        """
+        with self._lock:
+            if self._error is None:
+                self._error = GroupAbortedError(f"worker {self._spec.me} has left the group {self._spec.name}")
+                if self._engine is not None:
+                    self._engine.fail(self._error)
+
+    def cancel_join(self) -> None:
+        """Makes a `join` that waits for other members fail."""
         if (store := self._store) is not None:
             _close(store)
 
-    def release(self, problem: Exception | None = None) -> None:
-        """Leaves, because of this problem if there is one, and gives back what the group holds.
+    def release(self, error: Exception | None = None) -> None:
+        """Leaves the group and closes its engine, which no thread may be using.
 
-        Nobody uses the engine any more.
+        Args:
+            error: the reason, if it is an error.
         """
         with self._lock:
             engine, self._engine = self._engine, None
-            self._left = self._left or problem or GroupAbortedError(f"{self._spec.name} has ended")
+            self._error = self._error or error or GroupAbortedError(f"the group {self._spec.name} has ended")
         if engine is not None:
-            engine.fail(problem or self._left)
+            engine.fail(error or self._error)
             engine.close()
 
-    def _check(self) -> None:
-        if self._left is not None:
-            raise self._left
+    def _raise_if_left(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def _close(store: PrefixStore) -> None:
-    """Closes a store and the clone under it."""
+    """Closes a prefix store and the clone under it."""
     store.close()
     if isinstance(under := store.underlying_store, Store):
         under.close()

@@ -15,50 +15,50 @@ __all__ = ["GroupOptions"]
 @final
 @dataclass(kw_only=True, unsafe_hash=True)
 class GroupOptions(TorchBackend.Options):
-    """How a group behaves; given as `pg_options` to init_process_group and new_group.
+    """Options of a group, given as `pg_options` to init_process_group and new_group.
 
-    They are torch's options of a backend, so init_device_mesh takes them as `backend_override`. Once made, only
-    `_timeout` can be changed, by which torch reads and sets the timeout.
+    They are torch's Backend.Options, so init_device_mesh accepts them as `backend_override`. They cannot be
+    changed, except for `_timeout`, by which torch reads and sets the timeout.
 
-    check_calls: check before every collective that all ranks call the same; None to do so if
-        TORCH_DISTRIBUTED_DEBUG is DETAIL. It costs two round trips to the store each time.
-    recorded: how many operations the flight recorder keeps.
-    dump_folder: where the flight recorder is written when the group fails; None for nowhere.
-    timeout: of operations, a timedelta or seconds, if the group is made with torch's default of 30 minutes.
+    check_calls: before every collective, check that all ranks call the same one. None: only if
+        TORCH_DISTRIBUTED_DEBUG is DETAIL. The check takes two round trips to the store.
+    flight_recorder_size: number of operations that the flight recorder keeps.
+    dump_folder: folder to which the flight recorder is written when the group fails; None not to write it.
+    timeout: default timeout of operations, a timedelta or seconds. It applies to a group that is made with torch's
+        default timeout of 30 minutes.
     """
 
     check_calls: bool | None = None
-    recorded: int = 2000
+    flight_recorder_size: int = 2000
     dump_folder: Path | str | None = None
     timeout: Timeout | None = None
 
     def __post_init__(self) -> None:
-        if self.recorded < 1:
-            raise ValueError(f"recorded is {self.recorded}: the flight recorder keeps at least 1 operation")
+        if self.flight_recorder_size < 1:
+            raise ValueError(f"flight_recorder_size is {self.flight_recorder_size}: keep at least 1 operation")
         limit = default_timeout if self.timeout is None else timedelta(seconds=to_seconds(self.timeout))
         super().__init__("gradwire", limit)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):
-            raise FrozenInstanceError(f"{name} of GroupOptions cannot be changed: make others")
+            raise FrozenInstanceError(f"{name} of GroupOptions cannot be changed: make new GroupOptions")
         super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[..., "GroupOptions"], tuple[Any, ...]]:
-        return _remake, ({each.name: getattr(self, each.name) for each in fields(self)}, self._timeout)
+        return _rebuild, ({each.name: getattr(self, each.name) for each in fields(self)}, self._timeout)
 
-    def checks_calls(self) -> bool:
-        """Are calls checked?"""
+    def should_check_calls(self) -> bool:
+        """Returns whether to check that all ranks call the same collectives."""
         if self.check_calls is not None:
             return self.check_calls
         return get_debug_level() == DebugLevel.DETAIL
 
-    def timeout_instead_of(self, given: timedelta) -> timedelta:
-        """How long operations of a group may take that is made with this timeout."""
-        return self._timeout if given == default_timeout else given
+    def effective_timeout(self, group_timeout: timedelta) -> timedelta:
+        """Returns the default timeout of operations of a group that is made with `group_timeout`."""
+        return self._timeout if group_timeout == default_timeout else group_timeout
 
 
-def _remake(arguments: dict[str, Any], timeout: timedelta) -> GroupOptions:
-    """A copy."""
+def _rebuild(arguments: dict[str, Any], timeout: timedelta) -> GroupOptions:
     options = GroupOptions(**arguments)
     options._timeout = timeout
     return options

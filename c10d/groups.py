@@ -1,4 +1,4 @@
-"""Making process groups: torch's functions, with gradwire's rendezvous and shorter names of its engines."""
+"""Makes process groups by torch's functions, with gradwire's rendezvous and short names of its engines."""
 
 import os
 import weakref
@@ -13,22 +13,22 @@ import torch.distributed as dist
 
 from ..errors import ProcessGroupError
 from ..torch_internals import default_timeout
-from .backends import OWN
+from .backends import BUILTIN_ENGINES
 from .engines.mpi.world import under_mpiexec
-from .mpiexec import meet_under_mpiexec
+from .mpiexec import rendezvous_under_mpiexec
 from .process_group import ProcessGroup
+from .registration import GroupKind
 from .rendezvous import Rendezvous, rendezvous
-from .start_barrier import Purpose
 from .stores.base import Timeout, to_seconds
 from .stores.prefix import PrefixStore
 from .torch_types import TorchProcessGroup, TorchStore
 
 __all__ = ["full_names", "init_process_group", "new_group", "split_group"]
 
-_PROCESS_GROUP = Purpose("group", "pass insecure=True to gradwire.c10d.init_process_group")
+_PROCESS_GROUP = GroupKind("group", how_to_allow="pass insecure=True to gradwire.c10d.init_process_group")
 
-OUTLAST_SECONDS = 2.0
-"""How long the host of the store waits for others when no group can be made."""
+HOST_LINGER_S = 2.0
+"""Seconds for which the store's host stays after a failure, so that the other ranks can read the reason."""
 
 
 def init_process_group(
@@ -44,51 +44,51 @@ def init_process_group(
     *,
     insecure: bool = False,
 ) -> None:
-    """Makes the default group, which all of torch.distributed then uses.
+    """Makes the default group, which torch.distributed's functions then use.
 
-    As torch.distributed.init_process_group, but the ranks meet through gradwire's stores and rendezvous.
+    The same as torch.distributed.init_process_group, but with gradwire's stores and rendezvous.
 
     Args:
         backend: `"shm"`, `"gloo"`, `"mpi"` or `"nccl"`, for all tensors or by device as in `"cpu:shm,cuda:nccl"`;
             any name that torch knows; or None for the best for each device.
-        init_method: a URL, `"env://"` if neither it nor a store is given; see gradwire.c10d.rendezvous. Under
-            mpiexec nothing need be said, if the environment has no MASTER_ADDR either.
-        timeout: of operations, a timedelta or seconds; 30 minutes if None.
-        world_size: how many ranks there are, unless the URL or the environment says it.
-        rank: this one's, likewise.
-        store: to meet through, instead of a URL. It stays open.
+        init_method: a rendezvous URL (see gradwire.c10d.rendezvous); `"env://"` if neither it nor a store is
+            given. Under mpiexec none is needed, unless the environment has MASTER_ADDR.
+        timeout: default timeout of operations, a timedelta or seconds; 30 minutes if None.
+        world_size: number of ranks, if neither the URL nor the environment has it.
+        rank: this process's rank, if neither the URL nor the environment has it.
+        store: a store to use instead of a URL. It stays open.
         group_name: not used, as in torch.
         pg_options: a GroupOptions.
-        device_id: of this rank, if it uses only one.
-        insecure: allow addresses that are not loopback ones, though there are no credentials. Ranks on several
-            hosts need it: see docs/hosts.md.
+        device_id: this rank's device, if it uses only one.
+        insecure: allow addresses that are not loopback addresses, without credentials. Ranks on several hosts need
+            it; see docs/hosts.md.
 
     Raises:
-        RendezvousError: the ranks cannot find each other, or contradict each other; then all ranks raise the same.
-        ValueError: an unknown backend.
+        RendezvousError: the ranks cannot find each other, or conflict with each other; all ranks raise the same.
+        ValueError: the backend is unknown.
     """
     limit = default_timeout if timeout is None else _timedelta(timeout)
     if store is None and init_method is None and under_mpiexec() and "MASTER_ADDR" not in os.environ:
-        met = meet_under_mpiexec(limit, insecure=insecure)
+        found = rendezvous_under_mpiexec(limit, insecure=insecure)
     else:
-        met = rendezvous(
+        found = rendezvous(
             init_method,
             rank=rank,
             world_size=world_size,
             store=store,
             timeout=limit,
             insecure=insecure,
-            purpose=_PROCESS_GROUP,
+            kind=_PROCESS_GROUP,
         )
-    assert met.world_size is not None
-    root = PrefixStore("process_groups", met.store)
+    assert found.world_size is not None
+    root = PrefixStore("process_groups", found.store)
     try:
-        met.wait_for_all(limit)
+        found.wait_for_all(limit)
         dist.init_process_group(
             full_names(backend),
             timeout=limit,
-            world_size=met.world_size,
-            rank=met.rank,
+            world_size=found.world_size,
+            rank=found.rank,
             store=root,
             group_name=group_name,
             pg_options=pg_options,
@@ -96,24 +96,24 @@ def init_process_group(
         )
     except BaseException as error:
         if isinstance(error, ProcessGroupError):
-            _outlast_others(met)
-        met.close()
+            _linger(found)
+        found.close()
         raise
-    # C++ holds the stores, but not what makes them Python objects; they end with the group.
+    # C++ holds the stores, but does not keep their Python objects alive; they are closed with the group.
     world: Any = dist.group.WORLD
     if isinstance(world, ProcessGroup):
-        world.at_end(partial(_close, met, root))
-    else:  # of a backend that is not gradwire's
-        weakref.finalize(world, _close, met, root)
+        world.add_close_callback(partial(_close, found, root))
+    else:  # a group of a backend that is not gradwire's
+        weakref.finalize(world, _close, found, root)
 
 
-def _outlast_others(met: Rendezvous) -> None:
-    """Keeps a store that this process may host until the others have read there why there is no group."""
-    with suppress(RuntimeError):  # they are not coming
-        met.store.set(f"no_group/{met.rank}", "")
-        if met.rank == 0:
-            keys = [f"no_group/{rank}" for rank in range(met.world_size or 0)]
-            met.store.wait(keys, timedelta(seconds=OUTLAST_SECONDS))
+def _linger(found: Rendezvous) -> None:
+    """Keeps the store open until the other ranks have read why there is no group, for at most HOST_LINGER_S."""
+    with suppress(RuntimeError):  # they may never come
+        found.store.set(f"no_group/{found.rank}", "")
+        if found.rank == 0:
+            keys = [f"no_group/{rank}" for rank in range(found.world_size or 0)]
+            found.store.wait(keys, timedelta(seconds=HOST_LINGER_S))
 
 
 def new_group(
@@ -127,11 +127,11 @@ def new_group(
 ) -> TorchProcessGroup | Any:
     """Makes a group of some ranks of the default group. All ranks of the default group must call it.
 
-    As torch.distributed.new_group, but `timeout` may be seconds and `backend` one of the names that
-    init_process_group takes; None for that of the default group.
+    The same as torch.distributed.new_group, but `timeout` may be seconds, and `backend` any name that
+    init_process_group accepts; None for the default group's.
 
     Returns:
-        The group, or torch.distributed.GroupMember.NON_GROUP_MEMBER on ranks that are not in it.
+        The group; torch.distributed.GroupMember.NON_GROUP_MEMBER on ranks that are not in it.
     """
     return dist.new_group(
         None if ranks is None else list(ranks),
@@ -151,35 +151,39 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> TorchProcessGroup | None:
-    """Divides a group into groups that do not overlap. All ranks of the parent must call it alike.
+    """Splits a group into disjoint groups. All ranks of the parent must call it with the same arguments.
 
-    As torch.distributed.split_group, which refuses machines without an accelerator.
+    The same as torch.distributed.split_group, but works without an accelerator too.
 
     Args:
-        parent_pg: the group to divide; the default group if None.
-        split_ranks: for each new group, its ranks as the parent numbers them.
-        timeout: of operations, a timedelta or seconds; that of torch if None.
+        parent_pg: the group to split; the default group if None.
+        split_ranks: for each new group, its ranks in the parent.
+        timeout: default timeout of operations, a timedelta or seconds; torch's default if None.
         pg_options: a GroupOptions.
-        group_desc: what the groups are for.
+        group_desc: a description of the groups, for people.
 
     Returns:
-        The group that this rank is in; None if it is in none.
+        The new group that this rank is in; None if it is in none.
+
+    Raises:
+        ValueError: there is no parent, or `split_ranks` is empty, has a rank twice, or one that is not in the
+            parent.
     """
     parent = dist.group.WORLD if parent_pg is None else parent_pg
     if parent is None:
         raise ValueError("there is no default group to split: call init_process_group first")
     if not split_ranks:
         raise ValueError("split_ranks is empty: give the ranks of each new group")
-    named = [rank for ranks in split_ranks for rank in ranks]
-    if len(named) != len(set(named)) or not all(0 <= rank < parent.size() for rank in named):
+    all_ranks = [rank for ranks in split_ranks for rank in ranks]
+    if len(all_ranks) != len(set(all_ranks)) or not all(0 <= rank < parent.size() for rank in all_ranks):
         raise ValueError(
             f"split_ranks is {split_ranks}: give each rank of the parent, 0 to {parent.size() - 1}, once at most"
         )
-    mine = next((ranks for ranks in split_ranks if parent.rank() in ranks), None)
-    if mine is None:
+    own_ranks = next((ranks for ranks in split_ranks if parent.rank() in ranks), None)
+    if own_ranks is None:
         return None
     group = new_group(
-        [dist.get_global_rank(parent, rank) for rank in sorted(mine)],
+        [dist.get_global_rank(parent, rank) for rank in sorted(own_ranks)],
         timeout,
         dist.get_backend_config(parent),
         pg_options,
@@ -191,13 +195,13 @@ def split_group(
 
 
 def full_names(backend: str | None) -> str:
-    """What torch calls a backend that users may name shortly: `"cpu:shm"` is `"cpu:gradwire_shm"`."""
+    """Returns torch's names for backends in gradwire's short names: `"cpu:gradwire_shm"` for `"cpu:shm"`."""
     if backend is None:
         return "gradwire"
     parts = []
     for part in backend.lower().split(","):
         device, colon, name = part.rpartition(":")
-        parts.append(f"{device}{colon}{f'gradwire_{name}' if name in OWN else name}")
+        parts.append(f"{device}{colon}{f'gradwire_{name}' if name in BUILTIN_ENGINES else name}")
     return ",".join(parts)
 
 
@@ -205,6 +209,6 @@ def _timedelta(timeout: Timeout) -> timedelta:
     return timedelta(seconds=to_seconds(timeout))
 
 
-def _close(met: Rendezvous, root: PrefixStore) -> None:
+def _close(found: Rendezvous, root: PrefixStore) -> None:
     root.close()
-    met.close()
+    found.close()

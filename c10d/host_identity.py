@@ -1,6 +1,6 @@
-"""Which ranks share memory, which share a network, and at which address others reach this process.
+"""Which ranks can share memory, which share a network, and at which address other hosts reach this process.
 
-The two are not the same: containers of one machine may have either in common without the other.
+Sharing memory and sharing a network are independent: containers on one machine may share either without the other.
 """
 
 import fcntl
@@ -14,43 +14,44 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Self, final
 
 from ..errors import ProcessGroupError
+from .stores.describe import innermost_store
 from .torch_types import TorchStore
 
 __all__ = [
-    "INTERFACES",
+    "INTERFACE_VARIABLE",
     "LOOPBACK",
-    "Host",
+    "HostIdentity",
     "address_for_others",
-    "hosts_of",
+    "can_share_loopback",
+    "can_share_memory",
+    "gather_hosts",
     "is_local",
     "listen",
-    "network_name",
-    "share_memory",
-    "share_network",
+    "network_id",
 ]
 
 LOOPBACK = "127.0.0.1"
 
-INTERFACES = "GLOO_SOCKET_IFNAME"
-"""The variable that names the network interfaces that Gloo uses; everything else here uses the first of them."""
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""The environment variable that names Gloo's network interfaces. All else in gradwire uses the first of them."""
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that are nobody's (RFC 5737, RFC 3849). Nothing is sent there."""
+_UNASSIGNED_ADDRESSES = ("192.0.2.1", "2001:db8::1")
+"""Addresses reserved for documentation (RFC 5737, RFC 3849), to find the default route. Nothing is sent there."""
 
-_GET_ADDRESS = 0x8915
-"""SIOCGIFADDR of netdevice(7)."""
+_SIOCGIFADDR = 0x8915
+"""The ioctl that returns an interface's IPv4 address; see netdevice(7)."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostIdentity:
     """Where a process runs.
 
-    memory: what processes have in common if, and only if, they can share memory.
-    network: what they have in common if, and only if, they reach each other on the loopback address.
+    memory: equal for two processes if and only if they can share memory.
+    network: equal for two processes if and only if they reach each other on the loopback address.
     """
 
     memory: str
@@ -58,112 +59,115 @@ class Host:
 
     @classmethod
     def here(cls) -> Self:
-        """Of this process."""
+        """Returns the identity of this process's host."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        processes, users, network = (os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "user", "net"))
-        # gradwire's shared memory has no name, but must be opened through /proc; MPI's is in /dev/shm.
+        pid, user, network = (os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "user", "net"))
+        memory = f"{boot} "
+        # gradwire's shared memory has no name, but is opened through /proc; MPI's is in /dev/shm.
         with suppress(OSError):
-            boot += f" /dev/shm:[{os.stat('/dev/shm').st_dev}]"
-        return cls(f"{boot} {processes} {users} user {os.geteuid()}", f"{boot.split()[0]} {network}")
+            memory = f"{boot} /dev/shm:[{os.stat('/dev/shm').st_dev}] "
+        return cls(f"{memory}{pid} {user} user {os.geteuid()}", f"{boot} {network}")
 
 
-def share_memory(hosts: Sequence[Host]) -> bool:
-    """Can all processes on these hosts share memory?"""
+def can_share_memory(hosts: Sequence[HostIdentity]) -> bool:
+    """Returns whether all processes on these hosts can share memory."""
     return len({host.memory for host in hosts}) == 1
 
 
-def share_network(hosts: Sequence[Host]) -> bool:
-    """Do all processes on these hosts reach each other on the loopback address?"""
+def can_share_loopback(hosts: Sequence[HostIdentity]) -> bool:
+    """Returns whether all processes on these hosts reach each other on the loopback address."""
     return len({host.network for host in hosts}) == 1
 
 
-def hosts_of(store: TorchStore, rank: int, size: int, seconds: float | None = None) -> list[Host]:
-    """`Host.here()` of every rank; all must ask, and do so once for a store.
+def gather_hosts(store: TorchStore, rank: int, size: int, timeout_s: float | None = None) -> list[HostIdentity]:
+    """Returns `HostIdentity.here()` of every rank. All ranks must call it, once for a store.
 
-    seconds: how long the others may take to ask; None for as long as the store waits.
+    Args:
+        store: shared by the ranks.
+        rank: this process's rank.
+        size: the number of ranks.
+        timeout_s: seconds to wait for the other ranks; None for the store's timeout.
     """
-    store.set(f"host/{rank}", json.dumps(astuple(Host.here())))
+    store.set(f"host/{rank}", json.dumps(astuple(HostIdentity.here())))
     keys = [f"host/{other}" for other in range(size)]
-    if seconds is not None:
-        store.wait(keys, timedelta(seconds=seconds))
-    return [Host(*json.loads(store.get(key))) for key in keys]
+    if timeout_s is not None:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    return [HostIdentity(*json.loads(store.get(key))) for key in keys]
 
 
-def listen(hosts: Sequence[Host], store: TorchStore) -> tuple[socket.socket, str]:
-    """A socket that the ranks on these hosts can connect to, and the address to do it by.
+def listen(hosts: Sequence[HostIdentity], store: TorchStore) -> tuple[socket.socket, str]:
+    """Opens a listening socket for the ranks on these hosts. Returns it, and the address to connect to.
 
-    If all share a network, nobody else can reach it.
+    If all hosts share the loopback address, the socket listens there, and nobody else can reach it.
     """
-    if share_network(hosts):
+    if can_share_loopback(hosts):
         return socket.create_server((LOOPBACK, 0)), LOOPBACK
     address = address_for_others(store)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family), address
 
 
-def network_name() -> str:
-    """What processes have in common if they reach each other on the loopback address (see Host)."""
+def network_id() -> str:
+    """Returns `HostIdentity.here().network`; the host's name where there is no /proc."""
     try:
-        return Host.here().network
-    except OSError:  # no /proc: then a host has one network
+        return HostIdentity.here().network
+    except OSError:  # without /proc a host has one network
         return socket.gethostname()
 
 
 def address_for_others(store: TorchStore | None = None, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
-    """The address of this host at which processes on other hosts reach it.
+    """Returns the address at which processes on other hosts reach this host.
 
-    It is that of the interface that GLOO_SOCKET_IFNAME names first. Without one, it is that from which this host
-    reaches the store, if it is a TCPStore, where others are too; or else that of the host's name; or else that of
-    the default route; or else that of the first interface that has one. The loopback address is taken only if
-    there is no other.
+    That is the address of the first interface in GLOO_SOCKET_IFNAME, if it is set. Otherwise it is the first of
+    these that is not a loopback address: the local address of the route to the store, if that is a TCPStore; of
+    the route to this host's name; of the default route; the address of any interface. If there is none, it is the
+    loopback address.
 
     Args:
-        store: where the others are to be found.
-        family: IPv4 or IPv6, if it must be one of them.
+        store: the store through which the group forms, if there is one.
+        family: AF_INET or AF_INET6, if the address must be of that family.
 
     Raises:
         ProcessGroupError: GLOO_SOCKET_IFNAME names an interface that has no address.
     """
-    interface = os.environ.get(INTERFACES, "").split(",")[0]
+    interface = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
     if interface:
-        return _of_interface(interface)
-    for goal in (_host_of(store), socket.gethostname(), *_ELSEWHERE):
-        with suppress(OSError, UnicodeError):  # an unknown name, or no way there
-            found = socket.getaddrinfo(goal, 9, family, socket.SOCK_DGRAM) if goal else ()
-            for kind, form, _, _, there in found:
-                with socket.socket(kind, form) as way:
-                    way.connect(there)  # of UDP: looks for the way, and sends nothing
-                    address = str(way.getsockname()[0])
+        return _interface_address(interface)
+    for destination in (_store_host(store), socket.gethostname(), *_UNASSIGNED_ADDRESSES):
+        with suppress(OSError, UnicodeError):  # an unknown name, or no route
+            found = socket.getaddrinfo(destination, 9, family, socket.SOCK_DGRAM) if destination else ()
+            for found_family, kind, _, _, remote in found:
+                with socket.socket(found_family, kind) as probe:
+                    probe.connect(remote)  # on a UDP socket: looks up the route, and sends nothing
+                    address = str(probe.getsockname()[0])
                 if not is_local(address):
                     return address
     for _, name in socket.if_nameindex():
         with suppress(ProcessGroupError):  # it has no IPv4 address
-            if family != socket.AF_INET6 and not is_local(address := _of_interface(name)):
+            if family != socket.AF_INET6 and not is_local(address := _interface_address(name)):
                 return address
     return LOOPBACK
 
 
 def is_local(address: str) -> bool:
-    """Does a numeric address mean something on this host only?"""
+    """Returns whether a numeric address is a loopback or link-local one, which is not valid on other hosts."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return parsed.is_loopback or (parsed.version == 6 and parsed.is_link_local)
 
 
-def _of_interface(name: str) -> str:
+def _interface_address(name: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            answer = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", os.fsencode(name)[:15]))
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
         except OSError as error:
-            there = ", ".join(each for _, each in socket.if_nameindex())
+            interfaces = ", ".join(each for _, each in socket.if_nameindex())
             raise ProcessGroupError(
-                f"{INTERFACES} names the interface {name!r}, which has no IPv4 address here ({error.strerror}): "
-                f"set it to one of {there}, or to nothing"
+                f"{INTERFACE_VARIABLE} names the interface {name!r}, which has no IPv4 address on this host "
+                f"({error.strerror}): set it to one of {interfaces}, or unset it"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 
 
-def _host_of(store: Any) -> str:
-    """The host of a TCPStore, gradwire's or torch's, under whatever prefixes; empty if it is another store."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", ""))
+def _store_host(store: TorchStore | None) -> str:
+    """Returns the host of a TCPStore, gradwire's or torch's, possibly under prefixes; empty for other stores."""
+    return str(getattr(innermost_store(store), "host", ""))

@@ -1,26 +1,33 @@
-"""Rendezvous under mpiexec, whose processes know each other through MPI and need no address to meet at."""
+"""Rendezvous under mpiexec, where MPI connects the processes and no address need be given."""
 
 from datetime import timedelta
 
 from ..errors import RendezvousError
 from .engines.mpi.world import MpiWorld
-from .host_identity import LOOPBACK, Host, address_for_others, share_network
+from .host_identity import LOOPBACK, HostIdentity, address_for_others, can_share_loopback
 from .rendezvous import Rendezvous
 from .stores.tcp import TCPStore
 
-__all__ = ["meet_under_mpiexec"]
+__all__ = ["rendezvous_under_mpiexec"]
 
 
-def meet_under_mpiexec(timeout: timedelta, *, insecure: bool) -> Rendezvous:
-    """The ranks of MPI's world, and a TCPStore that its rank 0 hosts. All of its processes call this together.
+def rendezvous_under_mpiexec(timeout: timedelta, *, insecure: bool) -> Rendezvous:
+    """Opens a TCPStore that rank 0 of MPI's world hosts. All processes of that world must call it together.
+
+    Args:
+        timeout: default timeout of the store's operations, and how long to try to connect to it.
+        insecure: allow an address that is not a loopback address.
+
+    Returns:
+        The store, and this process's rank in MPI's world and the size of that world.
 
     Raises:
-        RendezvousError: no store could be opened; on all ranks alike.
+        RendezvousError: rank 0 could not host the store. Raised on all ranks.
         ProcessGroupError: MPI cannot be used.
     """
     comm = MpiWorld.from_mpiexec().comm
     rank, size = comm.rank, comm.size
-    host = LOOPBACK if share_network(comm.allgather(Host.here())) else address_for_others()
+    host = LOOPBACK if can_share_loopback(comm.allgather(HostIdentity.here())) else address_for_others()
     store: TCPStore | None = None
     problem = ""
     if rank == 0:
@@ -30,7 +37,7 @@ def meet_under_mpiexec(timeout: timedelta, *, insecure: bool) -> Rendezvous:
             problem = str(error)
     host, port, problem = comm.bcast((host, 0 if store is None else store.port, problem))
     if problem:
-        raise RendezvousError(f"rank 0 of mpiexec's processes cannot host a store for them: {problem}")
+        raise RendezvousError(f"rank 0 under mpiexec cannot host the store: {problem}")
     if store is None:
         store = TCPStore(host, port, timeout=timeout, wait_for_workers=False, insecure=insecure)
     return Rendezvous(store, rank, size, store.close)

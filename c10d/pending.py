@@ -1,4 +1,4 @@
-"""Operations under way that are put together from others; see Pending in engines.base."""
+"""Pending operations made of other pending operations; the contract is PendingOperation in engines.base."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -8,49 +8,53 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from .engines.base import PendingOperation
 
-__all__ = ["All", "Done", "Finishing"]
+__all__ = ["CombinedOperation", "CompletedOperation", "OperationWithFinalStep"]
 
 
 @final
-class All:
-    """Several operations as one, which is over when all are."""
+class CombinedOperation:
+    """Several operations as one, which is done when all of them are."""
 
     def __init__(self, parts: "Sequence[PendingOperation]") -> None:
         self._parts = parts
 
     def wait(self, timeout: float | None) -> None:
-        """Waits for each, at most so long; raises the first error."""
+        """Waits for each part in turn, at most `timeout` seconds for each. Raises the first error."""
         for part in self._parts:
             part.wait(timeout)
 
     def done(self) -> bool:
-        """Are all over, well or badly?"""
+        """Returns whether all parts have finished, successfully or not."""
         return all(part.done() for part in self._parts)
 
     def source(self) -> int:
-        """That of the last."""
+        """Returns the rank that sent the message of the last part, a receive."""
         return self._parts[-1].source()
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once when all are over."""
+        """Calls `callback` once, when the last part has finished."""
         lock = threading.Lock()
-        left = len(self._parts)
+        remaining = len(self._parts)
 
-        def one_less() -> None:
-            nonlocal left
+        def on_part_done() -> None:
+            nonlocal remaining
             with lock:
-                left -= 1
-                last = not left
-            if last:
+                remaining -= 1
+                is_last = not remaining
+            if is_last:
                 callback()
 
         for part in self._parts:
-            part.on_done(one_less)
+            part.on_done(on_part_done)
 
 
 @final
-class Done:
-    """An operation that is over, and well; `source` is the rank from which it received."""
+class CompletedOperation:
+    """An operation that has succeeded already.
+
+    Args:
+        source: the rank that sent, if the operation is a receive.
+    """
 
     __slots__ = ("_source",)
 
@@ -61,22 +65,27 @@ class Done:
         """Returns at once."""
 
     def done(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def source(self) -> int:
-        """Of a receive: the rank that sent."""
+        """Returns the rank that sent the received message."""
         assert self._source is not None
         return self._source
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls it at once."""
+        """Calls `callback` at once."""
         callback()
 
 
 @final
-class Finishing:
-    """A Pending after which something is to be done before anybody sees that it is over."""
+class OperationWithFinalStep:
+    """An operation with a final step on the host, which runs before anybody sees the operation as done.
+
+    Args:
+        pending: the operation.
+        finish: the final step. The first thread that learns of the completion by `wait` or `done` runs it, once.
+    """
 
     def __init__(self, pending: "PendingOperation", finish: Callable[[], None]) -> None:
         self._pending = pending
@@ -84,24 +93,24 @@ class Finishing:
         self._lock = threading.Lock()
 
     def wait(self, timeout: float | None) -> None:
-        """Waits for both."""
+        """Waits for the operation at most `timeout` seconds, then runs the final step if nobody has."""
         self._pending.wait(timeout)
         self._finish_once()
 
     def done(self) -> bool:
-        """Is it over, well or badly? What is to be done after it is done first."""
-        over = self._pending.done()
-        if over:
-            with suppress(Exception):  # which `wait` raises
+        """Returns whether the operation has finished, successfully or not, after running the final step."""
+        is_done = self._pending.done()
+        if is_done:
+            with suppress(Exception):  # `wait` raises it to the caller
                 self.wait(None)
-        return over
+        return is_done
 
     def source(self) -> int:
-        """Of a receive that is done: the rank that sent."""
+        """Returns the rank that sent the message of a completed receive."""
         return self._pending.source()
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once when it is over, at once if it is."""
+        """Calls `callback` once, when the operation has finished; the final step may still have to run."""
         self._pending.on_done(callback)
 
     def _finish_once(self) -> None:

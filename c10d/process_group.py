@@ -1,9 +1,10 @@
-"""The process group: what torch and users hold, and the face of a GroupCore.
+"""The process group that users and torch hold.
 
-It is a torch.distributed.ProcessGroup, so torch's functions, DDP, FSDP and the rest run on it. What is called on
-it is a Call (collectives.py); an engine does it (engines/); the caller gets a GroupWork.
+ProcessGroup is a subclass of torch.distributed.ProcessGroup, so torch's functions, DDP, FSDP and others run on it.
+Its methods turn each operation into a CollectiveCall (collectives.py, point_to_point.py); a GroupCore has an
+engine carry it out; the caller gets a GroupWork.
 
-It ends with the last reference to it, if nobody has shut it down before.
+A group that nobody has shut down ends after its last reference is gone.
 """
 
 import weakref
@@ -13,12 +14,12 @@ from typing import Any, final
 
 import torch
 
-from .call import CollectiveCall
+from .backend_interface import BackendInterface
+from .collective_call import CollectiveCall
 from .debug.store_barrier import StoreBarrier
 from .engines.base import Engine
 from .group_core import GroupCore
 from .group_options import GroupOptions
-from .own_backend import OwnBackend
 from .stores.base import Timeout, to_seconds
 from .torch_types import TorchStore
 from .work import GroupWork
@@ -27,68 +28,72 @@ __all__ = ["ProcessGroup"]
 
 
 @final
-class ProcessGroup(OwnBackend):
-    """A group of ranks.
+class ProcessGroup(BackendInterface):
+    """A process group on gradwire's engines.
 
-    Made by torch.distributed's init_process_group and new_group with the backends that gradwire registers.
+    Made by torch.distributed's init_process_group and new_group for the backends that gradwire registers.
 
     Args:
-        core: what it consists of; the group ends it.
-        make_part: makes a group of some of its ranks, with this name, timeout and options.
+        core: the group's parts, which the group closes.
+        make_subgroup: makes a group of some of this group's ranks, with this name, timeout and options. All of
+            these ranks call it together.
     """
 
     def __init__(
         self,
         core: GroupCore,
-        make_part: "Callable[[Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
+        make_subgroup: "Callable[[Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
     ) -> None:
         super().__init__(core.rank, core.size)
         self._core = core
-        self._make_part = make_part
-        self._barrier = StoreBarrier(core.store, core.rank, core.global_ranks)
-        self._finalizer = weakref.finalize(self, core.hand_over)
-        self._finalizer.atexit = False  # a process that ends says goodbye by itself
+        self._make_subgroup = make_subgroup
+        self._store_barrier = StoreBarrier(core.store, core.rank, core.global_ranks)
+        self._finalizer = weakref.finalize(self, core.close_in_background)
+        self._finalizer.atexit = False  # at interpreter exit the failure detector tells the other ranks
 
     def engine(self, device_type: str) -> Engine:
-        """That of a type of device, which is made when it is first asked for: all ranks must do so together."""
+        """Returns the engine for a type of device.
+
+        The first call for a device makes the engine, so all ranks must make that call together.
+        """
         return self._core.engine(device_type)
 
     def start(self, call: CollectiveCall) -> GroupWork | None:
-        """Has the engine of the tensors' device do what was called for.
+        """Starts an operation on the engine of the tensors' device.
 
-        Returns None if the caller wanted to wait at once: that has been done.
+        Returns None if the caller asked to wait; the operation is then done.
         """
         pending = self._core.start(call)
-        if call.now:
+        if call.options.is_sync:
             return None
-        devices = _devices(call) if self._core.engine(call.device.type).uses_streams else ()
+        devices = _accelerators(call) if self._core.engine(call.device.type).uses_streams else ()
         return GroupWork(call.name, call.result, pending, devices, group=self)
 
     def abort(self) -> None:
-        """Ends all that is in flight with GroupAbortedError, on this rank; the others notice that it is gone."""
+        """Ends this rank's operations in flight with GroupAbortedError. The other ranks notice that it left."""
         self._core.abort()
 
     def shutdown(self) -> None:
-        """Gives back what the group holds. What is still in flight ends with GroupAbortedError."""
+        """Releases what the group holds. Operations still in flight raise GroupAbortedError."""
         self._finalizer.detach()
         self._core.shutdown()
 
-    def at_end(self, function: Callable[[], None]) -> None:
-        """Has `function` called once when the group has shut down, or after its last reference has gone."""
-        self._core.at_end(function)
+    def add_close_callback(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once the group has shut down, or has ended after its last reference was dropped."""
+        self._core.add_close_callback(callback)
 
-    def record(self) -> dict[str, Any]:
-        """What the flight recorder has, as JSON."""
-        return self._core.record()
+    def flight_record(self) -> dict[str, Any]:
+        """Returns the group and the last operations in its flight recorder, as JSON values."""
+        return self._core.flight_record()
 
-    # What torch asks of a group.
+    # Methods and properties that torch calls.
 
     @property
     def options(self) -> GroupOptions:
-        """How it behaves."""
+        """The options with which the group was made."""
         return self._core.options
 
-    def split_group(  # type: ignore[override]  # there is None where a rank is in no part
+    def split_group(  # type: ignore[override]  # returns None on ranks that are not in the new group
         self,
         ranks: Sequence[int],
         timeout: timedelta | None = None,
@@ -97,102 +102,108 @@ class ProcessGroup(OwnBackend):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> "ProcessGroup | None":
-        """Makes a group of some ranks, which all of them call; None on others.
-
-        What torch.distributed.split_group calls.
+        """Makes a group of some of this group's ranks, which all of them must call. torch's split_group calls it.
 
         Args:
-            ranks: as this group numbers them.
-            timeout: of its operations; this group's if None.
-            opts: this group's if None.
-            group_name: not used before in this group.
-            group_desc: what it is for.
-            device_types: what it is for; those of this group if None. Engines are made when they are used.
+            ranks: ranks in this group.
+            timeout: default timeout of the new group's operations; this group's if None.
+            opts: this group's options if None.
+            group_name: a name that no other part of this group has had.
+            group_desc: a description for people.
+            device_types: devices of the new group's tensors; this group's if None. Engines are made on first use.
+
+        Returns:
+            The new group; None on ranks that are not in it.
         """
         if self.rank() not in ranks:
             return None
         name = group_name or f"part {sorted(ranks)} of {self._core.name}"
-        part = self._make_part(ranks, name, timeout or self._core.timeout, opts or self._core.options)
-        part._set_group_name(name)
-        part._set_group_desc(group_desc or "undefined")
-        part.expected_devices = self._device_types if device_types is None else device_types
-        return part
+        subgroup = self._make_subgroup(ranks, name, timeout or self._core.timeout, opts or self._core.options)
+        subgroup._set_group_name(name)
+        subgroup._set_group_desc(group_desc or "undefined")
+        subgroup.expected_devices = self._device_types if device_types is None else device_types
+        return subgroup
 
     def monitored_barrier(
         self,
         timeout: Timeout | None = None,
         wait_all_ranks: bool = False,
     ) -> None:
-        """Returns once all ranks have called it, as barrier does, but goes through the group's store.
+        """Waits until all ranks have called it, as barrier does, but through the group's store.
 
         Args:
-            timeout: a timedelta or seconds; that of the group if None.
-            wait_all_ranks: the error on rank 0 names all missing ranks in torch's words as well.
+            timeout: a timedelta or seconds; the group's timeout if None.
+            wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording
+                too.
 
         Raises:
-            CollectiveTimeoutError: ranks did not come in time; it names every one, on all ranks that came.
+            CollectiveTimeoutError: ranks did not reach the barrier in time. Raised on all ranks that did; it names
+                every absent rank.
         """
-        self._barrier.wait(
-            self.timeout.total_seconds() if timeout is None else to_seconds(timeout), all_ranks=wait_all_ranks
-        )
+        timeout_s = self.timeout.total_seconds() if timeout is None else to_seconds(timeout)
+        self._store_barrier.wait(timeout_s, wait_all_ranks=wait_all_ranks)
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has called."""
-        return self._core.collectives()
+        """Returns how many collectives this rank has called."""
+        return self._core.collective_count()
 
     def _wait_for_pending_works(self) -> None:
-        """Waits for what is in flight, but for receives, however it ends."""
-        self._core.wait_for_all()
+        """Waits until the operations in flight, except receives, have finished, successfully or not."""
+        self._core.wait_for_operations()
 
     @property
     def timeout(self) -> timedelta:
-        """How long operations may take that do not say it themselves."""
+        """Default timeout of operations."""
         return self._core.timeout
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The number that each rank of the group has in the default group; errors name ranks so."""
+        """The rank in the default group of each rank of this group. Errors name ranks by it."""
         return self._core.global_ranks
 
     def getBackendName(self) -> str:  # noqa: N802
-        """What it is registered as."""
+        """Returns the name under which the group's backend is registered."""
         return self._core.backend
 
     def get_group_store(self) -> TorchStore:
-        """The store that the ranks met through."""
+        """Returns the store of this group."""
         return self._core.store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations may take that do not say it themselves."""
+        """Sets the default timeout of later operations.
+
+        Raises:
+            ValueError: `timeout` is not positive.
+        """
         if timeout <= timedelta(0):
             raise ValueError(f"the timeout is {timeout}: give a positive timedelta")
         self._core.set_timeout(timeout)
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """The name by which torch knows it."""
+        """The name under which torch registers the group."""
         return self._core.name
 
     @property
     def group_desc(self) -> str:
-        """What it is for, as its maker said."""
+        """The description that was given when the group was made."""
         return self._core.description
 
     def getGroupName(self) -> str:  # noqa: N802
-        """As group_name; torch's C++ asks so."""
+        """Returns `group_name`, for torch's C++."""
         return self._core.name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """As group_desc; torch's C++ asks so."""
+        """Returns `group_desc`, for torch's C++."""
         return self._core.description
 
     def _set_group_name(self, name: str) -> None:
-        self._core.name = name
+        self._core.set_name(name)
 
     def _set_group_desc(self, description: str) -> None:
         self._core.description = description
 
 
-def _devices(call: CollectiveCall) -> list[torch.device]:
-    """Those with streams that its tensors are on."""
+def _accelerators(call: CollectiveCall) -> list[torch.device]:
+    """Returns the devices of the call's tensors that have streams."""
     return list({tensor.device for tensor in (*call.inputs, *call.outputs) if tensor.device.type != "cpu"})

@@ -1,7 +1,8 @@
-"""Events of profilers: every operation is one, as torch's own groups record it.
+"""Profiler events: every operation is an event of torch's profiler, as torch's own groups record it.
 
-It has the backend's name (`gradwire_gloo:all_reduce`) and the shapes of the tensors, lasts until the operation is
-over, and counts as asynchronous, for which profilers take what ends on another thread than it began on.
+An event is named by backend and operation (`gradwire_gloo:all_reduce`) and has the shapes of the tensors. It lasts
+until the operation is done, and counts as asynchronous, which profilers assume of events that end on another
+thread than they began on.
 """
 
 import threading
@@ -10,12 +11,12 @@ from contextlib import contextmanager
 from typing import final
 
 from ..torch_internals import begin_profiler_event, enable_record_function
-from .call import CollectiveCall
+from .collective_call import ANY_RANK, CollectiveCall
 from .engines.base import PendingOperation
 
 __all__ = ["OperationEvent"]
 
-_NAMES = {
+_EVENT_NAMES = {
     "all_gather_coalesced": "all_gather",
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_coalesced": "all_gather",
@@ -24,36 +25,36 @@ _NAMES = {
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
 }
-"""What torch's own groups call operations that are forms of others."""
+"""Names under which torch's own groups record operations that are variants of others."""
 
 
-def _name(call: CollectiveCall) -> str:
-    if call.name == "recv" and call.peer == -1:
+def _event_name(call: CollectiveCall) -> str:
+    if call.name == "recv" and call.peer == ANY_RANK:
         return "recvAnySource"
     if call.name == "all_reduce" and call.inputs[0].is_sparse:
         return "sparse_all_reduce"
-    return _NAMES.get(call.name, call.name)
+    return _EVENT_NAMES.get(call.name, call.name)
 
 
 @final
 class OperationEvent:
-    """The event of one operation. It begins when it is made.
+    """The profiler event of one operation. It begins when it is constructed.
 
     Args:
-        backend: by which the group is registered.
+        backend: name under which the backend of the operation's engine is registered.
         call: the operation.
     """
 
     def __init__(self, backend: str, call: CollectiveCall) -> None:
-        name = f"{backend}:{_name(call)}"
+        name = f"{backend}:{_event_name(call)}"
         tensors = call.outputs if call.name == "recv" else call.inputs
-        self._ending = threading.Lock()
-        self._over = begin_profiler_event(name, tensors)
-        self._ended = False
+        self._lock = threading.Lock()
+        self._end_future = begin_profiler_event(name, tensors)
+        self._has_ended = False
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keeps what this thread does meanwhile out of the profile, such as what a library records for itself."""
+    def without_nested_events(self) -> Iterator[None]:
+        """Records no events of this thread in the `with` block, such as those that torch's Gloo records itself."""
         enable_record_function(False)  # noqa: FBT003  # torch takes it by position
         try:
             yield
@@ -61,56 +62,58 @@ class OperationEvent:
             enable_record_function(True)  # noqa: FBT003
 
     def end(self) -> None:
-        """Ends it. Repeating it does nothing."""
-        with self._ending:
-            if not self._ended:
-                self._ended = True
+        """Ends the event. Further calls do nothing."""
+        with self._lock:
+            if not self._has_ended:
+                self._has_ended = True
                 thread = threading.Thread(
-                    target=self._over.set_result, args=(None,), name="gradwire-profile", daemon=True
+                    target=self._end_future.set_result, args=(None,), name="gradwire-profile", daemon=True
                 )
                 thread.start()
                 thread.join()
 
-    def follow(self, pending: PendingOperation, *, message: bool) -> PendingOperation:
-        """Ends with an operation; gives what is to be used instead of it.
+    def end_with(self, pending: PendingOperation, *, is_point_to_point: bool) -> PendingOperation:
+        """Ends the event when an operation is done.
 
-        message: it is over only when somebody asks, and nobody is to be made to ask.
+        Args:
+            pending: the operation.
+            is_point_to_point: end the event only when somebody asks for the operation: Gloo completes sends and
+                receives only then, so a callback would make a thread ask.
+
+        Returns:
+            The operation to use in place of `pending`.
         """
-        if not message:
+        if not is_point_to_point:
             pending.on_done(self.end)
-        return _Recorded(pending, self.end)
+        return _ProfiledOperation(pending, self.end)
 
 
 @final
-class _Recorded:
-    """An operation whose event has ended before anybody sees that it is over."""
+class _ProfiledOperation:
+    """An operation whose profiler event ends before anybody sees the operation as done."""
 
-    def __init__(self, pending: PendingOperation, end: Callable[[], None]) -> None:
+    def __init__(self, pending: PendingOperation, end_event: Callable[[], None]) -> None:
         self._pending = pending
-        self._end = end
+        self._end_event = end_event
 
     def wait(self, timeout: float | None) -> None:
-        """Waits for it; see Pending."""
         try:
             self._pending.wait(timeout)
-        except TimeoutError:  # it goes on
+        except TimeoutError:  # the operation goes on
             raise
         except BaseException:
-            self._end()
+            self._end_event()
             raise
-        self._end()
+        self._end_event()
 
     def done(self) -> bool:
-        """Is it over, well or badly?"""
-        over = self._pending.done()
-        if over:
-            self._end()
-        return over
+        is_done = self._pending.done()
+        if is_done:
+            self._end_event()
+        return is_done
 
     def source(self) -> int:
-        """Of a receive that is done: the rank that sent."""
         return self._pending.source()
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once when it is over, at once if it is."""
         self._pending.on_done(callback)

@@ -1,4 +1,4 @@
-"""Reductions: what they are called, which dtypes allow them, and how one process computes them."""
+"""Reductions: their names, the dtypes that they support, and how one process computes them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ _NAMES = {
 @final
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How tensors are put together.
+    """A reduction of tensors to one.
 
     name: `"sum"`, `"avg"`, `"product"`, `"min"`, `"max"`, `"band"`, `"bor"`, `"bxor"` or `"premul_sum"`.
-    factor: of premul_sum: what each rank's tensor is multiplied with first; a number or a tensor of one element.
+    factor: for premul_sum: each rank's tensor is multiplied by it first; a number or a tensor of one element.
     """
 
     name: str
@@ -30,28 +30,28 @@ class Reduction:
 
     @staticmethod
     def of(op: Any) -> "Reduction":
-        """That of a torch.distributed.ReduceOp."""
+        """Returns the reduction of a torch.distributed.ReduceOp."""
         reduction = _PLAIN[int(getattr(op, "op", op))]
         return Reduction("premul_sum", op.__getstate__()[1]) if reduction.name == "premul_sum" else reduction
 
-    def refuses(self, dtype: torch.dtype) -> str | None:
-        """Why tensors of this dtype cannot be reduced so; None if they can."""
+    def unsupported_reason(self, dtype: torch.dtype) -> str | None:
+        """Returns why tensors of this dtype cannot be reduced this way; None if they can."""
         floating = dtype.is_floating_point or dtype.is_complex
         if self.name in {"band", "bor", "bxor"} and floating:
-            return "bits of integers and bools can be combined, those of other numbers cannot"
+            return "bitwise reductions are for integers and bools only"
         if self.name in {"min", "max", "product"} and dtype.is_complex:
-            return "complex numbers have no order, and torch refuses their products"
+            return "complex numbers have no order, and torch does not support their products"
         if self.name in {"avg", "premul_sum"} and dtype == torch.bool:
-            return "bools have no average and no multiples"
+            return "bools cannot be averaged or multiplied by a factor"
         if self.name == "premul_sum" and not floating:
-            return "the products need not be integers"
+            return "the product of an integer and the factor may not be an integer"
         if dtype.is_floating_point and dtype.itemsize == 1 and dtype not in _FLOAT8:
-            return "numbers of this format cannot be added"
+            return "torch cannot add numbers of this format"
         return None
 
 
 _PLAIN = {number: Reduction(name) for number, name in _NAMES.items()}
-"""Made once: this is asked for with every call."""
+"""By the number of torch's operation. Made once, since every call needs one."""
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
@@ -68,14 +68,17 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""torch computes little with these. Sums, products and bits are the same on the signed integers of their size."""
+"""Signed dtypes on which sums, products and bits are the same, for dtypes that torch hardly computes with."""
 
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""Where their order is the same."""
+"""Wider signed dtypes, on which the order is the same too."""
 
 
 def combine(reduction: Reduction, first: Tensor, second: Tensor, out: Tensor) -> None:
-    """`out` becomes the reduction of two tensors of its shape and dtype; it may be one of them."""
+    """Reduces two tensors into `out`, which has their shape and dtype and may be one of them.
+
+    avg and premul_sum add here; `prepare` and `finish` do the rest.
+    """
     function, dtype = _FUNCTIONS[reduction.name], out.dtype
     if dtype in _SIGNED:
         if reduction.name not in {"min", "max"}:
@@ -84,10 +87,10 @@ def combine(reduction: Reduction, first: Tensor, second: Tensor, out: Tensor) ->
         elif dtype in _WIDER:
             wider = _WIDER[dtype]
             out.copy_(function(first.to(wider), second.to(wider)))
-        else:  # with the highest bit turned over, signed integers are ordered as unsigned ones
-            turn = torch.iinfo(torch.int64).min
-            turned = function(first.view(torch.int64) ^ turn, second.view(torch.int64) ^ turn)
-            torch.bitwise_xor(turned, turn, out=out.view(torch.int64))
+        else:  # with the highest bit flipped, signed integers are ordered as unsigned ones
+            highest = torch.iinfo(torch.int64).min
+            flipped = function(first.view(torch.int64) ^ highest, second.view(torch.int64) ^ highest)
+            torch.bitwise_xor(flipped, highest, out=out.view(torch.int64))
     elif dtype.is_floating_point and dtype.itemsize == 1:
         out.copy_(function(first.float(), second.float()))
     else:
@@ -95,17 +98,17 @@ def combine(reduction: Reduction, first: Tensor, second: Tensor, out: Tensor) ->
 
 
 def prepare(reduction: Reduction, tensor: Tensor) -> None:
-    """What each rank does to its tensor before it is combined with the others'."""
+    """Multiplies a rank's tensor by the factor of premul_sum, in place, before it is combined with others."""
     if reduction.factor is not None:
         tensor.copy_(tensor * reduction.factor)
 
 
 def finish(reduction: Reduction, tensor: Tensor, size: int) -> None:
-    """What is done to the combination of `size` tensors. Averages of integers are rounded towards zero."""
+    """Divides the sum of `size` tensors in place, for avg. Averages of integers are rounded towards zero."""
     if reduction.name != "avg":
         return
     dtype = tensor.dtype
-    if dtype == torch.complex32:  # which torch does not divide
+    if dtype == torch.complex32:  # torch does not divide it
         tensor.copy_(tensor.to(torch.complex64) / size)
     elif dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
         tensor.div_(size)
@@ -113,7 +116,7 @@ def finish(reduction: Reduction, tensor: Tensor, size: int) -> None:
         tensor.copy_(tensor.float() / size)
     elif dtype in _WIDER:
         tensor.copy_(tensor.to(_WIDER[dtype]).div_(size, rounding_mode="trunc"))
-    elif dtype in _SIGNED:  # which numpy divides
+    elif dtype in _SIGNED:  # torch does not divide it, numpy does
         numbers = tensor.numpy()
         numbers //= size
     else:

@@ -1,4 +1,4 @@
-"""How a worker finds its group: from a URL, the environment or a store, to (store, rank, world size)."""
+"""Rendezvous: finds a worker's group from a URL, the environment or a store, as (store, rank, world size)."""
 
 import os
 from collections.abc import Callable
@@ -10,8 +10,9 @@ import torch.distributed
 
 from ..errors import RendezvousError, RendezvousNetworkError, StoreError, StoreNetworkError
 from .addresses import format_address, require_trusted
+from .registration import GroupKind, Registration
 from .rendezvous_url import StoreAddress, parse_url
-from .start_barrier import Claim, Purpose, StartBarrier
+from .start_barrier import StartBarrier
 from .stores.base import DEFAULT_TIMEOUT, Timeout, to_seconds
 from .stores.file import FileStore
 from .stores.prefix import PrefixStore
@@ -20,20 +21,20 @@ from .torch_types import TorchStore, TorchTCPStore
 
 __all__ = ["Rendezvous", "rendezvous"]
 
-RIVAL_SECONDS = 1.0
-"""How long a rank 0 that cannot listen looks for another rank 0 that does."""
+RANK_CONFLICT_TIMEOUT_S = 1.0
+"""Seconds for which a rank 0 that cannot host the store looks for another rank 0 that does."""
 
-_DIRECT = Purpose(consent="pass insecure=True to gradwire.c10d.rendezvous")
+_DEFAULT_KIND = GroupKind(how_to_allow="pass insecure=True to gradwire.c10d.rendezvous")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where a worker meets its group, and which of them it is.
+    """A worker's store, rank and world size.
 
     store: shared by all workers of the group.
-    rank: this worker's number, from 0 to world_size - 1. In a dynamic group any, or -1 if nobody has said.
-    world_size: how many workers the group has; None if it is dynamic.
+    rank: this worker's rank, from 0 to world_size - 1. In a dynamic group any number, or -1 if none was given.
+    world_size: number of workers; None for a dynamic group.
     """
 
     store: TorchStore
@@ -43,18 +44,18 @@ class Rendezvous:
     _barrier: StartBarrier | None = field(default=None, repr=False, compare=False)
 
     def wait_for_all(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Waits until all workers of a static group have come here. In a dynamic group it does nothing.
+        """Waits until all workers of a static group have called this. In a dynamic group it does nothing.
 
-        A wait of 10 s and more is logged at level WARNING, with the ranks that are missing.
+        While the wait takes more than 10 s, warnings in the log name the missing ranks.
 
         Raises:
-            RendezvousError: some did not come in time, or contradict each other; everybody raises the same.
+            RendezvousError: workers are missing after `timeout`, or conflict with each other. All raise the same.
         """
         if self._barrier is not None:
             self._barrier.wait("", to_seconds(timeout))
 
     def close(self) -> None:
-        """Closes what rendezvous opened, but not a store that it was given. Doing it again does nothing."""
+        """Closes the store, unless it was given to `rendezvous`. Further calls do nothing."""
         self._close()
 
 
@@ -68,9 +69,9 @@ def rendezvous(
     insecure: bool = False,
     dynamic: bool = False,
     name: str = "",
-    purpose: Purpose = _DIRECT,
+    kind: GroupKind = _DEFAULT_KIND,
 ) -> Rendezvous:
-    """Finds the group of this worker. It does not wait for the others: see `Rendezvous.wait_for_all`.
+    """Finds the group of this worker. Does not wait for the other workers; see `Rendezvous.wait_for_all`.
 
     Args:
         url: one of
@@ -80,21 +81,22 @@ def rendezvous(
             - `tcp://host:port?rank=0&world_size=2`: rank 0 hosts a TCPStore there;
             - `file:///path?rank=0&world_size=2`: a FileStore.
 
-            Of rank and world_size, the URL or the argument may say either, or both the same.
-        rank: this worker's; -1 or None to take it from the URL or the environment.
-        world_size: the group's; -1 or None likewise.
-        store: meet through this torch.distributed.Store instead of a URL. It stays open.
-        timeout: how long to try, and the timeout of the store that is opened.
-        insecure: allow addresses that are not loopback ones, though there are no credentials.
-        dynamic: if nobody says the world size, the group is a dynamic one, whose members come and go. With a
-            tcp URL, the member with rank 0 hosts the store and must stay as long as others join.
-        name: what to call this worker in errors, beside its rank.
-        purpose: what kind of group it is.
+            Rank and world size may be in the URL or in the arguments. If they are in both, they must be equal.
+        rank: this worker's rank; -1 or None to take it from the URL or the environment.
+        world_size: number of workers; -1 or None to take it from the URL or the environment.
+        store: a torch.distributed.Store to use instead of a URL. It stays open.
+        timeout: how long to try to reach the store, and the default timeout of the store's operations.
+        insecure: allow addresses that are not loopback addresses, without credentials.
+        dynamic: make the group dynamic if no world size is given: its members may join and leave at any time. With
+            a tcp URL, the member with rank 0 hosts the store, and must stay as long as others join.
+        name: the worker's name, for messages.
+        kind: the kind of the group.
 
     Raises:
-        RendezvousError: the URL, the environment and the arguments do not say where and who, or contradict
-            each other; no store could be opened there; another worker has this rank or another world size, which
-            then all raise.
+        RendezvousError: URL, environment and arguments are incomplete or contradict each other; the store cannot
+            be opened; another worker has the same rank or was given another world size, which then all workers
+            raise.
+        TypeError: `store` is not a torch.distributed.Store.
     """
     seconds = to_seconds(timeout)
     if store is not None:
@@ -102,40 +104,40 @@ def rendezvous(
             raise RendezvousError(f"both url={url!r} and a store were given: give one of them")
         if not isinstance(store, TorchStore):
             raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
-        place = StoreAddress("the store", "store").with_identity(rank, world_size).checked(dynamic=dynamic)
-        return _register(place, store, lambda: None, name, purpose)
-    place = parse_url("env://" if url is None else url).with_identity(rank, world_size)
-    place = place.from_environment(os.environ, dynamic=dynamic).checked(dynamic=dynamic)
-    if place.host:
-        doing = "hosting a store on" if place.rank == 0 and place.launcher_attempt is None else "meeting at"
-        _require_trusted(place, insecure, doing, purpose)
+        address = StoreAddress("the store", "store").with_identity(rank, world_size).checked(dynamic=dynamic)
+        return _register(address, store, lambda: None, name, kind)
+    address = parse_url("env://" if url is None else url).with_identity(rank, world_size)
+    address = address.from_environment(os.environ, dynamic=dynamic).checked(dynamic=dynamic)
+    hosts_store = address.rank == 0 and bool(address.host) and address.launcher_attempt is None
+    if address.host:
+        _require_trusted(address, insecure, "hosting a store on" if hosts_store else "connecting to", kind)
     try:
-        met, close = _open(place, seconds, insecure)
+        opened, close = _open(address, seconds, insecure)
     except StoreError as error:
-        if place.rank == 0 and place.host and place.launcher_attempt is None:
-            _contradict_rival(place, insecure, name, purpose)
-        hint = _TORCH_IS_THERE if place.rank == 0 and torch.distributed.is_initialized() else ""
-        kind = RendezvousNetworkError if isinstance(error, StoreNetworkError) else RendezvousError
-        raise kind(f"rank {place.rank} cannot meet its group at {place.url}: {error}{hint}") from error
+        if hosts_store:
+            _report_rank_conflict(address, insecure, name, kind)
+        hint = _TORCH_STORE_HINT if address.rank == 0 and torch.distributed.is_initialized() else ""
+        error_class = RendezvousNetworkError if isinstance(error, StoreNetworkError) else RendezvousError
+        raise error_class(f"rank {address.rank} cannot join its group at {address.url}: {error}{hint}") from error
     try:
-        return _register(place, met, close, name, purpose)
+        return _register(address, opened, close, name, kind)
     except BaseException:
         close()
         raise
 
 
-def _open(place: StoreAddress, seconds: float, insecure: bool) -> tuple[TorchStore, Callable[[], None]]:
-    """The store of a place, and how to close it."""
-    if place.path is not None:
-        file = FileStore(place.path, place.world_size, timeout=seconds)
+def _open(address: StoreAddress, seconds: float, insecure: bool) -> tuple[TorchStore, Callable[[], None]]:
+    """Opens the store at an address. Returns it, and a function that closes it."""
+    if address.path is not None:
+        file = FileStore(address.path, address.world_size, timeout=seconds)
         return file, file.close
-    if place.launcher_attempt is not None:
-        return _open_launcher_store(place, seconds)
+    if address.launcher_attempt is not None:
+        return _open_launcher_store(address, seconds)
     tcp = TCPStore(
-        place.host,
-        place.port,
-        # Rank 0 does not wait for the others here: those that are in the wrong place are to hear it at once.
-        is_master=place.rank == 0,
+        address.host,
+        address.port,
+        # Rank 0 does not wait for the other workers here, so that those with wrong settings hear of it at once.
+        is_master=address.rank == 0,
         timeout=seconds,
         wait_for_workers=False,
         insecure=insecure,
@@ -143,61 +145,63 @@ def _open(place: StoreAddress, seconds: float, insecure: bool) -> tuple[TorchSto
     return tcp, tcp.close
 
 
-def _require_trusted(place: StoreAddress, insecure: bool, doing: str, purpose: Purpose) -> None:
+def _require_trusted(address: StoreAddress, insecure: bool, action: str, kind: GroupKind) -> None:
     try:
-        require_trusted(place.host, insecure=insecure, doing=doing, consent=purpose.consent)
+        require_trusted(address.host, insecure=insecure, action=action, how_to_allow=kind.how_to_allow)
     except StoreError as error:
-        raise RendezvousError(f"rank {place.rank} cannot meet its group at {place.url}: {error}") from error
+        raise RendezvousError(f"rank {address.rank} cannot join its group at {address.url}: {error}") from error
 
 
-def _open_launcher_store(place: StoreAddress, seconds: float) -> tuple[TorchStore, Callable[[], None]]:
+def _open_launcher_store(address: StoreAddress, seconds: float) -> tuple[TorchStore, Callable[[], None]]:
+    """Opens this attempt's part of torchrun's store. Returns it, and a function that closes it."""
     try:
-        agent_store = TorchTCPStore(
-            place.host,
-            place.port,
+        launcher_store = TorchTCPStore(
+            address.host,
+            address.port,
             is_master=False,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
         )
     except RuntimeError as error:
-        where = format_address(place.host, place.port)
+        where = format_address(address.host, address.port)
         raise StoreNetworkError(
             f"torchrun's store does not answer on {where}: {str(error).splitlines()[0]}"
         ) from error
-    # The launcher's store outlives the workers: a restarted group must not read what its predecessor wrote.
-    attempt = PrefixStore(f"gradwire/attempt/{place.launcher_attempt}", agent_store)
+    # The launcher's store outlives the workers: a restarted group must not read what the previous one wrote.
+    attempt = PrefixStore(f"gradwire/attempt/{address.launcher_attempt}", launcher_store)
     return attempt, attempt.close
 
 
 def _register(
-    place: StoreAddress, store: TorchStore, close: Callable[[], None], name: str, purpose: Purpose
+    address: StoreAddress, store: TorchStore, close: Callable[[], None], name: str, kind: GroupKind
 ) -> Rendezvous:
-    """Says in the store who this is, and reads there whether somebody contradicts."""
-    claim = Claim(name=name, rank=place.rank, world_size=place.world_size)
-    barrier = StartBarrier(store, claim, purpose)
+    """Registers this worker in the store, and raises if another worker conflicts with it."""
+    registration = Registration(name=name, rank=address.rank, world_size=address.world_size)
+    barrier = StartBarrier(store, registration, kind)
     try:
         barrier.register()
     except RendezvousError:
         raise
     except RuntimeError as error:
-        raise RendezvousError(f"{claim} cannot use {place.url}: {str(error).splitlines()[0]}") from error
-    dynamic = place.world_size == -1
+        raise RendezvousError(f"{registration} cannot use {address.url}: {str(error).splitlines()[0]}") from error
+    is_dynamic = address.world_size == -1
     return Rendezvous(
-        store, place.rank, None if dynamic else place.world_size, close, None if dynamic else barrier
+        store, address.rank, None if is_dynamic else address.world_size, close, None if is_dynamic else barrier
     )
 
 
-def _contradict_rival(place: StoreAddress, insecure: bool, name: str, purpose: Purpose) -> None:
-    """A rank 0 that cannot host the store looks whether another one does, and then tells everybody so."""
+def _report_rank_conflict(address: StoreAddress, insecure: bool, name: str, kind: GroupKind) -> None:
+    """On a rank 0 that cannot host the store: reports a conflict if another rank 0 hosts one there."""
     try:
-        store = TCPStore(place.host, place.port, timeout=RIVAL_SECONDS, insecure=insecure)
+        store = TCPStore(address.host, address.port, timeout=RANK_CONFLICT_TIMEOUT_S, insecure=insecure)
     except StoreError:
         return
     with store:
-        StartBarrier(store, Claim(name=name, rank=0, world_size=place.world_size), purpose).check_rival()
+        registration = Registration(name=name, rank=0, world_size=address.world_size)
+        StartBarrier(store, registration, kind).check_rank_conflict()
 
 
-_TORCH_IS_THERE = (
-    ". torch.distributed is initialized in this process: if it meets at this address, choose another port, or "
-    "pass the store that it was given as store="
+_TORCH_STORE_HINT = (
+    ". torch.distributed is initialized in this process: if its store is at this address, choose another port, or "
+    "pass that store as store="
 )

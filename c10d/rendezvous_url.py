@@ -1,4 +1,4 @@
-"""Reading rendezvous URLs, and completing them from arguments and the environment."""
+"""Parses rendezvous URLs, and completes them from arguments and the environment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,26 +9,27 @@ from ..errors import RendezvousError
 
 __all__ = ["StoreAddress", "parse_url"]
 
-_FORMS = {
+_EXAMPLES = {
     "env": "env://",
     "tcp": "tcp://host:port?rank=0&world_size=2",
     "file": "file:///absolute/path?rank=0&world_size=2",
 }
 
-
-_YES = {"true", "1"}
-"""torchrun writes "True"; people write others."""
+_TRUE_VALUES = {"true", "1"}
+"""torchrun sets the variable to "True"; people also set it to "1"."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where a group meets, and what is known of who this worker is.
+    """The address of a group's store, and this worker's rank and the world size as far as they are known.
 
-    url: for messages. scheme: env, tcp, file or store.
-    rank, world_size: -1 while not known.
-    host, port: of a TCP store. path: of a file.
-    launcher_attempt: how often torchrun has restarted the group, if its store is to be used.
+    url: for messages.
+    scheme: `"env"`, `"tcp"`, `"file"` or `"store"`.
+    rank, world_size: -1 while unknown.
+    host, port: of a TCP store.
+    path: of a file store.
+    launcher_attempt: how often torchrun has restarted the group, if its store is to be used; else None.
     """
 
     url: str
@@ -41,17 +42,24 @@ class StoreAddress:
     launcher_attempt: str | None = None
 
     def with_identity(self, rank: int | None, world_size: int | None) -> "StoreAddress":
-        """This place with what the caller's arguments say; they may not contradict the URL."""
+        """Adds the rank and world size that the caller has passed; -1 or None for those not passed.
+
+        Raises:
+            RendezvousError: they contradict the URL, or are not valid.
+        """
         return replace(
             self,
-            rank=self._agree("rank", self.rank, rank),
-            world_size=self._agree("world_size", self.world_size, world_size),
+            rank=self._combine("rank", self.rank, rank),
+            world_size=self._combine("world_size", self.world_size, world_size),
         )
 
     def from_environment(self, environment: Mapping[str, str], *, dynamic: bool = False) -> "StoreAddress":
-        """An `env://` place with the rest of what it needs; others as they are.
+        """Completes an `env://` address from environment variables; returns other addresses unchanged.
 
-        For a dynamic group, RANK and WORLD_SIZE need not be there.
+        RANK and WORLD_SIZE are optional if the group may be dynamic.
+
+        Raises:
+            RendezvousError: variables are missing or not valid.
         """
         if self.scheme != "env":
             return self
@@ -68,7 +76,7 @@ class StoreAddress:
                 f"{self.url} needs the environment variables {', '.join(missing)}, which are not set: set "
                 "them, start the workers with torchrun, or give another URL (or rank= and world_size=)"
             )
-        launched = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in _YES
+        launched = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in _TRUE_VALUES
         return replace(
             self,
             rank=_integer("RANK", environment) if self.rank < 0 else self.rank,
@@ -79,63 +87,67 @@ class StoreAddress:
         )
 
     def checked(self, *, dynamic: bool = False) -> "StoreAddress":
-        """This place, whose rank and world size are known and fit together; or the group is a dynamic one."""
+        """Returns this address after checking that rank and world size are known, if the group is not dynamic.
+
+        Raises:
+            RendezvousError: they are not known, or the rank is not less than the world size.
+        """
         if dynamic and self.world_size == -1:
             return self
         unknown = [name for name in ("rank", "world_size") if getattr(self, name) < 0]
         if unknown:
-            way = "" if self.scheme == "store" else f", or use {_FORMS[self.scheme]}"
+            alternative = "" if self.scheme == "store" else f", or use {_EXAMPLES[self.scheme]}"
             raise RendezvousError(
                 f"{self.url} does not say {' and '.join(unknown)}: "
-                f"pass {' and '.join(f'{name}=' for name in unknown)}{way}"
+                f"pass {' and '.join(f'{name}=' for name in unknown)}{alternative}"
             )
         if not 0 <= self.rank < self.world_size:
             raise RendezvousError(
-                f"rank {self.rank} does not fit into world_size {self.world_size}: ranks go from 0 to "
-                "world_size - 1"
+                f"rank {self.rank} does not fit into world_size {self.world_size}: ranks are 0 to world_size - 1"
             )
         return self
 
-    def _agree(self, name: str, said: int, given: object) -> int:
+    def _combine(self, name: str, in_url: int, given: object) -> int:
+        """Returns the value of the URL or of the argument."""
         if given is None or given == -1:
-            return said
+            return in_url
         if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-            raise RendezvousError(f"{name} is {given!r}: give an int from 0 on")
-        if said not in (-1, given):
+            raise RendezvousError(f"{name} is {given!r}: give an int of 0 or more")
+        if in_url not in (-1, given):
             raise RendezvousError(
-                f"{self.url} says {name}={said} and the argument says {name}={given}: drop one of them"
+                f"{self.url} says {name}={in_url} and the argument says {name}={given}: drop one of them"
             )
         return given
 
 
 def parse_url(url: str) -> StoreAddress:
-    """Reads a rendezvous URL.
+    """Parses a rendezvous URL.
 
     Raises:
-        RendezvousError: it is not one.
+        RendezvousError: it is not valid; the message shows the valid forms.
     """
     try:
         parts = urlsplit(url)
         scheme = parts.scheme
     except ValueError as error:
         raise _malformed(url, str(error)) from None
-    if scheme not in _FORMS:
-        raise _malformed(url, f"it has no scheme of {', '.join(_FORMS)}")
+    if scheme not in _EXAMPLES:
+        raise _malformed(url, f"it has no scheme of {', '.join(_EXAMPLES)}")
     if parts.fragment:
         raise _malformed(url, "it has a #fragment", scheme)
     numbers = _numbers(url, scheme, parts.query)
-    place = StoreAddress(url, scheme, numbers.get("rank", -1), numbers.get("world_size", -1))
+    address = StoreAddress(url, scheme, numbers.get("rank", -1), numbers.get("world_size", -1))
     if scheme == "env":
         if parts.netloc or parts.path:
             raise _malformed(url, "nothing but a query may follow env://", scheme)
-        return place
+        return address
     if scheme == "file":
         if parts.netloc:
             raise _malformed(url, "its path is not absolute: three slashes come before it", scheme)
         path = unquote(parts.path)
         if not path.startswith("/") or path.endswith("/") or "\0" in path:
             raise _malformed(url, "it names no file by an absolute path", scheme)
-        return replace(place, path=path)
+        return replace(address, path=path)
     if parts.path not in ("", "/") or parts.username is not None:
         raise _malformed(url, "it has more than a host and a port", scheme)
     if not parts.hostname:
@@ -143,11 +155,11 @@ def parse_url(url: str) -> StoreAddress:
     port_text = parts.netloc.rpartition(":")[2] if not parts.netloc.endswith("]") else ""
     if port_text in ("", parts.netloc):
         raise _malformed(url, "it has no port", scheme)
-    return replace(place, host=parts.hostname, port=_port(port_text, url))
+    return replace(address, host=parts.hostname, port=_port(port_text, url))
 
 
 def _numbers(url: str, scheme: str, query: str) -> dict[str, int]:
-    """The query's rank and world_size."""
+    """Returns rank and world_size from the query."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=8)
     except ValueError as error:
@@ -159,7 +171,7 @@ def _numbers(url: str, scheme: str, query: str) -> dict[str, int]:
         if name in numbers:
             raise _malformed(url, f"{name} comes twice", scheme)
         if not (text.isascii() and text.isdigit()):
-            raise _malformed(url, f"{name}={text} is not a number from 0 on", scheme)
+            raise _malformed(url, f"{name}={text} is not a number of 0 or more", scheme)
         numbers[name] = int(text)
     return numbers
 
@@ -169,19 +181,19 @@ def _integer(name: str, environment: Mapping[str, str]) -> int:
     if not text:
         return -1
     if not (text.isascii() and text.strip().isdigit()):
-        raise RendezvousError(f"the environment has {name}={text}: set it to a number from 0 on")
+        raise RendezvousError(f"the environment has {name}={text}: set it to a number of 0 or more")
     return int(text)
 
 
 def _port(text: str, where: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
         raise RendezvousError(
-            f"{where!r} has the port {text!r}: every worker must know the port, a number from 1 to 65535, as "
-            f"in {_FORMS['tcp']}"
+            f"{where!r} has the port {text!r}: it must be a number from 1 to 65535, the same on every worker, as "
+            f"in {_EXAMPLES['tcp']}"
         )
     return int(text)
 
 
 def _malformed(url: str, problem: str, scheme: str | None = None) -> RendezvousError:
-    forms = [_FORMS[scheme]] if scheme else list(_FORMS.values())
+    forms = [_EXAMPLES[scheme]] if scheme else list(_EXAMPLES.values())
     return RendezvousError(f"the rendezvous URL {url!r} is wrong: {problem}. Write it as {' or '.join(forms)}")

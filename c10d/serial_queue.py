@@ -1,8 +1,8 @@
-"""Lanes: operations of blocking engines, one after another, without a change of threads where none is needed.
+"""Queues that run operations of blocking engines one after another, without changing threads where possible.
 
-What is put on a lane is run by whoever gets to it first: the thread that waits for it, or the lane's own thread.
-Who waits at once, as synchronous calls do, runs the operation on its own thread; that saves waking another, which
-costs more than a small collective takes.
+A queued task runs on whichever thread gets to it first: one that waits for it, or the queue's own thread. A thread
+that waits at once, as synchronous calls do, runs the task itself: waking another thread costs more than a small
+collective takes.
 """
 
 import threading
@@ -12,61 +12,65 @@ from typing import Final, final
 
 __all__ = ["SerialQueue", "SerialTask"]
 
-IDLE_SECONDS = 10.0
-"""A thread with nothing to do ends after so long; the next operation that needs one starts another."""
+IDLE_TIMEOUT_S = 10.0
+"""Seconds after which an idle queue's thread ends; the next task that needs a thread starts another."""
 
 
 @final
 class SerialTask:
-    """An operation on a lane. It is a Pending (see engines.base)."""
+    """A task of a SerialQueue, which is a PendingOperation (see engines.base). Made by `SerialQueue.submit`."""
 
-    def __init__(self, lane: "SerialQueue", run: Callable[[], int | None]) -> None:
-        self._lane = lane
-        self._run: Callable[[], int | None] | None = run
-        self._over = False
+    def __init__(self, queue: "SerialQueue", function: Callable[[], int | None]) -> None:
+        self._queue = queue
+        self._function: Callable[[], int | None] | None = function
+        self._is_done = False
         self._callbacks: list[Callable[[], None]] = []
         self._source: int | None = None
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None) -> None:
-        """Waits until it is done; runs it, if nobody does and there is no limit, for that takes what it takes."""
-        if not self._over and not (timeout is None and self._lane.run_until(self)):
-            over = threading.Event()
-            self.on_done(over.set)
+        """Waits until the task is done, at most `timeout` seconds. Raises what the task raised, or TimeoutError.
+
+        Without a timeout the calling thread runs the task itself, and the tasks before it, unless another thread
+        is running the queue. With a timeout it must not: the task may take longer.
+        """
+        if not self._is_done and not (timeout is None and self._queue.run_until(self)):
+            is_done = threading.Event()
+            self.on_done(is_done.set)
             if timeout is not None:
-                self._lane.wake()
-            if not over.wait(timeout):
+                self._queue.wake_thread()
+            if not is_done.wait(timeout):
                 raise TimeoutError
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
-        """Is it over, well or badly?"""
-        return self._over
+        """Returns whether the task has finished, successfully or not."""
+        return self._is_done
 
     def source(self) -> int:
-        """Of a receive that is done: the rank that sent."""
+        """Returns the rank that sent the message of a completed receive."""
         assert self._source is not None
         return self._source
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once when it is over, at once if it is."""
-        with self._lane.changing:
-            if not self._over:
+        """Calls `callback` once the task has finished; at once if it has already."""
+        with self._queue.callbacks_lock:
+            if not self._is_done:
                 self._callbacks.append(callback)
                 return
         callback()
 
     def run(self) -> None:
-        """Runs the operation. Only the lane does this, once."""
-        run, self._run = self._run, None  # it holds the tensors
-        assert run is not None
+        """Runs the task. Only its queue calls this, once."""
+        function, self._function = self._function, None  # it refers to the tensors
+        assert function is not None
         try:
-            self._source = run()
+            self._source = function()
         except BaseException as error:
-            self._error = error.with_traceback(None)  # the frames hold the tensors
-        with self._lane.changing:
-            self._over = True
+            self._error = error.with_traceback(None)  # the frames refer to the tensors
+        with self._queue.callbacks_lock:
+            self._is_done = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -74,80 +78,93 @@ class SerialTask:
 
 @final
 class SerialQueue:
-    """Runs jobs in the order in which they were put on it, one at a time.
+    """Runs tasks in the order in which they were submitted, one at a time.
 
-    Owned by a process group. Its thread exists while there is something that nobody waits for.
+    Owned by a process group or an engine, which closes it. Its thread runs only while there are tasks that no
+    other thread waits for.
+
+    Args:
+        name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self._name: Final = name
-        self._jobs: deque[SerialTask] = deque()
+        self._tasks: deque[SerialTask] = deque()
         self._running = threading.Lock()
-        self._arrived = threading.Condition()
+        """Held by the thread that runs tasks."""
+        self._submitted = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self.changing: Final = threading.Lock()
-        """Held while jobs of this lane take callbacks or become done."""
+        self._is_closed = False
+        self.callbacks_lock: Final = threading.Lock()
+        """Held while a task of this queue accepts a callback or becomes done."""
 
-    def put(self, run: Callable[[], int | None], *, now: bool) -> SerialTask:
-        """Adds a job; with `now` the caller is about to wait for it, so that no thread need be woken."""
-        job = SerialTask(self, run)
-        self._jobs.append(job)
-        if not now:
-            self.wake()
-        return job
+    def submit(self, function: Callable[[], int | None], *, needs_thread: bool) -> SerialTask:
+        """Adds a task.
 
-    def enter(self) -> bool:
-        """Takes the lane for the calling thread, if there is nothing on it: what it does now needs no job."""
+        Args:
+            function: does the work; returns the rank that sent, if it is a receive.
+            needs_thread: have the queue's thread run it. False if the caller is about to wait for the task.
+        """
+        task = SerialTask(self, function)
+        self._tasks.append(task)
+        if needs_thread:
+            self.wake_thread()
+        return task
+
+    def try_acquire(self) -> bool:
+        """Acquires the empty queue for the calling thread, which may then do its work without a task.
+
+        Returns False, without waiting, if there are tasks on the queue or another thread has it.
+        """
         if not self._running.acquire(blocking=False):
             return False
-        if self._jobs:
+        if self._tasks:
             self._running.release()
             return False
         return True
 
-    def leave(self) -> None:
-        """Gives the lane back, to its thread if others have put jobs on it."""
+    def release(self) -> None:
+        """Releases the queue after `try_acquire`. If tasks have been submitted meanwhile, its thread runs them."""
         self._running.release()
-        if self._jobs:
-            self.wake()
+        if self._tasks:
+            self.wake_thread()
 
-    def run_until(self, wanted: SerialTask) -> bool:
-        """Runs jobs up to this one; False if another thread is at it."""
+    def run_until(self, last: SerialTask) -> bool:
+        """Runs the tasks up to and including `last`. Returns False if another thread is running the queue."""
         if not self._running.acquire(blocking=False):
             return False
         try:
-            while not wanted.done():
-                self._jobs.popleft().run()
+            while not last.done():
+                self._tasks.popleft().run()
         finally:
-            self.leave()
+            self.release()
         return True
 
     def close(self) -> None:
-        """Lets the thread end, once it has run what is there, and waits for it."""
-        with self._arrived:
-            self._closed = True
-            self._arrived.notify()
+        """Ends the thread after it has run the tasks that are there, and waits for it."""
+        with self._submitted:
+            self._is_closed = True
+            self._submitted.notify()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def wake(self) -> None:
-        """Has the lane's thread run what is there."""
-        with self._arrived:
+    def wake_thread(self) -> None:
+        """Has the queue's thread run the tasks that are there, and starts it if need be."""
+        with self._submitted:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
-            self._arrived.notify()
+            self._submitted.notify()
 
     def _loop(self) -> None:
         while True:
             with self._running:
-                while self._jobs:
-                    self._jobs.popleft().run()
-            with self._arrived:
-                if self._jobs:
+                while self._tasks:
+                    self._tasks.popleft().run()
+            with self._submitted:
+                if self._tasks:
                     continue
-                if self._closed or (not self._arrived.wait(IDLE_SECONDS) and not self._jobs):
+                if self._is_closed or (not self._submitted.wait(IDLE_TIMEOUT_S) and not self._tasks):
                     self._thread = None
                     return

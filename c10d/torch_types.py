@@ -1,9 +1,9 @@
-"""torch's own stores, groups and works, for the type checker too: torch.distributed hides them from mypy."""
+"""torch's own stores, groups and Works, for type checkers too: torch.distributed hides them from mypy."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    OpType: Any  # which the stubs lack
+    OpType: Any  # missing from the stubs
     from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
     from torch._C._distributed_c10d import Store as TorchStore
     from torch._C._distributed_c10d import TCPStore as TorchTCPStore

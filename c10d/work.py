@@ -1,4 +1,4 @@
-"""What a collective returns: a torch.distributed.Work over an operation of an engine."""
+"""GroupWork, the torch.distributed.Work of an engine's operation."""
 
 import threading
 from collections.abc import Sequence
@@ -16,12 +16,16 @@ __all__ = ["GroupWork"]
 
 @final
 class GroupWork(TorchWork):
-    """An operation of a process group. Made by the group only.
+    """An operation of a process group. Only the group makes it.
 
-    A `wait` whose timeout is over raises TimeoutError, and the operation goes on.
+    A `wait` that runs into its own timeout raises TimeoutError; the operation goes on.
 
-    `devices` are those on whose streams the operation goes on after `wait`; its future makes streams wait, too.
-    `group` is kept until the operation is over, so that the group does not end before.
+    Args:
+        operation: name of the operation.
+        outputs: what `result()` returns.
+        pending: the operation; None if it is done already.
+        devices: devices on whose streams the operation goes on after `wait`; streams also wait for the future.
+        group: kept until the operation is done, so that the group does not end before.
     """
 
     def __init__(
@@ -38,13 +42,14 @@ class GroupWork(TorchWork):
         self._pending = pending
         self._devices = devices
         self._group = None if pending is None else group
-        self._futures_lock = threading.Lock()
+        self._future_lock = threading.Lock()
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits until the tensors have their values; True. Raises what the operation raised.
+        """Waits until the output tensors have their values, and returns True. Raises what the operation raised.
 
-        timeout: how long, instead of as long as the operation may take; zero and less are no limit.
+        Args:
+            timeout: how long to wait; None, zero or less to wait as long as the operation may take.
         """
         if self._pending is not None:
             seconds = None if timeout is None else timeout.total_seconds()
@@ -59,22 +64,22 @@ class GroupWork(TorchWork):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Calls `wait()`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Is it over, well or badly?"""
+        """Returns whether the operation has finished, successfully or not."""
         if self._pending is None or self._pending.done():
             self._group = None
             return True
         return False
 
     def is_success(self) -> bool:
-        """Is it over, and well?"""
+        """Returns whether the operation has succeeded."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What it raised; None if nothing, or if it is not over."""
+        """Returns what the operation raised; None if it has succeeded or is still in flight."""
         if self._pending is None or not self._pending.done():
             return None
         try:
@@ -84,42 +89,44 @@ class GroupWork(TorchWork):
         return None
 
     def result(self) -> Any:
-        """The tensors that the operation writes to, once it has."""
+        """Waits until the operation is done, and returns the tensors that it has written."""
         self.wait()
         return self._outputs
 
     def source_rank(self) -> int:
-        """Of a receive: the rank of the group that sent. Waits until it is done.
+        """Waits until a receive is done, and returns the rank in the group that sent.
 
         Raises:
-            RuntimeError: this is no receive.
+            RuntimeError: this is not a receive.
         """
         if self._operation != "recv" or self._pending is None:
-            raise RuntimeError(f"sourceRank() is of receives only: {self._operation} receives from no one rank")
+            raise RuntimeError(
+                f"sourceRank() is for receives only: {self._operation} does not receive from one rank"
+            )
         self.wait()
         return self._pending.source()
 
     _source_rank = source_rank
 
     def _get_op_type(self) -> int:
-        """The number of the operation among those that torch knows."""
+        """Returns torch's number for the operation."""
         return int(getattr(OpType, _OP_TYPES.get(self._operation, "UNKNOWN")))
 
     def get_future(self) -> Future[Any]:
-        """A future of `result()`. Its callbacks may wait for other operations."""
-        with self._futures_lock:
+        """Returns a future of `result()`. Its callbacks may wait for other operations."""
+        with self._future_lock:
             if self._future is None:
-                begun: Future[None] = torch.futures.Future(devices=list(self._devices))
-                self._future = begun.then(self._value)
+                done: Future[None] = torch.futures.Future(devices=list(self._devices))
+                self._future = done.then(self._value)
                 if self._pending is None or self._pending.done():
-                    begun.set_result(None)
+                    done.set_result(None)
                 else:
-                    self._pending.on_done(lambda: _resolve(begun))
+                    self._pending.on_done(lambda: _resolve_on_thread(done))
             return self._future
 
     def _value(self, _: Future[None]) -> Any:
-        # Raised inside a then(): a future given the exception with set_exception holds it as a value as well, and
-        # DDP's reducer reads that as tensors.
+        # An error must be raised inside a then(). A future whose exception is set with set_exception has it as its
+        # value as well, which DDP's reducer reads as tensors.
         self.wait()
         return self._outputs
 
@@ -146,6 +153,10 @@ _OP_TYPES = {
 }
 
 
-def _resolve(future: Future[None]) -> None:
-    """Resolves it on a thread of its own: callbacks run there, and may wait for what the lane's would run."""
+def _resolve_on_thread(future: Future[None]) -> None:
+    """Resolves a future on a thread of its own.
+
+    The future's callbacks run on that thread. They may wait for operations that the current thread, that of a
+    serial queue or an engine, would have to run.
+    """
     threading.Thread(target=future.set_result, args=(None,), name="gradwire-work", daemon=True).start()

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from typing import Any, ParamSpec, TypeVar
 
+from ..c10d.registration import GroupKind
 from ..c10d.rendezvous import rendezvous
-from ..c10d.start_barrier import Purpose
 from ..c10d.torch_types import TorchStore
 from ..errors import RpcError
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
@@ -97,7 +97,7 @@ def init_rpc(
             insecure=options.insecure,
             dynamic=True,
             name=name,
-            purpose=Purpose("rpc", options.CONSENT),
+            kind=GroupKind("rpc", options.CONSENT),
         )
         opened.callback(met.close)
         try:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..c10d.host_identity import is_local, network_name
-from ..c10d.start_barrier import Claim, Purpose, StartBarrier
+from ..c10d.host_identity import is_local, network_id
+from ..c10d.registration import GroupKind, Registration
+from ..c10d.start_barrier import StartBarrier
 from ..c10d.stores.prefix import PrefixStore
 from ..c10d.torch_types import TorchStore
 from ..c10d.waiting import wait_with_warnings
@@ -64,8 +65,8 @@ def start_agent(
         return _join_dynamic(store, name, rank, rpc_backend_options, make_agent)
     options = rpc_backend_options
     deadline = time.monotonic() + options.init_timeout
-    claim = Claim(name=name, rank=rank, world_size=world_size)
-    barrier = StartBarrier(store, claim, Purpose("rpc", options.CONSENT))
+    registration = Registration(name=name, rank=rank, world_size=world_size)
+    barrier = StartBarrier(store, registration, GroupKind("rpc", options.CONSENT))
     barrier.register()
     group, networks = introduce(barrier, options.init_timeout)
     agent = make_agent(WorkerInfo(name, rank), options, group)
@@ -73,13 +74,13 @@ def start_agent(
         try:
             address = agent.listen(choose_address(options, store, networks))
         except Exception as error:
-            barrier.tell(f"{claim} cannot start: {error}")
+            barrier.report_failure(f"{registration} cannot start: {error}")
             raise
         me = Member(
             agent.info,
             address,
             network=networks[rank],
-            process=claim.shown,
+            process=registration.description,
             device_maps=device_maps_as_text(options.device_maps),
         )
         left = max(0.0, deadline - time.monotonic())
@@ -109,7 +110,7 @@ def _join_dynamic(
             me = Member(
                 agent.info,
                 address,
-                process=Claim(rank=rank, world_size=-1).shown,
+                process=Registration(rank=rank, world_size=-1).description,
                 device_maps=device_maps_as_text(options.device_maps),
             )
             everybody = [*log.members(), me]
@@ -132,7 +133,7 @@ def _join_dynamic(
 
 def _is_dead(member: Member) -> bool:
     """Does nobody listen any more where this member did? A worker started again finds its own old self."""
-    if is_local(member.host) and member.network != network_name():
+    if is_local(member.host) and member.network != network_id():
         return False  # it is on another host, where that address means something else
     port = member.address.rpartition(":")[2]
     try:

@@ -10,7 +10,7 @@ import torch
 from gradwire.__main__ import COMMANDS, describe, main
 from gradwire.c10d import availability
 from gradwire.c10d.availability import why_unavailable
-from gradwire.c10d.backends import OWN
+from gradwire.c10d.backends import BUILTIN_ENGINES
 from gradwire.errors import ProcessGroupError
 
 
@@ -21,7 +21,7 @@ def test_the_command_tells_versions_engines_and_commands():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"gradwire {gradwire.__version__} in ")
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", done.stdout, re.M)
-    for engine in OWN:
+    for engine in BUILTIN_ENGINES:
         assert re.search(rf"^  {engine} +(available|not available: \S.*)$", done.stdout, re.M), done.stdout
     assert re.search("^  gloo +available$", done.stdout, re.M)
 

@@ -1,1 +1,1 @@
-"""Help when ranks do not agree: a flight recorder, a check of every call, a barrier that names who is missing."""
+"""Debugging of groups: flight recorder, consistency check of calls, and a barrier that names absent ranks."""

@@ -1,8 +1,8 @@
-"""Checks that all ranks of a group call the same collective, before it begins.
+"""Checks that all ranks of a group call the same collective, before it starts.
 
-Each rank writes what it calls to the group's store and reads what the others wrote. That takes two rounds trips to
-the store for each collective, so it is for finding faults: TORCH_DISTRIBUTED_DEBUG=DETAIL or the group's options
-turn it on.
+Each rank writes its call to the group's store and reads the calls of the others. That takes two round trips to the
+store for each collective, so the check is for debugging: TORCH_DISTRIBUTED_DEBUG=DETAIL or the group's options
+enable it.
 """
 
 import json
@@ -12,13 +12,13 @@ from datetime import timedelta
 from typing import Any, Final, final
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError
-from ..call import CollectiveCall
+from ..collective_call import CollectiveCall
 from ..torch_types import TorchStore
-from .source import caller
+from .call_site import find_call_site
 
 __all__ = ["ConsistencyCheck"]
 
-_SAME_INPUTS = frozenset(
+_EQUAL_INPUT_SHAPES = frozenset(
     {
         "all_gather_into_tensor",
         "all_gather_into_tensor_coalesced",
@@ -32,12 +32,18 @@ _SAME_INPUTS = frozenset(
         "reduce_scatter_tensor_coalesced",
     }
 )
-"""Collectives whose inputs have the same shapes on all ranks; the others' may differ."""
+"""Collectives whose inputs have the same shapes on all ranks; with others they may differ."""
 
 
 @final
 class ConsistencyCheck:
-    """That of one group, on one of its ranks. Collectives of a group are called by one thread after another."""
+    """The check of one group on one of its ranks.
+
+    Args:
+        store: shared by the ranks, and used by this check alone.
+        rank: this process's rank in the group.
+        global_ranks: the rank in the default group of each rank of this group; errors name ranks by it.
+    """
 
     def __init__(self, store: TorchStore, rank: int, global_ranks: Sequence[int]) -> None:
         self._store: Final = store
@@ -46,40 +52,43 @@ class ConsistencyCheck:
         self._size: Final = len(global_ranks)
         self._number = 0
 
-    def check(self, call: CollectiveCall, seconds: float) -> None:
-        """Waits for all ranks' calls.
+    def check(self, call: CollectiveCall, timeout_s: float) -> None:
+        """Waits until all ranks have called a collective, and compares the calls.
+
+        Collectives of a group are called by one thread at a time, so this is not thread-safe.
 
         Raises:
-            CollectiveMismatchError: they differ.
-            CollectiveTimeoutError: ranks did not call anything in time.
+            CollectiveMismatchError: the calls differ.
+            CollectiveTimeoutError: ranks did not call a collective within `timeout_s` seconds.
         """
         self._number += 1
-        mine = {"call": _fingerprint(call), "place": "{}:{}".format(*caller())}
-        self._store.set(self._key(self._rank), json.dumps(mine))
+        own_call = {"call": _describe_call(call), "call_site": "{}:{}".format(*find_call_site())}
+        self._store.set(self._key(self._rank), json.dumps(own_call))
         try:
-            self._store.wait([self._key(rank) for rank in range(self._size)], timedelta(seconds=seconds))
+            self._store.wait([self._key(rank) for rank in range(self._size)], timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise self._missing(call, seconds) from error
-        everybody = [json.loads(self._store.get(self._key(rank))) for rank in range(self._size)]
-        if self._number > 1:  # everybody has read the last one's, or would not be here
+            raise self._timeout_error(call, timeout_s) from error
+        calls = [json.loads(self._store.get(self._key(rank))) for rank in range(self._size)]
+        if self._number > 1:  # all ranks have read the previous call, since they have made this one
             self._store.delete_key(self._key(self._rank, self._number - 1))
-        _compare(self._number, everybody, self._global_ranks)
+        _compare(self._number, calls, self._global_ranks)
 
     def _key(self, rank: int, number: int | None = None) -> str:
         return f"{self._number if number is None else number}/{rank}"
 
-    def _missing(self, call: CollectiveCall, seconds: float) -> CollectiveTimeoutError:
+    def _timeout_error(self, call: CollectiveCall, timeout_s: float) -> CollectiveTimeoutError:
         missing = [rank for rank in range(self._size) if not self._store.check([self._key(rank)])]
-        ranks = _ranks([self._global_ranks[rank] for rank in missing])
-        what = f"{call.name} (collective {self._number} of the group)"
-        return CollectiveTimeoutError(what, seconds, f"{ranks} to call it")
+        ranks = _format_ranks([self._global_ranks[rank] for rank in missing])
+        operation = f"{call.name} (collective {self._number} of the group)"
+        return CollectiveTimeoutError(operation, timeout_s, f"{ranks} to call it")
 
 
-def _fingerprint(call: CollectiveCall) -> dict[str, Any]:
+def _describe_call(call: CollectiveCall) -> dict[str, Any]:
+    """Returns what must be the same on all ranks, as JSON values."""
     found: dict[str, Any] = {"operation": call.name}
     if call.inputs or call.outputs:
         found["dtype"] = str((call.inputs or call.outputs)[0].dtype).removeprefix("torch.")
-    if call.name in _SAME_INPUTS:
+    if call.name in _EQUAL_INPUT_SHAPES:
         found["shapes"] = [list(tensor.shape) for tensor in call.inputs]
     if call.name == "scatter":
         found["shapes"] = [list(tensor.shape) for tensor in call.outputs]
@@ -90,25 +99,31 @@ def _fingerprint(call: CollectiveCall) -> dict[str, Any]:
     return found
 
 
-def _compare(number: int, everybody: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> None:
-    """Raises if not all called the same."""
-    texts = [json.dumps(each["call"], sort_keys=True) for each in everybody]
+def _compare(number: int, calls: Sequence[dict[str, Any]], global_ranks: Sequence[int]) -> None:
+    """Raises CollectiveMismatchError unless all ranks have made the same call.
+
+    Args:
+        number: of the collective in its group.
+        calls: by rank.
+        global_ranks: by rank.
+    """
+    texts = [json.dumps(each["call"], sort_keys=True) for each in calls]
     common, count = Counter(texts).most_common(1)[0]
     if count == len(texts):
         return
+    same = [rank for rank, text in enumerate(texts) if text == common]
     odd = [rank for rank, text in enumerate(texts) if text != common]
     lines = [f"ranks do not agree on collective {number} of the group:"]
-    same = [rank for rank, text in enumerate(texts) if text == common]
-    lines.append(f"  {_ranks([global_ranks[rank] for rank in same])}: {_shown(everybody[same[0]])}")
-    lines += [f"  rank {global_ranks[rank]}: {_shown(everybody[rank])}" for rank in odd]
+    lines.append(f"  {_format_ranks([global_ranks[rank] for rank in same])}: {_format_call(calls[same[0]])}")
+    lines += [f"  rank {global_ranks[rank]}: {_format_call(calls[rank])}" for rank in odd]
     raise CollectiveMismatchError([global_ranks[rank] for rank in odd], "\n".join(lines))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _shown(said: dict[str, Any]) -> str:
-    call = dict(said["call"])
+def _format_call(described: dict[str, Any]) -> str:
+    call = dict(described["call"])
     name = call.pop("operation")
-    return f"{name}({', '.join(f'{key}={value}' for key, value in call.items())}) at {said['place']}"
+    return f"{name}({', '.join(f'{key}={value}' for key, value in call.items())}) at {described['call_site']}"

@@ -1,7 +1,8 @@
-"""A flight recorder: the last operations of each group, for when it hangs.
+"""A flight recorder: the last operations of each group, to find out where it hangs.
 
-Every group keeps them in a ring, and writes them to a file when asked (dump.py), or when it fails, if its options
-name a folder. With the files of all ranks, report.py says who is stuck where.
+Every group keeps its last operations in a ring buffer. They are written to a file on request (dump.py), or when
+the group fails, if its options name a folder. report.py reads the files of all ranks and says which rank is stuck
+where.
 """
 
 import itertools
@@ -14,31 +15,49 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from ..call import CollectiveCall
+from ..collective_call import CollectiveCall
 from ..engines.base import PendingOperation
-from .source import CallSite, caller
+from .call_site import CallSite, find_call_site
 
-__all__ = ["FlightRecord", "FlightRecorder", "Recorded", "write"]
+__all__ = ["FlightRecord", "FlightRecorder", "HasFlightRecord", "write_flight_records"]
 
-_WAY = 5
-"""So many calls at least are gradwire's: `begin`, `start` of the group and its core, and two in the module of the
-operation."""
+_FRAMES_IN_GRADWIRE = 4
+"""Stack frames below `find_call_site` that are always gradwire's: `FlightRecorder.begin`, `GroupCore.start`,
+`ProcessGroup.start`, and the collective's method."""
 
 
 @final
 class FlightRecord:
-    """One operation of a group, as one rank called it. It keeps no tensors."""
+    """One operation of a group as this rank called it. It keeps no tensors.
 
-    __slots__ = ("_began", "_ended", "_error", "_over", "_shown", "name", "number", "peer", "pending", "place")
+    number: among the collectives of the group, or among its point-to-point operations; counted from 1.
+    name: of the operation.
+    call_site: the line of the user's program that called it.
+    peer: of a point-to-point operation; None for a collective.
+    pending: the operation, while it is needed to ask whether it is done.
+    """
 
-    def __init__(self, number: int, call: CollectiveCall, place: CallSite) -> None:
+    __slots__ = (
+        "_began",
+        "_details",
+        "_ended",
+        "_error",
+        "_is_done",
+        "call_site",
+        "name",
+        "number",
+        "peer",
+        "pending",
+    )
+
+    def __init__(self, number: int, call: CollectiveCall, call_site: CallSite) -> None:
         self.number = number
         self.name = call.name
-        self.place = place
+        self.call_site = call_site
         self.peer = call.peer
         self.pending: PendingOperation | None = None
         inputs = [tensor.shape for tensor in call.inputs]
-        self._shown = (
+        self._details = (
             inputs,
             inputs if call.outputs is call.inputs else [tensor.shape for tensor in call.outputs],
             (call.inputs or call.outputs)[0].dtype if call.inputs or call.outputs else None,
@@ -48,40 +67,43 @@ class FlightRecord:
         )
         self._began = time.time()
         self._ended: float | None = None
-        self._over = False
+        self._is_done = False
         self._error: str | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is over."""
+        """Records that the operation has ended, and with which error."""
         self._ended = time.time()
         if error is not None:
             self._error = f"{type(error).__name__}: {error}"
 
     def state(self) -> str:
-        """`"under way"`, `"done"` or `"failed"`."""
+        """Returns `"in flight"`, `"done"` or `"failed"`."""
         if self._error is not None:
             return "failed"
-        done = self._ended is not None or self._over or (self.pending is not None and self.pending.done())
-        return "done" if done else "under way"
+        done = self._ended is not None or self._is_done or (self.pending is not None and self.pending.done())
+        return "done" if done else "in flight"
 
-    def settle(self) -> None:
-        """Keeps what is known of the operation, and no more the operation, for its group has ended."""
+    def release_operation(self) -> None:
+        """Drops the reference to the operation, whose group has closed. The state recorded so far is kept."""
         pending, self.pending = self.pending, None
         if self._ended is None and pending is not None and self.peer is None and pending.done():
-            self._over = True
+            self._is_done = True
 
     def as_json(self) -> dict[str, Any]:
-        """For a file. Times are seconds since 1970; `ended` is missing where nobody looked when it was over."""
-        inputs, outputs, dtype, reduction, root, tag = self._shown
+        """Returns the record as JSON values.
+
+        Times are in seconds since 1970. `ended` is null if nobody has observed the end.
+        """
+        inputs, outputs, dtype, reduction, root, tag = self._details
         return {
             "number": self.number,
             "operation": self.name,
-            "kind": "collective" if self.peer is None else "message",
+            "kind": "collective" if self.peer is None else "point_to_point",
             "state": self.state(),
             "error": self._error,
             "began": self._began,
             "ended": self._ended,
-            "place": f"{self.place[0]}:{self.place[1]}",
+            "call_site": f"{self.call_site[0]}:{self.call_site[1]}",
             "inputs": [list(shape) for shape in inputs],
             "outputs": [list(shape) for shape in outputs],
             "bytes": sum(shape.numel() for shape in inputs) * dtype.itemsize if dtype else 0,
@@ -95,62 +117,69 @@ class FlightRecord:
 
 @final
 class FlightRecorder:
-    """The last operations of one group on this rank. Used from any thread.
+    """The last operations of one group on this rank. Any thread may use it.
 
-    collectives: how many have been called; one thread after another calls those of a group.
+    collectives: number of collectives called so far. One thread at a time calls the collectives of a group.
+
+    Args:
+        capacity: how many operations are kept.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._entries: deque[FlightRecord] = deque(maxlen=capacity)
+        self._records: deque[FlightRecord] = deque(maxlen=capacity)
         self.collectives = 0
-        self._messages = itertools.count(1)
+        self._point_to_point_numbers = itertools.count(1)
 
     def begin(self, call: CollectiveCall) -> FlightRecord:
-        """A call begins. Collectives are numbered in the order of their calls, and so are messages."""
+        """Adds a record for a call that begins."""
         if call.peer is None:
             number = self.collectives = self.collectives + 1
         else:
-            number = next(self._messages)
-        entry = FlightRecord(number, call, caller(skip=_WAY))
-        self._entries.append(entry)
-        return entry
+            number = next(self._point_to_point_numbers)
+        record = FlightRecord(number, call, find_call_site(skip=_FRAMES_IN_GRADWIRE))
+        self._records.append(record)
+        return record
 
-    def peers_under_way(self) -> set[int | None]:
-        """The peers of the operations that are not over; None is that of collectives, -1 is any rank."""
-        return {entry.peer for entry in list(self._entries) if entry.state() == "under way"}
+    def peers_in_flight(self) -> set[int | None]:
+        """Returns the peers of the operations in flight: None for a collective, ANY_RANK for any rank."""
+        return {record.peer for record in list(self._records) if record.state() == "in flight"}
 
     def in_flight(self) -> list[PendingOperation]:
-        """The operations that are not over, without receives."""
+        """Returns the operations in flight, except receives."""
         return [
-            entry.pending
-            for entry in list(self._entries)
-            if entry.pending is not None and entry.name != "recv" and entry.state() == "under way"
+            record.pending
+            for record in list(self._records)
+            if record.pending is not None and record.name != "recv" and record.state() == "in flight"
         ]
 
-    def settle(self) -> None:
-        """Lets go of all operations, which refer to engines; what is known of them stays."""
-        for entry in list(self._entries):
-            entry.settle()
+    def release_operations(self) -> None:
+        """Drops the references to all operations, which refer to engines. The records stay."""
+        for record in list(self._records):
+            record.release_operation()
 
-    def entries(self) -> list[dict[str, Any]]:
-        """As JSON, the oldest first."""
-        return [entry.as_json() for entry in list(self._entries)]
-
-
-class Recorded(Protocol):
-    """A group with a recorder."""
-
-    def record(self) -> dict[str, Any]:
-        """What the group is, and its entries."""
+    def as_json(self) -> list[dict[str, Any]]:
+        """Returns the records as JSON values, oldest first."""
+        return [record.as_json() for record in list(self._records)]
 
 
-def write(groups: Iterable[Recorded], folder: Path) -> Path:
-    """Writes the records of these groups to a file of this process in `folder`; its path."""
+class HasFlightRecord(Protocol):
+    """A group with a flight recorder."""
+
+    def flight_record(self) -> dict[str, Any]:
+        """Returns the group and its last operations, as JSON values."""
+
+
+def write_flight_records(groups: Iterable[HasFlightRecord], folder: Path) -> Path:
+    """Writes the flight records of these groups to a file of this process in `folder`.
+
+    Returns:
+        The file's path, `folder/flight-HOST-PID.json`.
+    """
     content = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "written": time.time(),
-        "groups": [group.record() for group in groups],
+        "groups": [group.flight_record() for group in groups],
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"flight-{content['host']}-{content['pid']}.json"

@@ -1,4 +1,4 @@
-"""A barrier that names the ranks that do not come, on any group and engine."""
+"""A barrier that names the ranks that do not reach it, on any group and engine."""
 
 from datetime import timedelta
 
@@ -16,15 +16,16 @@ def monitored_barrier(
     timeout: Timeout | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Returns once all ranks have called it, as barrier does, but goes through the group's store.
+    """Waits until all ranks have called it, as barrier does, but through the group's store.
 
     Args:
         group: the default group if None.
-        timeout: a timedelta or seconds; that of the group if None.
-        wait_all_ranks: the error on rank 0 names all missing ranks in torch's words as well.
+        timeout: a timedelta or seconds; the group's timeout if None.
+        wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording too.
 
     Raises:
-        CollectiveTimeoutError: ranks did not come in time; it names every one, on all ranks that came.
+        CollectiveTimeoutError: ranks did not reach the barrier in time. Raised on all ranks that did; it names
+            every absent rank.
     """
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, ProcessGroup):

@@ -1,4 +1,4 @@
-"""A barrier that goes through the store of a group, and so knows who has not come."""
+"""A barrier through the store of a group, which can tell which ranks are absent."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,12 +12,12 @@ __all__ = ["StoreBarrier"]
 
 @final
 class StoreBarrier:
-    """The barriers of one group on one of its ranks, which all ranks call in one order.
+    """The store barriers of one group on one of its ranks. All ranks must call them in the same order.
 
     Args:
         store: of the group.
-        rank: this one, as the group numbers it.
-        global_ranks: the number that each rank of the group has in the default group; errors name ranks so.
+        rank: this process's rank in the group.
+        global_ranks: the rank in the default group of each rank of this group; errors name ranks by it.
     """
 
     def __init__(self, store: TorchStore, rank: int, global_ranks: Sequence[int]) -> None:
@@ -26,42 +26,42 @@ class StoreBarrier:
         self._global_ranks = global_ranks
         self._number = 0
 
-    def wait(self, seconds: float, *, all_ranks: bool) -> None:
-        """Returns once all ranks have come.
+    def wait(self, timeout_s: float, *, wait_all_ranks: bool) -> None:
+        """Waits until all ranks have called it.
 
         Args:
-            seconds: how long to wait for them.
-            all_ranks: the error on rank 0 says of all missing ranks, not of the first, that they failed to pass.
+            timeout_s: seconds to wait for the other ranks.
+            wait_all_ranks: have the error on rank 0 name all absent ranks, not only the first, in torch's wording.
 
         Raises:
-            CollectiveTimeoutError: some have not come in time; it names every one.
+            CollectiveTimeoutError: some ranks did not call it in time; it names every one.
         """
         self._number += 1
         keys = [f"monitored_barrier/{self._number}/{rank}" for rank in range(len(self._global_ranks))]
         self._store.set(keys[self._rank], "")
         try:
-            self._store.wait(keys, timedelta(seconds=seconds))
+            self._store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            numbered = zip(self._global_ranks, keys, strict=True)
-            missing = [number for number, key in numbered if not self._store.check([key])]
-            if missing:  # else the last came just now
-                text = self._said_of(missing, f"{seconds * 1000:g} ms", all_ranks=all_ranks)
-                raise CollectiveTimeoutError("monitored_barrier", seconds, text) from error
+            by_rank = zip(self._global_ranks, keys, strict=True)
+            missing = [global_rank for global_rank, key in by_rank if not self._store.check([key])]
+            if missing:  # else the last rank has just arrived
+                text = self._message(missing, f"{timeout_s * 1000:g} ms", wait_all_ranks=wait_all_ranks)
+                raise CollectiveTimeoutError("monitored_barrier", timeout_s, text) from error
 
-    def _said_of(self, missing: Sequence[int], limit: str, *, all_ranks: bool) -> str:
-        """Who is missing, also in the words that programs written for torch look for."""
-        me, first = self._global_ranks[self._rank], self._global_ranks[0]
+    def _message(self, missing: Sequence[int], limit: str, *, wait_all_ranks: bool) -> str:
+        """Names the absent ranks, also in the wording that programs written for torch look for."""
+        rank, first = self._global_ranks[self._rank], self._global_ranks[0]
         if self._rank:
             return (
-                f"{_names(missing)}. Rank {me} successfully reached monitoredBarrier, but received errors while "
-                f"waiting for send/recv from rank {first}"
+                f"{_format_ranks(missing)}. Rank {rank} successfully reached monitoredBarrier, but received "
+                f"errors while waiting for send/recv from rank {first}"
             )
-        failed = _names(missing if all_ranks else missing[:1]).capitalize()
+        failed = _format_ranks(missing if wait_all_ranks else missing[:1]).capitalize()
         return (
-            f"{_names(missing)}. Rank {me} timed out in monitoredBarrier after {limit}: "
+            f"{_format_ranks(missing)}. Rank {rank} timed out in monitoredBarrier after {limit}: "
             f"{failed} failed to pass monitoredBarrier in {limit}"
         )
 
 
-def _names(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

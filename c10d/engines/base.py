@@ -26,7 +26,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from ...errors import UnsupportedOperationError
-from ..pending import All, Finishing
+from ..pending import CombinedOperation, OperationWithFinalStep
 from ..reductions import Reduction
 from ..torch_types import TorchStore
 
@@ -257,8 +257,8 @@ class Engine(ABC):
             if finish is not None:
                 finish()
             return None
-        pending = in_flight[0] if len(in_flight) == 1 else All(in_flight)
-        return pending if finish is None else Finishing(pending, finish)
+        pending = in_flight[0] if len(in_flight) == 1 else CombinedOperation(in_flight)
+        return pending if finish is None else OperationWithFinalStep(pending, finish)
 
     def drain(self) -> None:
         """Blocks until operations in flight that nobody waits for are done. Called before an orderly shutdown."""

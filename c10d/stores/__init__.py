@@ -1,4 +1,4 @@
-"""Key-value stores that workers meet through: one contract (base), one file for each kind."""
+"""Key-value stores: the contract is in base.py, and each kind of store in a file of its own."""
 
 from .base import Store
 from .file import FileStore

@@ -1,8 +1,9 @@
 """The contract of gradwire's stores.
 
-A store is a key-value map that workers meet through. Every operation is one atomic step, whose meaning is in
-state.py; an implementation supplies `_execute` and nothing else. All of torch.distributed.Store is offered,
-under the names that Python code uses (`delete_key`) and under those that torch's C++ calls (`deleteKey`).
+A store is a key-value map that workers share, to find each other and to coordinate. Every operation is atomic;
+state.py defines what each one does. An implementation supplies `_execute`, `_release` and `clone`. All methods of
+torch.distributed.Store are there, under the names that Python code uses (`delete_key`) and under those that
+torch's C++ calls (`deleteKey`).
 """
 
 import math
@@ -25,49 +26,54 @@ Value: TypeAlias = bytes | str
 """A str is stored as UTF-8."""
 
 Timeout: TypeAlias = timedelta | float
-"""A timedelta, or seconds. 0 is not to wait at all."""
+"""A timedelta, or seconds. With 0, operations do not wait."""
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
+"""Default timeout of operations that wait for keys."""
 
 MAX_BYTES = 64 * 1024 * 1024
-"""The most that the keys and values of one operation, or of its answer, may take together."""
+"""Limit of the keys and values of one operation together, and of those of its result."""
 
-_FOREVER = 1e9  # seconds; longer waits count as this one, because clocks overflow somewhere above
+_MAX_TIMEOUT_S = 1e9
+"""Longer timeouts count as this one, because clocks overflow above it."""
 
 
 class Store(TorchStore):
-    """A store. An implementation calls `super().__init__` last, when it is ready to work.
+    """A key-value store, which is a torch.distributed.Store. The base class of gradwire's stores.
 
-    Stores may be used from any thread, and only in the process that made them. They stay open until
-    `close()`, the end of a `with` block, or the end of the process; dropping the last reference closes
-    nothing, since C++ code may still use the store.
+    Any thread may use a store, but only in the process that opened it. A store stays open until `close()`, the end
+    of a `with` block, or the end of the process. Dropping the last reference does not close it, since C++ code may
+    still use the store.
+
+    The constructor of an implementation calls `super().__init__` last, when the store is ready.
     """
 
-    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, holder: "Store | None" = None) -> None:
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, parent: "Store | None" = None) -> None:
         """Opens the store.
 
         Args:
-            timeout: how long waiting operations wait.
-            holder: the store that this one is a view of, and with which it is closed.
+            timeout: default timeout of operations that wait for keys.
+            parent: the store that this one is a view of; closing the parent closes the view.
         """
         super().__init__()
         self._closed = False
         self._process = os.getpid()
         self._views: dict[Store, None] = {}
-        self._holder = holder
+        self._parent = parent
         TorchStore.set_timeout(self, timedelta(seconds=to_seconds(timeout)))
-        if holder is None:
-            lifetime.hold(self)
+        if parent is None:
+            lifetime.keep_alive(self)
         else:
-            holder._views[self] = None
+            parent._views[self] = None
 
-    # What implementations supply.
+    # To be defined by implementations.
 
     def _execute(self, operation: Operation, seconds: float) -> Outcome:
-        """Runs one operation, atomically, waiting at most `seconds` for keys that it needs.
+        """Runs one operation atomically, waiting at most `seconds` for keys that it needs.
 
         Returns:
-            the outcome; one with `missing` if keys did not appear in time, or with `error` if it is refused.
+            The outcome. It has `missing` if keys did not appear in time, and `error` if the operation is not
+            valid.
 
         Raises:
             StoreError: the store cannot be reached.
@@ -75,31 +81,32 @@ class Store(TorchStore):
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Gives back what the store holds. Called once, after the last operation was started."""
+        """Releases connections, files and threads. Called once, after the last operation was started."""
 
     def clone(self) -> "Store":
-        """Another store on the same keys, with this one's timeout, that is closed on its own."""
+        """Opens another store on the same keys, with the same timeout, which is closed separately."""
         raise NotImplementedError
 
     # Keys.
 
     def set(self, key: str, value: Value) -> None:
-        """Makes `value` the value of `key`."""
+        """Sets the value of a key."""
         self._run(Operation(kind=store_pb2.SET, keys=_keys(key), values=_values(value)))
 
     def get(self, key: str) -> bytes:
-        """The value of `key`; waits until there is one.
+        """Returns the value of a key; waits until it has one.
 
         Raises:
-            StoreTimeoutError: there was none within `timeout`.
+            StoreTimeoutError: it had none within the store's timeout.
         """
         return self._wait(Operation(kind=store_pb2.GET, keys=_keys(key))).values[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a decimal counter, which is 0 before the first time, and answers the sum.
+        """Adds to a decimal counter, which starts at 0, and returns the sum.
 
         Raises:
-            StoreError: the value is not a number, or the sum does not fit into 64 bits.
+            StoreError: the value is not a decimal number, or the sum does not fit into 64 bits.
+            TypeError, ValueError: `amount` is not an int, or does not fit into 64 bits.
         """
         try:
             number = operator.index(amount)
@@ -110,52 +117,60 @@ class Store(TorchStore):
         return self._run(Operation(kind=store_pb2.ADD, keys=_keys(key), amount=number)).number
 
     def append(self, key: str, value: Value) -> None:
-        """Puts `value` behind what is there, or makes it the value if there is none."""
+        """Appends to the value of a key, or sets it if there is none."""
         self._run(Operation(kind=store_pb2.APPEND, keys=_keys(key), values=_values(value)))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
-        """Makes `desired_value` the value if `expected_value` is, or if that is empty and there is no value.
+        """Sets a key to `desired_value` if its value is `expected_value`. A missing key counts as empty.
 
         Returns:
-            the value that stands afterwards; for a key that is still missing, `expected_value`.
+            The value afterwards; for a key that is still missing, `expected_value`, as in torch.
         """
         values = _values(expected_value, desired_value)
         return self._run(Operation(kind=store_pb2.COMPARE_SET, keys=_keys(key), values=values)).values[0]
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Waits until all keys have a value or, as the name of a queue, an item.
+        """Waits until each key has a value, or is the name of a queue that has an item.
+
+        Args:
+            keys: keys or names of queues.
+            timeout: the store's timeout if None.
 
         Raises:
-            StoreTimeoutError: some did not within `timeout` (by default the store's).
+            StoreTimeoutError: some keys did not appear in time.
         """
         self._wait(Operation(kind=store_pb2.WAIT, keys=_key_list(keys)), timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Have all keys a value, or an item in the queue of that name?"""
+        """Returns whether each key has a value, or is the name of a queue that has an item."""
         return bool(self._run(Operation(kind=store_pb2.CHECK, keys=_key_list(keys))).number)
 
     def delete_key(self, key: str) -> bool:
-        """Removes the key; tells whether it was there."""
+        """Deletes a key, and returns whether it existed."""
         return bool(self._run(Operation(kind=store_pb2.DELETE, keys=_keys(key))).number)
 
     def num_keys(self) -> int:
-        """How many keys have a value."""
+        """Returns the number of keys that have a value."""
         return self._run(Operation(kind=store_pb2.COUNT_KEYS)).number
 
     def list_keys(self) -> list[str]:
-        """The keys that have a value, in no particular order."""
+        """Returns the keys that have a value, in no particular order."""
         return list(self._run(Operation(kind=store_pb2.LIST_KEYS)).keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys, taken at one moment; waits until all have one.
+        """Returns the values of several keys, read atomically; waits until all have one.
 
         Raises:
-            StoreTimeoutError: some had none within `timeout`.
+            StoreTimeoutError: some had none within the store's timeout.
         """
         return list(self._wait(Operation(kind=store_pb2.GET, keys=_key_list(keys))).values)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        """Sets several keys at one moment."""
+        """Sets several keys atomically.
+
+        Raises:
+            ValueError: there are not as many values as keys.
+        """
         names, contents = _key_list(keys), _value_list(values)
         if len(names) != len(contents):
             raise ValueError(f"{len(names)} keys and {len(contents)} values: give one value for each key")
@@ -164,18 +179,18 @@ class Store(TorchStore):
     # Queues.
 
     def queue_push(self, key: str, value: Value) -> None:
-        """Puts an item at the end of a queue. Queues have names of their own: a key is another thing."""
+        """Appends an item to a queue. Queues have their own names: a key of the same name is separate."""
         self._run(Operation(kind=store_pb2.QUEUE_PUSH, keys=_keys(key), values=_values(value)))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Takes the oldest item of a queue.
+        """Removes the oldest item of a queue, and returns it.
 
         Args:
-            key: the queue.
+            key: name of the queue.
             block: wait for an item if there is none.
 
         Raises:
-            StoreTimeoutError: none came within `timeout`.
+            StoreTimeoutError: there was none within the store's timeout.
             QueueEmptyError: there is none, and `block` is false.
         """
         operation = Operation(kind=store_pb2.QUEUE_POP, keys=_keys(key))
@@ -187,50 +202,55 @@ class Store(TorchStore):
             raise QueueEmptyError(f"queue is empty: {key!r}") from None
 
     def queue_len(self, key: str) -> int:
-        """How many items are in a queue."""
+        """Returns the number of items in a queue."""
         return self._run(Operation(kind=store_pb2.QUEUE_LENGTH, keys=_keys(key))).number
 
-    # The rest.
+    # Barrier, timeout, closing.
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Waits until `world_size` callers have come here. A key is good for one time.
+        """Waits until `world_size` callers have called it with this key. Each barrier needs a new key.
+
+        Args:
+            key: of the barrier.
+            world_size: number of callers.
+            timeout: the store's timeout if None.
 
         Raises:
-            StoreTimeoutError: they did not come within `timeout` (by default the store's).
+            StoreTimeoutError: some did not call it in time.
         """
         if world_size < 1:
-            raise ValueError(f"the barrier's world_size is {world_size}: give how many will come to it")
-        last = f"{key}/last_member"  # torch's own keys, so that its C++ callers can take part
+            raise ValueError(f"the barrier's world_size is {world_size}: give the number of callers, at least 1")
+        last = f"{key}/last_member"  # the same keys as in torch, whose C++ callers can then take part
         if self.add(f"{key}/num_members", 1) == world_size:
             self.set(last, b"1")
         self.wait([last], timeout)
 
     @property
     def timeout(self) -> timedelta:
-        """How long waiting operations wait."""
-        # It lives in the C++ base, where C++ code sets it too.
+        """Default timeout of operations that wait for keys."""
+        # Kept in the C++ base class, where C++ code sets it too.
         return super().timeout  # type: ignore[misc, no-any-return] # the stub lacks it
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Changes how long waiting operations wait. 0 is not to wait at all."""
+        """Sets the default timeout of operations that wait for keys; with 0 they do not wait."""
         super().set_timeout(timedelta(seconds=to_seconds(timeout)))
 
     def has_extended_api(self) -> bool:
-        """Are append, multi_get and multi_set supported?"""
+        """Returns whether append, multi_get and multi_set are supported: True."""
         return True
 
-    # The names by which torch's C++ calls two of them.
+    # Names by which torch's C++ calls two of the methods.
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
-        """See delete_key."""
+        """Calls `delete_key`."""
         return self.delete_key(key)
 
     def getNumKeys(self) -> int:  # noqa: N802
-        """See num_keys."""
+        """Calls `num_keys`."""
         return self.num_keys()
 
     def close(self) -> None:
-        """Ends the use of this store; what waits in it fails. Closing it again does nothing."""
+        """Closes the store and its views; operations that wait in it fail. Further calls do nothing."""
         if self._closed or self._process != os.getpid():
             return
         self._closed = True
@@ -239,10 +259,10 @@ class Store(TorchStore):
         try:
             self._release()
         finally:
-            if self._holder is None:
+            if self._parent is None:
                 lifetime.release(self)
             else:
-                self._holder._views.pop(self, None)
+                self._parent._views.pop(self, None)
 
     def __enter__(self) -> Self:
         return self
@@ -253,12 +273,12 @@ class Store(TorchStore):
         self.close()
 
     def _run(self, operation: Operation, seconds: float = 0.0) -> Outcome:
-        """Runs an operation, and raises what its outcome says."""
+        """Runs an operation, and raises the error in its outcome, if any."""
         self._check_usable()
         if (size := operation.ByteSize()) > MAX_BYTES:
             raise StoreError(
-                f"keys and values of {size} bytes are more than the {MAX_BYTES} that a store takes at once: "
-                "a store is for small things, such as addresses and ids"
+                f"an operation with keys and values of {size} bytes exceeds the limit of {MAX_BYTES}: "
+                "stores are for small values, such as addresses and ids"
             )
         outcome = self._execute(operation, seconds)
         if outcome.missing:
@@ -270,14 +290,14 @@ class Store(TorchStore):
     def _check_usable(self) -> None:
         if self._process != os.getpid():
             raise StoreError(
-                f"this store was opened in process {self._process} and is used in {os.getpid()}, a fork of "
-                "it: open stores in the process that uses them"
+                f"this store was opened in process {self._process} and is used in its fork {os.getpid()}: "
+                "open stores in the process that uses them"
             )
         if self._closed:
             raise self._closed_error()
 
     def _wait(self, operation: Operation, timeout: Timeout | None = None) -> Outcome:
-        """Runs an operation that may wait for keys: for `timeout`, or else for the store's."""
+        """Runs an operation that may wait for keys for `timeout`; for the store's timeout if None."""
         seconds = to_seconds(self.timeout if timeout is None else timeout)
         operation.timeout_ms = math.ceil(seconds * 1000)
         return self._run(operation, seconds)
@@ -287,10 +307,11 @@ class Store(TorchStore):
 
 
 def to_seconds(timeout: Timeout) -> float:
-    """A timeout in seconds.
+    """Returns a timeout in seconds, at most 1e9.
 
     Raises:
-        TypeError, ValueError: it is no timedelta, and no number of seconds from 0 on.
+        TypeError: it is neither a timedelta nor a number.
+        ValueError: it is negative or not finite.
     """
     given: object = timeout
     if isinstance(given, timedelta):
@@ -300,12 +321,12 @@ def to_seconds(timeout: Timeout) -> float:
     else:
         raise TypeError(f"the timeout is {given!r}: give a timedelta or seconds")
     if not 0 <= seconds < math.inf:
-        raise ValueError(f"the timeout is {timeout!r}: give 0 s or more, and a finite time")
-    return min(seconds, _FOREVER)
+        raise ValueError(f"the timeout is {timeout!r}: give a finite time of 0 s or more")
+    return min(seconds, _MAX_TIMEOUT_S)
 
 
 def _keys(key: str) -> list[str]:
-    """The keys of an operation on one key, checked."""
+    """Returns the list of keys of an operation on one key, after checking it."""
     if not isinstance(key, str):
         raise TypeError(f"the key is {key!r}: keys are str")
     if not key.isascii():
@@ -323,7 +344,7 @@ def _key_list(keys: Iterable[str]) -> list[str]:
 
 
 def _values(*values: Value) -> list[bytes]:
-    """The values of an operation, checked and encoded."""
+    """Returns the values of an operation, checked and encoded."""
     return [_encode(value) for value in values]
 
 

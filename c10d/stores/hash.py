@@ -1,4 +1,4 @@
-"""A store in this process's memory."""
+"""A store in the memory of one process."""
 
 import threading
 import time
@@ -11,8 +11,8 @@ from .state import KeyValueState, may_satisfy_waiters
 __all__ = ["HashStore"]
 
 
-class _Shared:
-    """What a HashStore and its clones have in common."""
+class _SharedState:
+    """The keys of a HashStore and its clones."""
 
     def __init__(self) -> None:
         self.state = KeyValueState()
@@ -21,14 +21,14 @@ class _Shared:
 
 @final
 class HashStore(Store):
-    """Shared by the threads of one process."""
+    """A store that the threads of one process share."""
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self._shared = _Shared()
+        self._shared = _SharedState()
         super().__init__(timeout)
 
     def clone(self) -> "HashStore":
-        """Another HashStore on the same keys."""
+        """Opens another HashStore on the same keys."""
         twin = HashStore(self.timeout)
         twin._shared = self._shared
         return twin
@@ -40,9 +40,9 @@ class HashStore(Store):
             while state.missing(operation):
                 if self._closed:
                     raise self._closed_error()
-                if (left := deadline - time.monotonic()) <= 0:
+                if (remaining := deadline - time.monotonic()) <= 0:
                     break
-                changed.wait(left)
+                changed.wait(remaining)
             outcome = state.apply(operation)
             if may_satisfy_waiters(operation):
                 changed.notify_all()

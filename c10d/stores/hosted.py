@@ -1,4 +1,4 @@
-"""The master's side of a TCPStore: the server, called without a detour over the network."""
+"""The master's side of a TCPStore: a server in this process, called directly instead of over the network."""
 
 import os
 import socket
@@ -11,19 +11,25 @@ from ...proto.v1.store_pb2 import Operation, Outcome
 from ..event_loop import EventLoop, acquire_event_loop
 from .server import StoreServer
 
-__all__ = ["ANSWER_SECONDS", "Hosted", "take_over"]
+__all__ = ["ANSWER_TIMEOUT_S", "HostedServer", "take_over_port"]
 
-ANSWER_SECONDS = 60.0
-"""So long a server may take for an answer, beyond what the operation is to wait."""
+ANSWER_TIMEOUT_S = 60.0
+"""Seconds within which a server must answer, in addition to what the operation may wait for keys."""
 
 
 @final
-class Hosted:
-    """A server in this process. One that is shared ends with the last of those who opened it."""
+class HostedServer:
+    """A server in this process. A shared one stops when the last of its users closes it.
 
-    _shared: ClassVar[dict[int, "Hosted"]] = {}
-    """By port."""
-    _guard: ClassVar = threading.Lock()
+    Args:
+        host: name or address to listen on.
+        port: to listen on; 0 for a free one.
+        world_size: number of users, this one included, that `join` waits for; None not to wait.
+    """
+
+    _shared: ClassVar[dict[int, "HostedServer"]] = {}
+    """Shared servers of this process, by port."""
+    _lock: ClassVar = threading.Lock()
 
     def __init__(self, host: str, port: int, world_size: int | None) -> None:
         self._world_size = world_size
@@ -39,8 +45,8 @@ class Hosted:
 
     @classmethod
     def shared(cls, host: str, port: int, world_size: int | None) -> Self:
-        """The server that other stores of this process have opened in this way on this port, or else a new one."""
-        with cls._guard:
+        """Returns the shared server of this process on this port, and starts one if there is none."""
+        with cls._lock:
             found = cls._shared.get(port)
             if found is not None and found._process == os.getpid():
                 found._users += 1
@@ -50,7 +56,11 @@ class Hosted:
             return made
 
     def join(self, seconds: float) -> None:
-        """Counts this user in, and waits for as many as there are to be."""
+        """Counts this user, and waits until `world_size` users have joined.
+
+        Raises:
+            StoreError: they have not within `seconds`.
+        """
         self.execute(Operation(kind=store_pb2.JOIN), 0)
         if self._world_size is None:
             return
@@ -62,18 +72,18 @@ class Hosted:
             )
 
     def execute(self, operation: Operation, seconds: float) -> Outcome:
-        """Runs an operation that waits for up to `seconds`."""
+        """Runs an operation that may wait for `seconds`."""
         try:
-            return self._loop.run(self._server.execute(operation), seconds + ANSWER_SECONDS)
+            return self._loop.run(self._server.execute(operation), seconds + ANSWER_TIMEOUT_S)
         except TimeoutError:
             raise StoreError(
                 f"the store on port {self.port}, in this process, did not answer within "
-                f"{seconds + ANSWER_SECONDS:g} s: something blocks the event loop"
+                f"{seconds + ANSWER_TIMEOUT_S:g} s: something blocks the event loop"
             ) from None
 
     def close(self) -> None:
-        """Ends the server, unless others in this process use it."""
-        with self._guard:
+        """Stops the server, unless it has other users in this process."""
+        with self._lock:
             self._users -= 1
             if self._users:
                 return
@@ -85,17 +95,17 @@ class Hosted:
             self._loop.release()
 
 
-def take_over(listening: int, port: int) -> int:
-    """Closes a socket that listens, so that a server may listen in its place; the port.
+def take_over_port(listening: int, port: int) -> int:
+    """Closes a listening socket, so that a server can listen on its port, and returns the port.
 
-    gRPC makes its own sockets. Clients that come in between try again.
+    gRPC cannot use the socket itself. Clients that connect in between try again.
 
     Args:
-        listening: the file descriptor of the socket.
-        port: the one that the caller expects; 0 if it is whichever the socket has.
+        listening: file descriptor of the socket.
+        port: the expected port; 0 for any.
 
     Raises:
-        ValueError: it is no socket with a port, or has another one.
+        ValueError: the descriptor is not a socket with a port, or the port is another one.
     """
     try:
         with socket.socket(fileno=listening) as taken:
@@ -105,5 +115,7 @@ def take_over(listening: int, port: int) -> int:
             f"master_listen_fd is {listening}: give the descriptor of a TCP socket ({error})"
         ) from None
     if port not in (0, found):
-        raise ValueError(f"master_listen_fd is a socket on port {found}, but the port is {port}: give that, or 0")
+        raise ValueError(
+            f"master_listen_fd is a socket on port {found}, but the port is {port}: give port={found} or 0"
+        )
     return int(found)

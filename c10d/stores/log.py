@@ -1,4 +1,4 @@
-"""The file under a FileStore: a log of operations that any process can replay."""
+"""The file of a FileStore: a log of operations, which each process replays."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ from .base import MAX_BYTES
 __all__ = ["OperationLog"]
 
 _MAGIC = b"gradwire store 1\n"
-_LONGEST = MAX_BYTES + 4096  # a record has a few bytes beside the keys and values that MAX_BYTES bounds
+_MAX_RECORD_BYTES = MAX_BYTES + 4096  # MAX_BYTES bounds only the keys and values
 _HEADER = struct.Struct("<II")  # length and CRC-32 of the serialized operation that follows
 
 
@@ -25,23 +25,23 @@ _HEADER = struct.Struct("<II")  # length and CRC-32 of the serialized operation 
 class OperationLog:
     """An append-only file of operations, with a lock that excludes other processes and other OperationLogs.
 
-    One thread at a time uses it. A record that its writer, killed, did not finish counts for nothing: readers
-    stop before it, and the next append overwrites it.
+    One thread at a time may use it. If a writer is killed, its unfinished record is ignored: readers stop before
+    it, and the next append overwrites it.
     """
 
     def __init__(self, path: str) -> None:
-        """Opens the file, creating it if need be.
+        """Opens the file, and creates it if it does not exist.
 
         Raises:
-            StoreError: it cannot be opened, or it is something else than a store.
+            StoreError: it cannot be opened.
         """
         self.path = path
         try:
-            # 0600: what is in a store decides which code runs.
+            # 0600: whoever can write to a store can run code on the workers.
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise StoreError(f"the store's file {path!r} cannot be opened: {error.strerror}") from error
-        self._read_to = 0
+        self._position = 0  # bytes read so far
 
     def close(self) -> None:
         """Closes the file."""
@@ -49,9 +49,9 @@ class OperationLog:
 
     @contextmanager
     def lock(self, *, exclusive: bool) -> Iterator[None]:
-        """Keeps writers out (and with `exclusive`, readers)."""
-        # flock belongs to the open file, so it also excludes other stores of this process, which POSIX record
-        # locks do not. On NFS the kernel turns it into a record lock.
+        """Locks the file against writers, and with `exclusive` against readers too, for a `with` block."""
+        # flock belongs to the open file, so it also excludes other stores of this process; POSIX record locks do
+        # not. On NFS the kernel implements it by record locks.
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         except OSError as error:
@@ -65,50 +65,50 @@ class OperationLog:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def is_current(self) -> bool:
-        """Is this still the file of that path? It is not after its last user has removed it."""
+        """Returns whether the path still leads to this file, which its last user may have removed."""
         try:
-            there = os.stat(self.path)
+            found = os.stat(self.path)
         except FileNotFoundError:
             return False
-        return os.path.samestat(there, os.fstat(self._file))
+        return os.path.samestat(found, os.fstat(self._file))
 
     def remove(self) -> None:
-        """Takes the file out of its folder."""
+        """Removes the file."""
         os.unlink(self.path)
 
     def has_more(self) -> bool:
-        """Is there anything after what was read? Needs no lock."""
-        return os.fstat(self._file).st_size > self._read_to
+        """Returns whether the file has more than was read so far. Needs no lock."""
+        return os.fstat(self._file).st_size > self._position
 
     def rewind(self) -> None:
-        """Makes the next `read` begin with the first record."""
-        self._read_to = 0
+        """Makes the next `read` start with the first record."""
+        self._position = 0
 
     def read(self) -> Iterator[Operation]:
-        """The records after those already read. Needs the lock.
+        """Yields the operations after those read so far. Needs the lock.
 
         Raises:
-            StoreError: the file is no store, or damaged.
+            StoreError: the file is not a store, or damaged.
         """
-        if self._read_to == 0:
+        if self._position == 0:
             start = os.pread(self._file, len(_MAGIC), 0)
             if not _MAGIC.startswith(start):
                 raise StoreError(f"{self.path!r} is not a gradwire store: remove it, or choose another path")
             if start != _MAGIC:
                 return  # new, or its first writer was killed at once
-            self._read_to = len(_MAGIC)
+            self._position = len(_MAGIC)
         while True:
-            header = self._read(_HEADER.size, self._read_to)
+            header = self._read(_HEADER.size, self._position)
             if len(header) < _HEADER.size:
                 return
             length, checksum = _HEADER.unpack(header)
-            if length > _LONGEST:
+            if length > _MAX_RECORD_BYTES:
                 raise self._damaged()
-            end = self._read_to + _HEADER.size + length
+            end = self._position + _HEADER.size + length
             size = os.fstat(self._file).st_size
             if end > size:
                 return
-            body = self._read(length, self._read_to + _HEADER.size)
+            body = self._read(length, self._position + _HEADER.size)
             if zlib.crc32(body) != checksum:
                 if end == size:
                     return
@@ -117,27 +117,27 @@ class OperationLog:
                 operation = Operation.FromString(body)
             except DecodeError as error:
                 raise self._damaged() from error
-            self._read_to = end
+            self._position = end
             yield operation
 
     def append(self, operation: Operation) -> None:
-        """Writes one record behind those read, which must be all. Needs the exclusive lock.
+        """Appends an operation. Needs the exclusive lock, and all records must have been read.
 
         Raises:
-            StoreError: it could not be written, and is not there.
+            StoreError: it could not be written; the file is unchanged.
         """
         body = operation.SerializeToString()
         record = _HEADER.pack(len(body), zlib.crc32(body)) + body
-        if self._read_to == 0:
+        if self._position == 0:
             record = _MAGIC + record
         try:
             if self.has_more():
-                os.ftruncate(self._file, self._read_to)  # an unfinished record
+                os.ftruncate(self._file, self._position)  # an unfinished record
             self._write(record)
         except OSError as error:
-            os.ftruncate(self._file, self._read_to)
+            os.ftruncate(self._file, self._position)
             raise StoreError(f"the store's file {self.path!r} cannot be written: {error.strerror}") from error
-        self._read_to += len(record)
+        self._position += len(record)
 
     def _read(self, length: int, offset: int) -> bytes:
         parts = []
@@ -148,13 +148,13 @@ class OperationLog:
         return b"".join(parts)
 
     def _write(self, record: bytes) -> None:
-        rest, offset = memoryview(record), self._read_to
+        rest, offset = memoryview(record), self._position
         while rest:
             count = os.pwrite(self._file, rest, offset)
             rest, offset = rest[count:], offset + count
 
     def _damaged(self) -> StoreError:
         return StoreError(
-            f"the store's file {self.path!r} is damaged at byte {self._read_to}: remove it and start all its "
-            "users again"
+            f"the store's file {self.path!r} is damaged at byte {self._position}: remove it, and restart all "
+            "processes that use it"
         )

@@ -21,7 +21,7 @@ __all__ = ["EXECUTE", "MESSAGE_OPTIONS", "SERVICE", "StoreServer"]
 SERVICE = "gradwire.v1.Store"
 EXECUTE = f"/{SERVICE}/Execute"
 
-# A message has a few bytes beside the keys and values that MAX_BYTES bounds.
+# MAX_BYTES bounds only the keys and values of a message.
 MESSAGE_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_BYTES + 4096),
     ("grpc.max_send_message_length", MAX_BYTES + 4096),
@@ -29,20 +29,20 @@ MESSAGE_OPTIONS = [
 
 _SERVER_OPTIONS = [
     *MESSAGE_OPTIONS,
-    ("grpc.so_reuseport", 0),  # with it, a second server on the same port would take half of the clients
-    ("grpc.http2.max_ping_strikes", 0),  # clients' pings pile up while this process is suspended
+    ("grpc.so_reuseport", 0),  # else a second server on the same port would get half of the clients
+    ("grpc.http2.max_ping_strikes", 0),  # clients' pings accumulate while this process is suspended
 ]
 
 
 class _ClosingError(Exception):
-    """The server is about to stop."""
+    """Raised in waiting operations when the server is about to stop."""
 
 
 @final
 class StoreServer:
-    """Runs operations for this process and its clients; a waiting one costs a coroutine.
+    """Runs operations for this process and its clients. An operation that waits takes a coroutine, not a thread.
 
-    All of it belongs to the event loop: every method is called there.
+    All methods must be called on the event loop.
     """
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class StoreServer:
 
     @property
     def joined(self) -> int:
-        """How many clients have joined."""
+        """Number of clients that have joined."""
         return self._state.joined
 
     async def start(self, host: str, port: int) -> int:
-        """Listens; returns the port, which is a free one if `port` is 0.
+        """Listens, and returns the port; a free one if `port` is 0.
 
         Raises:
-            StoreNetworkError: the port is taken, or the host is not this machine.
+            StoreNetworkError: the port is in use, or the host is not this machine.
         """
         handler = grpc.unary_unary_rpc_method_handler(
             self._serve,
@@ -76,7 +76,7 @@ class StoreServer:
         return bound
 
     async def stop(self) -> None:
-        """Fails what waits, lets the rest finish, and stops listening."""
+        """Makes waiting operations fail, lets the others finish, and stops listening."""
         self._closing = True
         for waiters in (*self._waiters.values(), self._joined):
             for waiter in waiters:
@@ -86,15 +86,15 @@ class StoreServer:
             await self._server.stop(1.0)
 
     async def execute(self, operation: Operation) -> Outcome:
-        """Runs one operation, waiting for at most its `timeout_ms`.
+        """Runs one operation, which may wait for its `timeout_ms`.
 
         Raises:
-            StoreError: the store is being closed.
+            StoreError: the server is about to stop.
         """
         deadline = asyncio.get_running_loop().time() + operation.timeout_ms / 1000
         try:
             while missing := self._state.missing(operation):
-                if not await self._wake(self._waiters.setdefault(missing[0], {}), deadline):
+                if not await self._wait_for_change(self._waiters.setdefault(missing[0], {}), deadline):
                     break
         except _ClosingError:
             raise StoreError("the store is being closed by its master") from None
@@ -105,29 +105,26 @@ class StoreServer:
         outcome = self._state.apply(operation)
         if may_satisfy_waiters(operation):
             for key in operation.keys:
-                _release_all(self._waiters.get(key, {}))
+                _wake_all(self._waiters.get(key, {}))
         elif operation.kind == store_pb2.JOIN:
-            _release_all(self._joined)
+            _wake_all(self._joined)
         if (size := outcome.ByteSize()) > MAX_BYTES:
-            return Outcome(
-                error=f"an answer of {size} bytes is more than the {MAX_BYTES} that a store gives at once: "
-                "ask for fewer keys"
-            )
+            return Outcome(error=f"a result of {size} bytes exceeds the limit of {MAX_BYTES}: ask for fewer keys")
         return outcome
 
     async def wait_joined(self, count: int, seconds: float) -> bool:
-        """Waits until `count` clients have joined; tells whether they have within `seconds`."""
+        """Waits until `count` clients have joined; returns whether they have within `seconds`."""
         deadline = asyncio.get_running_loop().time() + seconds
         try:
             while self._state.joined < count:
-                if not await self._wake(self._joined, deadline):
+                if not await self._wait_for_change(self._joined, deadline):
                     return False
         except _ClosingError:
             raise StoreError("the store was closed") from None
         return True
 
-    async def _wake(self, waiters: dict[asyncio.Future[None], None], deadline: float) -> bool:
-        """Waits for a change, as one of `waiters`; tells whether there was one before the deadline."""
+    async def _wait_for_change(self, waiters: dict[asyncio.Future[None], None], deadline: float) -> bool:
+        """Waits among `waiters` to be woken; returns whether that happened before the deadline."""
         if self._closing:
             raise _ClosingError
         waiter = asyncio.get_running_loop().create_future()
@@ -149,42 +146,40 @@ class StoreServer:
             raise
 
 
-def _release_all(waiters: dict[asyncio.Future[None], None]) -> None:
+def _wake_all(waiters: dict[asyncio.Future[None], None]) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Listens on every address of `host`, because gRPC would be content with one of them.
+    """Listens on every address of `host`, and returns the port.
 
-    Otherwise `localhost` on a port that is taken for IPv4 would listen for IPv6 alone, and clients would meet
-    either program.
+    gRPC itself listens on whichever addresses are free. With `localhost` on a port that another program uses for
+    IPv4, that would be IPv6 only, and clients would reach one program or the other.
     """
     bound, problem = 0, errno.EADDRNOTAVAIL
     for address in resolve(host):
         try:
             bound = server.add_insecure_port(format_address(address, bound or port))
         except RuntimeError:
-            problem = _why_not(address, bound or port)
+            problem = _bind_errno(address, bound or port)
             if problem not in _NO_SUCH_ADDRESS:  # `localhost` may name an IPv6 address that is not set up
                 bound = 0
                 break
     if not bound:
-        where, why = (
-            format_address(host, port),
-            f"{os.strerror(problem)} ({errno.errorcode.get(problem, problem)})",
-        )
+        address = format_address(host, port)
+        reason = f"{os.strerror(problem)} ({errno.errorcode.get(problem, problem)})"
         hint = "; the host must be an address of this machine" if problem in _NO_SUCH_ADDRESS else ""
-        raise StoreNetworkError(f"a store cannot listen on {where}: {why}{hint}")
+        raise StoreNetworkError(f"a store cannot listen on {address}: {reason}{hint}")
     return bound
 
 
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
-def _why_not(address: str, port: int) -> int:
-    """The errno of binding to an address, which gRPC keeps to itself."""
+def _bind_errno(address: str, port: int) -> int:
+    """Returns the errno of binding to an address, which gRPC does not report."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""What the operations of a store mean, in one place: every store runs them through a KeyValueState."""
+"""Defines what each operation of a store does. Every gradwire store runs its operations on a KeyValueState."""
 
 import re
 from collections import deque
@@ -17,8 +17,7 @@ _SATISFYING = frozenset(
     {store_pb2.SET, store_pb2.ADD, store_pb2.APPEND, store_pb2.COMPARE_SET, store_pb2.QUEUE_PUSH}
 )
 
-# How many keys and values an operation of a kind has. None is any number; SET has as many of both.
-_SHAPES: dict[int, tuple[int | None, int | None]] = {
+_COUNTS: dict[int, tuple[int | None, int | None]] = {
     store_pb2.SET: (None, None),
     store_pb2.GET: (None, 0),
     store_pb2.ADD: (1, 0),
@@ -35,21 +34,22 @@ _SHAPES: dict[int, tuple[int | None, int | None]] = {
     store_pb2.JOIN: (0, 0),
     store_pb2.LEAVE: (0, 0),
 }
+"""Numbers of keys and values of each kind of operation. None: any number; SET has as many keys as values."""
 
 
 def may_satisfy_waiters(operation: Operation) -> bool:
-    """Can this operation bring a key or an item that another operation waits for?"""
+    """Returns whether this operation may add a key or a queue item that another operation waits for."""
     return operation.kind in _SATISFYING
 
 
 @final
 class KeyValueState:
-    """Keys with values, and queues beside them under names of their own.
+    """The keys and values of a store, and its queues, whose names are separate from the keys.
 
-    It never waits, does no I/O and holds no lock: its owner runs one operation at a time.
+    It never waits, does no I/O and takes no lock: its owner runs one operation at a time.
 
-    version: counts the changes; an operation that left it alone changed nothing.
-    joined, left: how many JOIN and LEAVE operations there were.
+    version: number of changes so far; an operation that leaves it as it was has changed nothing.
+    joined, left: numbers of JOIN and LEAVE operations so far.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class KeyValueState:
         self.left = 0
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
-        self._run: dict[int, Callable[[Operation], Outcome]] = {
+        self._handlers: dict[int, Callable[[Operation], Outcome]] = {
             store_pb2.SET: self._set,
             store_pb2.GET: self._get,
             store_pb2.ADD: self._add,
@@ -77,7 +77,7 @@ class KeyValueState:
         }
 
     def missing(self, operation: Operation) -> list[str]:
-        """The keys that the operation would have to wait for; empty if it can be applied now."""
+        """Returns the keys that an operation would have to wait for; empty if it can be applied now."""
         if operation.kind == store_pb2.GET:
             return [key for key in dict.fromkeys(operation.keys) if key not in self._values]
         if operation.kind == store_pb2.WAIT:
@@ -87,12 +87,12 @@ class KeyValueState:
         return []
 
     def apply(self, operation: Operation) -> Outcome:
-        """Runs one operation. What it would have to wait for makes it fail with `missing`."""
-        if problem := _malformation(operation):
+        """Runs one operation. If it would have to wait for keys, the outcome has them as `missing`."""
+        if problem := _check(operation):
             return Outcome(error=problem)
         if missing := self.missing(operation):
             return Outcome(missing=missing)
-        return self._run[operation.kind](operation)
+        return self._handlers[operation.kind](operation)
 
     def _has(self, key: str) -> bool:
         return key in self._values or key in self._queues
@@ -111,11 +111,11 @@ class KeyValueState:
 
     def _add(self, operation: Operation) -> Outcome:
         key = operation.keys[0]
-        # An empty value counts as nothing yet, as it does in torch's HashStore and FileStore.
+        # An empty value counts as 0, as in torch's HashStore and FileStore.
         before = self._values.get(key) or b"0"
         if not _NUMBER.fullmatch(before):
             shown = before[:32] + b"..." if len(before) > 32 else before
-            return Outcome(error=f"add to {key!r} needs a decimal number there, and its value is {shown!r}")
+            return Outcome(error=f"add to {key!r} needs a decimal number there, but its value is {shown!r}")
         total = int(before) + operation.amount
         if total not in _INT64:
             return Outcome(error=f"add to {key!r} gives {total}, which does not fit into 64 bits")
@@ -133,7 +133,7 @@ class KeyValueState:
         if current == expected or (current is None and not expected):
             self._put(key, desired)
             return Outcome(values=[desired])
-        # For a key that is not there torch answers what the caller expected, and so must we.
+        # For a missing key torch returns the expected value, so this does too.
         return Outcome(values=[expected if current is None else current])
 
     def _check(self, operation: Operation) -> Outcome:
@@ -172,11 +172,11 @@ class KeyValueState:
         return Outcome(number=self.joined - self.left)
 
 
-def _malformation(operation: Operation) -> str:
-    """Why an operation cannot be run at all (its sender is not gradwire, or a newer one); "" if it can."""
-    shape = _SHAPES.get(operation.kind)
-    if shape is None:
+def _check(operation: Operation) -> str:
+    """Returns why an operation is not valid (its sender is not gradwire, or a newer version); "" if it is."""
+    counts = _COUNTS.get(operation.kind)
+    if counts is None:
         return f"this version of gradwire does not know store operation {operation.kind}"
     keys, values = len(operation.keys), len(operation.values)
-    fits = keys == values if operation.kind == store_pb2.SET else shape in ((keys, values), (None, values))
+    fits = keys == values if operation.kind == store_pb2.SET else counts in ((keys, values), (None, values))
     return "" if fits else f"store operation {operation.kind} came with {keys} keys and {values} values"

@@ -1,4 +1,4 @@
-"""A store in one process, reached by the others over gRPC."""
+"""A store that one process hosts, and others use over gRPC."""
 
 import time
 from typing import Any, Protocol, final
@@ -11,7 +11,7 @@ from ...proto.v1.store_pb2 import Operation, Outcome
 from ..addresses import format_address, host_for_listening, require_trusted
 from ..waiting import wait_with_warnings
 from .base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
-from .hosted import ANSWER_SECONDS, Hosted, take_over
+from .hosted import ANSWER_TIMEOUT_S, HostedServer, take_over_port
 from .server import EXECUTE, MESSAGE_OPTIONS
 
 __all__ = ["TCPStore"]
@@ -23,7 +23,7 @@ _CLIENT_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a new client does not wait out an older one's backoff
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A host that vanished without a word is noticed after half a minute.
+    # An unreachable host is noticed after half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
@@ -31,9 +31,9 @@ _CLIENT_OPTIONS = [
 
 @final
 class TCPStore(Store):
-    """Hosted by the master, shared by everybody who knows its address.
+    """A store that the master hosts, for every process that knows its address.
 
-    When the master closes it, or dies, operations of the others fail at once with a StoreError.
+    When the master closes the store or dies, operations of other processes fail at once with a StoreError.
     """
 
     def __init__(
@@ -50,43 +50,45 @@ class TCPStore(Store):
         *,
         insecure: bool = False,
     ) -> None:
-        """Hosts the store, or connects to it, trying again until the master is there.
+        """Hosts the store; or connects to it, retrying until the master is there.
 
         Args:
-            host_name: the master's name or address; the master listens on this one alone. Only with `insecure`,
-                and if its host's name leads to the loopback address on the host itself (as Debian's do), it
+            host_name: the master's host name or address, on which alone it listens. Exception: with `insecure`,
+                and if the name resolves to a loopback address on the master's host (as on Debian), the master
                 listens on all addresses.
-            port: the master's; 0, for the master only, takes a free one.
-            world_size: how many users there will be, the master included; None if that is not known.
-            is_master: host it.
-            timeout: how long waiting operations, and this constructor, wait.
-            wait_for_workers: the master waits here until `world_size` users have connected.
-            multi_tenant: several masters of this process may open the store on one port, and share it.
-            master_listen_fd: a listening socket, whose place the master's server takes. It is closed.
+            port: the master's port; for the master, 0 chooses a free one.
+            world_size: number of processes that will use the store, the master included; None if unknown.
+            is_master: host the store.
+            timeout: how long this constructor, and by default operations that wait for keys, may wait.
+            wait_for_workers: on the master, wait until `world_size` processes have connected.
+            multi_tenant: let several masters in this process share one store on the same port.
+            master_listen_fd: file descriptor of a listening socket on whose port the master listens. It is closed.
             use_libuv: not used; the server is always gRPC's.
-            insecure: allow an address that is not a loopback one, though there are no credentials.
+            insecure: allow an address that is not a loopback address, without credentials.
 
         Raises:
-            StoreNetworkError: the port is taken, or no store answers.
-            StoreError: not all workers came, or the address is refused.
-            ValueError: an argument that cannot be; `master_listen_fd` is no socket on `port`.
+            StoreNetworkError: the port is in use, or no store answers.
+            StoreError: not all workers connected in time, or the address needs `insecure`.
+            ValueError: an argument is not valid, or `master_listen_fd` is not a socket on `port`.
         """
         seconds = to_seconds(timeout)
         _check(host_name, port, world_size, is_master)
-        require_trusted(host_name, insecure=insecure, doing="hosting a store on" if is_master else "dialling")
+        require_trusted(
+            host_name, insecure=insecure, action="hosting a store on" if is_master else "connecting to"
+        )
         self._host = host_name
         self._port = port
         self._insecure = insecure
         self._connection: _Connection
         if is_master:
             if master_listen_fd is not None:
-                port = take_over(master_listen_fd, port)
-            make = Hosted.shared if multi_tenant else Hosted
-            listening = host_for_listening(host_name, insecure=insecure)
-            hosted = make(listening, port, world_size if wait_for_workers else None)
+                port = take_over_port(master_listen_fd, port)
+            make = HostedServer.shared if multi_tenant else HostedServer
+            listen_host = host_for_listening(host_name, insecure=insecure)
+            hosted = make(listen_host, port, world_size if wait_for_workers else None)
             self._connection, self._port = hosted, hosted.port
         else:
-            self._connection = _Remote(host_name, port)
+            self._connection = _RemoteServer(host_name, port)
         try:
             self._connection.join(seconds)
         except BaseException:
@@ -96,7 +98,7 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """The master's name or address, as it was given."""
+        """The master's host name or address, as given to the constructor."""
         return self._host
 
     @property
@@ -106,14 +108,14 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:  # noqa: N802
-        """Is the server torch's, on libuv? It never is."""
+        """Whether the server is torch's, on libuv: always False."""
         return False
 
     def clone(self) -> "TCPStore":
-        """Another connection to the same master."""
+        """Opens another connection to the same master."""
         twin = TCPStore.__new__(TCPStore)
         twin._host, twin._port, twin._insecure = self._host, self._port, self._insecure
-        twin._connection = _Remote(self._host, self._port)
+        twin._connection = _RemoteServer(self._host, self._port)
         Store.__init__(twin, self.timeout)
         return twin
 
@@ -130,29 +132,29 @@ class TCPStore(Store):
 
 
 class _Connection(Protocol):
-    """A way to the store's server."""
+    """A connection to the store's server."""
 
     def join(self, seconds: float) -> None:
-        """Counts this user in, and waits for whom it has to wait.
+        """Waits for the server, counts this user there, and on the master waits for the other users.
 
         Raises:
-            StoreError: they did not come within `seconds`.
+            StoreError: the server or the other users were not there within `seconds`.
         """
 
     def execute(self, operation: Operation, seconds: float) -> Outcome:
-        """Runs an operation that waits for up to `seconds`.
+        """Runs an operation that may wait for `seconds`.
 
         Raises:
-            StoreError: the server is gone, or does not answer.
+            StoreError: the server has ended, or does not answer.
         """
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the connection."""
 
 
 @final
-class _Remote:
-    """The others' side."""
+class _RemoteServer:
+    """A connection to the server in another process, over gRPC."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = format_address(host, port)
@@ -169,12 +171,12 @@ class _Remote:
         wait_with_warnings(
             lambda left: _is_done(connected, left),
             seconds,
-            lambda: f"no store answers on {self._address}, where rank 0, or whoever hosts it, should be",
+            lambda: f"no store answers on {self._address}, where rank 0 or another process should host it",
         )
         connected.cancel()
-        left = max(0.001, began + seconds - time.monotonic())
+        remaining = max(0.001, began + seconds - time.monotonic())
         try:
-            self._call(Operation(kind=store_pb2.JOIN), timeout=left, wait_for_ready=True)
+            self._call(Operation(kind=store_pb2.JOIN), timeout=remaining, wait_for_ready=True)
         except grpc.RpcError as error:
             raise StoreNetworkError(
                 f"no store answered on {self._address} within {seconds:g} s: connect() timed out. Is the master "
@@ -183,17 +185,17 @@ class _Remote:
 
     def execute(self, operation: Operation, seconds: float) -> Outcome:
         try:
-            outcome: Outcome = self._call(operation, timeout=seconds + ANSWER_SECONDS)
+            outcome: Outcome = self._call(operation, timeout=seconds + ANSWER_TIMEOUT_S)
         except grpc.RpcError as error:
             kind: type[StoreError] = StoreNetworkError
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                problem = f"did not answer within {seconds + ANSWER_SECONDS:g} s"
+                problem = f"did not answer within {seconds + ANSWER_TIMEOUT_S:g} s"
             elif error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 problem = f"is gone: Connection closed by peer ({_details(error)})"
             else:
                 kind, problem = StoreError, f"failed ({_details(error)})"
             raise kind(f"the store on {self._address} {problem}") from error
-        except ValueError as error:  # what gRPC says when another thread has closed the channel
+        except ValueError as error:  # raised by gRPC after another thread has closed the channel
             raise StoreError(f"the connection to {self._address} is closed") from error
         return outcome
 
@@ -215,9 +217,9 @@ def _details(error: grpc.RpcError) -> str:
 
 def _check(host: str, port: int, world_size: int | None, is_master: bool) -> None:
     if not host:
-        raise ValueError(f"host_name is {host!r}: give the master's name or address")
+        raise ValueError(f"host_name is {host!r}: give the master's host name or address")
     if not (0 if is_master else 1) <= port < 65536:
         free = ", or 0 for a free one" if is_master else ""
         raise ValueError(f"port is {port!r}: give 1 to 65535{free}")
     if world_size is not None and world_size < 1:
-        raise ValueError(f"world_size is {world_size}: give the number of workers, or None")
+        raise ValueError(f"world_size is {world_size}: give the number of processes, or None")

@@ -1,7 +1,7 @@
-"""Operations on stores that are not gradwire's: torch's C++ ones, and anybody's Python ones.
+"""Operations on stores that are not gradwire's: torch's C++ stores, and Python stores of users.
 
-A wait asks the store again and again. One inside a store of torch's could be ended by nothing, not even by Ctrl-C,
-and would print a C++ trace when its time is up or its server goes.
+To wait, these functions poll the store. A wait inside a torch store could not be interrupted, not even by Ctrl-C,
+and would print a C++ stack trace on timeout or when its server ends.
 """
 
 import threading
@@ -18,33 +18,36 @@ from .base import Store
 
 __all__ = ["execute", "wait"]
 
-FIRST_PAUSE = 0.001
-LONGEST_PAUSE = 0.05
-"""Seconds between two looks for a key: doubled from the first to the longest."""
+MIN_POLL_INTERVAL_S = 0.001
+MAX_POLL_INTERVAL_S = 0.05
+"""Seconds between two checks for a key, doubled from the first to the second."""
 
 
 def execute(store: TorchStore, operation: Operation, seconds: float, closed: threading.Event) -> Outcome:
-    """Runs an operation by the public methods of any torch.distributed.Store.
+    """Runs an operation with the public methods of any torch.distributed.Store.
 
-    Keys that are set together appear one after another if the store has no multi_set.
+    Setting several keys is atomic only if the store has multi_set.
 
     Args:
-        store: where.
-        operation: what.
+        store: any store.
+        operation: the operation.
         seconds: how long it may wait for keys.
-        closed: ends such a wait.
+        closed: ends the wait when it is set.
+
+    Returns:
+        The outcome, with `missing` if keys did not appear in time.
 
     Raises:
-        StoreError: the store failed for another reason than a timeout, or was closed while the operation waited.
+        StoreError: the store failed for another reason than a timeout, or `closed` was set during a wait.
     """
     try:
-        return _CALLS[operation.kind](store, operation, seconds, closed)
+        return _HANDLERS[operation.kind](store, operation, seconds, closed)
     except StoreError:
         raise
-    except (RuntimeError, ValueError, IndexError, MemoryError) as error:  # what torch's C++ stores raise
+    except (RuntimeError, ValueError, IndexError, MemoryError) as error:  # raised by torch's C++ stores
         reason = (str(error).splitlines() or [""])[0]
         if "timeout" in reason.lower():
-            with suppress(RuntimeError):  # then the store is gone, and that it is
+            with suppress(RuntimeError):  # the store is gone, which is raised below
                 if missing := _missing(store, operation):
                     return Outcome(missing=missing)
         if operation.kind == store_pb2.ADD and "stoll" in reason:
@@ -53,29 +56,35 @@ def execute(store: TorchStore, operation: Operation, seconds: float, closed: thr
 
 
 def wait(store: TorchStore, keys: Sequence[str], seconds: float, closed: threading.Event | None = None) -> bool:
-    """Waits until any store has these keys; False if it has not got them within so many seconds.
+    """Waits at most `seconds` until a store has these keys. Returns whether it has.
+
+    Args:
+        store: any store.
+        keys: to wait for.
+        seconds: how long to wait.
+        closed: ends the wait when it is set.
 
     Raises:
-        StoreError: `closed` was set meanwhile.
-        RuntimeError: what the store raises.
+        StoreError: `closed` was set during the wait.
+        RuntimeError: the store failed.
     """
-    if isinstance(store, Store):  # it knows better
+    if isinstance(store, Store):  # it need not be polled
         with suppress(StoreTimeoutError):
             store.wait(list(keys), seconds)
             return True
         return False
     closed = closed or threading.Event()
-    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+    deadline, interval = time.monotonic() + seconds, MIN_POLL_INTERVAL_S
     while not _has_all(store, keys):
-        if (left := deadline - time.monotonic()) <= 0:
+        if (remaining := deadline - time.monotonic()) <= 0:
             return False
-        if closed.wait(min(pause, left)):
-            raise StoreError("the store was closed while something waited in it")
-        pause = min(LONGEST_PAUSE, 2 * pause)
+        if closed.wait(min(interval, remaining)):
+            raise StoreError("the store was closed while an operation waited for a key")
+        interval = min(MAX_POLL_INTERVAL_S, 2 * interval)
     return True
 
 
-# Stores are Any below: the type stubs of torch lack half of their methods.
+# Stores are Any below: torch's type stubs lack half of their methods.
 
 
 def _set(store: Any, operation: Operation) -> Outcome:
@@ -88,8 +97,8 @@ def _set(store: Any, operation: Operation) -> Outcome:
 
 
 def _wait(store: Any, operation: Operation, seconds: float, closed: threading.Event) -> Outcome:
-    there = wait(store, operation.keys, seconds, closed)
-    return Outcome(missing=[] if there else _missing(store, operation))
+    has_keys = wait(store, operation.keys, seconds, closed)
+    return Outcome(missing=[] if has_keys else _missing(store, operation))
 
 
 def _get(store: Any, operation: Operation, seconds: float, closed: threading.Event) -> Outcome:
@@ -102,19 +111,19 @@ def _get(store: Any, operation: Operation, seconds: float, closed: threading.Eve
 
 
 def _queue_pop(store: Any, operation: Operation, seconds: float, closed: threading.Event) -> Outcome:
-    # queue_pop would wait for as long as the store's own timeout says.
+    # The store's own queue_pop would wait for the store's timeout.
     key, deadline = operation.keys[0], time.monotonic() + seconds
     while True:
         try:
             return Outcome(values=[store.queue_pop(key, False)])  # noqa: FBT003 - torch's argument
         except TorchQueueEmptyError:
-            left = max(0.0, deadline - time.monotonic())
-            outcome = _wait(store, operation, left, closed)
-            if outcome.missing or not left:
+            remaining = max(0.0, deadline - time.monotonic())
+            outcome = _wait(store, operation, remaining, closed)
+            if outcome.missing or not remaining:
                 return Outcome(missing=[key])
 
 
-def _returning_nothing(call: Callable[[Any, Operation], None]) -> "_Call":
+def _without_result(call: Callable[[Any, Operation], None]) -> "_Handler":
     def run(store: Any, operation: Operation, _seconds: float, _closed: threading.Event) -> Outcome:
         call(store, operation)
         return Outcome()
@@ -127,13 +136,13 @@ def _missing(store: TorchStore, operation: Operation) -> list[str]:
 
 
 def _has_all(store: Any, keys: Sequence[str]) -> bool:
-    """Have all keys a value?"""
+    """Returns whether all keys have a value."""
     try:
         return bool(store.check(list(keys)))
     except RuntimeError as error:
         if "pure virtual" not in str(error):
             raise
-    # A Python store that lacks `check` can say it only by giving the values, at once or after its own timeout.
+    # In a Python store without `check`, only `get` can tell, which may wait for the store's own timeout.
     try:
         for key in keys:
             store.get(key)
@@ -142,20 +151,20 @@ def _has_all(store: Any, keys: Sequence[str]) -> bool:
     return True
 
 
-_Call = Callable[[Any, Operation, float, threading.Event], Outcome]
+_Handler = Callable[[Any, Operation, float, threading.Event], Outcome]
 
-_CALLS: dict[int, _Call] = {
+_HANDLERS: dict[int, _Handler] = {
     store_pb2.SET: lambda store, op, *_: _set(store, op),
     store_pb2.GET: _get,
     store_pb2.ADD: lambda store, op, *_: Outcome(number=store.add(op.keys[0], op.amount)),
-    store_pb2.APPEND: _returning_nothing(lambda store, op: store.append(op.keys[0], op.values[0])),
+    store_pb2.APPEND: _without_result(lambda store, op: store.append(op.keys[0], op.values[0])),
     store_pb2.COMPARE_SET: lambda store, op, *_: Outcome(values=[store.compare_set(op.keys[0], *op.values)]),
     store_pb2.WAIT: _wait,
     store_pb2.CHECK: lambda store, op, *_: Outcome(number=int(_has_all(store, op.keys))),
     store_pb2.DELETE: lambda store, op, *_: Outcome(number=int(store.delete_key(op.keys[0]))),
     store_pb2.COUNT_KEYS: lambda store, *_: Outcome(number=store.num_keys()),
     store_pb2.LIST_KEYS: lambda store, *_: Outcome(keys=store.list_keys()),
-    store_pb2.QUEUE_PUSH: _returning_nothing(lambda store, op: store.queue_push(op.keys[0], op.values[0])),
+    store_pb2.QUEUE_PUSH: _without_result(lambda store, op: store.queue_push(op.keys[0], op.values[0])),
     store_pb2.QUEUE_POP: _queue_pop,
     store_pb2.QUEUE_LENGTH: lambda store, op, *_: Outcome(number=store.queue_len(op.keys[0])),
 }

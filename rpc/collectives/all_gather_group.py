@@ -74,7 +74,7 @@ class AllGatherGroup:
     @property
     def formed(self) -> bool:
         """Has it come together?"""
-        return self._engine is not None and self._membership.left is None
+        return self._engine is not None and self._membership.error is None
 
     @property
     def busy(self) -> bool:
@@ -90,14 +90,14 @@ class AllGatherGroup:
         """
         try:
             with self._using:
-                if self._engine is None or self._membership.left is not None:
-                    raise self._membership.left or GroupAbortedError(f"{self._name} has not come together")
+                if self._engine is None or self._membership.error is not None:
+                    raise self._membership.error or GroupAbortedError(f"{self._name} has not come together")
                 return self._gather(self._engine, number, value, time.monotonic() + seconds)
         except BaseException:
             self._membership.leave()
             raise
         finally:
-            if self._membership.left is not None:
+            if self._membership.error is not None:
                 self._release()
 
     def _gather(
@@ -132,7 +132,7 @@ class AllGatherGroup:
     def end(self) -> None:
         """Ends it now; who gathers fails. Called from any thread, and does not wait."""
         self._membership.leave()
-        self._membership.stop_forming()
+        self._membership.cancel_join()
         self._release()
 
     def close(self) -> None:
@@ -142,14 +142,14 @@ class AllGatherGroup:
 
     def _form(self) -> None:
         try:
-            engine = self._membership.take()
+            engine = self._membership.join()
         except Exception as error:
-            problem = self._membership.left or error.with_traceback(None)
+            problem = self._membership.error or error.with_traceback(None)
             self._membership.release(problem)
             self._failed(self, problem)
         else:
             self._engine = engine
-            if self._membership.left is not None:
+            if self._membership.error is not None:
                 self._release()
 
     def _release(self) -> None:

@@ -8,7 +8,7 @@ from typing import final
 
 from ...c10d.addresses import is_loopback, is_numeric, resolve
 from ...c10d.host_identity import LOOPBACK, address_for_others, is_local
-from ...c10d.start_barrier import innermost
+from ...c10d.stores.describe import innermost_store
 from ...c10d.torch_types import TorchStore
 from ...errors import ProcessGroupError, RpcError, StoreError
 from ..contracts.options import RpcBackendOptions
@@ -96,7 +96,7 @@ def unreachable_members(members: Sequence[Member], consent: str) -> str:
 
 def _is_local_store(store: TorchStore) -> bool:
     """Can only processes of this host reach the store?"""
-    host = str(getattr(innermost(store), "host", ""))
+    host = str(getattr(innermost_store(store), "host", ""))
     try:
         return bool(host) and is_loopback(host)
     except StoreError:

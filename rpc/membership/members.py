@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...c10d.host_identity import network_name
+from ...c10d.host_identity import network_id
 from ...c10d.start_barrier import StartBarrier
 from ..contracts.worker import WorkerInfo
 
@@ -28,7 +28,7 @@ class Member:
     info: WorkerInfo
     address: str
     device_count: int = field(default_factory=torch.cuda.device_count)
-    network: str = field(default_factory=network_name)
+    network: str = field(default_factory=network_id)
     process: str = ""
     device_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
 
@@ -59,14 +59,14 @@ def introduce(barrier: StartBarrier, seconds: float) -> tuple[str, list[str]]:
     Raises:
         RendezvousError: they contradict each other, or do not come; all raise the same.
     """
-    me = barrier.claim
-    holder = barrier.take_name(me.name)
+    me = barrier.registration
+    holder = barrier.register_name(me.name)
     if holder.process != me.process:
         barrier.fail(
-            f"worker name {me.name!r} is not unique: ranks {holder.rank} and {me.rank} have it ({holder.shown}, "
-            f"{me.shown}); give each worker a name of its own"
+            f"worker name {me.name!r} is not unique: ranks {holder.rank} and {me.rank} have it "
+            f"({holder.description}, {me.description}); give each worker a name of its own"
         )
-    records = barrier.wait(json.dumps([uuid.uuid4().hex, network_name()]), seconds)
+    records = barrier.wait(json.dumps([uuid.uuid4().hex, network_id()]), seconds)
     introductions = [json.loads(record) for record in records]
     return introductions[0][0], [network for _, network in introductions]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d.debug.report import read, report
+from gradwire.c10d.debug.report import read_files, report
 from gradwire.errors import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroupError
 
 SIZE = 3
@@ -152,7 +152,7 @@ def test_the_report_says_who_is_stuck_where(workers, group, tmp_path):
     members = group()
     paths = workers.each(members, hang, tmp_path / "dumps")
     assert len(set(paths)) == SIZE
-    text = report(read([tmp_path / "dumps"]))
+    text = report(read_files([tmp_path / "dumps"]))
     assert re.search(r"rank 0: stuck in collective 2, all_reduce of 20 bytes at .*test_debug.py:\d+, since", text)
     assert re.search(r"rank 1: went on after collective 1, all_reduce", text)
     assert re.search(r"and in recv rank 0 of 0 bytes at .*test_debug.py:\d+, since", text)
@@ -174,9 +174,9 @@ def fail_one() -> None:
 
 def test_a_group_that_fails_writes_its_recorder(workers, group, tmp_path):
     folder = tmp_path / "failed"
-    workers.each(group(seconds=0.3, dump_folder=folder, check_calls=True, recorded=2), fail_one)
+    workers.each(group(seconds=0.3, dump_folder=folder, check_calls=True, flight_recorder_size=2), fail_one)
     (file,) = folder.iterdir()
-    (entry,) = json.loads(file.read_text())["groups"][0]["entries"]
+    (entry,) = json.loads(file.read_text())["groups"][0]["operations"]
     assert entry["state"] == "failed"
     assert "CollectiveTimeoutError" in entry["error"]
 
@@ -187,11 +187,11 @@ def dump_by_signal(folder: Path) -> list[str]:
         dist.barrier()
     os.kill(os.getpid(), signal.SIGUSR1)
     (group,) = json.loads(next(folder.glob(f"*-{os.getpid()}.json")).read_text())["groups"]
-    return [f"{entry['number']} {entry['operation']} {entry['state']}" for entry in group["entries"]]
+    return [f"{entry['number']} {entry['operation']} {entry['state']}" for entry in group["operations"]]
 
 
 def test_a_signal_writes_the_recorders_which_keep_the_last(workers, group, tmp_path):
-    seen = workers.each(group(recorded=2), dump_by_signal, tmp_path / "dumps")
+    seen = workers.each(group(flight_recorder_size=2), dump_by_signal, tmp_path / "dumps")
     assert seen == [["2 barrier done", "3 barrier done"]] * SIZE
 
 
@@ -250,18 +250,18 @@ def test_profilers_show_engines_of_others_by_their_backend(workers, group):
 
 
 def test_bad_options_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="recorded is 0"):
-        c10d.GroupOptions(recorded=0)
+    with pytest.raises(ValueError, match="flight_recorder_size is 0"):
+        c10d.GroupOptions(flight_recorder_size=0)
     with pytest.raises(TypeError, match="GroupOptions"):
         c10d.init_process_group("gradwire_shm", f"file://{tmp_path}/met", rank=0, world_size=1, pg_options="wrong")
 
 
 def test_torchs_variable_turns_the_check_on(monkeypatch):
-    assert not c10d.GroupOptions().checks_calls()
+    assert not c10d.GroupOptions().should_check_calls()
     before = dist.get_debug_level()
     try:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-        assert c10d.GroupOptions().checks_calls()
-        assert not c10d.GroupOptions(check_calls=False).checks_calls()
+        assert c10d.GroupOptions().should_check_calls()
+        assert not c10d.GroupOptions(check_calls=False).should_check_calls()
     finally:
         dist.set_debug_level(before)

@@ -147,7 +147,7 @@ def test_strangers_are_sent_away(watching, tmp_path, say):
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     store = FileStore(str(tmp_path / "store"))
     store.set("host/1", json.dumps(["another", "host"]))
-    with pytest.raises(ProcessGroupError, match=r"within 0.1 s .*no connection to the ranks \[1\]"):
+    with pytest.raises(ProcessGroupError, match=r"within 0.1 s: .*these ranks have not connected: \[1\]"):
         FailureDetector(store, 0, 2, 0.1, on_lost=print, on_left=print)
     empty = FileStore(str(tmp_path / "empty"))
     with pytest.raises(StoreTimeoutError):

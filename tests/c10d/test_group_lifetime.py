@@ -103,7 +103,7 @@ def make_and_drop(backend: str) -> tuple[int, list[int]]:
     over = [threading.Event() for _ in groups]
     for group, event in zip(groups, over, strict=True):
         use(group)
-        group.at_end(event.set)
+        group.add_close_callback(event.set)
     assert held() > before
     here["store"].barrier("used", here["size"])
     del group
@@ -260,7 +260,7 @@ def forget_in_a_cycle() -> None:
     cycle: dict[str, Any] = {"group": here.pop("group")}
     cycle["itself"] = cycle
     over = threading.Event()
-    cycle["group"].at_end(over.set)
+    cycle["group"].add_close_callback(over.set)
     loop = acquire_event_loop()
     del cycle
     loop.loop.call_soon_threadsafe(gc.collect)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d import failure_detector as liveness
+from gradwire.c10d import failure_detector
 from gradwire.c10d import host_identity as hosts_module
 from gradwire.errors import ProcessGroupError, RankLostError
 
@@ -23,7 +23,7 @@ PORT = 29500
 def meet(host: str, rank: int, size: int, backend: str, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
-    liveness.UNREACHABLE_SECONDS = 1
+    failure_detector.KEEPALIVE_INTERVAL_S = 1
     c10d.init_process_group(backend, f"tcp://{host}:{PORT}", world_size=size, rank=rank, timeout=60, insecure=True)
 
 

@@ -204,7 +204,7 @@ def test_a_host_beside_torch_is_advised(free_port, workers):
 
 
 def test_a_worker_without_rank_0(free_port):
-    with pytest.raises(RendezvousError, match=rf"rank 1 cannot meet its group at tcp://.*:{free_port}: no store"):
+    with pytest.raises(RendezvousError, match=rf"rank 1 cannot join its group at tcp://.*:{free_port}: no store"):
         rendezvous(f"tcp://127.0.0.1:{free_port}", rank=1, world_size=2, timeout=0.05)
 
 
@@ -269,7 +269,7 @@ def test_a_malformed_url_is_shown_with_the_right_form(url, problem):
         ("tcp://localhost:29500?rank=1&world_size=2", {"world_size": 3}, "world_size=2 and the argument"),
         ("tcp://localhost:29500", {"rank": 2, "world_size": 2}, "rank 2 does not fit into world_size 2"),
         ("tcp://localhost:29500", {"rank": 0, "world_size": 0}, "rank 0 does not fit into world_size 0"),
-        ("tcp://localhost:29500", {"rank": -2, "world_size": 2}, "rank is -2: give an int from 0 on"),
+        ("tcp://localhost:29500", {"rank": -2, "world_size": 2}, "rank is -2: give an int of 0 or more"),
         ("tcp://localhost:29500", {"rank": "0", "world_size": 2}, "rank is '0'"),
         ("tcp://localhost:29500", {"rank": 0, "world_size": True}, "world_size is True"),
     ],
@@ -330,7 +330,7 @@ def test_wrong_variables_are_named(name, value, problem, monkeypatch):
 
 def test_an_unusable_file(tmp_path):
     (tmp_path / "diary").write_text("dear diary")
-    with pytest.raises(RendezvousError, match="rank 0 cannot meet .* is not a gradwire store"):
+    with pytest.raises(RendezvousError, match="rank 0 cannot join .* is not a gradwire store"):
         rendezvous(f"file://{tmp_path}/diary", rank=0, world_size=1)
 
 

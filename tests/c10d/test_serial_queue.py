@@ -8,29 +8,29 @@ from gradwire.c10d.work import GroupWork
 
 
 def test_the_caller_that_waits_runs_the_job_itself():
-    lane = SerialQueue("test")
+    queue = SerialQueue("test")
     threads = []
-    job = lane.put(lambda: threads.append(threading.current_thread()), now=True)
-    job.wait(None)
+    task = queue.submit(lambda: threads.append(threading.current_thread()), needs_thread=False)
+    task.wait(None)
     assert threads == [threading.current_thread()]
-    lane.close()
+    queue.close()
 
 
 def test_what_nobody_waits_for_runs_on_a_thread_of_its_own():
-    lane = SerialQueue("test")
+    queue = SerialQueue("test")
     ran = threading.Event()
     names = []
-    job = lane.put(lambda: names.append(threading.current_thread().name), now=False)
-    job.on_done(ran.set)
+    task = queue.submit(lambda: names.append(threading.current_thread().name), needs_thread=True)
+    task.on_done(ran.set)
     assert ran.wait(10)
     assert names == ["test"]
-    assert job.done()
-    lane.close()
+    assert task.done()
+    queue.close()
     assert "test" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_who_waits_with_a_limit_does_not_run_the_job_itself():
-    lane = SerialQueue("test")
+    queue = SerialQueue("test")
     go_on = threading.Event()
     threads = []
 
@@ -38,84 +38,84 @@ def test_who_waits_with_a_limit_does_not_run_the_job_itself():
         threads.append(threading.current_thread().name)
         go_on.wait(10)
 
-    job = lane.put(run, now=True)
+    task = queue.submit(run, needs_thread=False)
     with pytest.raises(TimeoutError):
-        job.wait(0.01)
+        task.wait(0.01)
     go_on.set()
-    job.wait(None)
+    task.wait(None)
     assert threads == ["test"]
-    lane.close()
+    queue.close()
 
 
 def test_a_lane_is_entered_only_when_nothing_is_on_it():
-    lane = SerialQueue("test")
-    assert lane.enter()
-    assert not lane.enter()
+    queue = SerialQueue("test")
+    assert queue.try_acquire()
+    assert not queue.try_acquire()
     ran = threading.Event()
-    lane.put(ran.set, now=True)
-    lane.leave()  # and somebody else runs what has come
+    queue.submit(ran.set, needs_thread=False)
+    queue.release()  # and somebody else runs what has come
     assert ran.wait(10)
-    lane.close()
+    queue.close()
 
 
 def test_jobs_run_in_order_whoever_waits_for_which():
-    lane = SerialQueue("test")
+    queue = SerialQueue("test")
     order: list[int] = []
-    jobs = [lane.put(lambda i=i: order.append(i), now=i % 3 == 0) for i in range(300)]
-    waiters = [threading.Thread(target=job.wait, args=(None,)) for job in jobs[::7]]
+    tasks = [queue.submit(lambda i=i: order.append(i), needs_thread=bool(i % 3)) for i in range(300)]
+    waiters = [threading.Thread(target=task.wait, args=(None,)) for task in tasks[::7]]
     for waiter in waiters:
         waiter.start()
-    jobs[-1].wait(None)
+    tasks[-1].wait(None)
     for waiter in waiters:
         waiter.join()
     assert order == list(range(300))
-    lane.close()
+    queue.close()
 
 
 def test_a_waiter_for_a_later_job_gets_it_though_another_thread_runs_the_first():
-    lane = SerialQueue("test")
+    queue = SerialQueue("test")
     begun, go_on = threading.Event(), threading.Event()
 
     def block() -> None:
         begun.set()
         go_on.wait(10)
 
-    first = lane.put(block, now=True)
+    first = queue.submit(block, needs_thread=False)
     runner = threading.Thread(target=first.wait, args=(None,))
     runner.start()
     assert begun.wait(10)
-    second = lane.put(lambda: 7, now=True)
+    second = queue.submit(lambda: 7, needs_thread=False)
     with pytest.raises(TimeoutError):
         second.wait(0.01)
     go_on.set()
     second.wait(None)
     assert second.source() == 7
     runner.join()
-    lane.close()
+    queue.close()
 
 
 def test_an_error_comes_to_everybody_who_waits_and_the_next_job_runs():
-    lane = SerialQueue("test")
+    queue = SerialQueue("test")
 
     def fail() -> None:
         raise KeyError("the reason")
 
-    failing, after = lane.put(fail, now=True), lane.put(lambda: None, now=True)
+    failing, after = queue.submit(fail, needs_thread=False), queue.submit(lambda: None, needs_thread=False)
     after.wait(None)
     for _ in range(2):
         with pytest.raises(KeyError, match="the reason"):
             failing.wait(None)
-    lane.close()
+    queue.close()
 
 
 def test_a_future_runs_callbacks_where_they_may_wait_for_the_lane():
-    lane = SerialQueue("test")
+    queue = SerialQueue("test")
     go_on = threading.Event()
-    first = lane.put(lambda: go_on.wait(10) and None, now=False)
+    first = queue.submit(lambda: go_on.wait(10) and None, needs_thread=True)
     work = GroupWork("first", ["value"], first)
 
     def then(future):
-        second = lane.put(lambda: 3, now=True)
+        second = queue.submit(lambda: 3, needs_thread=False)
         second.wait(10)
         return future.wait(), second.source()
 
@@ -125,16 +125,16 @@ def test_a_future_runs_callbacks_where_they_may_wait_for_the_lane():
     for thread in threading.enumerate():
         if thread.name == "gradwire-work":
             thread.join()
-    lane.close()
+    queue.close()
 
 
 def test_a_failed_work_says_so_everywhere():
-    lane = SerialQueue("test")
+    queue = SerialQueue("test")
 
     def fail() -> None:
         raise ValueError("the reason")
 
-    work = GroupWork("all_reduce", [], lane.put(fail, now=False))
+    work = GroupWork("all_reduce", [], queue.submit(fail, needs_thread=True))
     future = work.get_future()
     for wait in (work.wait, work.synchronize, work.result):
         with pytest.raises(ValueError, match="the reason"):
@@ -144,4 +144,4 @@ def test_a_failed_work_says_so_everywhere():
     assert work.is_completed()
     assert not work.is_success()
     assert isinstance(work.exception(), ValueError)
-    lane.close()
+    queue.close()

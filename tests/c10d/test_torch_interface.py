@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gradwire.c10d.backends import register_backends
 from gradwire.c10d.collectives import Collectives
 from gradwire.c10d.group_backend import OPERATIONS
+from gradwire.c10d.point_to_point import PointToPoint
 from gradwire.errors import UnsupportedOperationError
 from gradwire.torch_internals import HAS_PYTHON_BACKENDS, TorchBackend, backend_names
 
@@ -76,10 +77,11 @@ def test_operations_that_cpp_starts_reach_the_group(three):
     assert everywhere(three, operate_from_below) == [([1.0, 1.0], "GroupBackend")] * 3
 
 
-def test_a_backend_hands_on_all_that_cpp_calls():
-    both = {name for name in vars(Collectives) if hasattr(TorchBackend, name) and name[0] != "_"}
+def test_a_backend_forwards_every_operation_that_cpp_calls():
+    defined = {*vars(PointToPoint), *vars(Collectives)}
+    both = {name for name in defined if hasattr(TorchBackend, name) and name[0] != "_"}
     assert both - {"rank", "size", "alltoall_base"} <= set(OPERATIONS)
-    assert set(OPERATIONS) <= set(vars(Collectives))
+    assert set(OPERATIONS) <= defined
 
 
 def ask_for_reconfigure(url: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.rpc
 from gradwire import c10d, compat, rpc
-from gradwire.c10d import FileStore, PrefixStore, TCPStore, rendezvous, start_barrier, waiting
+from gradwire.c10d import FileStore, PrefixStore, TCPStore, registration, rendezvous, start_barrier, waiting
 from gradwire.errors import RendezvousError, RpcError
 
 from tests.remote_functions import add, wait_until
@@ -170,7 +170,7 @@ def test_who_hosts_the_store_stays_until_the_late_have_heard(place, workers):
     a, b, c = workers(3)
 
     def stay_long(*args: Any) -> tuple[str, float]:
-        start_barrier.LINGER_SECONDS = 40
+        start_barrier.HOST_LINGER_S = 40
         return fail(*args)
 
     hosting = a.start(stay_long, "a", 0, 3, place.given())
@@ -198,7 +198,7 @@ def url(tmp_path: Path) -> str:
 
 
 def warn_soon() -> None:
-    waiting.FIRST_WARNING_SECONDS = 0.05
+    waiting.FIRST_WARNING_S = 0.05
 
 
 def test_who_waits_says_for_whom(url, workers):
@@ -226,7 +226,9 @@ def test_who_finds_no_store_says_so(place, workers):
     a, b = workers(2)
     b.run(warn_soon)
     pending = [b.start(join, "b", 1, 2, place.given())]
-    wait_for_text(b, r"no store answers on 127.0.0.1:\d+, where rank 0, or whoever hosts it, should be; since 0 s")
+    wait_for_text(
+        b, r"no store answers on 127.0.0.1:\d+, where rank 0 or another process should host it; waited 0 s"
+    )
     pending.append(a.start(join, "a", 0, 2, place.given()))
     for each in pending:
         each.result()
@@ -245,8 +247,8 @@ def test_warnings_become_rarer(caplog):
         assert not waiting.wait_with_warnings(wait, 300, lambda: "a waits for b")
     assert slept == [10, 20, 40, 80, 150]
     assert caplog.messages[:2] == [
-        "a waits for b; since 10 s, and for 290 s more at most (next word in 20 s)",
-        "a waits for b; since 30 s, and for 270 s more at most (next word in 40 s)",
+        "a waits for b; waited 10 s, timeout in 290 s (next warning in 20 s)",
+        "a waits for b; waited 30 s, timeout in 270 s (next warning in 40 s)",
     ]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
 
@@ -261,14 +263,16 @@ def test_who_gives_up_tells_those_who_wait_who_did_not_come(url, workers):
     assert told == text
     assert when - gave_up < LIMIT
     there = rf"'a' \(rank 0, process {a.pid} on .*\), 'b' \(rank 1, process {b.pid} on .*\)"
-    assert re.match(rf"ranks 2, 3 of 4 did not join within 0.3 s at the file /.*/meet; there were {there}$", text)
+    assert re.match(
+        rf"ranks 2, 3 of 4 did not join within 0.3 s at the file /.*/meet; these joined: {there}$", text
+    )
 
 
 def test_a_worker_that_has_registered_but_is_not_ready_is_named(url, workers):
     a, b = workers(2)
 
     def register() -> None:
-        rendezvous(url, rank=1, world_size=2, name="b", purpose=start_barrier.Purpose("rpc"))
+        rendezvous(url, rank=1, world_size=2, name="b", kind=registration.GroupKind("rpc"))
 
     b.run(register)
     text, _ = a.run(fail, "a", 0, 2, (url, {}, None), init_timeout=0.3)
@@ -302,7 +306,7 @@ def test_who_is_interrupted_is_not_waited_for(url, workers):
         store.wait([f"{WORKERS}/0/record/{rank}" for rank in range(2)])
     os.kill(b.pid, signal.SIGINT)
     text, _ = pending[0].result()
-    assert re.match(r"'b' \(rank 1, .*\) does not wait any longer: KeyboardInterrupt", text)
+    assert re.match(r"'b' \(rank 1, .*\) stopped waiting: KeyboardInterrupt", text)
     pending[1].result()
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ....errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
 from ....torch_internals import AllgatherOptions
-from ...host_identity import INTERFACES, LOOPBACK, address_for_others, hosts_of, share_network
-from ...pending import All, Finishing
+from ...host_identity import INTERFACE_VARIABLE, LOOPBACK, address_for_others, can_share_loopback, gather_hosts
+from ...pending import CombinedOperation, OperationWithFinalStep
 from ...reductions import Reduction, combine, finish, prepare
 from ...stores.prefix import PrefixStore
 from ..base import Engine, PendingOperation, Setup
@@ -209,7 +209,7 @@ class GlooEngine(Engine):
         """Divides the sums that Gloo computed for averages of integers, of which it has none."""
         if reduction.name != "avg" or tensor.dtype in _FLOATS:
             return pending
-        return Finishing(pending, lambda: finish(reduction, tensor, self.size))
+        return OperationWithFinalStep(pending, lambda: finish(reduction, tensor, self.size))
 
     # Point-to-point messages
 
@@ -287,7 +287,7 @@ class GlooEngine(Engine):
     def _close_connections(self) -> None:
         """Has Gloo close the connections of every context; there is one for each network interface."""
         gloo, buffer = self._gloo, torch.zeros(1, dtype=torch.uint8)
-        for context in range(len(os.environ.get(INTERFACES, "").split(","))):
+        for context in range(len(os.environ.get(INTERFACE_VARIABLE, "").split(","))):
             for peer in range(self.size):
                 if peer != self.rank:
                     with suppress(RuntimeError):  # it times out, or this connection is closed already
@@ -304,10 +304,10 @@ def _connect(store: PrefixStore, setup: Setup) -> Any:
     By default Gloo takes the address of the host's name, which may not be reachable.
     """
     timeout = timedelta(seconds=setup.timeout)
-    hosts = hosts_of(setup.store, setup.rank, setup.size, setup.timeout)
-    if os.environ.get(INTERFACES):
+    hosts = gather_hosts(setup.store, setup.rank, setup.size, setup.timeout)
+    if os.environ.get(INTERFACE_VARIABLE):
         return dist.ProcessGroupGloo(store, setup.rank, setup.size, timeout)
-    address = LOOPBACK if share_network(hosts) else address_for_others(setup.store)
+    address = LOOPBACK if can_share_loopback(hosts) else address_for_others(setup.store)
     gloo: Any = dist.ProcessGroupGloo  # some attributes are missing in the stubs
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
@@ -347,12 +347,12 @@ def _movable(tensor: Tensor) -> Tensor:
 
 def _then(pending: PendingOperation | None, function: Callable[[], None]) -> PendingOperation | None:
     """Has `function` run before the operation is done."""
-    return None if pending is None else Finishing(pending, function)
+    return None if pending is None else OperationWithFinalStep(pending, function)
 
 
 def _all(operations: Sequence[PendingOperation | None]) -> PendingOperation | None:
     in_flight = [each for each in operations if each is not None]
-    return All(in_flight) if in_flight else None
+    return CombinedOperation(in_flight) if in_flight else None
 
 
 def _first_line(error: Exception) -> str:

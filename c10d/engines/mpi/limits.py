@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ....errors import UnsupportedOperationError
-from ...pending import All
+from ...pending import CombinedOperation
 from ..base import PendingOperation
 
 __all__ = ["MpiLimits", "start_in_pieces"]
@@ -63,4 +63,4 @@ def start_in_pieces(tensor: Tensor, start: Callable[[Tensor], PendingOperation |
     """Starts an operation for each piece of `PIECE_BYTES` bytes of a tensor, and returns all as one operation."""
     pieces = torch.split(tensor.view(-1), PIECE_BYTES // tensor.itemsize)
     started = [start(piece) for piece in pieces]
-    return All([pending for pending in started if pending is not None])
+    return CombinedOperation([pending for pending in started if pending is not None])

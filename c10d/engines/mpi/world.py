@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 from ....errors import ProcessGroupError
-from ...host_identity import Host, hosts_of, listen
+from ...host_identity import HostIdentity, gather_hosts, listen
 from ...stores.prefix import PrefixStore
 from ..base import Setup
 from .pmi import PmiServer, leave
@@ -156,7 +156,7 @@ class MpiWorld:
                 "the mpich wheel, which needs none"
             )
         server = None
-        hosts = hosts_of(store, setup.rank, setup.size, setup.timeout)
+        hosts = gather_hosts(store, setup.rank, setup.size, setup.timeout)
         if setup.rank == 0:
             listening, host = listen(hosts, store)
             server = PmiServer(listening, _node_numbers(hosts))
@@ -194,7 +194,7 @@ class MpiWorld:
             self._server.finish(LEAVE_TIMEOUT_S)
 
 
-def _node_numbers(hosts: Sequence[Host]) -> list[int]:
+def _node_numbers(hosts: Sequence[HostIdentity]) -> list[int]:
     """Numbers the ranks' nodes, within which MPI uses shared memory."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(host.memory, len(numbers)) for host in hosts]

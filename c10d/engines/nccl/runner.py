@@ -119,7 +119,7 @@ class Runner:
         else:
             with self._lock:
                 queue = self._queues.setdefault(first.route, SerialQueue(f"gradwire-nccl-{first.name}"))
-            queue.put(partial(self._launch_message, operation, first, caller_events, finish), now=False)
+            queue.submit(partial(self._launch_message, operation, first, caller_events, finish), needs_thread=True)
         return operation
 
     def fail(self, error: Exception) -> None:

@@ -83,13 +83,13 @@ class BroadcastGroup:
     def close(self) -> None:
         """Ends the group at once, and waits for its thread. Must not be called on the event loop."""
         self.abort()
-        self._membership.stop_forming()
+        self._membership.cancel_join()
         self._thread.join(LEAVE_TIMEOUT_S)
 
     def _run(self) -> None:
         has_formed, problem = False, None
         try:
-            engine = self._membership.take()
+            engine = self._membership.join()
             has_formed = True
             while (broadcast := self._next()) is not None:
                 _run_broadcast(engine, broadcast)
@@ -107,10 +107,10 @@ class BroadcastGroup:
         """Waits for the next broadcast; returns None if the group is to end. Raises if this member has left."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._membership.left or self._next_number in self._queue or self._finishing
+                lambda: self._membership.error or self._next_number in self._queue or self._finishing
             )
-            if self._membership.left is not None:
-                raise self._membership.left
+            if self._membership.error is not None:
+                raise self._membership.error
             broadcast = self._queue.pop(self._next_number, None)
             self._next_number += 1
             return broadcast

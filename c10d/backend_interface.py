@@ -1,7 +1,7 @@
-"""What torch asks of the backend of a group. A gradwire group is its own, for all devices.
+"""What torch asks of the backend of a group. A gradwire group answers as its own backend, for all devices.
 
-torch's groups consist of one backend for each device, and torch.distributed looks for those where it splits
-groups, connects devices early, or picks the device for objects and barriers.
+torch's own groups have one backend for each device, and torch.distributed looks for it when it splits groups,
+connects devices early, or chooses the device for objects and barriers.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ from ..torch_internals import HAS_PYTHON_BACKENDS, BackendConfig
 from .collectives import Collectives
 from .group_backend import GroupBackend
 
-__all__ = ["OwnBackend"]
+__all__ = ["BackendInterface"]
 
 
-class OwnBackend(Collectives):
-    """A group that answers as its backend."""
+class BackendInterface(Collectives):
+    """A group that is its own backend."""
 
     supports_splitting = True
-    supports_coalescing = False  # by torch's calls around others; what is given as a list goes as one anyway
+    supports_coalescing = False  # by torch's calls around several operations; a list in one call is one operation
     supports_shrinking = False
     supports_time_estimate = False
-    _supports_time_estimate = False  # as torch calls it from 2.15 on
+    _supports_time_estimate = False  # torch's name for it from 2.15 on
 
     expected_devices: Sequence[torch.device] = ()
-    """What `_device_types` are as long as torch does not know the group. torch asks for those of a part."""
+    """The value of `_device_types` until torch has registered the group. torch reads it during a split."""
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Those that the group's configuration has engines for."""
+        """The devices for which the group's configuration names engines."""
         try:
             configuration = dist.get_backend_config(self)
         except (TypeError, ValueError):
@@ -42,31 +42,35 @@ class OwnBackend(Collectives):
 
     @cached_property
     def as_backend(self) -> GroupBackend:
-        """Itself as a Backend, from torch 2.14 on."""
+        """The group as a torch Backend, which exists from torch 2.14 on."""
         return GroupBackend(self)
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        """The backend of a device: itself, from torch 2.14 on as a Backend, which torch hands to its C++."""
+        """Returns the backend of a device: this group; or from torch 2.14 on, which passes it to C++, its Backend.
+
+        Raises:
+            RuntimeError: the group's configuration names no engine for the device.
+        """
         types = [each.type for each in self._device_types]
         if types and torch.device(device).type not in types:
             raise RuntimeError(f"the group has no backend for {device}, only for {', '.join(types)}")
         return self.as_backend if HAS_PYTHON_BACKENDS else self
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Remembers the device of this rank. Engines connect with the first operation."""
+        """Stores the device of this rank. Engines connect with the first operation."""
         self.bound_device_id = device
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """On ranks that are in no part of a split: nothing, as parts are made by their own ranks."""
+        """Does nothing: torch calls it on ranks outside a split, which gradwire does not need."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: gradwire counts for itself."""
+        """Does nothing: the flight recorder counts collectives."""
 
     def _has_hooks(self) -> bool:
-        """Has anybody registered what is to be called when works are over? That is NCCL's alone in torch."""
+        """Returns False: hooks on completed Works exist in torch for NCCL only."""
         return False
 
     @property  # type: ignore[misc]  # torch's can be set
     def use_pg_for_symm_mem_rendezvous(self) -> bool:
-        """Does symmetric memory meet through this group? Through its store, as with most of torch's own."""
+        """Whether symmetric memory exchanges its handles by collectives: False, it uses the store."""
         return False

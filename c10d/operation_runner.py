@@ -1,0 +1,132 @@
+"""Runs the operations of a process group on its engines.
+
+An engine that does not block gets its operations directly. Operations of a blocking engine go through serial
+queues, one for each order that must be kept: that of the collectives, of the sends to one peer, and of the
+receives from one peer. A synchronous call runs on the caller's thread, if nothing is queued before it.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Final, cast, final
+
+from ..errors import GroupAbortedError, UnsupportedOperationError
+from .collective_call import ANY_RANK, CollectiveCall
+from .debug.flight_recorder import FlightRecord
+from .engines.base import Engine, PendingOperation
+from .pending import CompletedOperation
+from .serial_queue import SerialQueue
+
+__all__ = ["REJECTIONS", "OperationRunner"]
+
+REJECTIONS: Final = (UnsupportedOperationError, ValueError, TypeError)
+"""What engines raise before they have sent anything, on all ranks alike. The group stays usable."""
+
+
+@final
+class OperationRunner:
+    """Runs operations for one group, which closes it.
+
+    group_name: for the names of threads.
+
+    Args:
+        rank: this process's rank in the group, for messages.
+        raise_if_failed: raises the group's error if the group has failed.
+        fail: makes the group fail with an error.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        raise_if_failed: Callable[[], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._rank = rank
+        self.group_name = ""
+        self._raise_if_failed = raise_if_failed
+        self._fail = fail
+        self._queues: dict[tuple[str, str, int], SerialQueue] = {}
+        self._lock = threading.Lock()
+
+    def start(
+        self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
+    ) -> PendingOperation | None:
+        """Starts an operation, and waits for it if the caller wants to. Returns None if it is done already."""
+        if engine.blocking and not (call.name == "recv" and engine.posts_receives):
+            return self._start_on_queue(call, engine, timeout_s, record)
+        copy_back = call.staging.copy_back if call.staging.needs_copy_back() else None
+        steps = [partial(step, engine, timeout_s) for step in call.steps]
+        pending = record.pending = engine.start(steps, copy_back)
+        if pending is None or not call.options.is_sync:
+            return pending
+        pending.wait(None)
+        return None
+
+    def close(self) -> None:
+        """Waits until the queues have run what is on them, and ends their threads. The group must have failed."""
+        with self._lock:
+            queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.close()
+        # No references to the group are kept, so that it is freed with its last reference, not by a later gc.
+        self._raise_if_failed = _raise_closed
+        self._fail = _ignore
+
+    def _start_on_queue(
+        self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
+    ) -> PendingOperation:
+        """Runs an operation on the caller's thread if it is synchronous or would not block, else on a queue."""
+        queue = self._queue(call)
+        is_sync = call.options.is_sync
+        runs_inline = is_sync
+        if call.name == "send":
+            assert call.peer is not None
+            runs_inline = engine.can_send(call.inputs[0], call.peer)
+        if runs_inline and queue.try_acquire():
+            try:
+                return CompletedOperation(self._run(call, engine, timeout_s, record))
+            finally:
+                queue.release()
+        task = queue.submit(lambda: self._run(call, engine, timeout_s, record), needs_thread=not is_sync)
+        record.pending = task
+        if is_sync:
+            task.wait(None)
+        return task
+
+    def _run(self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord) -> int | None:
+        """Runs an operation on a blocking engine. Returns the rank that sent, if it is a receive."""
+        source: int | None = None
+        try:
+            self._raise_if_failed()
+            for step in call.steps:
+                source = cast("int | None", step(engine, timeout_s))
+            call.staging.copy_back()
+        except BaseException as error:
+            record.end(error)
+            if not isinstance(error, Exception):  # a KeyboardInterrupt leaves the ranks out of step as well
+                self._fail(GroupAbortedError(f"rank {self._rank} was interrupted in {call.name}"))
+            elif not isinstance(error, REJECTIONS):
+                self._fail(error)
+            raise
+        record.end()
+        return source
+
+    def _queue(self, call: CollectiveCall) -> SerialQueue:
+        """Returns the queue that keeps the order of this operation with others of its kind."""
+        kind, peer = ("collectives", ANY_RANK) if call.peer is None else (call.name, call.peer)
+        key = (call.device.type, kind, peer)
+        queue = self._queues.get(key)
+        if queue is None:
+            name = f"gradwire-{self.group_name or 'group'}-{kind}"
+            with self._lock:
+                queue = self._queues.setdefault(key, SerialQueue(name))
+        return queue
+
+
+def _raise_closed() -> None:
+    raise GroupAbortedError("the process group is closed")
+
+
+def _ignore(error: Exception) -> None:
+    """Replaces the callback of a group that has failed already."""

@@ -1,0 +1,32 @@
+"""Looks under the prefixes of a store, and describes it in messages."""
+
+from contextlib import suppress
+from typing import Any
+
+from ..addresses import format_address, is_loopback
+from ..torch_types import TorchStore, TorchTCPStore
+from .file import FileStore
+from .tcp import TCPStore
+
+__all__ = ["describe_store", "innermost_store"]
+
+
+def innermost_store(store: Any) -> Any:
+    """Returns the store under any number of PrefixStores, gradwire's or torch's."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def describe_store(store: TorchStore) -> str:
+    """Returns what and where a store is, for messages. Says so if only this host can reach its address."""
+    under = innermost_store(store)
+    if isinstance(under, FileStore):
+        return f"the file {under.path}"
+    if isinstance(under, TCPStore | TorchTCPStore):
+        text = f"the TCPStore at {format_address(under.host, under.port)}"
+        with suppress(RuntimeError):
+            if is_loopback(under.host):
+                return f"{text}, a loopback address, which only processes of this host can reach"
+        return text
+    return f"a {type(under).__name__}"
