@@ -1,10 +1,10 @@
 """Detects when a process of a group dies or leaves, and tells every rank.
 
-Engines notice a death late, or never: a connection that nobody reads says nothing. So each rank keeps one
-connection to rank 0, which carries nothing but goodbyes. When a process ends in whatever way, the kernel closes
-its connections; a connection that ends without a goodbye means that the process died. Rank 0 tells the other
-ranks. (Processes that a rank forks, such as a DataLoader's workers, close their copies of the connections, because
-they may outlive it.)
+Engines detect a death late or never, because they do not read a connection while they expect nothing on it. So each
+rank keeps one more connection to rank 0, which carries nothing but goodbyes. However a process ends, the kernel
+closes its connections. If a connection ends without a goodbye, the process has died, and rank 0 tells the other
+ranks. (Processes that a rank forks, such as a DataLoader's workers, may outlive it. So they close their copies of
+the connections.)
 
 Rank 0 listens on the loopback address if all ranks share it, else on the address at which other hosts reach it
 (see host_identity.py). Whoever connects must send a random token, which the ranks read from their store. The

@@ -143,7 +143,7 @@ def parse_url(url: str) -> StoreAddress:
         return address
     if scheme == "file":
         if parts.netloc:
-            raise _malformed(url, "its path is not absolute: three slashes come before it", scheme)
+            raise _malformed(url, "its path is not absolute, which takes three slashes", scheme)
         path = unquote(parts.path)
         if not path.startswith("/") or path.endswith("/") or "\0" in path:
             raise _malformed(url, "it names no file by an absolute path", scheme)
@@ -169,7 +169,7 @@ def _numbers(url: str, scheme: str, query: str) -> dict[str, int]:
         if name not in ("rank", "world_size"):
             raise _malformed(url, f"{name!r} is not known", scheme)
         if name in numbers:
-            raise _malformed(url, f"{name} comes twice", scheme)
+            raise _malformed(url, f"{name} is given twice", scheme)
         if not (text.isascii() and text.isdigit()):
             raise _malformed(url, f"{name}={text} is not a number of 0 or more", scheme)
         numbers[name] = int(text)

@@ -48,7 +48,7 @@ def test_an_engine_that_cannot_run_here_says_why(monkeypatch):
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(ValueError, match="engine is 'ucc': the engines are gloo, mpi, nccl, shm"):
+    with pytest.raises(ValueError, match="unknown engine 'ucc': the engines are gloo, mpi, nccl, shm"):
         why_unavailable("ucc")
 
 

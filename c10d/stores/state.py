@@ -179,4 +179,4 @@ def _check(operation: Operation) -> str:
         return f"this version of gradwire does not know store operation {operation.kind}"
     keys, values = len(operation.keys), len(operation.values)
     fits = keys == values if operation.kind == store_pb2.SET else counts in ((keys, values), (None, values))
-    return "" if fits else f"store operation {operation.kind} came with {keys} keys and {values} values"
+    return "" if fits else f"store operation {operation.kind} cannot have {keys} keys and {values} values"

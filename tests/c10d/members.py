@@ -1,4 +1,4 @@
-"""Ranks of a process group, each in a worker process; and what tests of all engines have them do."""
+"""Ranks of a process group, each in a worker process, and functions that tests of all engines run on them."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.workers import Worker
 MIB = 2**20
 
 opened: list[Any] = []
-"""The stores of this process's groups."""
+"""Stores of this process's groups, which must stay open."""
 
 
 def join(path: Path, rank: int, size: int, backend: str, seconds: float) -> None:
@@ -36,7 +36,7 @@ def join_all(members: Sequence[Worker], path: Path, backend: str, seconds: float
 
 
 def everywhere(members: Sequence[Worker], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """The results of a function on all of them."""
+    """Runs a function on all workers at the same time, and returns its results."""
     return [pending.result() for pending in [member.start(function, *args) for member in members]]
 
 
@@ -46,14 +46,14 @@ def leave() -> None:
 
 
 def total() -> float:
-    """The sum of the ranks, by all_reduce."""
+    """Returns the sum of the ranks, by all_reduce."""
     tensor = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(tensor)
     return tensor.item()
 
 
 def wrong_cells() -> list[str]:
-    """What the table of operations has wrong."""
+    """Returns which cells of the table of operations have a wrong outcome."""
     found = []
     for name, dtype, came in operations.outcomes(dist.group.WORLD):
         wanted = "refused" if operations.expected_refusal(name, dtype) else "ok"
@@ -89,7 +89,7 @@ def reduce_within(seconds: float) -> None:
 
 
 def sum_in_group_of(*ranks: int) -> float | None:
-    """The sum of these ranks in a new group of them, whose number they keep; None on others."""
+    """Returns the sum of these ranks (in the default group) in a new group of them; None on other ranks."""
     group = dist.new_group(list(ranks))
     if dist.get_rank() not in ranks:
         return None
@@ -100,13 +100,13 @@ def sum_in_group_of(*ranks: int) -> float | None:
 
 
 def future_of_a_sum() -> float:
-    """Nobody waits for the work itself."""
+    """Waits for the future of an all_reduce, but not for its Work."""
     work = dist.all_reduce(torch.ones(3), async_op=True)
     return work.get_future().wait()[0].sum().item()
 
 
 def collect_in_place() -> list[float]:
-    """Inputs that are part of the outputs, as FSDP has them, and outputs that are part of the inputs."""
+    """Uses inputs that are part of the outputs, as FSDP does, and outputs that are part of the inputs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = torch.full((2 * size,), float(rank))
     dist.all_gather_into_tensor(whole, whole[2 * rank : 2 * rank + 2])
@@ -117,7 +117,7 @@ def collect_in_place() -> list[float]:
 
 
 def numbers(*seed: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same random numbers wherever they are asked for with this seed."""
+    """Returns random numbers that are the same in every process for a seed."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
     if dtype.is_floating_point:
         return torch.randn(count, generator=generator).to(dtype)

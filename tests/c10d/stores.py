@@ -1,4 +1,4 @@
-"""Every kind of store, for tests that hold for all of them."""
+"""Every kind of store, for tests that apply to all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from gradwire.c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 @dataclass
 class Opened:
-    """A store in this process, and how another process opens it (None where none can)."""
+    """A store in this process, and a function by which another process opens it (None if none can)."""
 
     store: Store
     elsewhere: Callable[[], Store] | None
@@ -85,7 +85,7 @@ OWN_STORES = [kind for kind in ALL_STORES if "torch" not in kind]
 SHARED_STORES = ["file", "tcp-client", "prefix-file", "prefix-tcp", "prefix-torch-tcp"]
 
 mine: Store
-"""A worker process's own store, after `open_here`."""
+"""The store that this worker process has opened by `open_here`."""
 
 
 def open_here(opener: Callable[[], Store]) -> None:
@@ -94,5 +94,5 @@ def open_here(opener: Callable[[], Store]) -> None:
 
 
 def call(method: str, *args: Any) -> Any:
-    """Calls a method of the worker process's own store."""
+    """Calls a method of the store that this worker process has opened."""
     return getattr(mine, method)(*args)

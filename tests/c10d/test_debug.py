@@ -1,4 +1,4 @@
-"""Ranks that do not agree are named, with what they called and where."""
+"""Debugging aids name the ranks that disagree, what they called, and where."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def join(folder: Path, rank: int, options: c10d.GroupOptions, seconds: float) ->
 
 @pytest.fixture
 def group(workers, tmp_path):
-    """`group(check_calls=True)` are workers in a group with these options."""
+    """Starts workers in a group: `group(check_calls=True)` returns workers in a group with these options."""
 
     def start(seconds: float = 30, **options):
         members = workers(SIZE)
@@ -53,7 +53,7 @@ def agree() -> list[float]:
     return tensor.tolist()
 
 
-def test_calls_that_agree_are_let_through(workers, group):
+def test_equal_calls_pass_the_check(workers, group):
     assert workers.each(group(check_calls=True), agree) == [[27.0, 27.0]] * SIZE
 
 
@@ -101,7 +101,7 @@ def test_who_does_not_call_is_named(workers, group):
     assert re.search(r"all_reduce \(collective 1 of the group\) timed out after 0.5 s, .*rank 2", texts[0])
 
 
-def come_or_not(late: tuple[int, ...]) -> str | None:
+def skip_a_barrier(late: tuple[int, ...]) -> str | None:
     dist_barrier = c10d.monitored_barrier
     dist_barrier(timeout=timedelta(seconds=20))
     if dist.get_rank() in late:
@@ -113,7 +113,7 @@ def come_or_not(late: tuple[int, ...]) -> str | None:
 
 @pytest.mark.parametrize(("late", "named"), [((1,), "rank 1"), ((1, 2), "ranks 1, 2")])
 def test_monitored_barrier_names_every_missing_rank(workers, group, late, named):
-    texts = workers.each(group(), come_or_not, late)
+    texts = workers.each(group(), skip_a_barrier, late)
     assert f"waiting for {named}. " in texts[0]
     # In torch's words, which say of the first missing rank only, unless they are asked for all.
     assert "Rank 0 timed out in monitoredBarrier after 300 ms: Rank 1 failed to pass monitoredBarrier" in texts[0]
@@ -121,7 +121,7 @@ def test_monitored_barrier_names_every_missing_rank(workers, group, late, named)
         assert "Rank 2 successfully reached monitoredBarrier, but received errors while waiting" in texts[2]
 
 
-def miss_both() -> str | None:
+def wait_for_all_ranks() -> str | None:
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
     if dist.get_rank():
         return None
@@ -130,9 +130,9 @@ def miss_both() -> str | None:
     return str(caught.value)
 
 
-def test_groups_have_the_monitored_barrier_of_torch(workers, group):
+def test_groups_have_torchs_monitored_barrier(workers, group):
     started = group()
-    text = workers.each(started, miss_both)[0]
+    text = workers.each(started, wait_for_all_ranks)[0]
     assert "Ranks 1, 2 failed to pass monitoredBarrier" in text
 
 
@@ -148,7 +148,7 @@ def hang(folder: Path) -> Path | None:
     return path
 
 
-def test_the_report_says_who_is_stuck_where(workers, group, tmp_path):
+def test_the_report_says_which_rank_is_stuck_where(workers, group, tmp_path):
     members = group()
     paths = workers.each(members, hang, tmp_path / "dumps")
     assert len(set(paths)) == SIZE
@@ -190,13 +190,13 @@ def dump_by_signal(folder: Path) -> list[str]:
     return [f"{entry['number']} {entry['operation']} {entry['state']}" for entry in group["operations"]]
 
 
-def test_a_signal_writes_the_recorders_which_keep_the_last(workers, group, tmp_path):
+def test_a_signal_writes_the_last_operations(workers, group, tmp_path):
     seen = workers.each(group(flight_recorder_size=2), dump_by_signal, tmp_path / "dumps")
     assert seen == [["2 barrier done", "3 barrier done"]] * SIZE
 
 
 def events() -> list[tuple[str, bool, list[list[int]]]]:
-    """What a profiler records of operations: name, whether it is asynchronous, and the shapes."""
+    """Returns name, asynchrony and shapes of the operations that a profiler records."""
     with torch.autograd.profiler.profile(record_shapes=True) as profile:
         dist.all_reduce(torch.ones(3, 2))
         dist.all_reduce(torch.ones(4), async_op=True).wait()
@@ -209,7 +209,7 @@ def events() -> list[tuple[str, bool, list[list[int]]]]:
 
 
 @pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
-def test_profilers_show_operations_as_torch_shows_its_own(workers, group_on, backend):
+def test_profilers_show_operations_like_torchs_own(workers, group_on, backend):
     shown = workers.each(group_on(backend, 3), events)
     for rank, found in enumerate(shown):
         message = [("recv", [[5]]), ("send", [[5]])][rank : rank + 1]
@@ -223,18 +223,18 @@ def test_profilers_show_operations_as_torch_shows_its_own(workers, group_on, bac
         assert found == [(f"{backend}:{name}", True, shapes) for name, shapes in wanted]
 
 
-def times() -> tuple[float, float]:
-    """How long the first of two sums took, and how long after it the second began, in microseconds."""
+def event_times() -> tuple[float, float]:
+    """Returns the duration of the first of two sums, and the pause before the second, in microseconds."""
     with torch.autograd.profiler.profile() as profile:
         dist.all_reduce(torch.ones(1))
-        threading.Event().wait(0.2)  # what must not count as the first sum's time
+        threading.Event().wait(0.2)  # must not count as time of the first sum
         dist.all_reduce(torch.ones(1))
     first, second = (e.time_range for e in profile.function_events if e.name.endswith(":all_reduce"))
     return first.end - first.start, second.start - first.end
 
 
 def test_an_event_ends_with_its_operation(workers, group_on):
-    for took, after in workers.each(group_on("gradwire_shm", 2), times):
+    for took, after in workers.each(group_on("gradwire_shm", 2), event_times):
         assert took > 0
         assert after > 150_000
 
@@ -245,7 +245,7 @@ def spans() -> set[str]:
     return {event.key for event in profile.key_averages()}
 
 
-def test_profilers_show_engines_of_others_by_their_backend(workers, group):
+def test_profilers_name_third_party_engines_by_backend(workers, group):
     assert all("slow_store:all_reduce" in names for names in workers.each(group(), spans))
 
 
@@ -256,7 +256,7 @@ def test_bad_options_are_refused(tmp_path):
         c10d.init_process_group("gradwire_shm", f"file://{tmp_path}/met", rank=0, world_size=1, pg_options="wrong")
 
 
-def test_torchs_variable_turns_the_check_on(monkeypatch):
+def test_torchs_debug_level_enables_the_check(monkeypatch):
     assert not c10d.GroupOptions().should_check_calls()
     before = dist.get_debug_level()
     try:

@@ -1,4 +1,4 @@
-"""The loop that stores and agents share."""
+"""The event loop that stores and agents share."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ async def current_thread() -> threading.Thread:
     return threading.current_thread()
 
 
-def test_its_users_share_one_thread_that_ends_with_the_last():
+def test_users_share_one_thread_that_ends_with_the_last_release():
     first, second = acquire_event_loop(), acquire_event_loop()
     thread = first.run(current_thread())
     assert second.run(current_thread()) is thread
@@ -31,8 +31,8 @@ def test_its_users_share_one_thread_that_ends_with_the_last():
 
 
 def use_after_fork() -> int:
-    """The exit status of a child that is forked while there is a loop, and uses one."""
-    held = acquire_event_loop()
+    """Returns the exit status of a child that is forked while the loop runs, and uses the loop too."""
+    loop = acquire_event_loop()
     child = os.fork()
     if child == 0:
         try:
@@ -41,28 +41,28 @@ def use_after_fork() -> int:
             os._exit(1)
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    held.run(current_thread())
-    held.release()
+    loop.run(current_thread())
+    loop.release()
     return status
 
 
-def test_a_forked_process_starts_its_own(workers):
+def test_a_forked_process_starts_its_own_loop(workers):
     assert workers(1)[0].run(use_after_fork) == 0
 
 
-def test_it_refuses_to_wait_for_itself():
-    held = acquire_event_loop()
+def test_the_loops_own_thread_cannot_wait_for_it():
+    loop = acquire_event_loop()
 
     async def wait_for_oneself() -> None:
-        held.run(current_thread())
+        loop.run(current_thread())
 
     with pytest.raises(RuntimeError, match="cannot wait for the event loop"):
-        held.run(wait_for_oneself())
-    held.release()
+        loop.run(wait_for_oneself())
+    loop.release()
 
 
-def test_what_takes_too_long_is_cancelled():
-    held = acquire_event_loop()
+def test_a_coroutine_that_times_out_is_cancelled():
+    loop = acquire_event_loop()
     cancelled = threading.Event()
 
     async def forever() -> None:
@@ -72,13 +72,13 @@ def test_what_takes_too_long_is_cancelled():
             cancelled.set()
 
     with pytest.raises(TimeoutError):
-        held.run(forever(), 0.01)
+        loop.run(forever(), 0.01)
     assert cancelled.wait(60)
-    held.release()
+    loop.release()
 
 
 def test_tasks_end_with_the_loop():
-    held = acquire_event_loop()
+    loop = acquire_event_loop()
     started, ended = threading.Event(), threading.Event()
 
     async def forever() -> None:
@@ -88,13 +88,13 @@ def test_tasks_end_with_the_loop():
         finally:
             ended.set()
 
-    held.spawn(forever())
+    loop.spawn(forever())
     assert started.wait(60)
-    held.release()
+    loop.release()
     assert ended.is_set()
 
 
-def test_servers_come_and_go_in_many_threads():
+def test_servers_start_and_stop_on_many_threads():
     def host(_: int) -> None:
         for _ in range(5):
             with TCPStore("127.0.0.1", 0, is_master=True) as master:

@@ -1,4 +1,4 @@
-"""The watch over a group: deaths and departures are told to all, strangers are not listened to."""
+"""The failure detector: all ranks learn of deaths and departures, and only ranks of the group can connect."""
 
 import json
 import os
@@ -20,8 +20,8 @@ notices: "queue.Queue[tuple[str, int, str]]" = queue.Queue()
 here: dict[str, Any] = {}
 
 
-def watch(path: Path, rank: int, size: int, seconds: float = 60) -> None:
-    """Starts the watch of a worker process."""
+def start_detector(path: Path, rank: int, size: int, seconds: float = 60) -> None:
+    """Starts the failure detector of a worker process."""
     here["store"] = FileStore(str(path))
     here["watch"] = FailureDetector(
         here["store"],
@@ -43,12 +43,12 @@ def close() -> None:
 
 
 @pytest.fixture
-def watching(workers, tmp_path):
-    """Workers that watch each other."""
+def detectors(workers, tmp_path):
+    """Starts workers with a failure detector."""
 
     def start(size: int):
         started = workers(size)
-        pending = [each.start(watch, tmp_path / "store", rank, size) for rank, each in enumerate(started)]
+        pending = [each.start(start_detector, tmp_path / "store", rank, size) for rank, each in enumerate(started)]
         for each in pending:
             each.result()
         return started
@@ -57,15 +57,15 @@ def watching(workers, tmp_path):
 
 
 @pytest.mark.parametrize("dies", [0, 1, 3])
-def test_a_death_is_told_to_all(watching, dies):
-    started = watching(4)
+def test_all_ranks_are_told_of_a_death(detectors, dies):
+    started = detectors(4)
     started[dies].kill()
     others = [member for rank, member in enumerate(started) if rank != dies]
     assert everywhere(others, next_notice) == [("lost", dies, DIED)] * 3
 
 
 def fork() -> int:
-    """Forks a process that lives until it is killed, as a DataLoader's worker may; its id."""
+    """Forks a process that lives until it is killed, as a DataLoader's worker may. Returns its id."""
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -74,8 +74,8 @@ def fork() -> int:
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_death_is_told_though_a_child_lives(watching, dies):
-    started = watching(2)
+def test_a_death_is_detected_while_a_forked_child_lives(detectors, dies):
+    started = detectors(2)
     child = started[dies].run(fork)
     try:
         started[dies].kill()
@@ -84,9 +84,9 @@ def test_a_death_is_told_though_a_child_lives(watching, dies):
         os.kill(child, signal.SIGKILL)
 
 
-def test_the_watch_goes_on_after_a_fork(watching):
-    """What a child does with its copies of the connections does not concern them."""
-    first, second, third = watching(3)
+def test_a_fork_does_not_affect_the_connections(detectors):
+    """A child's copies of the connections do not matter."""
+    first, second, third = detectors(3)
     for member in (first, second):
         os.kill(member.run(fork), signal.SIGKILL)
     third.run(close)
@@ -94,21 +94,21 @@ def test_the_watch_goes_on_after_a_fork(watching):
 
 
 @pytest.mark.parametrize("leaves", [0, 2])
-def test_a_goodbye_is_no_death(watching, leaves):
-    started = watching(3)
+def test_closing_a_detector_is_a_departure(detectors, leaves):
+    started = detectors(3)
     started[leaves].run(close)
     others = [member for rank, member in enumerate(started) if rank != leaves]
     assert everywhere(others, next_notice) == [("left", leaves, "it left the group")] * 2
 
 
-def test_the_end_of_the_interpreter_is_a_goodbye(watching):
-    first, second = watching(2)
+def test_interpreter_exit_is_a_departure(detectors):
+    first, second = detectors(2)
     second._connection.send_bytes(b"")  # it returns from its main function
     assert first.run(next_notice) == ("left", 1, "it left the group")
 
 
-def test_several_deaths_are_told_one_by_one(watching):
-    first, second, third = watching(3)
+def test_several_deaths_are_told_one_after_another(detectors):
+    first, second, third = detectors(3)
     second.kill()
     assert first.run(next_notice)[:2] == ("lost", 1)
     third.kill()
@@ -119,13 +119,13 @@ def threads_left() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire")]
 
 
-def test_threads_and_sockets_end_with_it(watching):
-    started = watching(2)
+def test_closing_ends_all_threads(detectors):
+    started = detectors(2)
     everywhere(started, close)
     assert everywhere(started, threads_left) == [[], []]
 
 
-def stranger(path: Path, say: str) -> bytes:
+def connect_and_send(path: Path, say: str) -> bytes:
     host, port, word = json.loads(FileStore(str(path)).get("address"))
     with socket.create_connection((host, port)) as connection:
         connection.sendall(say.format(word=word).encode())
@@ -133,10 +133,10 @@ def stranger(path: Path, say: str) -> bytes:
 
 
 @pytest.mark.parametrize("say", ["wrong 1\n", "{word} 7\n", "{word} 1\n", "{word} one\n", "x" * 5000 + "\n"])
-def test_strangers_are_sent_away(watching, tmp_path, say):
-    first, second = watching(2)
+def test_connections_without_the_token_are_refused(detectors, tmp_path, say):
+    first, second = detectors(2)
     try:
-        heard = stranger(tmp_path / "store", say)
+        heard = connect_and_send(tmp_path / "store", say)
     except ConnectionResetError:
         heard = b""
     assert heard == b""
@@ -144,7 +144,7 @@ def test_strangers_are_sent_away(watching, tmp_path, say):
     assert first.run(next_notice) == ("lost", 1, DIED)
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path):
+def test_a_rank_that_does_not_connect_is_named(tmp_path):
     store = FileStore(str(tmp_path / "store"))
     store.set("host/1", json.dumps(["another", "host"]))
     with pytest.raises(ProcessGroupError, match=r"within 0.1 s: .*these ranks have not connected: \[1\]"):

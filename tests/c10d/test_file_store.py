@@ -34,7 +34,7 @@ def test_the_last_user_removes_the_file(path):
     assert not path.exists()
 
 
-def test_a_world_keeps_the_file_until_all_of_it_has_left(path):
+def test_the_file_stays_until_world_size_users_have_closed_it(path):
     with FileStore(str(path), 2) as first:
         first.clone().close()
         first.set("from", "first")
@@ -44,14 +44,14 @@ def test_a_world_keeps_the_file_until_all_of_it_has_left(path):
     assert not path.exists()
 
 
-def test_a_file_that_was_removed_is_begun_anew(path):
+def test_a_removed_file_is_created_again(path):
     with FileStore(str(path)) as store:
         store.set("key", "old")
     with FileStore(str(path)) as store:
         assert not store.check(["key"])
 
 
-def test_an_empty_file_will_do_and_nobody_else_may_read_a_new_one(path):
+def test_an_empty_file_is_accepted_and_a_new_one_is_private(path):
     with tempfile.NamedTemporaryFile(delete=False) as empty, FileStore(empty.name) as store:
         store.set("key", "value")
         with FileStore(empty.name) as other:
@@ -69,21 +69,21 @@ def test_path_is_absolute(path, monkeypatch):
     assert not path.exists()
 
 
-def test_another_file_is_left_alone(path):
+def test_a_file_that_is_no_store_is_refused_and_unchanged(path):
     path.write_text("dear diary")
     with pytest.raises(StoreError, match="is not a gradwire store: remove it, or choose another path"):
         FileStore(str(path))
     assert path.read_text() == "dear diary"
 
 
-def test_a_path_that_cannot_be(path):
+def test_a_path_that_cannot_be_opened_is_an_error(path):
     with pytest.raises(StoreError, match=r"no/such/folder' cannot be opened: No such file"):
         FileStore("/no/such/folder")
     with pytest.raises(StoreError, match="Is a directory"):
         FileStore(str(path.parent))
 
 
-def test_an_unfinished_record_counts_for_nothing(path):
+def test_an_unfinished_record_is_ignored(path):
     """A writer may be killed after any byte."""
     with FileStore(str(path)) as store:
         store.set("before", "1")
@@ -99,7 +99,7 @@ def test_an_unfinished_record_counts_for_nothing(path):
             assert second.get("after") == str(cut).encode()
 
 
-def test_readers_pass_over_an_unfinished_record(path):
+def test_readers_ignore_an_unfinished_record(path):
     with FileStore(str(path)) as store, FileStore(str(path)) as writer:
         with path.open("ab") as file:
             file.write(b"\x40\x00\x00\x00 unfinished")
@@ -108,7 +108,7 @@ def test_readers_pass_over_an_unfinished_record(path):
         assert store.get("key") == b"value"
 
 
-def test_a_half_written_beginning_is_begun_again(path):
+def test_a_half_written_header_is_written_again(path):
     path.write_bytes(b"gradwire st")
     with FileStore(str(path)) as store:
         store.set("key", "value")
@@ -124,7 +124,7 @@ FIRST_RECORD = len(b"gradwire store 1\n")
     [(0, b"\xff\xff\xff\x7f"), (0, b"\x01\x00\x00\x00"), (4, b"\x00\x00"), (8, b"\x7f")],
     ids=["huge length", "small length", "checksum", "operation"],
 )
-def test_damage_is_told(path, at, damage):
+def test_a_damaged_file_is_an_error(path, at, damage):
     with FileStore(str(path)) as store:
         store.set("key", "value")
         intact = path.read_bytes()
@@ -148,7 +148,7 @@ def test_a_last_record_with_a_wrong_checksum_is_unfinished(path):
             assert other.get("key") == b"again"
 
 
-def test_a_file_removed_while_it_is_opened_is_made_again(path, monkeypatch):
+def test_a_file_removed_while_it_is_opened_is_created_again(path, monkeypatch):
     """The last user may remove it after a new one has opened, and before that one has locked it."""
     lock, calls = fcntl.flock, []
 
@@ -187,7 +187,7 @@ def write_forever() -> None:
         stores.mine.set(f"key{number % 10}", str(number) * 100)
 
 
-def test_the_others_go_on_when_a_writer_is_killed(path, workers):
+def test_a_killed_writer_does_not_stop_other_processes(path, workers):
     with FileStore(str(path)) as store:
         for _ in range(5):
             (victim,) = workers(1)
@@ -199,10 +199,10 @@ def test_the_others_go_on_when_a_writer_is_killed(path, workers):
             assert store.add("survived", 1) > 0
             with FileStore(str(path)) as fresh:
                 assert sorted(fresh.list_keys()) == sorted(store.list_keys())
-    assert path.exists()  # the killed never left
+    assert path.exists()  # a killed process does not close its store
 
 
-def test_a_worker_that_ends_leaves_the_file(path, workers):
+def test_a_worker_that_exits_closes_the_store(path, workers):
     a, b = workers(2)
     for worker in (a, b):
         worker.run(open_here, lambda: FileStore(str(path)))
@@ -216,7 +216,7 @@ def test_a_worker_that_ends_leaves_the_file(path, workers):
     assert not path.exists()
 
 
-def test_a_script_that_forgets_to_close_ends_well(path):
+def test_a_script_that_does_not_close_its_store_exits_without_errors(path):
     script = (
         "from gradwire.c10d import FileStore, PrefixStore, TCPStore\n"
         f"file = PrefixStore('p', FileStore({str(path)!r}))\n"

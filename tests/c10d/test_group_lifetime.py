@@ -1,4 +1,4 @@
-"""Groups end with the last reference to them, or when they are destroyed, and the other ranks are told."""
+"""Groups end with their last reference or when they are destroyed, and the other ranks are told."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ TOLD_SECONDS = 2.0
 """So long others may take to hear that a rank has dropped its group."""
 
 here: dict[str, Any] = {}
-"""What a worker process keeps between two functions that it runs."""
+"""Objects that a worker process keeps between the functions that it runs."""
 
 
 def open_store(path: Path, rank: int, size: int) -> None:
@@ -37,7 +37,7 @@ def open_store(path: Path, rank: int, size: int) -> None:
 
 
 def make_group(backend: str, name: str) -> Any:
-    """A group that torch's register does not know."""
+    """Makes a group that torch's registry does not know."""
     options = SimpleNamespace(
         store=PrefixStore(name, here["store"]),
         group_rank=here["rank"],
@@ -51,7 +51,7 @@ def make_group(backend: str, name: str) -> Any:
 
 @pytest.fixture
 def without_groups(workers, tmp_path):
-    """Workers that have a store and no groups yet."""
+    """Starts workers that have a store but no groups yet."""
 
     def start(size: int = 2):
         started = workers(size)
@@ -63,7 +63,7 @@ def without_groups(workers, tmp_path):
 
 
 def use(group: Any) -> None:
-    """Has all threads of a group start."""
+    """Uses a group so that all of its threads start."""
     group.allreduce([torch.ones(4)]).wait()
     assert group.allreduce([torch.ones(4)]).get_future().wait()[0].tolist() == [2.0] * 4
     if group.rank() == 0:
@@ -72,15 +72,15 @@ def use(group: Any) -> None:
         group.recv([torch.ones(3)], 0, 3).wait()
 
 
-def held() -> tuple[int, int]:
-    """How many threads, C++ ones included, and open files this process has."""
+def resources() -> tuple[int, int]:
+    """Returns the numbers of threads, C++ threads included, and of open files of this process."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def more_in_the_end(before: tuple[int, int]) -> list[int]:
-    """How much more it holds than before, once that is nothing: the kernel takes a while to end a thread."""
+def remaining_resources(before: tuple[int, int]) -> list[int]:
+    """Returns how many more threads and files there are. Waits, because the kernel ends threads with a delay."""
     deadline = time.monotonic() + 10
-    while any(more := [max(now - then, 0) for now, then in zip(held(), before, strict=True)]):
+    while any(more := [max(now - then, 0) for now, then in zip(resources(), before, strict=True)]):
         if time.monotonic() > deadline:
             break
         threading.Event().wait(0.005)
@@ -88,15 +88,15 @@ def more_in_the_end(before: tuple[int, int]) -> list[int]:
 
 
 def make_and_drop(backend: str) -> tuple[int, list[int]]:
-    """Ten groups: how many are alive afterwards, and how much more the process holds than before."""
+    """Drops ten groups. Returns how many objects of them are alive, and which resources remain."""
     if backend == "gradwire_mpi":  # MPI's world stays until the process ends
         first = make_group(backend, "world")
         use(first)
         first.shutdown()
         del first
     gc.collect()
-    gc.disable()  # they go by reference counting
-    before = held()
+    gc.disable()  # groups must be freed by reference counting
+    before = resources()
     groups = [make_group(backend, f"group {number}") for number in range(10)]
     alive = [weakref.ref(group) for group in groups]
     parts = [weakref.ref(part) for group in groups for part in (group._core, group.engine("cpu"))]
@@ -104,18 +104,18 @@ def make_and_drop(backend: str) -> tuple[int, list[int]]:
     for group, event in zip(groups, over, strict=True):
         use(group)
         group.add_close_callback(event.set)
-    assert held() > before
+    assert resources() > before
     here["store"].barrier("used", here["size"])
     del group
     groups.clear()
     left = sum(each() is not None for each in alive)
     assert all(event.wait(10) for event in over)
-    more = more_in_the_end(before)
+    more = remaining_resources(before)
     return left + sum(part() is not None for part in parts), more
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ten_groups_that_are_dropped_leave_nothing(without_groups, backend):
+def test_dropped_groups_release_everything(without_groups, backend):
     assert everywhere(without_groups(), make_and_drop, backend) == [(0, [0, 0])] * 2
 
 
@@ -123,7 +123,7 @@ def make_and_destroy(path: Path, rank: int, backend: str) -> tuple[int, list[int
     open_store(path, rank, 2)
     gc.collect()
     gc.disable()
-    before = held()
+    before = resources()
     alive = []
     dist.init_process_group(backend, store=here["store"], rank=rank, world_size=2)
     for _ in range(3):
@@ -138,11 +138,11 @@ def make_and_destroy(path: Path, rank: int, backend: str) -> tuple[int, list[int
     alive.append(weakref.ref(dist.group.WORLD))
     dist.destroy_process_group()
     left = sum(each() is not None for each in alive)
-    return left, more_in_the_end(before)
+    return left, remaining_resources(before)
 
 
 @pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
-def test_groups_that_are_destroyed_leave_nothing(workers, tmp_path, backend):
+def test_destroyed_groups_release_everything(workers, tmp_path, backend):
     pending = [w.start(make_and_destroy, tmp_path / "store", i, backend) for i, w in enumerate(workers(2))]
     assert [each.result() for each in pending] == [(0, [0, 0])] * 2
 
@@ -157,8 +157,8 @@ def drop() -> float:
     return time.time()
 
 
-def reduce_until_told() -> tuple[str, str, float]:
-    """What a collective that was begun raises, and what the next one does."""
+def reduce_until_an_error() -> tuple[str, str, float]:
+    """Returns the errors of a collective in flight and of the next one, and how long the first took."""
     with pytest.raises(RankLostError) as first:
         here["group"].allreduce([torch.ones(4)]).wait()
     told = time.time()
@@ -169,10 +169,10 @@ def reduce_until_told() -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_others_are_told_who_dropped_the_group(without_groups, backend):
+def test_other_ranks_learn_which_rank_dropped_the_group(without_groups, backend):
     first, second = started = without_groups()
     everywhere(started, make_one, backend)
-    pending = first.start(reduce_until_told)
+    pending = first.start(reduce_until_an_error)
     dropped = second.run(drop)
     *texts, told = pending.result()
     for text in texts:
@@ -189,7 +189,7 @@ def reduce_later() -> str:
 
 
 @pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
-def test_a_rank_is_told_of_one_that_rank_0_saw_go(without_groups, backend):
+def test_rank_0_tells_other_ranks_of_a_departure(without_groups, backend):
     started = without_groups(3)
     everywhere(started, make_unused, backend)
     started[2].run(drop)
@@ -202,8 +202,8 @@ def make_unused(backend: str) -> None:
     here["group"] = make_group(backend, "one")
 
 
-def begin_and_drop() -> bool:
-    """Begins to receive and drops the group; is it alive?"""
+def receive_and_drop() -> bool:
+    """Starts a receive and drops the group; returns whether the group is alive."""
     here["received"] = torch.zeros(3)
     here["work"] = here["group"].recv([here["received"]], 1, 7)
     here["alive"] = weakref.ref(here["group"])
@@ -221,10 +221,10 @@ def finish() -> tuple[list[float], bool]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_work_keeps_its_group_until_it_is_over(without_groups, backend):
+def test_a_work_keeps_its_group_until_it_is_completed(without_groups, backend):
     first, second = started = without_groups()
     everywhere(started, make_one, backend)
-    assert first.run(begin_and_drop)
+    assert first.run(receive_and_drop)
     second.run(send)
     assert first.run(finish) == ([5.0] * 3, False)
 
@@ -233,7 +233,7 @@ def reduce_now() -> list[float]:
     return here["group"].allreduce([torch.ones(4)]).get_future().wait()[0].tolist()
 
 
-def begin_and_drop_both() -> None:
+def start_two_and_drop() -> None:
     here["group"].allreduce([torch.ones(4)])
     if here["rank"] == 0:
         here["group"].send([torch.full((3,), 7.0)], 1, 5)
@@ -247,15 +247,15 @@ def reduce_and_receive() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
-def test_what_was_begun_before_the_group_was_dropped_gets_done(without_groups, backend):
+def test_operations_in_flight_complete_after_their_group_is_dropped(without_groups, backend):
     first, second = started = without_groups()
     everywhere(started, make_one, backend)
-    first.run(begin_and_drop_both)
+    first.run(start_two_and_drop)
     assert second.run(reduce_and_receive) == ([2.0] * 4, [7.0] * 3)
 
 
-def forget_in_a_cycle() -> None:
-    """Has the collector find the group on the thread that its end is handed over to."""
+def drop_in_a_reference_cycle() -> None:
+    """Has the garbage collector find the group on the event loop's thread, which its finalizer uses."""
     gc.disable()
     cycle: dict[str, Any] = {"group": here.pop("group")}
     cycle["itself"] = cycle
@@ -268,14 +268,14 @@ def forget_in_a_cycle() -> None:
     loop.release()
 
 
-def test_a_group_may_be_collected_on_any_thread(without_groups):
+def test_a_group_can_be_garbage_collected_on_any_thread(without_groups):
     started = without_groups()
     everywhere(started, make_one, "gradwire_gloo")
-    everywhere(started, forget_in_a_cycle)
+    everywhere(started, drop_in_a_reference_cycle)
 
 
 def drop_in_a_fork() -> int:
-    """A child that drops what it was forked with; the parent's group goes on."""
+    """Forks a child that drops its copy of the group; the parent's group must go on."""
     child = os.fork()
     if not child:
         here.pop("group")
@@ -283,14 +283,14 @@ def drop_in_a_fork() -> int:
     return os.waitpid(child, 0)[1]
 
 
-def test_a_fork_that_drops_a_group_ends_nothing(without_groups):
+def test_a_group_dropped_in_a_forked_process_goes_on_in_its_parent(without_groups):
     started = without_groups()
     everywhere(started, make_one, "gradwire_shm")
     assert everywhere(started, drop_in_a_fork) == [0, 0]
     assert everywhere(started, reduce_now) == [[2.0] * 4] * 2
 
 
-def meet_at_one_port_twice() -> int:
+def make_groups_at_one_port() -> int:
     groups = []
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -301,5 +301,5 @@ def meet_at_one_port_twice() -> int:
     return len(groups)
 
 
-def test_a_destroyed_group_gives_its_port_back_though_somebody_holds_it(workers):
-    assert workers(1)[0].run(meet_at_one_port_twice) == 2
+def test_a_destroyed_group_releases_its_port_while_it_is_referenced(workers):
+    assert workers(1)[0].run(make_groups_at_one_port) == 2

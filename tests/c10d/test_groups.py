@@ -1,4 +1,4 @@
-"""Making groups through gradwire: rendezvous, names, sub-groups."""
+"""Making groups through gradwire: rendezvous, names, subgroups."""
 
 import gc
 from pathlib import Path
@@ -13,7 +13,7 @@ from gradwire.errors import RendezvousError
 from gradwire.torch_internals import HAS_PYTHON_BACKENDS, TorchBackend
 
 
-def test_one_import_serves():
+def test_c10d_has_the_names_of_torch_distributed():
     assert c10d.all_reduce is torch.distributed.all_reduce
     assert c10d.ReduceOp is torch.distributed.ReduceOp
     assert c10d.Store is not torch.distributed.Store
@@ -66,7 +66,7 @@ def test_a_group_is_split(workers, three):
 
 
 def split_as_torch_does() -> list[float] | None:
-    """As on a machine with an accelerator, for which torch asks the parent's backend."""
+    """Splits a group as on a machine with an accelerator, where torch asks the parent's backend."""
     world = torch.distributed.group.WORLD
     world.eager_connect_single_device(torch.device("cuda", 0))  # what init_process_group(device_id=...) calls
     with (
@@ -90,7 +90,7 @@ def test_torchs_own_function_splits_a_group(workers, three):
 
 
 def make_groups_on_a_device() -> list[float | None]:
-    """As on ranks that gave init_process_group a `device_id`: torch splits new groups from the default one."""
+    """Makes groups as on ranks with a `device_id`, where torch splits new groups from the default group."""
     torch.distributed.group.WORLD.eager_connect_single_device(torch.device("cuda", 0))
     found = []
     for ranks in ([0, 2], [1]):
@@ -137,12 +137,12 @@ def test_new_groups_take_seconds(workers, three):
 
 
 def make_and_destroy(path: Path, rank: int, backend: str) -> list[float]:
-    """The default group, again and again in one store, where what the last one wrote still is."""
+    """Makes the default group repeatedly in one store, which keeps what earlier groups wrote."""
     found = []
     with c10d.FileStore(str(path)) as store:
         for time in range(4):
             if rank == 0:
-                store.wait([f"{time}"])  # so that rank 1 is the first to look
+                store.wait([f"{time}"])  # so that rank 1 reads the store first
             else:
                 store.set(f"{time}", "")
             c10d.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=30)
@@ -159,8 +159,8 @@ def test_the_default_group_is_made_again_in_one_store(workers, tmp_path, backend
     assert [each.result() for each in pending] == [[1.0] * 4] * 2
 
 
-def stores_left() -> int:
-    """How many more stores are open after groups have come and gone."""
+def open_stores_after_groups() -> int:
+    """Returns how many more stores are open after groups were made and destroyed."""
     before = len(lifetime._open)
     for _ in range(3):
         c10d.destroy_process_group(c10d.new_group())
@@ -168,8 +168,8 @@ def stores_left() -> int:
     return len(lifetime._open) - before
 
 
-def test_a_group_leaves_no_stores(workers, three):
-    assert [each.result() for each in [member.start(stores_left) for member in three]] == [0] * 3
+def test_a_destroyed_group_closes_its_stores(workers, three):
+    assert [each.result() for each in [member.start(open_stores_after_groups) for member in three]] == [0] * 3
 
 
 def refuse() -> None:
@@ -185,12 +185,12 @@ def test_bad_splits_are_refused(three):
     three[0].run(refuse)
 
 
-def test_without_a_default_group_nothing_is_split():
+def test_split_group_needs_a_default_group():
     with pytest.raises(ValueError, match="call init_process_group first"):
         c10d.split_group(split_ranks=[[0]])
 
 
-def test_a_bad_place_is_refused():
+def test_bad_rendezvous_arguments_are_refused():
     with pytest.raises(RendezvousError, match="world_size"):
         c10d.init_process_group("slow_store", "file:///tmp/nowhere", rank=0)
     with pytest.raises(TypeError, match="timedelta or seconds"):

@@ -1,4 +1,4 @@
-"""Process groups on several hosts: which engines they get, and what becomes of hosts that vanish."""
+"""Process groups on several hosts: the choice of engine and address, and the loss of hosts."""
 
 import os
 import time
@@ -20,33 +20,35 @@ from tests.workers import Worker
 PORT = 29500
 
 
-def meet(host: str, rank: int, size: int, backend: str, variables: dict[str, str]) -> None:
+def make_group(host: str, rank: int, size: int, backend: str, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
     failure_detector.KEEPALIVE_INTERVAL_S = 1
     c10d.init_process_group(backend, f"tcp://{host}:{PORT}", world_size=size, rank=rank, timeout=60, insecure=True)
 
 
-def meet_all(members: Sequence[Worker], host: str, backend: str, **variables: str) -> None:
-    """Makes a group of these workers, whose first is the one at the address."""
+def make_group_of(members: Sequence[Worker], host: str, backend: str, **variables: str) -> None:
+    """Makes a group of these workers; the first of them is at the address."""
     size = len(members)
-    for pending in [each.start(meet, host, rank, size, backend, variables) for rank, each in enumerate(members)]:
+    for pending in [
+        each.start(make_group, host, rank, size, backend, variables) for rank, each in enumerate(members)
+    ]:
         pending.result()
 
 
-def meet_on(net: Network, backend: str, **variables: str) -> list[Worker]:
-    """Makes a group of all workers."""
-    meet_all(net.workers, net.address(0), backend, **variables)
+def make_group_on(net: Network, backend: str, **variables: str) -> list[Worker]:
+    """Makes a group of all workers of a network."""
+    make_group_of(net.workers, net.address(0), backend, **variables)
     return net.workers
 
 
 def engine() -> str:
-    """The name of the default group's."""
+    """Returns the name of the default group's engine."""
     return dist.group.WORLD.engine("cpu").name
 
 
 def engine_of(*ranks: int) -> str:
-    """The name of that of a new group of these ranks, and nothing on others."""
+    """Returns the name of the engine of a new group of these ranks; "" on other ranks."""
     group = dist.new_group(list(ranks))
     if dist.get_rank() not in ranks:
         return ""
@@ -57,7 +59,7 @@ def engine_of(*ranks: int) -> str:
 
 
 def exchange(count: int = MIB) -> bool:
-    """A few operations, small and large; are their results right?"""
+    """Runs small and large operations; returns whether their results are right."""
     rank, size = dist.get_rank(), dist.get_world_size()
     right = total() == sum(range(size))
     large = torch.full((count + 1,), float(rank + 1))
@@ -81,11 +83,11 @@ def exchange(count: int = MIB) -> bool:
 def test_operations_between_hosts(hosts, backend):
     if backend == "gradwire_mpi":
         pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
-    assert everywhere(meet_on(hosts(2, 1), backend), exchange) == [True] * 3
+    assert everywhere(make_group_on(hosts(2, 1), backend), exchange) == [True] * 3
 
 
 def test_the_best_engine_is_shared_memory_only_within_a_host(hosts):
-    members = meet_on(hosts(2, 1), "gradwire")
+    members = make_group_on(hosts(2, 1), "gradwire")
     assert everywhere(members, engine) == ["gloo"] * 3
     assert everywhere(members, engine_of, 0, 1) == ["shm", "shm", ""]
     assert everywhere(members, engine_of, 1, 2) == ["", "gloo", "gloo"]
@@ -94,14 +96,14 @@ def test_the_best_engine_is_shared_memory_only_within_a_host(hosts):
 def test_shared_memory_is_refused_between_hosts_on_all_ranks(hosts):
     net = hosts(1, 1)
     for rank, each in enumerate(net.workers):
-        each.pending = each.start(meet, net.address(0), rank, 2, "gradwire_shm", {})
+        each.pending = each.start(make_group, net.address(0), rank, 2, "gradwire_shm", {})
     for each in net.workers:
         with pytest.raises(ProcessGroupError, match="rank 0 is on 'host0' and rank 1 on 'host1'"):
             each.pending.result()
 
 
 def test_containers_that_share_all_but_the_network(hosts):
-    members = meet_on(hosts(1, 1, own=NETWORK), "gradwire")
+    members = make_group_on(hosts(1, 1, own=NETWORK), "gradwire")
     assert everywhere(members, engine) == ["shm", "shm"]
     assert everywhere(members, exchange) == [True, True]
     assert everywhere(members, engine_of, 0, 1) == ["shm", "shm"]
@@ -113,53 +115,55 @@ def test_containers_that_share_only_the_network(hosts, workers, tmp_path, backen
         pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
     net = hosts(2, own=NETWORK)
     net.workers[1].run(separate, "container", tmp_path, MEMORY)
-    members = meet_on(net, backend)
+    members = make_group_on(net, backend)
     assert everywhere(members, engine) == ["gloo" if backend == "gradwire" else "mpi"] * 2
     assert everywhere(members, exchange) == [True, True]
 
 
-def meet_by_torch(host: str, rank: int, size: int) -> None:
-    """Through torch's own TCPStore."""
+def make_group_by_torch(host: str, rank: int, size: int) -> None:
+    """Makes a group through torch's own TCPStore."""
     dist.init_process_group("gradwire", f"tcp://{host}:{PORT}", timedelta(seconds=60), world_size=size, rank=rank)
 
 
-def test_a_rendezvous_of_torchs_own(hosts):
+def test_torchs_own_rendezvous(hosts):
     net = hosts(1, 1)
-    for pending in [each.start(meet_by_torch, net.address(0), rank, 2) for rank, each in enumerate(net.workers)]:
+    for pending in [
+        each.start(make_group_by_torch, net.address(0), rank, 2) for rank, each in enumerate(net.workers)
+    ]:
         pending.result()
     assert everywhere(net.workers, exchange) == [True, True]
 
 
-def test_the_interface_can_be_named(hosts):
-    assert everywhere(meet_on(hosts(1, 1), "gradwire", GLOO_SOCKET_IFNAME="eth0"), exchange) == [True, True]
+def test_the_interface_can_be_chosen(hosts):
+    assert everywhere(make_group_on(hosts(1, 1), "gradwire", GLOO_SOCKET_IFNAME="eth0"), exchange) == [True, True]
 
 
-def test_an_interface_that_is_not_there_is_named(hosts):
+def test_an_unknown_interface_is_an_error(hosts):
     with pytest.raises(ProcessGroupError, match="GLOO_SOCKET_IFNAME names .* 'eth7', .* one of lo, eth0"):
-        meet_on(hosts(1, 1), "gradwire", GLOO_SOCKET_IFNAME="eth7")
+        make_group_on(hosts(1, 1), "gradwire", GLOO_SOCKET_IFNAME="eth7")
 
 
 def test_the_address_for_others(hosts):
     net = hosts(1)
     (worker,) = net.workers
-    assert worker.run(hosts_module.address_for_others) == net.address(0)  # there is no route elsewhere
+    assert worker.run(hosts_module.address_for_others) == net.address(0)  # there is no default route
     net.add_route(0)
     assert worker.run(hosts_module.address_for_others) == net.address(0)
     net._on(0, "ip", "link", "del", "eth0")
     assert worker.run(hosts_module.address_for_others) == hosts_module.LOOPBACK
 
 
-def test_a_slow_network_is_no_fault(hosts):
-    """Of 50 ms there and back; the watch would notice a silence of four seconds."""
+def test_a_slow_network_is_not_an_error(hosts):
+    """The round trip takes 50 ms; the failure detector gives a host up after four seconds."""
     net = hosts(1, 1)
     net.delay(1, 0.025)
-    members = meet_on(net, "gradwire")
+    members = make_group_on(net, "gradwire")
     assert everywhere(members, round_trip_seconds)[0] > 0.05
     assert everywhere(members, exchange, MIB // 16) == [True, True]
 
 
 def round_trip_seconds() -> float:
-    """Of a message to the other rank and back."""
+    """Returns the duration of a message to the other rank and back."""
     word, rank = torch.zeros(1), dist.get_rank()
     began = time.monotonic()
     for sends in (rank == 0, rank == 1):
@@ -171,16 +175,16 @@ def round_trip_seconds() -> float:
 
 
 def lost_while(function, *args) -> int:
-    """The rank whose loss ends a call."""
+    """Returns the rank whose loss makes a call fail."""
     with pytest.raises(RankLostError) as caught:
         function(*args)
     return caught.value.rank
 
 
 @pytest.mark.parametrize("backend", ["gradwire_gloo", "gradwire_mpi"])
-def test_a_host_that_vanishes_is_a_loss(hosts, backend):
+def test_ranks_on_an_unreachable_host_are_lost(hosts, backend):
     net = hosts(2, 1)
-    first, second, third = meet_on(net, backend)
+    first, second, third = make_group_on(net, backend)
     waiting = [first.start(lost_while, total), third.start(lost_while, total)]
     waiting.append(second.start(lost_while, receive, 0))
     net.unplug(1)

@@ -1,4 +1,4 @@
-"""Small things that programs written for torch's groups and stores ask of them."""
+"""Details of torch's groups and stores that programs rely on."""
 
 import copy
 import os
@@ -35,7 +35,7 @@ def free_port() -> int:
 # Groups
 
 
-def ask_group() -> None:
+def check_group() -> None:
     world: Any = dist.group.WORLD
     world._set_sequence_number_for_group()
     before = world._get_sequence_number_for_group()
@@ -49,7 +49,7 @@ def ask_group() -> None:
     assert work.is_completed()
 
 
-def ask_works() -> None:
+def check_works() -> None:
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work._get_op_type() == int(OpType.ALLREDUCE)
     work.wait()
@@ -65,10 +65,10 @@ def ask_works() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
-def test_groups_and_works_answer_as_torchs(group_on, backend):
+def test_groups_and_works_have_torchs_methods(group_on, backend):
     members = group_on(backend, 2)
-    everywhere(members, ask_group)
-    everywhere(members, ask_works)
+    everywhere(members, check_group)
+    everywhere(members, check_works)
 
 
 def barrier_alone() -> str | None:
@@ -80,13 +80,13 @@ def barrier_alone() -> str | None:
 
 
 @pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
-def test_texts_of_timeouts_say_so_in_torchs_words(group_on, backend):
+def test_timeout_errors_have_torchs_phrases(group_on, backend):
     text = everywhere(group_on(backend, 2), barrier_alone)[0]
     assert "timed out" in text
     assert " timeout " in text
 
 
-def test_texts_of_losses_say_so_in_torchs_words():
+def test_loss_errors_have_torchs_phrases():
     assert "Connection closed by peer" in str(RankLostError(1, "it left the group"))
 
 
@@ -101,11 +101,11 @@ def meshes() -> list[timedelta]:
     return found
 
 
-def test_options_have_a_timeout_which_meshes_take(workers):
+def test_device_meshes_accept_group_options_and_their_timeout(workers):
     assert workers(1)[0].run(meshes) == [timedelta(seconds=s) for s in (9, 10, 11, 12)]
 
 
-def test_options_are_values_of_which_torch_may_change_the_timeout():
+def test_options_are_immutable_except_for_torchs_timeout():
     options = c10d.GroupOptions(flight_recorder_size=5)
     assert options._timeout == timedelta(minutes=30)
     options._timeout = timedelta(seconds=8)
@@ -120,7 +120,7 @@ def test_options_are_values_of_which_torch_may_change_the_timeout():
 # Stores
 
 
-def test_the_constructor_of_a_tcp_store_takes_what_torchs_takes(free_port):
+def test_tcp_store_accepts_the_arguments_of_torchs(free_port):
     limit = timedelta(seconds=5)
     given: tuple[Any, ...] = ("127.0.0.1", free_port, 1, True, limit, True, False, None, True)
     with TCPStore(*given) as store:
@@ -131,18 +131,18 @@ def test_the_constructor_of_a_tcp_store_takes_what_torchs_takes(free_port):
         assert store.get("key") == b"value"
 
 
-def test_masters_of_one_process_share_a_port_if_they_say_so(free_port):
+def test_multi_tenant_masters_of_one_process_share_a_port(free_port):
     with TCPStore("127.0.0.1", free_port, is_master=True, multi_tenant=True) as first:
         with TCPStore("127.0.0.1", free_port, is_master=True, multi_tenant=True) as second:
             second.set("key", "value")
-        assert first.get("key") == b"value"  # which the second has not closed
+        assert first.get("key") == b"value"  # closing the second has not stopped the server
         with pytest.raises(StoreNetworkError, match="already in use"):
             TCPStore("127.0.0.1", free_port, is_master=True)
     with TCPStore("127.0.0.1", free_port, is_master=True, multi_tenant=True) as third:
         assert not third.check(["key"])
 
 
-def test_a_master_takes_the_place_of_a_listening_socket():
+def test_a_master_listens_on_the_port_of_a_given_socket():
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     with TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listening.detach()) as store:
@@ -151,7 +151,7 @@ def test_a_master_takes_the_place_of_a_listening_socket():
             other.set("key", "value")
 
 
-def test_what_is_no_socket_of_that_port_is_refused():
+def test_a_descriptor_that_is_no_socket_on_the_port_is_refused():
     reading, writing = os.pipe()
     with pytest.raises(ValueError, match="give the descriptor of a TCP socket"):
         TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=reading)
@@ -172,7 +172,7 @@ def test_an_address_in_use_is_torchs_network_error(free_port):
         TCPStore("127.0.0.1", free_port, timeout=0.05)
 
 
-def test_a_server_that_is_gone_is_torchs_network_error(free_port):
+def test_a_closed_server_is_torchs_network_error(free_port):
     master = TCPStore("127.0.0.1", free_port, is_master=True)
     with TCPStore("127.0.0.1", free_port) as store:
         master.close()
@@ -180,13 +180,13 @@ def test_a_server_that_is_gone_is_torchs_network_error(free_port):
             store.set("key", "value")
 
 
-def test_errors_that_pass_for_torchs_cross_workers():
+def test_errors_of_torchs_classes_can_be_pickled():
     error = pickle.loads(pickle.dumps(StoreNetworkError("gone")))
     assert isinstance(error, dist.DistNetworkError)
     assert isinstance(error, dist.DistStoreError)
 
 
-def test_a_wait_in_vain_says_so_in_torchs_words():
+def test_store_timeouts_have_torchs_phrases():
     with HashStore(timeout=0.01) as store:
         with pytest.raises(dist.DistStoreError, match="Wait timeout: timed out after 0.01 s"):
             store.get("key")
@@ -194,8 +194,8 @@ def test_a_wait_in_vain_says_so_in_torchs_words():
             store.queue_pop("queue", block=False)
 
 
-class NoWait(dist.Store):
-    """A Python store with the least that torch's own classes need."""
+class MinimalStore(dist.Store):
+    """A Python store with the methods that torch's own classes need."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,15 +208,15 @@ class NoWait(dist.Store):
         return self.values[key]
 
 
-class NoWaitButCheck(NoWait):
-    """One that can be asked."""
+class StoreWithCheck(MinimalStore):
+    """A Python store that also has `check`."""
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
 
 
-@pytest.mark.parametrize("kind", [NoWait, NoWaitButCheck])
-def test_a_prefix_over_a_store_that_cannot_wait(kind):
+@pytest.mark.parametrize("kind", [MinimalStore, StoreWithCheck])
+def test_a_prefix_of_a_store_without_wait(kind):
     store = kind()
     with PrefixStore("inner", store) as inner, PrefixStore("outer", inner) as prefix:
         prefix.set("key", "value")
@@ -231,7 +231,7 @@ def test_a_prefix_over_a_store_that_cannot_wait(kind):
         assert prefix.underlying_store is inner
 
 
-def test_a_prefix_on_a_prefix_of_torchs_finds_the_store_below(tmp_path):
+def test_a_prefix_of_torchs_prefix_finds_the_innermost_store(tmp_path):
     with FileStore(str(tmp_path / "store")) as store:
         outer = PrefixStore("b", dist.PrefixStore("a", store))
         assert outer._underlying_non_prefix_store is store
@@ -239,7 +239,7 @@ def test_a_prefix_on_a_prefix_of_torchs_finds_the_store_below(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["1", "true", "True"])
-def test_the_launchers_store_is_used_however_that_is_said(value, monkeypatch):
+def test_the_launchers_store_is_used_for_any_spelling_of_true(value, monkeypatch):
     launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, text in {
         "MASTER_ADDR": "127.0.0.1",

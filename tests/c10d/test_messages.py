@@ -20,7 +20,7 @@ ENGINES = ["shm", "gloo", "mpi"]
 
 @pytest.fixture(params=ENGINES)
 def pair(request, group_on):
-    """Two ranks."""
+    """Two ranks on each engine for CPU tensors."""
     return group_on(f"gradwire_{request.param}", 2)
 
 
@@ -29,8 +29,8 @@ def pair_on_shm(group_on):
     return group_on("gradwire_shm", 2)
 
 
-def ask_for_the_later_one_first() -> list[float]:
-    """The first receive gets its message only when the second is over."""
+def receive_in_reverse_order() -> list[float]:
+    """The first receive gets its message only after the second has completed."""
     first, second = torch.zeros(1), torch.zeros(1)
     works = [dist.irecv(first, 0, tag=1), dist.irecv(second, 0, tag=2)]
     works[1].wait()
@@ -39,20 +39,20 @@ def ask_for_the_later_one_first() -> list[float]:
     return [first.item(), second.item()]
 
 
-def send_the_later_one_first() -> None:
+def send_in_reverse_order() -> None:
     dist.send(torch.full((1,), 2.0), 1, tag=2)
     receive(1, tag=9)
     dist.send(torch.full((1,), 1.0), 1, tag=1)
 
 
-def test_receives_with_different_tags_end_in_any_order(pair):
-    asked = pair[1].start(ask_for_the_later_one_first)
-    pair[0].run(send_the_later_one_first)
+def test_receives_with_different_tags_complete_in_any_order(pair):
+    asked = pair[1].start(receive_in_reverse_order)
+    pair[0].run(send_in_reverse_order)
     assert asked.result() == [1.0, 2.0]
 
 
-def give_up_then_go_on() -> list[object]:
-    """Waits a little for what does not come, and then for what does."""
+def time_out_then_wait_again() -> list[object]:
+    """Waits for a message that has not been sent, until a timeout, and again after it has been sent."""
     tensor = torch.zeros(3)
     work = dist.irecv(tensor, 0)
     begun = time.monotonic()
@@ -62,22 +62,22 @@ def give_up_then_go_on() -> list[object]:
     came = work.is_completed()
     send(0, tag=5)
     work.wait()
-    return [waited < 30, came, tensor.tolist()]  # it may take 60 s
+    return [waited < 30, came, tensor.tolist()]  # the timeout of the group is 60 s
 
 
-def send_when_asked() -> None:
+def send_on_request() -> None:
     receive(1, tag=5)
     dist.send(torch.ones(3), 1)
 
 
-def test_a_wait_with_a_limit_ends_and_the_receive_goes_on(pair):
-    asked = pair[1].start(give_up_then_go_on)
-    pair[0].run(send_when_asked)
+def test_a_receive_goes_on_after_a_wait_for_it_timed_out(pair):
+    asked = pair[1].start(time_out_then_wait_again)
+    pair[0].run(send_on_request)
     assert asked.result() == [True, False, [1.0, 1.0, 1.0]]
 
 
 def receive_without_waiting() -> list[object]:
-    """By a future, and by asking over and over."""
+    """Receives with the callback of a future, and by polling `is_completed`."""
     tensors = [torch.zeros(2), torch.zeros(2)]
     works = [dist.irecv(tensor, 0, tag=tag) for tag, tensor in enumerate(tensors)]
     arrived = threading.Event()
@@ -89,15 +89,15 @@ def receive_without_waiting() -> list[object]:
     return [called, works[1].is_success(), *(tensor.tolist() for tensor in tensors)]
 
 
-def send_two_when_asked() -> None:
+def send_two_on_request() -> None:
     receive(1, tag=5)
     for tag in range(2):
         dist.send(torch.full((2,), float(tag)), 1, tag=tag)
 
 
-def test_receives_that_nobody_waits_for_get_done(pair):
+def test_receives_complete_without_a_wait(pair):
     asked = pair[1].start(receive_without_waiting)
-    pair[0].run(send_two_when_asked)
+    pair[0].run(send_two_on_request)
     assert asked.result() == [True, True, [0.0, 0.0], [1.0, 1.0]]
 
 
@@ -105,7 +105,7 @@ COUNT, LARGE = 20, 300_000
 
 
 def receive_large_later() -> list[bool]:
-    """More than fits between the two ranks, and received by nobody for the time being."""
+    """Receives more than fits into the buffers between the two ranks, after waiting for a later message."""
     tensors = [torch.zeros(LARGE) for _ in range(COUNT)]
     works = [dist.irecv(tensor, 0) for tensor in tensors]
     receive(0, tag=1)  # sent after all of them
@@ -120,14 +120,14 @@ def send_large() -> None:
     send(1, tag=1)
 
 
-def test_a_wait_for_one_message_lets_others_come(pair):
+def test_a_wait_for_one_message_receives_others(pair):
     asked = pair[1].start(receive_large_later)
     pair[0].run(send_large)
     assert asked.result() == [True] * COUNT
 
 
 def receive_on_threads(count: int) -> list[float]:
-    """Each thread receives what has its tag."""
+    """Receives on several threads, each with a tag of its own."""
     tensors = [torch.zeros(1000) for _ in range(count)]
     threads = [
         threading.Thread(target=dist.recv, args=(tensor, 0), kwargs={"tag": tag})
@@ -156,7 +156,7 @@ def send_and_leave() -> None:
     dist.destroy_process_group()
 
 
-def receive_from_one_that_left() -> list[object]:
+def receive_after_departure() -> list[object]:
     group, looked = dist.group.WORLD, threading.Event()
     while not group._core._departures.errors:
         looked.wait(0.05)
@@ -169,14 +169,14 @@ def receive_from_one_that_left() -> list[object]:
     return tensor.tolist()
 
 
-def test_what_was_sent_before_its_sender_left_is_received(pair_on_shm):
-    asked = pair_on_shm[1].start(receive_from_one_that_left)
+def test_messages_sent_before_a_departure_are_received(pair_on_shm):
+    asked = pair_on_shm[1].start(receive_after_departure)
     pair_on_shm[0].run(send_and_leave)
     assert asked.result() == [1.0, 1.0]
 
 
 def fail_often() -> tuple[int, bool]:
-    """How long the traceback of the error is after many calls, and whether a tensor of one of them lives."""
+    """Returns the depth of the error's traceback after many calls, and whether one of their tensors is alive."""
     dist.group.WORLD.abort()
     references = []
     for _ in range(50):
@@ -189,7 +189,7 @@ def fail_often() -> tuple[int, bool]:
     return depth, any(reference() is not None for reference in references[:-1])
 
 
-def test_a_failed_group_keeps_no_tensors(pair_on_shm):
+def test_the_error_of_a_failed_group_keeps_no_tensors(pair_on_shm):
     depth, kept = pair_on_shm[0].run(fail_often)
     assert depth < 20
     assert not kept

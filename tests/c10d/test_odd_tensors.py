@@ -1,4 +1,4 @@
-"""Tensors that are not plain memory: they are brought into shape, or refused before anything is sent."""
+"""Tensors that engines cannot use as they are: they are staged, or refused before anything is sent."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def members(request, workers, tmp_path):
 
 
 def reduce_inference_tensors() -> tuple[float, list[float]]:
-    """Asynchronously, so that other threads write to them; one is strided, one is reduced in a wider dtype."""
+    """Reduces inference tensors asynchronously, on other threads; one is strided, one needs a wider dtype."""
     with torch.inference_mode():
         strided = torch.ones(4, 4)[:, ::2]
         narrow = torch.ones(3, dtype=torch.bfloat16)
@@ -33,8 +33,8 @@ def reduce_inference_tensors() -> tuple[float, list[float]]:
     return strided.sum().item(), narrow.tolist()
 
 
-def move_single_numbers() -> list[float]:
-    """Tensors of one number, which are contiguous with any stride."""
+def send_tensors_of_one_element() -> list[float]:
+    """Sends tensors of one element, which are contiguous with any stride."""
     rank = dist.get_rank()
     expanded, strided = torch.tensor(float(rank)).expand(1), torch.arange(4.0)[rank::2][:1]
     gathered = [torch.zeros(1), torch.zeros(4)[::2][:1]]
@@ -44,8 +44,8 @@ def move_single_numbers() -> list[float]:
     return [*torch.cat(gathered).tolist(), *received.tolist()]
 
 
-def reduce_what_is_not_there_yet() -> list[float]:
-    """The result of a functional collective, which nobody has waited for."""
+def reduce_a_pending_result() -> list[float]:
+    """Reduces the result of a functional collective that has not been waited for."""
     tensor = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
     assert isinstance(tensor, functional.AsyncCollectiveTensor)
     dist.all_reduce(tensor)
@@ -53,7 +53,7 @@ def reduce_what_is_not_there_yet() -> list[float]:
 
 
 def refuse() -> float:
-    """What has no memory; and the group goes on."""
+    """Gives tensors without memory, which are refused; the group stays usable."""
     mesh = init_device_mesh("cpu", (2,))
     with FakeTensorMode():
         fake = torch.ones(2)
@@ -71,8 +71,8 @@ def refuse() -> float:
 
 def test_odd_tensors(members):
     assert everywhere(members, reduce_inference_tensors) == [(16.0, [1.0] * 3)] * 2
-    assert everywhere(members, move_single_numbers) == [[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]]
-    assert everywhere(members, reduce_what_is_not_there_yet) == [[4.0, 4.0]] * 2
+    assert everywhere(members, send_tensors_of_one_element) == [[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]]
+    assert everywhere(members, reduce_a_pending_result) == [[4.0, 4.0]] * 2
     assert everywhere(members, refuse) == [2.0] * 2
 
 
@@ -88,4 +88,4 @@ def test_inference_tensors_keep_what_is_lazy():
 def test_plain_tensors_are_not_copied():
     tensor, staging = torch.ones(2, 3, requires_grad=True), Staging()
     assert staging.input(tensor).data_ptr() == staging.output(tensor).data_ptr() == tensor.data_ptr()
-    assert not staging.needs_finish()
+    assert not staging.needs_copy_back()

@@ -1,4 +1,4 @@
-"""Stores inside stores."""
+"""Prefix stores on all kinds of stores."""
 
 import threading
 
@@ -22,7 +22,7 @@ def test_prefixes_nest(root):
     assert inner.underlying_store.underlying_store is root
 
 
-def test_each_sees_its_own_keys(root):
+def test_each_prefix_sees_its_own_keys(root):
     a, ab = PrefixStore("a", root), PrefixStore("ab", root)
     a.multi_set(["x", "y"], ["1", "2"])
     ab.set("z", "3")
@@ -31,27 +31,27 @@ def test_each_sees_its_own_keys(root):
     assert a.num_keys() == root.num_keys() == 3  # as in torch, the keys of the whole store
 
 
-def test_errors_name_the_keys_that_the_caller_knows(root):
+def test_errors_name_keys_without_the_prefix(root):
     view = PrefixStore("a", root)
     with pytest.raises(StoreError) as caught:
         view.wait(["a/key", "other"], 0)
     assert caught.value.missing == ["a/key", "other"]
 
 
-def test_it_is_closed_with_its_store(root):
+def test_a_prefix_is_closed_with_its_store(root):
     view = PrefixStore("b", PrefixStore("a", root))
     root.close()
     with pytest.raises(StoreError, match="PrefixStore is closed"):
         view.set("k", "v")
 
 
-def test_closing_it_leaves_its_store_open(root):
+def test_closing_a_prefix_leaves_its_store_open(root):
     with PrefixStore("a", root) as view:
         view.set("k", "v")
     assert root.get("a/k") == b"v"
 
 
-def test_timeouts_are_its_own(root):
+def test_a_prefix_has_its_own_timeout(root):
     root.set_timeout(5)
     view = PrefixStore("a", root)
     assert view.timeout == root.timeout
@@ -62,7 +62,7 @@ def test_timeouts_are_its_own(root):
 @pytest.mark.parametrize(
     "make", [torch.distributed.HashStore, lambda: torch.distributed.PrefixStore("c", HashStore())]
 )
-def test_any_torch_types_will_do(make):
+def test_a_prefix_works_on_torchs_stores(make):
     under = make()
     with PrefixStore("a", under) as view:
         view.set("k", "1")
@@ -72,7 +72,7 @@ def test_any_torch_types_will_do(make):
         assert view.underlying_store is under
 
 
-def test_what_the_store_under_it_cannot_do_is_said(tmp_path):
+def test_an_operation_that_the_underlying_store_lacks_is_an_error(tmp_path):
     with PrefixStore("a", torch.distributed.FileStore(str(tmp_path / "store"))) as view:
         assert not view.has_extended_api()
         view.multi_set(["x", "y"], ["1", "2"])
@@ -81,19 +81,19 @@ def test_what_the_store_under_it_cannot_do_is_said(tmp_path):
             view.queue_push("q", "1")
 
 
-def test_a_store_under_it_that_is_gone():
+def test_a_lost_underlying_store_is_an_error():
     master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = torch.distributed.TCPStore("127.0.0.1", master.port, wait_for_workers=False)
     with PrefixStore("a", client) as view:
         view.set("k", "v")
         del master
         with pytest.raises(StoreError, match="TCPStore: "):
-            for _ in range(100):  # the first may still be taken by the socket
+            for _ in range(100):  # the socket may still accept the first
                 view.set("k", "v")
 
 
-def test_a_wait_in_a_store_of_torchs_ends_when_it_is_closed(capfd):
-    """And when its server goes next, the store prints no trace of it."""
+def test_closing_ends_a_wait_in_torchs_store(capfd):
+    """When its server closes next, torch's store prints no stack trace."""
     master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     view = PrefixStore("a", torch.distributed.TCPStore("127.0.0.1", master.port, wait_for_workers=False))
     errors = []
@@ -113,7 +113,7 @@ def test_a_wait_in_a_store_of_torchs_ends_when_it_is_closed(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_wait_in_a_store_of_torchs_that_is_in_vain_prints_nothing(capfd):
+def test_a_timeout_in_torchs_store_prints_nothing(capfd):
     master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with PrefixStore("a", master) as view:
         with pytest.raises(StoreTimeoutError, match="0.05 s waiting for 'k'"):
@@ -130,7 +130,7 @@ def test_wrong_arguments(root):
         PrefixStore("a", {})
 
 
-def test_a_file_store_under_it(tmp_path):
+def test_a_prefix_of_a_file_store(tmp_path):
     with FileStore(str(tmp_path / "store")) as store, PrefixStore("a", store) as view, view.clone() as twin:
         twin.set("k", "v")
         assert view.get("k") == b"v"

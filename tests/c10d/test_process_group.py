@@ -1,4 +1,4 @@
-"""Process groups, on an engine of a third party that goes through the store."""
+"""Process groups, on a third-party engine that works through the store."""
 
 import os
 import signal
@@ -60,7 +60,7 @@ def sum_of_ranks() -> list[float]:
     return tensor.tolist()
 
 
-def test_collectives_of_torch_run_on_it(group):
+def test_torchs_collectives_run_on_a_group(group):
     assert everywhere(group(3), sum_of_ranks) == [[9.0] * 3] * 3
 
 
@@ -69,7 +69,7 @@ def describe() -> tuple[str, str, str]:
     return dist.get_backend(), world.name(), world.group_name
 
 
-def test_torch_knows_its_name(group):
+def test_torch_knows_the_backend_by_name(group):
     assert everywhere(group(2), describe) == [("slow_store", "slow_store", "0")] * 2
 
 
@@ -83,7 +83,7 @@ def train() -> list[float]:
     return model.module.weight.view(-1).tolist()
 
 
-def test_ddp_trains_on_it(group):
+def test_ddp_trains_on_a_group(group):
     first, second = everywhere(group(2), train)
     assert first == second
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def receive_late() -> int:
     received = torch.zeros(2)
     pending = dist.irecv(received, 1, tag=5)
     tensor = torch.ones(1)
-    dist.all_reduce(tensor)  # not held up by the receive
+    dist.all_reduce(tensor)  # not blocked by the receive
     pending.wait()
     return int(received.sum())
 
@@ -123,7 +123,7 @@ def send_late() -> int:
     return int(tensor)
 
 
-def test_a_receive_under_way_does_not_hold_up_collectives(group):
+def test_a_receive_in_flight_does_not_block_collectives(group):
     first, second = group(2)
     received, sent = first.start(receive_late), second.start(send_late)
     assert (received.result(), sent.result()) == (7, 2)
@@ -131,14 +131,14 @@ def test_a_receive_under_way_does_not_hold_up_collectives(group):
 
 def reduce_alone() -> str:
     tensor = torch.ones(2)
-    with pytest.raises(RuntimeError):  # the store's timeout: this engine knows no better
+    with pytest.raises(RuntimeError):  # this engine raises the store's timeout as it is
         dist.all_reduce(tensor)
     with pytest.raises(RuntimeError) as again:
         dist.barrier()
     return str(again.value)
 
 
-def test_a_group_that_failed_stays_so_and_can_be_made_again(group, tmp_path):
+def test_a_failed_group_stays_failed_and_can_be_made_again(group, tmp_path):
     members = group(2, seconds=0.3)
     assert "timed out" in members[0].run(reduce_alone)
     everywhere(members, dist.destroy_process_group)
@@ -157,7 +157,7 @@ def abort() -> None:
         world.barrier()
 
 
-def test_an_aborted_group_says_so(group):
+def test_operations_of_an_aborted_group_raise(group):
     group(2)[0].run(abort)
 
 
@@ -189,7 +189,7 @@ def refuse() -> None:
         world.set_timeout(timedelta(0))
 
 
-def test_bad_arguments_are_refused_and_the_group_goes_on(group):
+def test_bad_arguments_are_refused_and_the_group_stays_usable(group):
     members = group(2)
     everywhere(members, refuse)
     assert everywhere(members, sum_of_ranks) == [[2.0] * 3] * 2
@@ -212,28 +212,28 @@ def test_the_documented_engine_is_the_one_tested_here():
     assert f"```python\n{code}```" in (root / "docs/engines.md").read_text()
 
 
-def wait_until_the_other_has_come() -> None:
+def wait_for_the_other_rank() -> None:
     dist.group.WORLD.engine("cpu").store.wait(["1/0"])
 
 
 def be_interrupted() -> str:
     with pytest.raises(KeyboardInterrupt):
-        dist.barrier()  # the other rank does not come
+        dist.barrier()  # the other rank does not call it
     with pytest.raises(GroupAbortedError) as again:
         dist.barrier()
     return str(again.value)
 
 
-def test_an_interrupted_group_is_used_no_more(group):
+def test_an_interrupt_in_a_collective_fails_the_group(group):
     interrupted, other = group(2)
     pending = interrupted.start(be_interrupted)
-    other.run(wait_until_the_other_has_come)
+    other.run(wait_for_the_other_rank)
     os.kill(interrupted.pid, signal.SIGINT)
     assert pending.result() == "rank 0 was interrupted in barrier"
 
 
 class Recorder(Engine):
-    """Notes what it is given."""
+    """An engine that records the tensors it is given."""
 
     name = "recorder"
     seen: ClassVar[list[str]] = []
@@ -257,7 +257,7 @@ def dispatch(path: Path, rank: int, backend: str) -> tuple[list[str], list[float
     [
         "cpu:slow_store,meta:recorder",
         "meta:recorder,cpu:slow_store",
-        "cpu:gloo,meta:recorder",  # torch's name: gradwire's engine, for one group has all devices
+        "cpu:gloo,meta:recorder",  # torch's name stands for gradwire's engine
         "meta:recorder,cpu:gradwire_gloo",
     ],
 )

@@ -1,4 +1,4 @@
-"""How workers find each other."""
+"""Rendezvous by URL, environment and store."""
 
 import socket
 
@@ -23,19 +23,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def meet(*args, environment=None, **kwargs) -> tuple[int, int, list[bytes]]:
-    """Runs on a worker: meets the others, leaves a word for them and reads theirs."""
+def join(*args, environment=None, **kwargs) -> tuple[int, int, list[bytes]]:
+    """Runs on a worker: finds the group, writes a value to its store and reads the values of all ranks."""
     import os
 
     os.environ.update(environment or {})
-    met = rendezvous(*args, timeout=60, **kwargs)
-    met.store.set(f"word of {met.rank}", str(met.rank))
-    words = met.store.multi_get([f"word of {rank}" for rank in range(met.world_size)])
-    met.store.set(f"rank {met.rank} is done", "")
-    if met.rank == 0:  # who hosts the store leaves last
-        met.store.wait([f"rank {rank} is done" for rank in range(met.world_size)])
-    met.close()
-    return met.rank, met.world_size, words
+    found = rendezvous(*args, timeout=60, **kwargs)
+    found.store.set(f"value of {found.rank}", str(found.rank))
+    words = found.store.multi_get([f"value of {rank}" for rank in range(found.world_size)])
+    found.store.set(f"rank {found.rank} is done", "")
+    if found.rank == 0:  # the host of the store must close it last
+        found.store.wait([f"rank {rank} is done" for rank in range(found.world_size)])
+    found.close()
+    return found.rank, found.world_size, words
 
 
 ALL_MET = [(0, 2, [b"0", b"1"]), (1, 2, [b"0", b"1"])]
@@ -47,7 +47,7 @@ def test_tcp(form, free_port, workers):
     query = [f"?rank={rank}&world_size=2" if form != "arguments" else "" for rank in range(2)]
     arguments = [{"rank": rank, "world_size": 2} if form != "query" else {} for rank in range(2)]
     pending = [
-        worker.start(meet, f"tcp://127.0.0.1:{free_port}{query[rank]}", **arguments[rank])
+        worker.start(join, f"tcp://127.0.0.1:{free_port}{query[rank]}", **arguments[rank])
         for rank, worker in enumerate(started)
     ]
     assert [p.result() for p in pending] == ALL_MET
@@ -56,7 +56,7 @@ def test_tcp(form, free_port, workers):
 def test_file(tmp_path, workers):
     path = tmp_path / "a file"
     url = f"file://{tmp_path}/a%20file?world_size=2"
-    pending = [worker.start(meet, url, rank=rank) for rank, worker in enumerate(workers(2))]
+    pending = [worker.start(join, url, rank=rank) for rank, worker in enumerate(workers(2))]
     assert [p.result() for p in pending] == ALL_MET
     assert not path.exists()
 
@@ -65,18 +65,18 @@ def test_file(tmp_path, workers):
 def test_env(url, free_port, workers):
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
     pending = [
-        worker.start(meet, *url, environment=environment | {"RANK": str(rank)})
+        worker.start(join, *url, environment=environment | {"RANK": str(rank)})
         for rank, worker in enumerate(workers(2))
     ]
     assert [p.result() for p in pending] == ALL_MET
 
 
-def test_arguments_win_over_the_environment(free_port, monkeypatch):
+def test_arguments_take_precedence_over_the_environment(free_port, monkeypatch):
     for name, value in zip(VARIABLES, ("7", "9", "127.0.0.1", str(free_port)), strict=False):
         monkeypatch.setenv(name, value)
-    met = rendezvous(rank=0, world_size=1)
-    assert (met.rank, met.world_size) == (0, 1)
-    met.close()
+    found = rendezvous(rank=0, world_size=1)
+    assert (found.rank, found.world_size) == (0, 1)
+    found.close()
 
 
 def test_a_store():
@@ -93,25 +93,25 @@ def test_a_store_of_torch():
     assert rendezvous(store=store, rank=0, world_size=1).store is store
 
 
-def test_a_worker_may_meet_again_through_the_same_store():
+def test_one_store_serves_several_rendezvous():
     with HashStore() as store:
         for _ in range(2):
             rendezvous(store=store, rank=0, world_size=1).close()
 
 
 def test_closing_releases_what_was_opened(tmp_path, free_port):
-    met = rendezvous(f"file://{tmp_path}/store", rank=0, world_size=1)
-    met.close()
-    met.close()
+    found = rendezvous(f"file://{tmp_path}/store", rank=0, world_size=1)
+    found.close()
+    found.close()
     with pytest.raises(StoreError, match="closed"):
-        met.store.set("k", "v")
+        found.store.set("k", "v")
     for _ in range(2):
         rendezvous(f"tcp://127.0.0.1:{free_port}", rank=0, world_size=1).close()
 
 
 @pytest.mark.parametrize("attempts", [("0", "0"), ("0", "1")])
 def test_torchrun(attempts, workers):
-    """Every attempt sees its own keys in the launcher's store, which outlives them."""
+    """Every attempt sees only its own keys in the launcher's store, which outlives the attempts."""
     launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "WORLD_SIZE": "1",
@@ -125,12 +125,12 @@ def test_torchrun(attempts, workers):
         import os
 
         os.environ.update(environment | {"TORCHELASTIC_RESTART_COUNT": attempt})
-        met = rendezvous()
-        assert isinstance(met.store, PrefixStore)
-        assert isinstance(met.store.underlying_store, torch.distributed.TCPStore)
-        counted = met.store.add("count", 1)
-        met.store.delete_key("gradwire/rendezvous/rank/0")  # the second attempt is another process
-        met.close()
+        found = rendezvous()
+        assert isinstance(found.store, PrefixStore)
+        assert isinstance(found.store.underlying_store, torch.distributed.TCPStore)
+        counted = found.store.add("count", 1)
+        found.store.delete_key("gradwire/rendezvous/rank/0")  # the second attempt is another process
+        found.close()
         return counted
 
     counts = [worker.run(count, attempt) for worker, attempt in zip(workers(2), attempts, strict=True)]
@@ -147,19 +147,19 @@ def test_two_under_torchrun(workers):
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     pending = [
-        worker.start(meet, environment=environment | {"RANK": str(rank)}) for rank, worker in enumerate(workers(2))
+        worker.start(join, environment=environment | {"RANK": str(rank)}) for rank, worker in enumerate(workers(2))
     ]
     assert [p.result() for p in pending] == ALL_MET
 
 
-def test_torchrun_that_is_gone(free_port, monkeypatch):
+def test_torchruns_store_does_not_answer(free_port, monkeypatch):
     for name, value in zip(VARIABLES, ("0", "1", "127.0.0.1", str(free_port), "True"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(RendezvousError, match=f"torchrun's store does not answer on 127.0.0.1:{free_port}"):
         rendezvous(timeout=0.1)
 
 
-def test_two_workers_of_one_rank_are_told(tmp_path, workers):
+def test_two_workers_of_one_rank_are_an_error(tmp_path, workers):
     a, b = workers(2)
     url = f"file://{tmp_path}/store"
     a.run(rendezvous_and_stay, url, 1, 2)
@@ -169,7 +169,7 @@ def test_two_workers_of_one_rank_are_told(tmp_path, workers):
         b.run(rendezvous_and_stay, url, 1, 2)
 
 
-def test_two_world_sizes_are_told(tmp_path, workers):
+def test_different_world_sizes_are_an_error(tmp_path, workers):
     a, b = workers(2)
     url = f"file://{tmp_path}/store"
     a.run(rendezvous_and_stay, url, 0, 2)
@@ -183,13 +183,13 @@ def rendezvous_and_stay(url: str, rank: int, world_size: int) -> None:
     rendezvous(url, rank=rank, world_size=world_size)
 
 
-def test_two_hosts_are_told(free_port):
+def test_two_hosts_of_the_store_are_an_error(free_port):
     with TCPStore("127.0.0.1", free_port, is_master=True), pytest.raises(RendezvousError) as caught:
         rendezvous(f"tcp://127.0.0.1:{free_port}", rank=0, world_size=2)
     assert f"cannot listen on 127.0.0.1:{free_port}: Address already in use" in str(caught.value)
 
 
-def test_a_host_beside_torch_is_advised(free_port, workers):
+def test_the_error_for_a_port_that_torch_uses_has_a_hint(free_port, workers):
     (worker,) = workers(1)
     url = f"tcp://127.0.0.1:{free_port}"
 
@@ -203,12 +203,12 @@ def test_a_host_beside_torch_is_advised(free_port, workers):
         worker.run(both)
 
 
-def test_a_worker_without_rank_0(free_port):
+def test_a_worker_that_cannot_reach_rank_0(free_port):
     with pytest.raises(RendezvousError, match=rf"rank 1 cannot join its group at tcp://.*:{free_port}: no store"):
         rendezvous(f"tcp://127.0.0.1:{free_port}", rank=1, world_size=2, timeout=0.05)
 
 
-def test_strangers_are_kept_out(monkeypatch):
+def test_public_addresses_need_insecure(monkeypatch):
     with pytest.raises(RendezvousError, match="'192.0.2.7' is refused.*insecure=True"):
         rendezvous("tcp://192.0.2.7:29500", rank=1, world_size=2)
     for name, value in zip(VARIABLES, ("1", "2", "192.0.2.7", "29500", "True"), strict=True):
@@ -238,7 +238,7 @@ def test_strangers_are_kept_out(monkeypatch):
         ("tcp://host:29500/path", "more than a host and a port"),
         ("tcp://user@host:29500", "more than a host and a port"),
         ("tcp://host:29500#1", "#fragment"),
-        ("tcp://host:29500?rank=0&rank=0", "rank comes twice"),
+        ("tcp://host:29500?rank=0&rank=0", "rank is given twice"),
         ("tcp://host:29500?rank=0&size=2", "'size' is not known"),
         ("tcp://host:29500?rank=zero", "rank=zero is not a number"),
         ("tcp://host:29500?world_size=-1", "world_size=-1 is not a number"),
@@ -251,7 +251,7 @@ def test_strangers_are_kept_out(monkeypatch):
         ("env:///path", "nothing but a query"),
     ],
 )
-def test_a_malformed_url_is_shown_with_the_right_form(url, problem):
+def test_the_error_for_a_malformed_url_shows_the_valid_form(url, problem):
     with pytest.raises(RendezvousError, match=problem) as caught:
         rendezvous(url, rank=0, world_size=1)
     assert repr(url) in str(caught.value)
@@ -274,7 +274,7 @@ def test_a_malformed_url_is_shown_with_the_right_form(url, problem):
         ("tcp://localhost:29500", {"rank": 0, "world_size": True}, "world_size is True"),
     ],
 )
-def test_a_worker_must_know_who_it_is(url, arguments, problem):
+def test_rank_and_world_size_must_be_given(url, arguments, problem):
     with pytest.raises(RendezvousError, match=problem):
         rendezvous(url, **arguments)
 
@@ -289,7 +289,7 @@ def test_store_and_url_exclude_each_other():
         rendezvous(store="tcp://host:1", rank=0, world_size=1)
 
 
-def test_a_store_that_fails_is_told():
+def test_a_closed_store_is_an_error():
     store = HashStore()
     store.close()
     with pytest.raises(
@@ -334,7 +334,7 @@ def test_an_unusable_file(tmp_path):
         rendezvous(f"file://{tmp_path}/diary", rank=0, world_size=1)
 
 
-def test_what_a_crashed_run_left_is_told(tmp_path, workers):
+def test_a_store_left_by_a_crashed_run_is_an_error(tmp_path, workers):
     (a,) = workers(1)
     a.run(rendezvous_and_stay, f"file://{tmp_path}/store", 0, 1)
     a.kill()

@@ -1,4 +1,4 @@
-"""Lanes run jobs in order, on whichever thread gets to them."""
+"""Serial queues run tasks in order, on whichever thread gets to them first."""
 
 import threading
 
@@ -7,7 +7,7 @@ from gradwire.c10d.serial_queue import SerialQueue
 from gradwire.c10d.work import GroupWork
 
 
-def test_the_caller_that_waits_runs_the_job_itself():
+def test_a_caller_that_waits_runs_the_task_itself():
     queue = SerialQueue("test")
     threads = []
     task = queue.submit(lambda: threads.append(threading.current_thread()), needs_thread=False)
@@ -16,7 +16,7 @@ def test_the_caller_that_waits_runs_the_job_itself():
     queue.close()
 
 
-def test_what_nobody_waits_for_runs_on_a_thread_of_its_own():
+def test_a_task_without_a_waiter_runs_on_the_queues_thread():
     queue = SerialQueue("test")
     ran = threading.Event()
     names = []
@@ -29,7 +29,7 @@ def test_what_nobody_waits_for_runs_on_a_thread_of_its_own():
     assert "test" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_who_waits_with_a_limit_does_not_run_the_job_itself():
+def test_a_caller_that_waits_with_a_timeout_does_not_run_the_task():
     queue = SerialQueue("test")
     go_on = threading.Event()
     threads = []
@@ -47,18 +47,18 @@ def test_who_waits_with_a_limit_does_not_run_the_job_itself():
     queue.close()
 
 
-def test_a_lane_is_entered_only_when_nothing_is_on_it():
+def test_only_an_empty_queue_can_be_acquired():
     queue = SerialQueue("test")
     assert queue.try_acquire()
     assert not queue.try_acquire()
     ran = threading.Event()
     queue.submit(ran.set, needs_thread=False)
-    queue.release()  # and somebody else runs what has come
+    queue.release()  # the queue's thread runs the task submitted meanwhile
     assert ran.wait(10)
     queue.close()
 
 
-def test_jobs_run_in_order_whoever_waits_for_which():
+def test_tasks_run_in_order_whichever_is_waited_for():
     queue = SerialQueue("test")
     order: list[int] = []
     tasks = [queue.submit(lambda i=i: order.append(i), needs_thread=bool(i % 3)) for i in range(300)]
@@ -72,7 +72,7 @@ def test_jobs_run_in_order_whoever_waits_for_which():
     queue.close()
 
 
-def test_a_waiter_for_a_later_job_gets_it_though_another_thread_runs_the_first():
+def test_a_task_can_be_waited_for_while_another_thread_runs_the_first():
     queue = SerialQueue("test")
     begun, go_on = threading.Event(), threading.Event()
 
@@ -94,7 +94,7 @@ def test_a_waiter_for_a_later_job_gets_it_though_another_thread_runs_the_first()
     queue.close()
 
 
-def test_an_error_comes_to_everybody_who_waits_and_the_next_job_runs():
+def test_an_error_reaches_every_waiter_and_the_next_task_runs():
     queue = SerialQueue("test")
 
     def fail() -> None:
@@ -108,7 +108,7 @@ def test_an_error_comes_to_everybody_who_waits_and_the_next_job_runs():
     queue.close()
 
 
-def test_a_future_runs_callbacks_where_they_may_wait_for_the_lane():
+def test_callbacks_of_a_future_can_wait_for_the_queue():
     queue = SerialQueue("test")
     go_on = threading.Event()
     first = queue.submit(lambda: go_on.wait(10) and None, needs_thread=True)
@@ -128,7 +128,7 @@ def test_a_future_runs_callbacks_where_they_may_wait_for_the_lane():
     queue.close()
 
 
-def test_a_failed_work_says_so_everywhere():
+def test_a_failed_work_raises_its_error_everywhere():
     queue = SerialQueue("test")
 
     def fail() -> None:
@@ -139,7 +139,9 @@ def test_a_failed_work_says_so_everywhere():
     for wait in (work.wait, work.synchronize, work.result):
         with pytest.raises(ValueError, match="the reason"):
             wait()
-    with pytest.raises(RuntimeError, match="ValueError: the reason"):  # torch's own, whatever a callback raises
+    with pytest.raises(
+        RuntimeError, match="ValueError: the reason"
+    ):  # torch raises this for any error in a callback
         future.wait()
     assert work.is_completed()
     assert not work.is_success()

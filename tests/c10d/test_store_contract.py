@@ -1,4 +1,4 @@
-"""What every store does, each kind in this process."""
+"""The contract of stores, tested on each kind in this process."""
 
 import threading
 from datetime import timedelta
@@ -13,7 +13,7 @@ from tests.c10d.stores import ALL_STORES
 pytestmark = pytest.mark.parametrize("store", ALL_STORES, indirect=True)
 
 
-def test_is_a_torch_types(store):
+def test_a_store_is_torchs(store):
     assert isinstance(store, torch.distributed.Store)
     assert isinstance(store, Store)
     assert store.has_extended_api()
@@ -88,7 +88,7 @@ def test_compare_set(store):
     assert store.get("key") == b"third"
 
 
-def test_check_wants_all_keys(store):
+def test_check_needs_all_keys(store):
     store.set("a", "1")
     assert store.check(["a"])
     assert store.check([])
@@ -130,7 +130,7 @@ def test_queues_are_first_in_first_out(store):
         store.queue_pop("q", block=False)
 
 
-def test_queues_and_keys_have_names_of_their_own(store):
+def test_queue_names_and_keys_are_separate(store):
     store.queue_push("x", "item")
     assert store.check(["x"])
     store.wait(["x"], 0)
@@ -158,7 +158,7 @@ def test_a_timeout_names_the_missing_keys(store):
         store.wait(["a"], 0)
 
 
-def test_no_timeout_is_no_wait(store):
+def test_with_a_timeout_of_zero_nothing_waits(store):
     store.set("there", "1")
     store.wait(["there"], 0)
     store.set_timeout(0)
@@ -217,7 +217,7 @@ def test_barrier(store):
         other.join()
 
 
-def test_a_clone_has_the_same_keys_and_a_life_of_its_own(store):
+def test_a_clone_has_the_same_keys_and_is_closed_separately(store):
     store.set_timeout(7)
     twin = store.clone()
     assert twin.timeout == timedelta(seconds=7)
@@ -227,7 +227,7 @@ def test_a_clone_has_the_same_keys_and_a_life_of_its_own(store):
     assert store.get("key") == b"value"
 
 
-def test_a_closed_store_says_so(store):
+def test_operations_on_a_closed_store_raise(store):
     with store as same:
         assert same is store
     store.close()
@@ -236,7 +236,7 @@ def test_a_closed_store_says_so(store):
             use()
 
 
-def test_the_names_that_cpp_calls(store):
+def test_the_names_that_cpp_uses(store):
     store.set("a", "1")
     count = store.num_keys()
     assert store.getNumKeys() == count
@@ -276,9 +276,9 @@ def test_cpp_can_use_a_clone(store):
     twin.underlying_store.close()
 
 
-def test_a_fork_is_told_to_open_its_own(store, monkeypatch):
+def test_a_store_cannot_be_used_in_a_fork(store, monkeypatch):
     monkeypatch.setattr("gradwire.c10d.stores.base.os.getpid", lambda: 1)
-    with pytest.raises(StoreError, match=r"used in 1, a fork of it: open stores in the process"):
+    with pytest.raises(StoreError, match=r"used in its fork 1: open stores in the process"):
         store.set("k", "v")
     store.close()
     monkeypatch.undo()

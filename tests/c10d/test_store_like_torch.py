@@ -1,4 +1,4 @@
-"""gradwire's stores do what torch's HashStore does, whatever is asked of them."""
+"""gradwire's stores behave like torch's HashStore in random programs."""
 
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 KEYS = st.sampled_from(["a", "b", "c"])
 VALUES = st.sampled_from(["", "x", b"\x00\xff", "x" * 20])
 NUMBERS = st.sampled_from(["", "0", "-12", "7"])
-COUNTERS = st.just("n")  # the stores differ on counters that are no numbers
+COUNTERS = st.just("n")  # stores differ for counters whose value is not a number
 
 STEPS = st.one_of(
     st.tuples(st.just("set"), KEYS, VALUES),
@@ -39,7 +39,7 @@ STEPS = st.one_of(
 
 
 def outcome(store: torch.distributed.Store, step: tuple[Any, ...]) -> object:
-    """What a step does, with errors and orders that may differ taken out."""
+    """Returns the outcome of a step, without the parts of it that may differ between stores."""
     name, *arguments = step
     try:
         result = getattr(store, name)(*arguments)
@@ -71,6 +71,6 @@ def test_random_programs(kind, program, tmp_path):
         if kind == "prefix":
             store.underlying_store.close()
         elif kind == "file":
-            with FileStore(store.path) as reader:  # what a second process sees
+            with FileStore(store.path) as reader:  # reads what a second process would
                 assert sorted(reader.list_keys()) == sorted(store.list_keys())
                 assert reader.multi_get(reader.list_keys()) == store.multi_get(reader.list_keys())

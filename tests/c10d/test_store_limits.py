@@ -1,4 +1,4 @@
-"""What gradwire's stores do and torch's do not."""
+"""Where gradwire's stores are stricter than torch's, or do more."""
 
 import threading
 
@@ -36,7 +36,7 @@ def test_add_takes_whole_numbers_only(store):
 
 
 @own_stores
-def test_too_much_at_once_is_refused(store):
+def test_an_operation_over_the_size_limit_is_refused(store):
     with pytest.raises(StoreError, match="67108864"):
         store.set("key", bytes(64 * 1024 * 1024))
     assert not store.check(["key"])
@@ -44,7 +44,7 @@ def test_too_much_at_once_is_refused(store):
 
 @own_stores
 def test_add_ends_a_wait(store):
-    """In torch's HashStore it does not."""
+    """It does not in torch's HashStore."""
     thread = threading.Thread(target=store.wait, args=(["n"],))
     thread.start()
     store.add("n", 0)

@@ -1,4 +1,4 @@
-"""Stores between real processes."""
+"""Stores that several processes use."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from tests.c10d.stores import SHARED_STORES, call
 shared_stores = pytest.mark.parametrize("opened", SHARED_STORES, indirect=True)
 
 ROUNDS = int(os.environ.get("GRADWIRE_STORE_ROUNDS", "100"))
-"""Of five operations each, on each worker; `make stores` has more."""
+"""Rounds of five operations each on each worker; `make stores` runs more."""
 
 WORKERS = int(os.environ.get("GRADWIRE_STORE_WORKERS", "4"))
 
@@ -43,15 +43,15 @@ def test_pop_waits_for_a_push_in_another_process(opened, store_workers):
 
 
 @shared_stores
-def test_a_timeout_comes_back_from_another_process(opened, store_workers):
+def test_a_timeout_is_raised_to_another_process(opened, store_workers):
     (reader,) = store_workers(1)
     with pytest.raises(StoreTimeoutError, match="'a', 'b'") as caught:
         reader.run(call, "wait", ["a", "b"], 0.01)
     assert caught.value.missing == ["a", "b"]
 
 
-def take_turns(me: int, store: Store | None = None) -> tuple[list[bytes], list[bytes]]:
-    """Runs a mix of operations against the other workers; what was popped, and who won each slot."""
+def run_mixed_operations(me: int, store: Store | None = None) -> tuple[list[bytes], list[bytes]]:
+    """Runs operations that compete with other workers'. Returns the popped items, and the winner of each slot."""
     mine = store or stores.mine
     order = random.Random(me)
     popped, winners = [], []
@@ -69,7 +69,7 @@ def take_turns(me: int, store: Store | None = None) -> tuple[list[bytes], list[b
     return popped, winners
 
 
-def check_turns(store: Store, results: list[tuple[list[bytes], list[bytes]]]) -> None:
+def check_results(store: Store, results: list[tuple[list[bytes], list[bytes]]]) -> None:
     assert store.get("count") == str(ROUNDS * sum(range(1, WORKERS + 1))).encode()
     assert Counter(store.get("log").decode().split()) == {str(me): ROUNDS for me in range(WORKERS)}
     popped = [item for items, _ in results for item in items]
@@ -83,14 +83,14 @@ def check_turns(store: Store, results: list[tuple[list[bytes], list[bytes]]]) ->
 @pytest.mark.timeout(max(120, ROUNDS))
 @shared_stores
 def test_operations_are_atomic(opened, store_workers, workers):
-    pending = [worker.start(take_turns, me) for me, worker in enumerate(store_workers(WORKERS))]
-    check_turns(opened.store, [p.result(max(60, ROUNDS)) for p in pending])
+    pending = [worker.start(run_mixed_operations, me) for me, worker in enumerate(store_workers(WORKERS))]
+    check_results(opened.store, [p.result(max(60, ROUNDS)) for p in pending])
 
 
 def test_operations_on_a_hash_store_are_atomic_among_threads():
     store = HashStore()
     with ThreadPoolExecutor(WORKERS) as pool:
-        check_turns(store, list(pool.map(take_turns, range(WORKERS), [store] * WORKERS)))
+        check_results(store, list(pool.map(run_mixed_operations, range(WORKERS), [store] * WORKERS)))
 
 
 def all_reduce_with_gloo(store: Store, rank: int, size: int) -> list[float]:
@@ -101,7 +101,7 @@ def all_reduce_with_gloo(store: Store, rank: int, size: int) -> list[float]:
 
 
 @shared_stores
-def test_gloo_runs_on_it(opened, store_workers):
+def test_gloo_runs_on_the_store(opened, store_workers):
     a, b = store_workers(2)
     pending = [w.start(lambda r: all_reduce_with_gloo(stores.mine, r, 2), rank) for rank, w in enumerate((a, b))]
     assert [p.result() for p in pending] == [[3.0], [3.0]]
@@ -118,7 +118,7 @@ def test_gloo_runs_on_a_hash_store(workers):
 
 
 def all_reduce_with_torch(rank: int, size: int) -> list[list[float]]:
-    """The public functions of torch.distributed, also in a group made after Python dropped the store."""
+    """Calls torch.distributed's functions, also in a group made after Python has dropped the store."""
     dist.init_process_group("gloo", store=stores.mine, rank=rank, world_size=size)
     del stores.mine
     results = []
@@ -132,7 +132,7 @@ def all_reduce_with_torch(rank: int, size: int) -> list[list[float]]:
 
 
 @shared_stores
-def test_torch_distributed_runs_on_it(opened, store_workers):
+def test_torch_distributed_runs_on_the_store(opened, store_workers):
     started = store_workers(2)
     pending = [w.start(all_reduce_with_torch, rank, 2) for rank, w in enumerate(started)]
     assert [p.result() for p in pending] == [[[3.0], [3.0]]] * 2

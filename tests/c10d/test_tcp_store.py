@@ -24,7 +24,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_port_0_takes_a_free_one(master):
+def test_port_0_chooses_a_free_port(master):
     with TCPStore("127.0.0.1", 0, is_master=True) as other:
         assert len({master.port, other.port, 0}) == 3
         assert other.host == "127.0.0.1"
@@ -42,12 +42,12 @@ def test_a_loopback_name_needs_no_permission(master):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_taken_port_is_named(host, master):
+def test_a_port_in_use_is_named(host, master):
     with pytest.raises(StoreError, match=f"cannot listen on {host}:{master.port}: Address already in use"):
         TCPStore(host, master.port, is_master=True)
 
 
-def test_a_port_can_be_taken_again_after_its_store_closed(master):
+def test_a_port_can_be_reused_after_its_store_closed(master):
     with TCPStore("127.0.0.1", master.port) as client:
         client.set("key", "value")
     master.close()
@@ -57,12 +57,12 @@ def test_a_port_can_be_taken_again_after_its_store_closed(master):
 
 @pytest.mark.parametrize("is_master", [True, False])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "2001:db8::1"])
-def test_strangers_are_kept_out(host, is_master):
+def test_public_addresses_need_insecure(host, is_master):
     with pytest.raises(StoreError, match=f"'{host}' is refused.*no credentials.*insecure=True"):
         TCPStore(host, 29500, is_master=is_master)
 
 
-def test_insecure_is_the_way_round():
+def test_insecure_allows_public_addresses():
     with (
         TCPStore("0.0.0.0", 0, is_master=True, insecure=True) as master,
         TCPStore("127.0.0.1", master.port) as client,
@@ -76,7 +76,7 @@ def test_an_address_of_another_machine_cannot_be_hosted():
         TCPStore("192.0.2.7", 29500, is_master=True, insecure=True)
 
 
-def test_an_unknown_host():
+def test_an_unknown_host_is_an_error():
     with pytest.raises(StoreError, match=r"'no-such-host\.invalid' cannot be resolved"):
         TCPStore("no-such-host.invalid", 29500)
 
@@ -91,12 +91,12 @@ def test_an_unknown_host():
         (("127.0.0.1", 29500, 0), "world_size is 0"),
     ],
 )
-def test_arguments_that_cannot_be(arguments, problem):
+def test_bad_arguments_are_refused(arguments, problem):
     with pytest.raises(ValueError, match=problem):
         TCPStore(*arguments)
 
 
-def test_the_master_tells_how_many_workers_came():
+def test_the_masters_timeout_says_how_many_clients_joined():
     with pytest.raises(
         StoreError, match=r"Timed out after 0\.01 seconds waiting for clients\. 1/3 clients joined\."
     ):
@@ -113,7 +113,7 @@ def test_the_master_waits_for_its_workers(free_port, workers):
     assert a.run(call, "num_keys") == 0
 
 
-def test_a_client_may_come_before_its_master(free_port, workers):
+def test_a_client_can_start_before_its_master(free_port, workers):
     early, late = workers(2)
     client = early.start(open_here, lambda: TCPStore("127.0.0.1", free_port))
     assert not client.done()
@@ -123,7 +123,7 @@ def test_a_client_may_come_before_its_master(free_port, workers):
     assert early.run(call, "get", "key") == b"value"
 
 
-def test_a_client_without_a_master_gives_up(free_port):
+def test_a_client_without_a_master_times_out(free_port):
     with pytest.raises(StoreError, match=rf"no store answered on 127\.0\.0\.1:{free_port} within 0\.05 s"):
         TCPStore("127.0.0.1", free_port, timeout=0.05)
 
@@ -146,7 +146,7 @@ def test_a_killed_master_fails_its_clients_at_once(free_port, workers):
         client.run(call, "set", "key", "value")
 
 
-def test_a_closing_master_says_so(master, workers):
+def test_closing_the_master_ends_waits_with_an_error(master, workers):
     (client,) = workers(1)
     port = master.port
     client.run(open_here, lambda: TCPStore("127.0.0.1", port))
@@ -158,7 +158,7 @@ def test_a_closing_master_says_so(master, workers):
         pending.result()
 
 
-def test_large_values_travel_and_too_large_answers_are_refused(master):
+def test_large_values_work_and_results_over_the_limit_are_refused(master):
     with TCPStore("127.0.0.1", master.port) as client:
         most = bytes(64 * 1024 * 1024 - 100)
         client.set("a", most)
@@ -169,7 +169,7 @@ def test_large_values_travel_and_too_large_answers_are_refused(master):
         assert client.get("b") == b"x" * 100
 
 
-def test_waiting_clients_cost_the_master_no_threads(master, workers):
+def test_waiting_clients_take_no_threads_on_the_master(master, workers):
     port = master.port
     (crowd,) = workers(1)
 
@@ -193,7 +193,7 @@ def test_waiting_clients_cost_the_master_no_threads(master, workers):
     pending.result()
 
 
-def test_a_proxy_is_not_asked(master, workers):
+def test_proxies_are_not_used(master, workers):
     port = master.port
     (worker,) = workers(1)
 
@@ -207,8 +207,8 @@ def test_a_proxy_is_not_asked(master, workers):
     assert worker.run(through_a_proxy) == b"value"
 
 
-def test_a_client_of_a_newer_version_is_answered(master):
-    """An operation that this version does not know is refused, and does no harm."""
+def test_an_unknown_operation_is_refused(master):
+    """A client of a newer version may send one; the store stays usable."""
     from gradwire.proto.v1.store_pb2 import Operation
 
     with TCPStore("127.0.0.1", master.port) as client:

@@ -1,4 +1,4 @@
-"""What torch's own functions, its C++ and its register of backends find in gradwire's groups."""
+"""The interface of groups that torch's functions, C++ and registry of backends use."""
 
 import subprocess
 import sys
@@ -24,11 +24,11 @@ NAMES = ["gradwire", "gradwire_gloo", "gradwire_mpi", "gradwire_nccl", "gradwire
 
 
 def test_every_engine_has_an_entry_point():
-    # Once each, though an editable install may be on the path twice.
+    # As a set: an editable install may be on the path twice.
     points = {point.name: point for point in entry_points(group=GROUP) if point.value.startswith("gradwire.")}
     assert sorted(points) == NAMES
     assert {point.load() for point in points.values()} == {register_backends}
-    register_backends()  # again, as torch does where somebody has imported gradwire
+    register_backends()  # a second time, as when torch loads the entry point after an import of gradwire
     assert set(NAMES) <= set(backend_names())
 
 
@@ -89,7 +89,7 @@ def ask_for_reconfigure(url: str) -> None:
 
 
 @from_2_14
-def test_a_group_that_is_to_change_its_ranks_is_refused(workers, tmp_path):
+def test_enable_reconfigure_is_refused(workers, tmp_path):
     with pytest.raises(UnsupportedOperationError, match="cannot change the ranks of a group: leave out enable_"):
         workers(1)[0].run(ask_for_reconfigure, f"file://{tmp_path / 'met'}")
 
@@ -110,7 +110,7 @@ def test_a_backend_tells_what_it_supports(three):
 
 
 def gather_into_one() -> list[float]:
-    """The root's tensor is not contiguous."""
+    """Gathers into a root tensor that is not contiguous."""
     options = dist.GatherOptions()
     options.rootRank = 2
     rank = dist.get_rank()

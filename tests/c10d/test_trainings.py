@@ -1,4 +1,4 @@
-"""What torch builds on process groups trains on gradwire's as on its own Gloo."""
+"""What torch builds on process groups trains on gradwire's groups with the same results as on torch's Gloo."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ def join(folder: Path, backend: str, rank: int, size: int) -> None:
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory) -> Iterator[dict[tuple[str, int], list[Worker]]]:
-    """Workers by engine and number; those of Gloo are torch's own."""
+    """Workers by engine and number of ranks; those of Gloo use torch's own groups."""
     made: dict[tuple[str, int], list[Worker]] = {}
     everybody: list[Workers] = []
 
@@ -47,7 +47,7 @@ def groups(tmp_path_factory) -> Iterator[dict[tuple[str, int], list[Worker]]]:
 
 @pytest.fixture(scope="module")
 def reference(groups):
-    """What torch's Gloo comes to, once for each training and number of ranks."""
+    """Results with torch's Gloo, computed once for each training and number of ranks."""
     known = {}
 
     def results(name: str, size: int):
@@ -63,13 +63,13 @@ def everywhere(members: list[Worker], name: str):
 
 
 CLOSE = {"ddp_fp16": {"rtol": 1e-3, "atol": 1e-4}}
-"""How close results must be where it is not as for float32: engines add float16 in different orders."""
+"""Tolerances of trainings in float16, which engines add in different orders."""
 
 
 @pytest.mark.parametrize("name", trainings.TRAININGS)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("size", SIZES)
-def test_it_trains_as_on_gloo(groups, reference, name, engine, size):
+def test_trainings_have_the_same_results_as_on_gloo(groups, reference, name, engine, size):
     for ours, torchs in zip(everywhere(groups(engine, size), name), reference(name, size), strict=True):
         for tensor, wanted in zip(ours, torchs, strict=True):
             torch.testing.assert_close(tensor, wanted, **CLOSE.get(name, {}))

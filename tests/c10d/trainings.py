@@ -36,10 +36,10 @@ def training(function: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]
 
 
 def run(name: str) -> list[Tensor]:
-    """One of them, by name."""
+    """Runs a training by name."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about itself
+        warnings.simplefilter("ignore")  # torch's warnings about its own functions
         return TRAININGS[name]()
 
 
@@ -54,7 +54,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None = None) -> list[Tensor]:
-    """Trains; the losses."""
+    """Trains a model, and returns the losses."""
     losses = []
     for step in range(STEPS):
         inputs, targets = batch(step, dist.get_rank() if rank is None else rank)
@@ -78,7 +78,7 @@ def ddp() -> list[Tensor]:
 
 
 def ddp_compiled() -> list[Tensor]:
-    """As ddp, by torch.compile; the groups of buckets, which DDP's C++ broadcasts, are no part of the program."""
+    """Runs `ddp` with torch.compile, whose program does not include the broadcasts of DDP's C++."""
     model = DistributedDataParallel(network())
     steps(torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters(), lr=0.1))
     return parameters(model)
