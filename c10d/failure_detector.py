@@ -1,6 +1,6 @@
 """Detects when a process of a group dies or leaves, and tells every rank.
 
-Engines detect a death late or never, because they do not read a connection while they expect nothing on it. So each
+Engines detect a death late or never, because they do not read connections on which they expect nothing. So each
 rank keeps one more connection to rank 0, which carries nothing but goodbyes. However a process ends, the kernel
 closes its connections. If a connection ends without a goodbye, the process has died, and rank 0 tells the other
 ranks. (Processes that a rank forks, such as a DataLoader's workers, may outlive it. So they close their copies of

@@ -289,14 +289,15 @@ class GroupCore:
                 engine.drain()
 
     def _close(self, reason: str) -> None:
-        """Tells the other ranks the reason, then stops the threads and closes the engines."""
+        """Tells the other ranks the reason, then stops threads and closes engines. The group must have failed."""
+        assert self._failure is not None
         self._closing.set()
         with self._lock:
             detector, self._failure_detector = self._failure_detector, None
             engines, self._engines = self._engines, {}
         if detector is not None:
             detector.close(reason)
-        self._runner.close()
+        self._runner.close(self._failure)
         self._recorder.release_operations()
         for engine in engines.values():
             engine.close()

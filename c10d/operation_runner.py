@@ -63,14 +63,18 @@ class OperationRunner:
         pending.wait(None)
         return None
 
-    def close(self) -> None:
-        """Waits until the queues have run what is on them, and ends their threads. The group must have failed."""
+    def close(self, error: Exception) -> None:
+        """Waits until the queues have run what is on them, and ends their threads.
+
+        Args:
+            error: the error of the group, which later operations raise.
+        """
         with self._lock:
             queues, self._queues = self._queues, {}
         for queue in queues.values():
             queue.close()
-        # No references to the group are kept, so that it is freed with its last reference, not by a later gc.
-        self._raise_if_failed = _raise_closed
+        # These refer to the group no more, so that it is freed by reference counting.
+        self._raise_if_failed = partial(_raise, error)
         self._fail = _ignore
 
     def _start_on_queue(
@@ -124,8 +128,8 @@ class OperationRunner:
         return queue
 
 
-def _raise_closed() -> None:
-    raise GroupAbortedError("the process group is closed")
+def _raise(error: Exception) -> None:
+    raise error.with_traceback(None)
 
 
 def _ignore(error: Exception) -> None:

@@ -139,9 +139,7 @@ def test_a_failed_work_raises_its_error_everywhere():
     for wait in (work.wait, work.synchronize, work.result):
         with pytest.raises(ValueError, match="the reason"):
             wait()
-    with pytest.raises(
-        RuntimeError, match="ValueError: the reason"
-    ):  # torch raises this for any error in a callback
+    with pytest.raises(RuntimeError, match="ValueError: the reason"):  # raised by torch for an error in a callback
         future.wait()
     assert work.is_completed()
     assert not work.is_success()

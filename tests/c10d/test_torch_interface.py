@@ -24,7 +24,7 @@ NAMES = ["gradwire", "gradwire_gloo", "gradwire_mpi", "gradwire_nccl", "gradwire
 
 
 def test_every_engine_has_an_entry_point():
-    # As a set: an editable install may be on the path twice.
+    # By name: an editable install may be on the path twice.
     points = {point.name: point for point in entry_points(group=GROUP) if point.value.startswith("gradwire.")}
     assert sorted(points) == NAMES
     assert {point.load() for point in points.values()} == {register_backends}
