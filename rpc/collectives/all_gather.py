@@ -254,7 +254,9 @@ class AllGatherService:
     def _wait_for_result(self, round_: Round, leader: int, answer: torch.futures.Future[Any]) -> RoundResult:
         """Waits for the leader's answer.
 
-        Raises RpcTimeoutError that names the missing members, WorkerLostError.
+        Raises:
+            RpcTimeoutError: the round took too long; the error names the missing members.
+            WorkerLostError: the leader is lost.
         """
         try:
             while not self._wait(answer):

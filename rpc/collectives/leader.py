@@ -88,15 +88,18 @@ class RoundLeader:
         }
 
     def finish(self, key: RoundKey, result: RoundResult) -> None:
-        """Records the result of a round and answers everybody who waits for it.
+        """Records the result of a round, and answers the members and leaders that wait for it.
 
-        The first result of a round counts.
+        Only the first result of a round counts; later ones are ignored.
         """
+        series = key.series
         with self._lock:
-            if self._last_finished(key.series) < key.number:
-                self._finished[key.series] = (key.number, result)
-                self._drop_superseded(key.series)
-            result = self._known_result(key) or result
+            number, last_result = self._finished.get(series, (-1, result))
+            if number < key.number:
+                self._finished[series] = (key.number, result)
+                self._drop_superseded(series)
+            elif number == key.number:
+                result = last_result
             open_round = self._open.pop(key, None)
             askers = self._askers.pop(key, set())
         for answer in open_round.answers if open_round is not None else ():
@@ -150,10 +153,11 @@ class RoundLeader:
         """Tells another leader the result of a round now, or once it is known."""
         key = RoundKey(*payload)
         with self._lock:
-            result = self._known_result(key)
+            number, last_result = self._finished.get(key.series, (-1, None))
+            if number > key.number:
+                return  # a later round has a result, so all living members have that of this one
+            result = last_result if number == key.number else None
             if result is None:
-                if self._last_finished(key.series) > key.number:
-                    return  # a later round has a result, so all living members have that of this one
                 self._askers.setdefault(key, set()).add(leader.id)
         if result is not None:
             self._agent.control.send(leader, TELL_RESULT, (key, result))
@@ -167,12 +171,8 @@ class RoundLeader:
             self.finish(key, result)
 
     def _known_result(self, key: RoundKey) -> RoundResult | None:
-        finished = self._finished.get(key.series)
-        return finished[1] if finished is not None and finished[0] == key.number else None
-
-    def _last_finished(self, series: Series) -> int:
-        finished = self._finished.get(series)
-        return finished[0] if finished is not None else -1
+        number, result = self._finished.get(key.series, (-1, None))
+        return result if number == key.number else None
 
     def _drop_superseded(self, current: Series) -> None:
         """Drops the results of series that have lost members and whose living members are all in this one."""

@@ -210,7 +210,7 @@ def test_items_are_differentiable(workers):
 
 
 def return_freed_memory() -> None:
-    """Has the C library give large blocks back when they are freed, so that memory is what is held."""
+    """Has the C library return large blocks to the system when they are freed, so that only live memory counts."""
     mmap_threshold = -3
     assert ctypes.CDLL(None).mallopt(mmap_threshold, 256 * 1024) == 1
 
