@@ -7,7 +7,6 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
