@@ -139,7 +139,7 @@ def _remove_dead_namesake(log: RosterLog, name: str) -> None:
 
 
 def _listen_as_member(agent: GrpcAgent, log: RosterLog, store: TorchStore, options: RpcBackendOptions) -> Member:
-    """Has the agent listen, and checks it against the current members. Returns it as a member of a dynamic group.
+    """Has the agent listen, and checks it against the current members. Returns the member.
 
     Raises:
         RendezvousError: this worker and the current members cannot reach each other.
@@ -163,7 +163,10 @@ def _append_join(log: RosterLog, me: Member, rank: int, epoch: int) -> bool:
     """Appends this worker's join to the log, again after joins of others that do not conflict with it.
 
     Returns:
-        False, without a join, if its name or id has been taken or the group has begun a new epoch.
+        False, without a join, if its id has been taken or the group has begun a new epoch.
+
+    Raises:
+        RendezvousError: its name, or the rank that it was given, has been taken.
     """
     while not log.join(me):
         if log.epoch != epoch or log.choose(me.info.name, rank) != me.info:
@@ -174,7 +177,7 @@ def _append_join(log: RosterLog, me: Member, rank: int, epoch: int) -> bool:
 def _is_dead(member: Member) -> bool:
     """Returns whether a member is known to be dead, because nothing listens at its address any more."""
     if is_local(member.host) and member.network != network_name():
-        return False  # it is on another host, for which that loopback address is another one
+        return False  # on another host, where the loopback address means that host
     port = member.address.rpartition(":")[2]
     try:
         socket.create_connection((member.host, int(port)), PROBE_TIMEOUT_S).close()

@@ -12,7 +12,7 @@ from ...c10d.host_identity import network_name
 from ...c10d.start_barrier import StartBarrier
 from ..contracts.worker import WorkerInfo
 
-__all__ = ["Check", "Member", "exchange_members", "introduce"]
+__all__ = ["Member", "MemberCheck", "exchange_members", "introduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Member:
         return cls(**{**record, "info": WorkerInfo(**record["info"])})
 
 
-Check = Callable[[Sequence[Member]], str]
+MemberCheck = Callable[[Sequence[Member]], str]
 """Checks all members; returns what is wrong with them, or an empty text."""
 
 
@@ -77,7 +77,7 @@ def introduce(barrier: StartBarrier, seconds: float) -> tuple[str, list[str]]:
     return introductions[0][0], [network for _, network in introductions]
 
 
-def exchange_members(barrier: StartBarrier, me: Member, check: Check, seconds: float) -> list[Member]:
+def exchange_members(barrier: StartBarrier, me: Member, check: MemberCheck, seconds: float) -> list[Member]:
     """Publishes this worker as a member, and returns all members by rank.
 
     Args:

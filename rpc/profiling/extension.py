@@ -90,8 +90,8 @@ def profiled_call(
 
 def run_profiled(message: Incoming, function: Callable[..., Any], *args: Any) -> Any:
     """Runs a function that a request names; profiles it if the caller does, or a collector on this worker."""
-    served: _ProfiledRequest | None = message.state.get(Profiling)
-    return function(*args) if served is None else served.run(function, args)
+    profiled: _ProfiledRequest | None = message.state.get(Profiling)
+    return function(*args) if profiled is None else profiled.run(function, args)
 
 
 @final
@@ -126,9 +126,9 @@ class Profiling(Extension):
     def on_send(self, message: Outgoing) -> None:
         """Has a request ask for the callee's events, and an answer carry them."""
         if message.reply_to is not None:
-            served: _ProfiledRequest | None = message.reply_to.state.get(Profiling)
-            if served is not None and served.events is not None:
-                message.tensors.append(events_to_tensor(served.events))
+            profiled: _ProfiledRequest | None = message.reply_to.state.get(Profiling)
+            if profiled is not None and profiled.events is not None:
+                message.tensors.append(events_to_tensor(profiled.events))
                 message.envelope.profile.SetInParent()
         elif (call := getattr(_thread_state, "call", None)) is not None:
             _thread_state.call = None
