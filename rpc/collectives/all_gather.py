@@ -245,7 +245,7 @@ class AllGatherService:
         body = (*key, round_.value, status, was_tried)
         left = round_.seconds_left()
         seconds = 0.0 if left is None else max(1e-3, left)  # 0 is no limit
-        self._leader.forget_asker(key, leader)
+        self._leader.discard_asker(key, leader)
         with self._undo_round_unless_sent(key.series):
             return self._agent.request(
                 round_.workers[leader], Request(MessageType.ALL_GATHER, body, timeout=seconds, what=REQUEST_PARTS)

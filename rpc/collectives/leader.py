@@ -107,7 +107,7 @@ class RoundLeader:
         for leader in askers:
             self._agent.control.send(self._agent.worker(leader), TELL_RESULT, (key, result))
 
-    def forget_asker(self, key: RoundKey, leader: int) -> None:
+    def discard_asker(self, key: RoundKey, leader: int) -> None:
         """Sends a leader no result that it has asked for, because it gets this worker's value instead."""
         with self._lock:
             self._askers.get(key, set()).discard(leader)
