@@ -49,7 +49,7 @@ class TorchCallStyle(Extension):
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        agent.extension(Profiling).kineto = False
+        agent.extension(Profiling).profiles_kineto = False
 
     def detaches_parameters(self, value: object) -> bool:
         """Returns True unless `value` is a call of one of torch's operators or of a TorchScript function."""

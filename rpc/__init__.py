@@ -30,7 +30,7 @@ from .contracts.worker import WorkerInfo
 from .contracts.worker_events import WorkerEventHandle, WorkerJoined, WorkerLeft
 from .execution.futures import Future
 from .profiling.server_profile import server_process_global_profile
-from .streaming.streams import RpcStream, rpc_stream
+from .streaming.api import RpcStream, rpc_stream
 from .wait_all import wait_all
 
 # Last, because rref builds on the modules above. Whatever of gradwire is imported, `gradwire/__init__.py` runs

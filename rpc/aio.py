@@ -1,4 +1,4 @@
-"""Calls for asyncio programs.
+"""Calls, streams and worker events for asyncio programs.
 
     result = await aio.call("worker1", torch.add, (a, b))
     first, second = await asyncio.gather(rpc.rpc_async("worker1", f), rpc.rpc_async("worker2", f))
@@ -7,8 +7,8 @@
         async for item in items: ...
     async for event in aio.worker_events(): ...
 
-The futures of calls are awaitable as they are, in any event loop. Cancelling the task that awaits one cancels
-the call, as `future.cancel()` does; `asyncio.shield` keeps it from that.
+The futures of calls can be awaited in any event loop. Cancelling the task that awaits a future cancels the call,
+as `future.cancel()` does, unless the task awaits it through `asyncio.shield`.
 """
 
 import asyncio
@@ -89,41 +89,41 @@ async def call(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Runs a function on a worker and returns its result. Takes and raises what `rpc_async` does.
+    """Runs a function on a worker and returns its result. Takes and raises what `rpc_sync` does.
 
-    Cancelling it cancels the call: see `Future.cancel`.
+    Cancelling the task that awaits it cancels the call: see `Future.cancel`.
     """
     return await rpc_async(to, func, args, kwargs, timeout)
 
 
 async def wait(future: torch.futures.Future[R]) -> R:
-    """Waits for any torch future, such as one that `then` or `collect_all` has made.
+    """Waits for any torch future, such as one from `then` or `collect_all`, and returns its value.
 
-    Returns:
-        Its result; its exception is raised.
+    Cancelling the wait cancels the call if the future is that of a call, and nothing otherwise.
 
-    Cancelling the wait cancels the call if the future is that of one, and nothing otherwise.
+    Raises:
+        Exception: the exception of the future.
     """
     return await wait_async(future)
 
 
 @final
 class WorkerEventStream:
-    """The changes of the group since `worker_events` was called, in their order, for one `async for`."""
+    """An asynchronous iterator of the joins and leaves since `worker_events` was called, in their order."""
 
     def __init__(self, buffer: WorkerEventBuffer) -> None:
         self._buffer = buffer
 
     @property
     def workers(self) -> Sequence[WorkerInfo]:
-        """The workers that were present when `worker_events` was called, by id; their joining is no event."""
+        """The workers that were present when `worker_events` was called, by id. They have no WorkerJoined."""
         return self._buffer.workers
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> WorkerEvent:
-        """Returns the next event; waits for it. Cancelling the wait loses none.
+        """Returns the next event; waits for it. Cancelling the wait loses no event.
 
         Raises:
             StopAsyncIteration: this worker has shut down, or the stream is closed.
@@ -133,7 +133,7 @@ class WorkerEventStream:
             woken = asyncio.Event()
 
             def wake(woken: asyncio.Event = woken) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits in it
                     loop.call_soon_threadsafe(woken.set)
 
             try:
@@ -145,21 +145,21 @@ class WorkerEventStream:
             await woken.wait()
 
     async def aclose(self) -> None:
-        """Takes no more events. Dropping the stream does the same."""
+        """Closes the stream, as dropping the last reference to it does."""
         self._buffer.close()
 
 
 def worker_events() -> WorkerEventStream:
-    """Returns the workers that join and leave from now on, as an asynchronous iterator of events.
+    """Returns an asynchronous iterator of the workers that join and leave from now on.
 
         async for event in aio.worker_events():
             match event:
                 case rpc.WorkerJoined(worker): ...
                 case rpc.WorkerLeft(worker, reason): ...
 
-    `workers` of the stream are those that are present at this moment. Each worker is either among them or has a
-    WorkerJoined; when it goes it has one WorkerLeft. Events wait, without a bound, until they are taken. The
-    stream ends when this worker shuts down.
+    `workers` of the iterator are the workers that are present now. Each worker is either among them or has a
+    WorkerJoined; each has one WorkerLeft when it leaves. Events are queued without a bound until they are read.
+    The iteration ends when this worker shuts down.
 
     Raises:
         NotInitializedError: this process is no worker.

@@ -1,4 +1,4 @@
-"""Joining and leaving a group of workers."""
+"""The functions by which a program joins a group of workers, asks about it, and leaves it."""
 
 import contextlib
 import functools
@@ -38,13 +38,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LEAVE_PRIORITY = 110
-"""At the end of a process agents leave before process groups and stores are closed, whose numbers are lower."""
+"""The priority of leaving at interpreter exit: before process groups and stores are closed, whose numbers are
+lower."""
 
-_joining = threading.Lock()
+_init_lock = threading.Lock()
+"""Held by `init_rpc`, so that a process has at most one agent."""
 
 
 def is_available() -> bool:
-    """Can this process use RPC? gradwire needs nothing that could be missing."""
+    """Returns whether this process can use RPC: always True, as gradwire needs no optional parts of torch."""
     return True
 
 
@@ -57,35 +59,35 @@ def init_rpc(
     *,
     store: TorchStore | None = None,
 ) -> None:
-    """Joins the group of workers.
+    """Makes this process a worker and joins its group.
 
-    In a static group, whose size is known, it returns when all workers have joined. In a dynamic one workers
-    join and leave at any time, and it returns when the members of the moment know the new one. While it waits, a
-    warning in the log says for whom, after 10 seconds and then at intervals that double.
+    In a static group, whose size is known, it blocks until all workers have joined. In a dynamic group workers
+    join and leave at any time, and it blocks until the current members know the new one. Long waits are logged
+    as warnings that name the missing workers, after 10 seconds and then at doubling intervals.
 
-    Workers on several hosts need `rpc_backend_options=rpc.RpcBackendOptions(insecure=True)`, all of them, and a
-    MASTER_ADDR or an `init_method` at which all reach rank 0; `host` of the same options is for hosts that have
-    several addresses (docs/hosts.md).
+    If the workers are on several hosts, all of them need
+    `rpc_backend_options=rpc.RpcBackendOptions(insecure=True)`, and a MASTER_ADDR or `init_method` at which they
+    reach rank 0. The option `host` is for hosts with several addresses (docs/hosts.md).
 
     Args:
-        name: this worker's, unique in the group.
-        backend: a member of BackendType, or its name. By default the one that the options belong to.
-        rank: 0 to world_size - 1; by default RANK of the environment (or the rank in the URL). In a dynamic
-            group any number that no worker has had; by default a free one.
-        world_size: the number of workers; by default WORLD_SIZE of the environment (or that in the URL). If
-            nobody says it, the group is dynamic.
+        name: the name of this worker, unique in the group.
+        backend: a member of BackendType, or its name. By default the backend that the options belong to.
+        rank: 0 to world_size - 1. By default RANK of the environment, or the rank in the URL. In a dynamic group
+            any number that no worker has had; by default a free one.
+        world_size: the number of workers. By default WORLD_SIZE of the environment, or the size in the URL.
+            Without any of these the group is dynamic.
         rpc_backend_options: see RpcBackendOptions.
-        store: meet through this store instead of the options' `init_method`. Any torch store; it stays open.
+        store: any torch store, for rendezvous instead of the options' `init_method`. It is not closed.
 
     Raises:
-        RendezvousError: the workers cannot find each other, or contradict each other; then all raise the same.
+        RendezvousError: the workers did not find each other, or contradict each other; then all raise the same.
         RpcError: this process is a worker already.
-        TypeError, ValueError: an argument cannot be.
+        TypeError, ValueError: an argument is invalid.
     """
-    kind, options = _choose(backend, rpc_backend_options)
+    kind, options = _choose_backend(backend, rpc_backend_options)
     check_worker_name(name)
     check_consent(options)
-    with _joining, ExitStack() as opened:
+    with _init_lock, ExitStack() as opened:
         if (running := holder.get()) is not None:
             raise RpcError(f"RPC is already initialized: this process is worker {running.info.name!r}")
         met = rendezvous(
@@ -111,25 +113,25 @@ def init_rpc(
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # without the frames of the wait
-        # gRPC must not be torn down while it runs: a program that ends without shutdown leaves at once. Unlike
-        # atexit, Finalize also runs in the children of multiprocessing, and not in those forked from this process.
+        # gRPC must not be torn down while it runs, so a program that ends without shutdown leaves here. Unlike
+        # atexit, Finalize also runs in the children of multiprocessing, and not in forks of this process.
         leave = Finalize(None, _leave_at_exit, (agent, last_uncaught_error()), exitpriority=LEAVE_PRIORITY)
         opened.callback(leave.cancel)
         holder.set_default(agent, opened.pop_all())
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """Leaves the group.
+    """Leaves the group; this process is no worker any more.
 
     Args:
-        graceful: In a static group, wait until all workers have called shutdown and no call is under way
-            anywhere; then nothing is lost. A worker that dies meanwhile is not waited for. In a dynamic
-            group, wait until this worker has no calls under way. Otherwise leave at once.
-        timeout: seconds to wait, 0 for none. This worker leaves also when it is over.
+        graceful: True to wait so that no call is lost: in a static group until all workers, except those that have
+            died, have called shutdown and no call is in flight anywhere; in a dynamic group until no call from
+            or to this worker is in flight. False to leave at once.
+        timeout: seconds to wait, 0 for no limit. After a timeout this worker leaves, too.
 
     Raises:
         NotInitializedError: this process is no worker.
-        RpcTimeoutError: the others did not come in time; it says who.
+        RpcTimeoutError: the wait took longer; the error names the workers or calls it has waited for.
     """
     agent = current_agent()
     try:
@@ -141,20 +143,23 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
 
 def get_worker_info(worker_name: Destination | None = None) -> WorkerInfo:
-    """A worker's name and id; without an argument, this worker's.
+    """Returns a worker's name and id.
+
+    Args:
+        worker_name: the worker's name, id or WorkerInfo; None for this worker.
 
     Raises:
-        NotInitializedError, UnknownWorkerError
+        NotInitializedError: this process is no worker.
+        UnknownWorkerError: there is no such worker.
     """
     agent = current_agent()
     return agent.info if worker_name is None else agent.worker(worker_name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """Returns the workers of the group by id, this one among them.
+    """Returns the workers of the group, including this one, sorted by id.
 
-    Those of a static group are all that were in it from the beginning, lost or not; those of a dynamic group are
-    the current members.
+    In a static group these are all workers, even those that are lost; in a dynamic group the current members.
 
     Raises:
         NotInitializedError: this process is no worker.
@@ -163,77 +168,77 @@ def get_worker_infos() -> list[WorkerInfo]:
 
 
 def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> WorkerEventHandle:
-    """Has a function called with each worker that joins the group from now on.
+    """Calls a function with each worker that joins the group from now on.
 
-    `workers` of the returned handle are those that are present at this moment: a worker is either among them or
-    the callback is called for it, exactly once. Nobody joins a static group once `init_rpc` has returned.
+    `workers` of the returned handle are the workers that are present now. Each worker is either among them or
+    passed to the callback, exactly once. No worker joins a static group after `init_rpc` has returned.
 
-    All callbacks of this worker, of this function and `on_worker_left`, run one after another in the order of the
-    events, on a thread that runs incoming calls: they may make calls, and one that blocks holds up the others.
-    What a callback raises is logged. None begins after `shutdown`.
+    All callbacks of this function and of `on_worker_left` run one after another, in the order of the events, on a
+    thread that runs incoming calls. They may make calls; one that blocks delays the others. Errors that a callback
+    raises are logged. No callback starts after `shutdown`.
 
     Args:
-        callback: called with the worker, which can be called by then.
+        callback: called with the worker's WorkerInfo, when the worker can be called.
 
     Returns:
-        A handle; `handle.remove()` removes the callback, as the end of a `with` block of the handle does.
+        A handle. `handle.remove()`, or the end of a `with` block of the handle, removes the callback.
 
     Raises:
         NotInitializedError: this process is no worker.
-        TypeError: the callback cannot be called.
+        TypeError: the callback is not callable.
     """
 
-    def tell(event: WorkerEvent) -> None:
+    def on_event(event: WorkerEvent) -> None:
         if isinstance(event, WorkerJoined):
             callback(event.worker)
 
-    return _subscribe(callback, tell)
+    return _subscribe(callback, on_event)
 
 
 def on_worker_left(callback: Callable[[WorkerInfo, str], object]) -> WorkerEventHandle:
-    """Has a function called with each worker that shuts down, or is lost, from now on, and with the reason.
+    """Calls a function with each worker that shuts down or is lost from now on, and the reason.
 
-    Every worker among `workers` of the returned handle, and every worker that joins later, is told of exactly once
-    when it goes. This worker connects to all others for that, since a loss shows by a connection. Of a group that
-    shuts down gracefully together, workers may or may not be told of the others. See `on_worker_joined` for when
-    and where callbacks run.
+    Every worker among `workers` of the returned handle, and every worker that joins later, is passed exactly
+    once when it leaves. For that this worker connects to all others, because only the loss of a connected worker
+    is noticed. When all workers shut down gracefully together, some may be passed to others. See
+    `on_worker_joined` for when and where callbacks run.
 
     Args:
-        callback: called with the worker, which can be called no more, and the reason as a WorkerLostError has it.
+        callback: called with the worker's WorkerInfo and the reason as in WorkerLostError, when calls to it fail.
 
     Returns:
-        A handle; `handle.remove()` removes the callback, as the end of a `with` block of the handle does.
+        A handle. `handle.remove()`, or the end of a `with` block of the handle, removes the callback.
 
     Raises:
         NotInitializedError: this process is no worker.
-        TypeError: the callback cannot be called.
+        TypeError: the callback is not callable.
     """
 
-    def tell(event: WorkerEvent) -> None:
+    def on_event(event: WorkerEvent) -> None:
         if isinstance(event, WorkerLeft):
             callback(event.worker, event.reason)
 
-    return _subscribe(callback, tell)
+    return _subscribe(callback, on_event)
 
 
-def _subscribe(callback: object, tell: Callable[[WorkerEvent], object]) -> WorkerEventHandle:
+def _subscribe(callback: object, on_event: Callable[[WorkerEvent], object]) -> WorkerEventHandle:
     if not callable(callback):
         raise TypeError(f"callback is {callback!r}, which cannot be called")
-    return current_agent().worker_events.subscribe(tell)
+    return current_agent().worker_events.subscribe(on_event)
 
 
 def get_rpc_timeout() -> float:
-    """Seconds that a call without a timeout of its own may take; 0 for any."""
+    """Returns the timeout, in seconds, of calls that are not given one; 0 is no limit."""
     return current_agent().rpc_timeout
 
 
 def set_rpc_timeout(seconds: float) -> None:
-    """Sets what `get_rpc_timeout` tells, for the calls from now on. Raises ValueError."""
+    """Sets the timeout, in seconds, of later calls that are not given one; 0 is no limit. Raises ValueError."""
     current_agent().rpc_timeout = check_rpc_timeout(seconds)
 
 
 def debug_info() -> Mapping[str, Any]:
-    """Counts of what is alive on this worker (calls, references, contexts, threads) and of what it has sent.
+    """Returns counts of this worker's calls, references, contexts and threads, and of what it has sent.
 
     Raises:
         NotInitializedError: this process is no worker.
@@ -242,7 +247,7 @@ def debug_info() -> Mapping[str, Any]:
 
 
 def require_initialized(func: Callable[P, R]) -> Callable[P, R]:
-    """Has a function raise NotInitializedError, before it does anything, where `init_rpc` was not called."""
+    """Decorator: the function raises NotInitializedError, before anything else, if this process is no worker."""
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -252,16 +257,22 @@ def require_initialized(func: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def _leave_at_exit(agent: RpcAgent, stale: BaseException | None) -> None:
-    with contextlib.suppress(KeyboardInterrupt):  # pressed again: then not all is told to everybody
-        agent.leave_at_exit(WorkerEnd.of_this_process(stale))
+def _leave_at_exit(agent: RpcAgent, earlier_error: BaseException | None) -> None:
+    """Leaves the group at interpreter exit.
+
+    Args:
+        agent: the agent.
+        earlier_error: what `last_uncaught_error` returned at `init_rpc`, which did not end this process.
+    """
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C again: some workers may not get the goodbye
+        agent.leave_at_exit(WorkerEnd.of_this_process(earlier_error))
     holder.forget(agent)
 
 
-def _choose(
+def _choose_backend(
     backend: BackendType | str | None, options: RpcBackendOptions | None
 ) -> tuple[BackendType, RpcBackendOptions]:
-    """The backend and its options, when either or neither is given."""
+    """Returns the backend and its options, when both, one or none of them are given."""
     if options is not None and not isinstance(options, RpcBackendOptions):
         raise TypeError(
             f"Argument rpc_backend_options must be an instance of RpcBackendOptions, but it is {options!r}"
@@ -279,9 +290,9 @@ def _choose(
         raise TypeError(f"Argument backend must be a member of BackendType, but it is {backend!r}")
     if options is None:
         return kind, construct_rpc_backend_options(kind)
-    # Other backends see to it themselves: they may take options of their relatives.
-    if kind is BackendType.GRADWIRE and (theirs := _backend_of(options)) is not kind:
-        raise TypeError(f"backend is {kind!r}, but the options, {options!r}, are those of {theirs!r}")
+    # Other backends check their options themselves: they may accept those of a related backend.
+    if kind is BackendType.GRADWIRE and (owner := _backend_of(options)) is not kind:
+        raise TypeError(f"backend is {kind!r}, but the options, {options!r}, are those of {owner!r}")
     return kind, options
 
 

@@ -1,4 +1,4 @@
-"""The kinds of agents that `init_rpc` can start, by name."""
+"""The registry of RPC backends, which `init_rpc` starts by name."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -19,14 +19,14 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """How to make a backend's options, and its agent from them."""
+    """The functions that make a backend's options and start its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions]
     init_backend_handler: Callable[..., RpcAgent]
 
 
 class _Backends(type):
-    """Makes the class of backends an enumeration that can grow: what is registered is a member at once."""
+    """The metaclass of BackendType, which makes it an enumeration that grows by registration."""
 
     _members: dict[str, "BackendType"]
 
@@ -42,7 +42,7 @@ class _Backends(type):
             return cls._members[name]
         except KeyError:
             known = ", ".join(cls._members)
-            raise AttributeError(f"no RPC backend {name!r} is registered; those there are: {known}") from None
+            raise AttributeError(f"no RPC backend {name!r} is registered; registered are: {known}") from None
 
     def __iter__(cls) -> Iterator["BackendType"]:
         return iter(cls._members.values())
@@ -55,8 +55,8 @@ class _Backends(type):
 class BackendType(metaclass=_Backends):
     """The registered backends: `BackendType.GRADWIRE`, or by name `BackendType["GRADWIRE"]`.
 
-    name: as registered.
-    value: its BackendValue.
+    name: the registered name.
+    value: the functions that make its options and start its agent.
     """
 
     _members: dict[str, "BackendType"] = {}  # noqa: RUF012 - the registry
@@ -79,7 +79,7 @@ def _named(name: str) -> BackendType:
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Is there a backend of this name?"""
+    """Returns whether a backend of this name is registered."""
     return backend_name in BackendType.__members__
 
 
@@ -88,18 +88,21 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
     init_backend_handler: Callable[..., RpcAgent],
 ) -> BackendType:
-    """Adds a backend.
+    """Registers a backend.
 
     Args:
-        backend_name: becomes a member of BackendType.
+        backend_name: its name, which becomes a member of BackendType.
         construct_rpc_backend_options_handler: called as `(rpc_timeout, init_method, **options)` by
             `construct_rpc_backend_options`.
         init_backend_handler: called as `(store=, name=, rank=, world_size=, rpc_backend_options=)` by `init_rpc`
-            when the workers' store is there; returns an agent that has joined its group. rank is -1 and
-            world_size None where the group is dynamic and the caller has not said.
+            once it is connected to the store; returns an agent that has joined its group. In a dynamic group
+            rank is -1 unless the caller gives one, and world_size is None.
+
+    Returns:
+        The member of BackendType.
 
     Raises:
-        RpcError: the name is taken.
+        RpcError: the name is registered already.
     """
     if backend_registered(backend_name):
         raise RpcError(f"RPC backend {backend_name}: already registered")
@@ -114,10 +117,17 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> RpcBackendOptions:
-    """A backend's options; `kwargs` are those that it alone knows."""
+    """Returns a backend's options.
+
+    Args:
+        backend: the backend.
+        rpc_timeout: seconds that a call may take by default, 0 for no limit.
+        init_method: the URL of the rendezvous.
+        kwargs: further options of the backend.
+    """
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 
 def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> RpcAgent:
-    """Starts a backend's agent."""
+    """Starts a backend's agent with these arguments, and returns it once it has joined its group."""
     return backend.value.init_backend_handler(*args, **kwargs)

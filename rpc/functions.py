@@ -1,4 +1,4 @@
-"""Remote functions that answer later."""
+"""`async_execution`: remote functions that return a future instead of blocking a thread."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
@@ -16,17 +16,20 @@ _MARK = "_wrapped_async_rpc_function"
 def async_execution(fn: Callable[P, torch.futures.Future[R]]) -> Callable[P, R]:
     """Marks a function that returns a `torch.futures.Future` of its result.
 
-    When such a function is called remotely, the caller gets the value of the future when there is one, and no
-    thread of the called worker waits for it. Works with `rpc_sync`, `rpc_async`, `remote` and the methods that
-    an RRef's proxies call. Combined with `staticmethod` or `classmethod`, this decorator is the inner one:
+    A remote call of the function is answered with the value of the future, once it has one; no thread of the
+    called worker waits for it. This applies to `rpc_sync`, `rpc_async`, `remote` and the proxies of an RRef.
+    Combined with `staticmethod` or `classmethod`, this decorator is the inner one:
 
         @staticmethod
         @rpc.functions.async_execution
         def add_twice(to, x, y):
             return rpc.rpc_async(to, torch.add, (x, y)).then(lambda sum: sum.wait() + y)
 
-    Called directly, the function is what it was, and returns the future. For a type checker it returns the value,
-    as it does for those who call it remotely.
+    A direct call is unchanged and returns the future. For type checkers the function returns the value, as remote
+    calls do.
+
+    Raises:
+        TypeError: the function cannot be marked because it is not written in Python.
     """
     try:
         setattr(fn, _MARK, fn)
@@ -36,5 +39,5 @@ def async_execution(fn: Callable[P, torch.futures.Future[R]]) -> Callable[P, R]:
 
 
 def is_async_execution(fn: object) -> bool:
-    """Is this function, or the function of this method, marked so?"""
+    """Returns whether a function, or the function of a method, is marked by `async_execution`."""
     return hasattr(fn, _MARK)

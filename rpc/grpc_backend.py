@@ -1,10 +1,11 @@
-"""Starting gRPC agents: the backend GRADWIRE."""
+"""The backend GRADWIRE: starts a gRPC agent and joins its group."""
 
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,11 @@ from .membership.roster import RosterLog
 __all__ = ["AgentFactory", "start_agent"]
 
 AgentFactory = Callable[..., GrpcAgent]
-"""Called as GrpcAgent is."""
+"""Makes an agent; takes the arguments of GrpcAgent."""
 
-PROBE_SECONDS = 5.0
-"""How long a member may take to accept the connection of who wants its name."""
+PROBE_TIMEOUT_S = 5.0
+"""Seconds that a member may take to accept a connection, when a worker that wants its name checks that it
+lives."""
 
 
 def start_agent(
@@ -43,19 +45,20 @@ def start_agent(
     rpc_backend_options: RpcBackendOptions,
     make_agent: AgentFactory | None = None,
 ) -> GrpcAgent:
-    """An agent that has joined the group which meets at a store.
+    """Starts an agent and joins the group that rendezvous at a store. Returns the agent.
 
     Args:
-        store: of the group.
-        name: this worker's.
-        rank: this worker's; -1 for any in a dynamic group.
-        world_size: None for a dynamic group.
-        rpc_backend_options: its options.
+        store: the store of the group.
+        name: the name of this worker.
+        rank: the rank of this worker; -1 for a free one in a dynamic group.
+        world_size: the number of workers; None for a dynamic group.
+        rpc_backend_options: the options of this worker.
         make_agent: makes the agent; by default a GrpcAgent with the default extensions.
 
     Raises:
-        RendezvousError: the workers contradict each other, or do not come.
-        DeviceMapError: a worker has a device map with unknown workers or devices. All workers raise it.
+        RendezvousError: workers contradict each other, or did not arrive in time.
+        DeviceMapError: a worker's device maps name unknown workers or devices. All workers of a static group
+            raise it.
     """
     if make_agent is None:
         from ..extensions import DEFAULT_EXTENSIONS  # here, because the extensions are built on this package
@@ -63,14 +66,21 @@ def start_agent(
         make_agent = partial(GrpcAgent, extensions=DEFAULT_EXTENSIONS)
     if world_size is None:
         return _join_dynamic(store, name, rank, rpc_backend_options, make_agent)
-    options = rpc_backend_options
+    return _join_static(
+        store, Registration(name=name, rank=rank, world_size=world_size), rpc_backend_options, make_agent
+    )
+
+
+def _join_static(
+    store: TorchStore, registration: Registration, options: RpcBackendOptions, make_agent: AgentFactory
+) -> GrpcAgent:
+    """Starts an agent; returns it once all workers have joined and published their addresses."""
     deadline = time.monotonic() + options.init_timeout
-    registration = Registration(name=name, rank=rank, world_size=world_size)
     barrier = StartBarrier(store, registration, GroupKind("rpc", options.CONSENT))
     barrier.register()
     group, networks = introduce(barrier, options.init_timeout)
-    agent = make_agent(WorkerInfo(name, rank), options, group)
-    try:
+    agent = make_agent(WorkerInfo(registration.name, registration.rank), options, group)
+    with _shut_down_on_error(agent):
         try:
             address = agent.listen(choose_address(options, store, networks))
         except Exception as error:
@@ -79,7 +89,7 @@ def start_agent(
         me = Member(
             agent.info,
             address,
-            network=networks[rank],
+            network=networks[registration.rank],
             process=registration.description,
             device_maps=device_maps_as_text(options.device_maps),
         )
@@ -87,66 +97,112 @@ def start_agent(
         members = exchange_members(barrier, me, partial(unreachable_members, consent=options.CONSENT), left)
         check_device_maps(members, members)
         agent.open(members, PrefixStore(f"rpc/{group}", store))
-    except BaseException:
-        agent.shutdown(graceful=False, timeout=0)
-        raise
     return agent
 
 
 def _join_dynamic(
     store: TorchStore, name: str, rank: int, options: RpcBackendOptions, make_agent: AgentFactory
 ) -> GrpcAgent:
+    """Starts an agent; returns it once the current members know it.
+
+    The agent is made for the name and id that are free in the known log. If another worker joins meanwhile and
+    takes them, another agent is made.
+    """
     deadline = time.monotonic() + options.init_timeout
     group = store.compare_set("rpc/dynamic/group", "", uuid.uuid4().hex).decode()
     log = RosterLog(store)
     while True:
         log.catch_up()
-        if (before := log.named(name)) is not None and _is_dead(before):
-            log.leave(before.info.id)
+        _remove_dead_namesake(log, name)
         epoch = log.epoch
         agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
-        try:
-            address = agent.listen(choose_address(options, store, None))
-            me = Member(
-                agent.info,
-                address,
-                process=Registration(rank=rank, world_size=-1).description,
-                device_maps=device_maps_as_text(options.device_maps),
-            )
-            everybody = [*log.members(), me]
-            if problem := unreachable_members(everybody, options.CONSENT):
-                raise RendezvousError(problem)
-            check_device_maps([me], everybody, dynamic=True)
-            # Somebody may be faster; another try is needed only if that contradicts what was chosen.
-            while not (joined := log.join(me)):
-                if log.epoch != epoch or log.choose(name, rank) != agent.info:
-                    break
-            if joined:
+        with _shut_down_on_error(agent):
+            me = _listen_as_member(agent, log, store, options)
+            if _append_join(log, me, rank, epoch):
                 agent.open(log.members())
                 _greet(agent, log, deadline, options.init_timeout)
                 return agent
-        except BaseException:
-            agent.shutdown(graceful=False, timeout=0)
-            raise
         agent.shutdown(graceful=False, timeout=0)
 
 
+@contextmanager
+def _shut_down_on_error(agent: GrpcAgent) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        agent.shutdown(graceful=False, timeout=0)
+        raise
+
+
+def _remove_dead_namesake(log: RosterLog, name: str) -> None:
+    """Removes the member of this name from the group if it is dead, such as this worker before a restart."""
+    namesake = log.find(name)
+    if namesake is not None and _is_dead(namesake):
+        log.leave(namesake.info.id)
+
+
+def _listen_as_member(agent: GrpcAgent, log: RosterLog, store: TorchStore, options: RpcBackendOptions) -> Member:
+    """Has the agent listen, and checks it against the current members. Returns the member.
+
+    Raises:
+        RendezvousError: this worker and the current members cannot reach each other.
+        DeviceMapError: its device maps name devices that a member lacks.
+    """
+    address = agent.listen(choose_address(options, store, None))
+    me = Member(
+        agent.info,
+        address,
+        process=Registration(rank=agent.info.id, world_size=-1).description,
+        device_maps=device_maps_as_text(options.device_maps),
+    )
+    members = [*log.members(), me]
+    if problem := unreachable_members(members, options.CONSENT):
+        raise RendezvousError(problem)
+    check_device_maps([me], members, dynamic=True)
+    return me
+
+
+def _append_join(log: RosterLog, me: Member, rank: int, epoch: int) -> bool:
+    """Appends this worker's join to the log, again after joins of others that do not conflict with it.
+
+    Returns:
+        False, without a join, if its id has been taken or the group has begun a new epoch.
+
+    Raises:
+        RendezvousError: its name, or the rank that it was given, has been taken.
+    """
+    while not log.join(me):
+        if log.epoch != epoch or log.choose(me.info.name, rank) != me.info:
+            return False
+    return True
+
+
 def _is_dead(member: Member) -> bool:
-    """Does nobody listen any more where this member did? A worker started again finds its own old self."""
+    """Returns whether a member is known to be dead, because nothing listens at its address any more."""
     if is_local(member.host) and member.network != network_id():
-        return False  # it is on another host, where that address means something else
+        return False  # on another host, where the loopback address means that host
     port = member.address.rpartition(":")[2]
     try:
-        socket.create_connection((member.host, int(port)), PROBE_SECONDS).close()
+        socket.create_connection((member.host, int(port)), PROBE_TIMEOUT_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:
-        return False  # it may live and be cut off from here
+        return False  # it may live, and just be unreachable from here
     return False
 
 
 def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) -> None:
-    """Has the members of the moment know this worker; those that do not live any more leave the group."""
+    """Makes this worker known to the current members, and removes those that are dead from the group.
+
+    Args:
+        agent: the agent of this worker, which is in the log.
+        log: the members.
+        deadline: when to stop waiting, on the monotonic clock.
+        timeout: the seconds that were allowed in all, for errors.
+
+    Raises:
+        RendezvousError: a member did not answer in time, or refuses this worker.
+    """
     others: Sequence[WorkerInfo] = [worker for worker in agent.workers() if worker != agent.info]
     left = max(1e-3, deadline - time.monotonic())
     greetings = [
@@ -154,11 +210,11 @@ def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) ->
     ]
     for worker, greeting in greetings:
         try:
-            _wait_for_answer(greeting, left, f"{agent.info.name!r} waits for member {worker.name!r} to let it in")
+            _wait_for_answer(greeting, left, f"{agent.info.name!r} waits for member {worker.name!r} to admit it")
             greeting.wait()
         except WorkerLostError as error:
             if error.cause is LossCause.REFUSED:
-                _check_left(agent, log, worker, error.reason)
+                _check_has_left(agent, log, worker, error.reason)
             else:
                 log.leave(worker.id)
         except RuntimeError as error:
@@ -169,14 +225,14 @@ def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) ->
 
 
 def _wait_for_answer(greeting: Future[Any], seconds: float, doing: str) -> None:
-    """Waits for a greeting to end; it has a timeout of its own."""
+    """Waits until a greeting has been answered or has failed, and logs long waits."""
     answered = threading.Event()
     greeting.add_done_callback(lambda _: answered.set())
     wait_with_warnings(answered.wait, seconds, lambda: doing)
 
 
-def _check_left(agent: GrpcAgent, log: RosterLog, worker: WorkerInfo, reason: str) -> None:
-    """Raises RendezvousError if a worker that has refused this one is a member still: it lives, so it stays."""
+def _check_has_left(agent: GrpcAgent, log: RosterLog, worker: WorkerInfo, reason: str) -> None:
+    """Raises RendezvousError if a worker that has refused this one is still a member: it lives, so it stays."""
     log.catch_up()
     if worker.id in {member.info.id for member in log.members()}:
         raise RendezvousError(f"member {worker.name!r} refuses {agent.info.name!r}, which wants to join: {reason}")

@@ -1,4 +1,4 @@
-"""Waiting for all calls of a block."""
+"""`wait_all`: a block of code that waits for the calls made in it."""
 
 import concurrent.futures
 import threading
@@ -14,12 +14,12 @@ from .execution.futures import as_concurrent_future
 __all__ = ["note_future", "thread_futures", "wait_all", "wait_for_futures"]
 
 thread_futures = threading.local()
-"""Inside `wait_all`, `future_list` has the futures of this thread's calls."""
+"""Inside `wait_all`, the attribute `future_list` has the futures of this thread's calls."""
 
 
 @contextmanager
 def wait_all() -> Iterator[None]:
-    """Waits at its end for all futures that `rpc_async` has returned in the block, on this thread.
+    """Waits, at the end of the block, for all futures that `rpc_async` has returned in it on this thread.
 
         with rpc.wait_all():
             rpc.rpc_async("worker1", f)
@@ -28,7 +28,7 @@ def wait_all() -> Iterator[None]:
     A block inside another waits for its own calls.
 
     Raises:
-        Exception: as soon as a call fails, what it raised; the other calls are not waited for any longer.
+        Exception: what a call raised, as soon as it fails. The other calls are not waited for any longer.
     """
     outer = getattr(thread_futures, "future_list", None)
     thread_futures.future_list = []
@@ -44,14 +44,14 @@ def wait_all() -> Iterator[None]:
 
 
 def note_future(future: torch.futures.Future[Any]) -> None:
-    """A call has been made."""
+    """Adds the future of a call to the innermost `wait_all` block of this thread, if there is one."""
     if (futures := getattr(thread_futures, "future_list", None)) is not None:
         futures.append(future)
 
 
 def wait_for_futures(futures: Sequence[torch.futures.Future[Any]]) -> None:
-    """Returns when all are done; raises the error of one that fails, without waiting for the others any longer."""
-    # Not torch.futures.wait_all: for it an exception of Python's is a value, so it would wait for the others.
+    """Waits until all futures are done. If one fails, raises its error and waits for the others no longer."""
+    # Not torch.futures.wait_all: it takes a Python exception for a value, and so would wait for the others.
     outcomes = [as_concurrent_future(future) for future in futures]
     agent = holder.get()
     with nullcontext() if agent is None else agent.blocking():

@@ -91,11 +91,11 @@ class Dispatcher:
 
     def on_peer_joined(self, worker: WorkerInfo) -> None:
         """Handles a worker that has joined the dynamic group."""
-        self._worker_events.joined(worker)
+        self._worker_events.record_joined(worker)
 
     def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Handles the loss of a worker."""
-        self._worker_events.left(worker, end.reason)
+        self._worker_events.record_left(worker, end.reason)
         # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
         if not end.orderly and not (self._dynamic and end.cause is LossCause.UNREACHABLE):
             self._failed[worker.id] = end.reason

@@ -158,7 +158,7 @@ class GrpcAgent(RpcAgent):
                     on_resend=self._codec.traffic.sent_again,
                 )
             )
-            self._all_gather_service.paths.open(store)
+            self._all_gather_service.open(store)
         for factory in self._extension_factories:
             self._extensions.add(factory(self))
         self._network.admit()
@@ -288,7 +288,7 @@ class GrpcAgent(RpcAgent):
             **self._codec.traffic.counts(),
             "transports": self._network.transport_names(),
             "broadcast_groups": self._network.broadcasts.groups,
-            "all_gather_groups": self._all_gather_service.paths.formed,
+            "all_gather_groups": self._all_gather_service.formed_groups,
             **self._extensions.live_objects(),
         }
 
@@ -342,7 +342,7 @@ class GrpcAgent(RpcAgent):
         self._worker_events.close()
         self._network.leave()
         self._extensions.close()
-        self._all_gather_service.paths.close()
+        self._all_gather_service.close()
         self._network.disconnect(end)
         self._control.close()
         self._client.stop_deadlines()

@@ -176,7 +176,7 @@ class Network:
         """Learns the roster that a worker which has joined a dynamic group knows. Called on the loop."""
         if self._roster is None:
             return
-        self._roster.learn(entries)
+        self._roster.extend(entries)
         # All that are unknown here: `leave` may have read some of them from the store before.
         joined = [member for member in self._roster.members() if member.info.id not in self._members]
         for member in joined:

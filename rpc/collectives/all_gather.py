@@ -1,17 +1,18 @@
-"""Values of several workers, brought together at one of them and handed back to all.
+"""all_gather among workers: one of them collects the values of all and answers each with the result.
 
-The living member with the lowest id leads: the others send it their value in a request that it answers when
-it has everybody's. A member that dies drops out of the gathering; when the leader dies the next one leads.
+The living member with the lowest id leads a round. The others send it their values in requests, which it answers
+once it has the values of all living members. A member that dies drops out of the round; when the leader dies, the
+member with the next id leads.
 
-Workers that gather often do so through a process group (gather_paths.py says when). That is fast, but if a member
-dies it may go well for some of the others only. In the same way a leader may die when it has told its result to
-some. In both cases the others come to a (later) leader, and say that the round was tried before.
-These two rules make all living members get the same:
+Workers that run all_gather often do it through a process group (group_rounds.py decides when). A group is fast,
+but if a member dies in a round, the group may succeed on some of the others only. Likewise a leader may die
+after it has answered some members. In both cases the remaining members send their values to a (later) leader,
+marked as a round that was tried before. Two rules ensure that all living members get the same result:
 
-- A member takes the group's result, or gives the group up and then comes to a leader with its value: never both. A
-  leader waits for all who live, so it makes no result of its own while a living member has another.
-- Nor does it wait in vain: of a round that was tried before it asks those that have not come for the result. Who
-  has it tells it at once, and who gets it later, then.
+- A member either takes the group's result, or abandons the group and then sends its value to a leader; never both.
+  A leader waits for all living members, so it makes no result of its own while one of them has another.
+- The leader of a round that was tried before asks the members whose values are missing for its result. A member
+  that has the result answers at once; one that gets it later answers then.
 """
 
 import contextlib
@@ -20,51 +21,43 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
+from ...c10d.torch_types import TorchStore
 from ...errors import RpcError, RpcTimeoutError, SerializationError, WorkerLostError
-from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Request
+from ..contracts.messages import Handler, MessageType, Request
 from ..contracts.worker import WorkerInfo
 from .all_gather_group import AllGatherGroup
-from .group_rounds import NO_STATUS, GroupRounds, MemberStatus, NextRound, plan_next_round
+from .group_rounds import NO_STATUS, GroupRounds, NextRound
+from .leader import CONTROL_KINDS, RoundLeader
+from .rounds import Round, RoundKey, RoundResult, Series
 
 if TYPE_CHECKING:
     from ..contracts.agent import RpcAgent
 
-__all__ = ["WARN_INTERVAL_S", "AllGatherService", "Outcome", "ValueCodec"]
-
-Key = tuple[str, int, tuple[int, ...]]
-"""Topic, number of the round, and ids of the members."""
-
-GROUP_TOPIC = "user"
-"""Of gatherings that go through groups."""
+__all__ = ["CONTROL_KINDS", "WARN_INTERVAL_S", "AllGatherService", "ValueCodec"]
 
 WARN_INTERVAL_S = 10.0
-"""How long a worker waits before it says for whom, and again after as long."""
+"""Seconds after which a waiting worker first logs which members are missing, and the interval of later log
+lines."""
 
 STATUS_TIMEOUT_S = 2.0
-"""How long the leader may take to tell who is missing."""
+"""Seconds that the leader may take to answer which members are missing."""
 
 MAX_GROUP_WAIT_S = 24 * 3600.0
-"""Seconds for which a group waits if there is no timeout; after that, the members go on waiting by messages."""
+"""Seconds that a round without a timeout waits in a process group; after that it goes on by messages."""
 
-ASK = "all_gather.ask"
-TELL = "all_gather.tell"
-CONTROL_KINDS = (ASK, TELL)
-"""Kinds of control messages: what came out of a round? This."""
-
-REQUEST_PARTS = ("the topic", "the number", "the members", "obj", "the standing", "the attempt")
-"""The items of a GATHER request, in words."""
+REQUEST_PARTS = ("the topic", "the number", "the members", "obj", "the status", "the attempt")
+"""Names of the items of an ALL_GATHER request, for errors."""
 
 log = logging.getLogger(__name__)
 
 
 class ValueCodec(Protocol):
-    """Turns values into bytes for several workers, and back."""
+    """Encodes values as bytes that several workers can decode."""
 
     def flatten(self, value: object, what: str, worker: WorkerInfo) -> memoryview | None:
         """Returns a value as bytes; None if it can only travel in a message. Raises SerializationError.
@@ -76,38 +69,7 @@ class ValueCodec(Protocol):
         """
 
     def unflatten(self, data: bytes | bytearray) -> Any:
-        """Returns the value that was flattened."""
-
-
-class Outcome(NamedTuple):
-    """What came out of a round."""
-
-    values: Mapping[int, Any]
-    """By worker id."""
-    plan: NextRound
-    flat: bool = False
-    """Did they come through a group? They are flat then."""
-
-
-class _OpenRound:
-    """One gathering, at its leader."""
-
-    def __init__(self, members: Sequence[int]) -> None:
-        self.expected = set(members)
-        self.values: dict[int, Any] = {}
-        self.statuses: dict[int, MemberStatus] = {}
-        self.answers: list[Future[Outcome]] = []
-        self.asked = False
-        """Have those that had not come been asked what came out of it?"""
-
-    @property
-    def complete(self) -> bool:
-        """Has everybody come?"""
-        return self.expected <= self.values.keys()
-
-    def outcome(self, number: int) -> Outcome:
-        """What comes out of it if this is all."""
-        return Outcome(self.values, plan_next_round(number, self.statuses.values()))
+        """Returns the value that `flatten` has encoded."""
 
 
 @final
@@ -115,23 +77,40 @@ class AllGatherService:
     """Runs the all_gathers that one agent takes part in."""
 
     def __init__(self, agent: "RpcAgent", codec: ValueCodec) -> None:
-        """Args: agent: the agent of this worker. codec: turns values into bytes and back."""
+        """Args: agent: the agent of this worker. codec: encodes values for rounds through process groups."""
         self._agent = agent
         self._codec = codec
         self._lock = threading.Lock()
-        self._turns: dict[tuple[str, tuple[int, ...]], threading.Lock] = defaultdict(threading.Lock)
-        """Of each gathering: held while it goes through a round."""
-        self._rounds: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
-        """Of each gathering: how many there have been. Changed with its turn."""
-        self._open: dict[Key, _OpenRound] = {}
-        self._finished: dict[tuple[str, tuple[int, ...]], tuple[int, Outcome]] = {}
-        """The last round of each gathering whose outcome is known here."""
-        self._askers: dict[Key, set[int]] = {}
-        """Leaders that want to know what comes out of a round."""
-        self.paths = GroupRounds(agent.info.id, agent.options.all_gather, agent.options.channels.max_payload_bytes)
-        """Which way those of users go."""
-        agent.control.on(ASK, self._asked)
-        agent.control.on(TELL, lambda _worker, what: self._finish(*what))
+        self._round_locks: dict[Series, threading.Lock] = defaultdict(threading.Lock)
+        """Held while a round of the series runs on this worker."""
+        self._round_counts: dict[Series, int] = defaultdict(int)
+        """Rounds that this worker has begun, by series. Changed under the series' round lock."""
+        self._group_rounds = GroupRounds(
+            agent.info.id, agent.options.all_gather, agent.options.channels.max_payload_bytes
+        )
+        self._leader = RoundLeader(agent, self._group_rounds.abandon)
+
+    def open(self, store: TorchStore) -> None:
+        """Allows process groups from now on. Their members rendezvous at the store."""
+        self._group_rounds.open(store)
+
+    def close(self) -> None:
+        """Ends all process groups, and waits for their threads."""
+        self._group_rounds.close()
+
+    @property
+    def formed_groups(self) -> int:
+        """The number of process groups that are formed and still there."""
+        return self._group_rounds.formed_groups
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        """Returns the handlers of the requests between members and leader."""
+        return self._leader.handlers()
+
+    def on_worker_lost(self, worker: WorkerInfo) -> None:
+        """Has no round wait for a lost worker any longer."""
+        self._group_rounds.on_worker_lost(worker.id)
+        self._leader.on_worker_lost(worker)
 
     def all_gather(
         self,
@@ -140,256 +119,181 @@ class AllGatherService:
         members: Sequence[WorkerInfo],
         timeout: float,
         operation: str = "all_gather",
-        still_waiting: Callable[[Sequence[str]], None] | None = None,
+        on_waiting: Callable[[Sequence[str]], None] | None = None,
     ) -> dict[int, Any]:
-        """The values of all living members, by worker id: see `RpcAgent.all_gather`.
+        """Returns the values of all living members, by worker id. See `RpcAgent.all_gather`.
 
-        `still_waiting` is called every now and then with the names of those that are missing; by default that is
-        logged.
+        Args:
+            topic: separates collectives of different purpose.
+            value: what this worker contributes; anything that pickles.
+            members: the workers that take part, this one among them.
+            timeout: seconds, 0 for no limit.
+            operation: what errors and log lines call the collective.
+            on_waiting: called every `WARN_INTERVAL_S` with the names of the members whose values are missing. By
+                default they are logged.
         """
-        if still_waiting is None:
-            still_waiting = partial(self._log_wait, operation)
-        by_id = {worker.id: worker for worker in sorted(members, key=lambda worker: worker.id)}
-        ids = tuple(by_id)
+        if on_waiting is None:
+            on_waiting = partial(self._log_wait, operation)
+        workers = {worker.id: worker for worker in sorted(members, key=lambda worker: worker.id)}
+        series = Series(topic, tuple(workers))
         deadline = time.monotonic() + timeout if timeout else None
-        with self._turn(topic, ids, timeout, operation) as number:
+        with self._next_round(series, timeout, operation) as number:
+            key = RoundKey(topic, number, series.members)
             try:
-                outcome = self._go_through((topic, number, ids), value, by_id, timeout, deadline, still_waiting)
+                result = self._run(Round(key, value, workers, timeout, deadline, on_waiting))
             except RpcTimeoutError as error:
                 raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
-        if not outcome.flat:
-            return dict(outcome.values)
-        return {identifier: self._codec.unflatten(flat) for identifier, flat in outcome.values.items()}
+        if not result.is_flat:
+            return dict(result.values)
+        return {identifier: self._codec.unflatten(flat) for identifier, flat in result.values.items()}
 
     @contextlib.contextmanager
-    def _turn(self, topic: str, ids: tuple[int, ...], timeout: float, operation: str) -> Iterator[int]:
-        """The number of the next round, which begins when the one before is over on this worker.
+    def _next_round(self, series: Series, timeout: float, operation: str) -> Iterator[int]:
+        """Context manager for one round of a series; yields the round's number.
 
-        So who is in a round needs no result older than that of the round before.
+        On each worker the rounds of a series run one after another, so a round depends on no older result than
+        that of the round before it.
         """
         with self._lock:
-            turn = self._turns[topic, ids]
+            round_lock = self._round_locks[series]
         with self._agent.blocking():
-            if not turn.acquire(timeout=timeout or -1):
+            if not round_lock.acquire(timeout=timeout or -1):
                 what = f"{operation} waits for an earlier collective among the same workers to end on"
                 raise RpcTimeoutError(self._agent.info.name, timeout, what)
         try:
-            number = self._rounds[topic, ids]
-            self._rounds[topic, ids] += 1
+            number = self._round_counts[series]
+            self._round_counts[series] += 1
             yield number
         finally:
-            turn.release()
+            round_lock.release()
 
-    def _go_through(
-        self,
-        key: Key,
-        value: object,
-        members: Mapping[int, WorkerInfo],
-        timeout: float,
-        deadline: float | None,
-        still_waiting: Callable[[Sequence[str]], None],
-    ) -> Outcome:
-        """What comes out of a round, on the way that it goes."""
-        topic, number, ids = key
-        tried = False
-        outcome = None
-        if topic == GROUP_TOPIC and (group := self.paths.begin(ids, number)) is not None:
-            tried, outcome = self._through_group(group, key, value, members, deadline)
-        while outcome is None:
-            outcome = self._by_messages(key, value, members, tried, timeout, deadline, still_waiting)
-            tried = True
-        if topic == GROUP_TOPIC:
-            self.paths.apply_result(ids, number, tuple(sorted(outcome.values)), outcome.plan)
-        return outcome
+    def _run(self, round_: Round) -> RoundResult:
+        """Returns the result of a round, which goes through a process group if the members have agreed on that."""
+        key = round_.key
+        was_tried, result = False, None
+        if key.may_use_group and (group := self._group_rounds.start_round(key.members, key.number)) is not None:
+            was_tried, result = self._run_through_group(group, round_)
+        while result is None:
+            result = self._run_by_messages(round_, was_tried)
+            was_tried = True
+        if key.may_use_group:
+            present = tuple(sorted(result.values))
+            self._group_rounds.apply_result(key.members, key.number, present, result.next_round)
+        return result
 
-    def _through_group(
-        self,
-        group: AllGatherGroup,
-        key: Key,
-        value: object,
-        members: Mapping[int, WorkerInfo],
-        deadline: float | None,
-    ) -> tuple[bool, Outcome | None]:
-        """Has a round been tried, and its outcome if it went through the group."""
-        with self._not_begun(key):
-            flat = self._codec.flatten(value, "obj", members[self._leader(key)])
-        # The other half of the time is for going by messages, and for finding out who is missing.
-        seconds = (deadline - time.monotonic()) / 2 if deadline is not None else MAX_GROUP_WAIT_S
+    def _run_through_group(self, group: AllGatherGroup, round_: Round) -> tuple[bool, RoundResult | None]:
+        """Returns `(was_tried, result)`: whether other members may have a result of the group, and the result.
+
+        The result is None if the round has to go on by messages.
+        """
+        key = round_.key
+        with self._undo_round_unless_sent(key.series):
+            flat = self._codec.flatten(round_.value, "obj", round_.workers[self._leader_of(key)])
+        # The other half of the time is for messages, and for finding out which members are missing.
+        left = round_.seconds_left()
+        seconds = left / 2 if left is not None else MAX_GROUP_WAIT_S
         try:
             with self._agent.blocking():
-                values = group.all_gather(key[1], flat, seconds)
+                values = group.all_gather(key.number, flat, seconds)
         except Exception as error:
-            log.debug("worker %s gathers by messages: %s", self._agent.info.name, error)
-            self.paths.abandon(key[2])
+            log.debug(
+                "worker %s continues round %d by messages, its process group failed: %s",
+                self._agent.info.name,
+                key.number,
+                error,
+            )
+            self._group_rounds.abandon(key.members)
             return True, None
         if values is None:
             return False, None
-        outcome = Outcome(values, NextRound(group.generation, formed=True), flat=True)
-        self._finish(key, outcome)
-        return True, outcome
+        result = RoundResult(values, NextRound(group.generation, through_group=True), is_flat=True)
+        self._leader.finish(key, result)
+        return True, result
 
-    def _by_messages(
-        self,
-        key: Key,
-        value: object,
-        members: Mapping[int, WorkerInfo],
-        tried: bool,
-        timeout: float,
-        deadline: float | None,
-        still_waiting: Callable[[Sequence[str]], None],
-    ) -> Outcome | None:
-        """The outcome of a round as the leader tells it; None if the leader is lost."""
-        leader = self._leader(key)
+    def _run_by_messages(self, round_: Round, was_tried: bool) -> RoundResult | None:
+        """Returns the result of a round as its leader tells it; None if the leader is lost.
+
+        Args:
+            round_: the round to run.
+            was_tried: whether another attempt at this round may have given some members a result.
+        """
+        leader = self._leader_of(round_.key)
         if leader == self._agent.info.id:
-            for worker in members.values():
-                if worker.id != leader:
-                    self._agent.connect(worker)
-        topic, number, ids = key
-        status = self.paths.status(ids) if topic == GROUP_TOPIC else NO_STATUS
-        body = (topic, number, ids, value, status, tried)
-        left = max(1e-3, deadline - time.monotonic()) if deadline is not None else 0.0
-        with self._lock:
-            self._askers.get(key, set()).discard(leader)  # it gets this value, and so needs no result
-        with self._not_begun(key):
-            future = self._agent.request(
-                members[leader], Request(MessageType.ALL_GATHER, body, timeout=left, what=REQUEST_PARTS)
-            )
+            self._connect_to_members(round_)
+        answer = self._send_value(round_, leader, was_tried)
         try:
-            while not self._wait(future):
-                still_waiting(self._ask_who_is_missing(members, leader, key))
-            outcome: Outcome = future.wait()
+            result = self._wait_for_result(round_, leader, answer)
         except WorkerLostError:
             return None
-        except RpcTimeoutError:
-            missing = self._ask_who_is_missing(members, leader, key)
-            raise RpcTimeoutError(", ".join(missing), timeout) from None
-        self._finish(key, outcome)
-        return outcome
+        self._leader.finish(round_.key, result)
+        return result
 
-    @contextlib.contextmanager
-    def _not_begun(self, key: Key) -> Iterator[None]:
-        """Who cannot send its value is in this round still, for nobody has heard of it."""
+    def _leader_of(self, key: RoundKey) -> int:
+        """Returns the id of the member that leads: the lowest that is not known to be lost."""
+        return next(i for i in key.members if i == self._agent.info.id or self._agent.end_of(i) is None)
+
+    def _connect_to_members(self, round_: Round) -> None:
+        """Connects to the other members, because only the loss of a connected worker is noticed."""
+        for worker in round_.workers.values():
+            if worker.id != self._agent.info.id:
+                self._agent.connect(worker)
+
+    def _send_value(self, round_: Round, leader: int, was_tried: bool) -> torch.futures.Future[Any]:
+        """Sends this worker's value to the leader; returns the future of the result."""
+        key = round_.key
+        status = self._group_rounds.status(key.members) if key.may_use_group else NO_STATUS
+        body = (*key, round_.value, status, was_tried)
+        left = round_.seconds_left()
+        seconds = 0.0 if left is None else max(1e-3, left)  # 0 is no limit
+        self._leader.discard_asker(key, leader)
+        with self._undo_round_unless_sent(key.series):
+            return self._agent.request(
+                round_.workers[leader], Request(MessageType.ALL_GATHER, body, timeout=seconds, what=REQUEST_PARTS)
+            )
+
+    def _wait_for_result(self, round_: Round, leader: int, answer: torch.futures.Future[Any]) -> RoundResult:
+        """Waits for the leader's answer.
+
+        Raises:
+            RpcTimeoutError: the round took too long; the error names the missing members.
+            WorkerLostError: the leader is lost.
+        """
         try:
-            yield
-        except SerializationError:
-            topic, _, ids = key
-            self._rounds[topic, ids] -= 1
-            raise
-
-    def _log_wait(self, operation: str, names: Sequence[str]) -> None:
-        log.info("%s of worker %s waits for %s", operation, self._agent.info.name, ", ".join(names))
-
-    def _leader(self, key: Key) -> int:
-        return next(i for i in key[2] if i == self._agent.info.id or self._agent.end_of(i) is None)
+            while not self._wait(answer):
+                round_.on_waiting(self._missing_members(round_, leader))
+            result: RoundResult = answer.wait()
+        except RpcTimeoutError:
+            missing = self._missing_members(round_, leader)
+            raise RpcTimeoutError(", ".join(missing), round_.timeout) from None
+        return result
 
     def _wait(self, future: torch.futures.Future[Any]) -> bool:
-        """Waits for a future, but not for longer than patience lasts; is it done?"""
+        """Waits for a future for `WARN_INTERVAL_S`; returns whether it is done."""
         done = threading.Event()
         future.add_done_callback(lambda _future: done.set())
         with self._agent.blocking():
             return done.wait(WARN_INTERVAL_S)
 
-    def _ask_who_is_missing(self, members: Mapping[int, WorkerInfo], leader: int, key: Key) -> list[str]:
-        """The names of those that have not come, as far as the leader tells."""
+    def _missing_members(self, round_: Round, leader: int) -> list[str]:
+        """Returns the names of the members whose values are missing; the leader's if it does not answer."""
         try:
             asked = self._agent.request(
-                members[leader], Request(MessageType.ALL_GATHER_STATUS, key, timeout=STATUS_TIMEOUT_S)
+                round_.workers[leader],
+                Request(MessageType.ALL_GATHER_STATUS, tuple(round_.key), timeout=STATUS_TIMEOUT_S),
             )
             missing: Sequence[int] = asked.wait()
         except RpcError:
             missing = [leader]
-        return [members[identifier].name for identifier in missing]
+        return [round_.workers[identifier].name for identifier in missing]
 
-    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
-        """Gathering, and asking how far it is."""
-        return {
-            MessageType.ALL_GATHER: Handler(
-                self._handle, description="the value for a collective, sent to worker"
-            ),
-            MessageType.ALL_GATHER_STATUS: Handler(
-                self._tell_who_is_missing, description="the question who is missing in a collective, to worker"
-            ),
-        }
+    @contextlib.contextmanager
+    def _undo_round_unless_sent(self, series: Series) -> Iterator[None]:
+        """Context manager that takes back a round whose value does not pickle: no worker has heard of it."""
+        try:
+            yield
+        except SerializationError:
+            self._round_counts[series] -= 1
+            raise
 
-    def on_worker_lost(self, worker: WorkerInfo) -> None:
-        """Nobody waits for a dead member."""
-        self.paths.on_worker_lost(worker.id)
-        with self._lock:
-            for open_round in self._open.values():
-                open_round.expected.discard(worker.id)
-        self._complete()
-
-    def _tell_who_is_missing(self, message: Incoming) -> list[int]:
-        topic, number, ids = message.value
-        with self._lock:
-            open_round = self._open.get((topic, number, tuple(ids)))
-            return [] if open_round is None else sorted(open_round.expected - open_round.values.keys())
-
-    def _handle(self, message: Incoming) -> Deferred:
-        topic, number, ids, value, status, tried = message.value
-        answer: Future[Outcome] = Future()
-        key = (topic, number, ids)
-        with self._lock:
-            if (known := self._outcome_of(key)) is not None:
-                answer.set_result(known)
-                return Deferred(answer)
-            open_round = self._open.get(key)
-            if open_round is None:
-                open_round = self._open[key] = _OpenRound(ids)
-            open_round.values[message.source.id] = value
-            open_round.statuses[message.source.id] = status
-            open_round.answers.append(answer)
-            open_round.expected -= {i for i in ids if self._agent.end_of(i) is not None}
-            ask = open_round.expected - open_round.values.keys() if tried and not open_round.asked else ()
-            open_round.asked |= tried
-        for member in ask:
-            self._agent.control.send(self._agent.worker(member), ASK, key)
-        self._complete()
-        return Deferred(answer)
-
-    def _asked(self, leader: WorkerInfo, key: Key) -> None:
-        """A leader wants to know what comes out of a round, for it is not the first that leads in it."""
-        topic, number, ids = key
-        with self._lock:
-            outcome = self._outcome_of(key)
-            if outcome is None:
-                if self._finished.get((topic, ids), (-1, None))[0] > number:
-                    return  # all who live have been through with it
-                self._askers.setdefault(key, set()).add(leader.id)
-        if outcome is not None:
-            self._agent.control.send(leader, TELL, (key, outcome))
-        elif topic == GROUP_TOPIC:
-            self.paths.abandon(ids)
-
-    def _outcome_of(self, key: Key) -> Outcome | None:
-        topic, number, ids = key
-        finished, outcome = self._finished.get((topic, ids), (-1, None))
-        return outcome if finished == number else None
-
-    def _finish(self, key: Key, outcome: Outcome) -> None:
-        """What came out of a round; the first who says so is right."""
-        topic, number, ids = key
-        with self._lock:
-            if self._finished.get((topic, ids), (-1, None))[0] < number:
-                self._finished[topic, ids] = (number, outcome)
-                self._drop_former(topic, ids)
-            outcome = self._outcome_of(key) or outcome
-            late = self._open.pop(key, None)
-            askers = self._askers.pop(key, set())
-        for answer in late.answers if late is not None else ():
-            answer.set_result(outcome)
-        for leader in askers:
-            self._agent.control.send(self._agent.worker(leader), TELL, (key, outcome))
-
-    def _drop_former(self, topic: str, ids: tuple[int, ...]) -> None:
-        """Drops the results of gatherings that have lost members, and whose others have all come to this one."""
-        for former in [key for key in self._finished if key[0] == topic and key[1] != ids]:
-            living = {i for i in former[1] if self._agent.end_of(i) is None}
-            if len(living) < len(former[1]) and living <= set(ids):
-                del self._finished[former]
-
-    def _complete(self) -> None:
-        with self._lock:
-            complete = {key: g.outcome(key[1]) for key, g in self._open.items() if g.complete}
-        for key, outcome in complete.items():
-            self._finish(key, outcome)
+    def _log_wait(self, operation: str, names: Sequence[str]) -> None:
+        log.info("%s of worker %s waits for %s", operation, self._agent.info.name, ", ".join(names))

@@ -1,4 +1,4 @@
-"""Bringing values of workers together by calls, and waiting for each other."""
+"""`rpc.all_gather` and `rpc.barrier`: collectives of workers."""
 
 import threading
 from collections.abc import Collection, Sequence
@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from ..contracts.agent import current_agent
 from ..contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
 from ..contracts.worker import WorkerInfo
+from .rounds import GROUP_TOPIC
 
 __all__ = ["AllGatherStates", "all_gather", "barrier"]
 
@@ -14,7 +15,7 @@ T = TypeVar("T")
 
 
 class AllGatherStates:
-    """What a gathering has so far. Kept for programs that name the class; the agent keeps its own account."""
+    """The state of an all_gather in torch.distributed.rpc; unused here, for programs that name the class."""
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
@@ -24,31 +25,40 @@ class AllGatherStates:
 def all_gather(
     obj: T, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, T]:
-    """Brings the objects of several workers together on all of them. All must call it, in the same order.
+    """Gathers an object of each worker on all of them. All must call it, and their collectives in the same order.
 
     Args:
-        obj: this worker's, anything that pickles.
-        worker_names: who takes part, this worker included. By default all workers of the group; of a dynamic
-            one, the members of the moment.
-        timeout: seconds, 0 for none. By default that of the options.
+        obj: the object of this worker; anything that pickles.
+        worker_names: the workers that take part, this one among them. By default all workers of the group; in a
+            dynamic group, its current members.
+        timeout: seconds, 0 for no limit. By default that of the options.
 
     Returns:
-        The objects by worker name. Workers that have died are not in it.
+        The objects by worker name, without those of workers that have died.
 
     Raises:
-        NotInitializedError, UnknownWorkerError
+        NotInitializedError: this process is no worker.
+        UnknownWorkerError: there is no worker of some name.
         ValueError: this worker is not among `worker_names`.
-        RpcTimeoutError: not everybody came in time; it says who.
+        RpcTimeoutError: some workers did not call it in time; the error names them.
+        SerializationError: the object does not pickle.
     """
-    return _gather("all_gather", obj, worker_names, timeout)
+    return _all_gather("all_gather", obj, worker_names, timeout)
 
 
 def barrier(worker_names: Collection[str] | None = None) -> None:
-    """Returns when all of these workers have called it. Takes and raises what `all_gather` does."""
-    _gather("barrier", None, worker_names, UNSET_RPC_TIMEOUT)
+    """Blocks until all of these workers have called it, with the timeout of the options. See `all_gather`.
+
+    Args:
+        worker_names: as in `all_gather`.
+
+    Raises:
+        NotInitializedError, UnknownWorkerError, ValueError, RpcTimeoutError: as in `all_gather`.
+    """
+    _all_gather("barrier", None, worker_names, UNSET_RPC_TIMEOUT)
 
 
-def _gather(operation: str, obj: T, worker_names: Collection[str] | None, timeout: float) -> dict[str, T]:
+def _all_gather(operation: str, obj: T, worker_names: Collection[str] | None, timeout: float) -> dict[str, T]:
     agent = current_agent()
     workers: Sequence[WorkerInfo] = agent.workers()
     if worker_names:
@@ -58,7 +68,7 @@ def _gather(operation: str, obj: T, worker_names: Collection[str] | None, timeou
     seconds = check_timeout(timeout)
     seconds = agent.rpc_timeout if seconds is None else seconds
     try:
-        values = agent.all_gather("user", obj, workers, seconds, operation)
+        values = agent.all_gather(GROUP_TOPIC, obj, workers, seconds, operation)
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None  # without the frames of the wait
     return {worker.name: values[worker.id] for worker in workers if worker.id in values}

@@ -1,9 +1,10 @@
-"""Which way gatherings of the same workers go: by messages, or through a process group of theirs.
+"""Decides which all_gather rounds of the same workers go by messages, and which through a process group of theirs.
 
-A group is made for a set of workers that has gathered some times, in the background. With its value by messages
-each member tells how far it is, and the leader makes a plan of that for the next round, which all get with the
-result. So all that have the result agree on when a group begins to form, who is in it, and from which round on it
-is used. Who has not got the result gives its group up, which the others notice.
+Workers that have run some rounds by messages form a process group in the background. In each such round every
+member sends its status with its value, and the leader derives from all statuses how the next round goes; the
+members get that with the result. So all members that have the result agree on when a group begins to form, who
+is in it, and from which round on it is used. A member without the result abandons its group, which the other
+members notice.
 """
 
 import itertools
@@ -12,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple, final
 
 from ...c10d.group_membership import GroupSpec
@@ -23,148 +25,219 @@ from .all_gather_group import AllGatherGroup
 __all__ = ["NO_STATUS", "GroupRounds", "MemberStatus", "NextRound", "plan_next_round"]
 
 Members = tuple[int, ...]
+"""Worker ids, ascending."""
 
 NO_GROUP = -1
+"""The generation of no group."""
 
-MAX_BACKOFF = 64
-"""After each group that has come to its end, a set waits for twice as many rounds as before, up to so many times
-the first number."""
+NEVER = -1
+"""The number of no round."""
+
+MAX_BACKOFF_FACTOR = 64
+"""Bounds the backoff. After each group that has ended, the workers run twice as many rounds by messages as
+before the last one until they form another group, at most this many times `AllGatherOptions.after`."""
 
 log = logging.getLogger(__name__)
 
 
 class MemberStatus(NamedTuple):
-    """What a member tells with its value."""
+    """How far a member is with a group; sent with its value in a round by messages."""
 
     generation: int
-    """Of its group: the round after which that began to form; NO_GROUP if there is none."""
-    formed: bool
-    ready: bool
-    """Would it form one?"""
+    """The round after which the member's group began to form; NO_GROUP without a group."""
+    is_formed: bool
+    """Whether the member has joined its group."""
+    is_ready: bool
+    """Whether the member, which has no group, would form one."""
 
 
-NO_STATUS = MemberStatus(NO_GROUP, formed=False, ready=False)
+NO_STATUS = MemberStatus(NO_GROUP, is_formed=False, is_ready=False)
 
 
 class NextRound(NamedTuple):
-    """What comes with the result of a round."""
+    """How the next round goes; every member gets this with the result of a round."""
 
     generation: int
-    """Of the group that all are to have, others are given up. If it is this round, it is to be formed now."""
-    formed: bool
-    """Does the next round go through it?"""
+    """That of the group which all members are to have; they abandon any other. If it is the number of the round
+    that has just ended, the group is to be formed now."""
+    through_group: bool
+    """Whether the next round goes through that group."""
 
 
-NO_GROUP_NEXT = NextRound(NO_GROUP, formed=False)
+NO_GROUP_NEXT = NextRound(NO_GROUP, through_group=False)
 
 
 def plan_next_round(number: int, statuses: Collection[MemberStatus]) -> NextRound:
-    """What follows on a round in which the members told this."""
+    """Returns how the next round goes after a round in which the members have sent these statuses.
+
+    Args:
+        number: that of the round that has just ended.
+        statuses: of all members whose values are in the result.
+    """
     generations = {status.generation for status in statuses}
     if len(generations) > 1:
         return NO_GROUP_NEXT
     (generation,) = generations
     if generation != NO_GROUP:
-        return NextRound(generation, formed=all(status.formed for status in statuses))
-    return NextRound(number, formed=False) if all(status.ready for status in statuses) else NO_GROUP_NEXT
+        return NextRound(generation, through_group=all(status.is_formed for status in statuses))
+    if all(status.is_ready for status in statuses):
+        return NextRound(number, through_group=False)
+    return NO_GROUP_NEXT
+
+
+class _State(Enum):
+    """The states of a set of workers, as one worker sees them.
+
+                     all are ready              joined
+        ● ─▶ NO_GROUP ───────────▶ FORMING ──────────────▶ FORMED
+              ▲  ▲  ▲                │ │                      │
+              │  │  └── abandoned ───┘ │ cannot be formed     │
+              │  │                     ▼                      │
+              │  └─ other members ─ UNFORMABLE                │
+              │                                               │
+              └────────────────── abandoned ──────────────────┘
+
+    A group is abandoned when the result of a round names another group, none or other members; when a member is
+    lost or a result is missed; and when another set needs its place. Rounds go through a FORMED group once a
+    result has told that all members have joined it.
+    """
+
+    NO_GROUP = auto()
+    FORMING = auto()
+    FORMED = auto()
+    UNFORMABLE = auto()
 
 
 @dataclass(slots=True)
-class _Set:
-    """What is known of the gatherings of one set of workers."""
+class _WorkerSet:
+    """What is known about the rounds of one set of workers."""
 
-    needed: int
+    rounds_needed: int
     """Rounds by messages before a group is formed."""
-    rounds: int = 0
-    last: int = -1
+    rounds_by_messages: int = 0
+    """Those since the last group ended."""
+    last_result: int = NEVER
     """The last round whose result is known here."""
-    through_group: int = -1
+    next_group_round: int = NEVER
     """The round that goes through the group."""
     group: AllGatherGroup | None = None
-    used: int = 0
+    last_use: int = 0
+    """When a round was last begun with the group, as a running number over all sets."""
     unformable: Members = ()
-    """Who could not form one."""
+    """The present members that could not form a group."""
+
+    @property
+    def state(self) -> _State:
+        """The state. A group becomes formed on its own thread."""
+        if self.group is not None:
+            return _State.FORMED if self.group.is_formed else _State.FORMING
+        return _State.UNFORMABLE if self.unformable else _State.NO_GROUP
+
+    def has_group(self, generation: int, present: Members) -> bool:
+        """Returns whether the set has the group of this generation, with exactly the members that are present."""
+        return self.group is not None and (self.group.generation, self.group.members) == (generation, present)
 
 
 @final
 class GroupRounds:
-    """The groups of one agent, by members. Without a store there are none."""
+    """The process groups of one agent, by their members. Without a store there are none."""
 
-    def __init__(self, me: int, options: AllGatherOptions, max_bytes: int) -> None:
-        """Args: whose; how to behave; bytes of a value that is accepted."""
+    def __init__(self, me: int, options: AllGatherOptions, max_value_bytes: int) -> None:
+        """Args: me: this worker's id. options: when to form groups. max_value_bytes: of a value."""
         self._me = me
         self._options = options
-        self._most_bytes = max_bytes
+        self._max_value_bytes = max_value_bytes
         self._store: TorchStore | None = None
         self._lock = threading.Lock()
-        self._sets: dict[Members, _Set] = {}
+        self._sets: dict[Members, _WorkerSet] = {}
         self._uses = itertools.count()
         self._alive: weakref.WeakSet[AllGatherGroup] = weakref.WeakSet()
-        """Given up or not."""
+        """All groups, abandoned ones too."""
 
     def open(self, store: TorchStore) -> None:
-        """Groups may form from now on, which meet at this store."""
+        """Allows groups from now on, if the options do. Their members rendezvous at the store."""
         if self._options.enabled:
             self._store = store
 
     @property
-    def formed(self) -> int:
-        """How many groups have come together, and are there still."""
+    def formed_groups(self) -> int:
+        """The number of groups that are formed and still there."""
         with self._lock:
-            return sum(each.group is not None and each.group.formed for each in self._sets.values())
+            return sum(each.state is _State.FORMED for each in self._sets.values())
 
-    def begin(self, members: Members, number: int) -> AllGatherGroup | None:
-        """This worker begins a round; the group that it goes through, None if it goes by messages."""
+    def start_round(self, members: Members, number: int) -> AllGatherGroup | None:
+        """Returns the group that a round goes through; None if it goes by messages.
+
+        A worker that lacks the result of the round before abandons its group: the other members may have learned
+        from that result that this round goes through the group.
+        """
         with self._lock:
-            found = self._sets.get(members)
-            if found is None or found.group is None:
+            workers = self._sets.get(members)
+            if workers is None or workers.group is None:
                 return None
-            if found.last == number - 1:
-                found.used = next(self._uses)
-                return found.group if found.through_group == number else None
-        self.abandon(members)  # the others may know from the round before that they all go through a group
+            if workers.last_result == number - 1:
+                workers.last_use = next(self._uses)
+                return workers.group if workers.next_group_round == number else None
+        self.abandon(members)
         return None
 
     def status(self, members: Members) -> MemberStatus:
-        """What to tell with a value."""
+        """Returns what to send with a value in a round by messages."""
         with self._lock:
-            found = self._sets.get(members)
             if self._store is None or len(members) < 2:
                 return NO_STATUS
-            if found is None:
-                found = self._sets[members] = _Set(self._options.after)
-            if found.group is not None:
-                return MemberStatus(found.group.generation, found.group.formed, ready=False)
-            ready = not found.unformable and found.rounds + 1 >= found.needed
-            return MemberStatus(NO_GROUP, formed=False, ready=ready)
+            workers = self._sets.get(members)
+            if workers is None:
+                workers = self._sets[members] = _WorkerSet(self._options.after)
+            if workers.group is not None:
+                return MemberStatus(workers.group.generation, workers.group.is_formed, is_ready=False)
+            is_due = workers.rounds_by_messages + 1 >= workers.rounds_needed
+            return MemberStatus(NO_GROUP, is_formed=False, is_ready=is_due and workers.state is _State.NO_GROUP)
 
     def apply_result(self, members: Members, number: int, present: Members, plan: NextRound) -> None:
-        """The result of a round is known: who is in it, and what follows on it."""
-        ended: list[AllGatherGroup] = []
+        """Does what the result of a round tells: forms a group, uses it, or abandons it.
+
+        The states and transitions are those that `_State` draws.
+
+        Args:
+            members: all members of the round.
+            number: that of the round.
+            present: the members whose values are in the result.
+            plan: how the next round goes.
+        """
         with self._lock:
-            found = self._sets.get(members)
-            if found is None or number <= found.last:
+            workers = self._sets.get(members)
+            if workers is None or number <= workers.last_result:
                 return
-            found.last = number
-            if found.unformable != present:  # whoever is gone may be why
-                found.unformable = ()
-            group = found.group
-            if group is not None and (group.generation, group.members) != (plan.generation, present):
-                ended += self._take_group(found)
-            if found.group is not None:
-                if plan.formed and found.group.formed:
-                    found.through_group = number + 1
-            else:
-                found.rounds += 1
+            workers.last_result = number
+            ended = self._leave_outdated_state(workers, present, plan)
+            if workers.state in (_State.NO_GROUP, _State.UNFORMABLE):
+                workers.rounds_by_messages += 1
                 if plan.generation == number and self._store is not None and len(present) > 1:
-                    ended += self._form(found, members, number, present, self._store)
+                    ended += self._form(workers, members, number, present, self._store)
+            elif plan.through_group and workers.state is _State.FORMED:
+                workers.next_group_round = number + 1
         _end(ended)
 
+    def _leave_outdated_state(
+        self, workers: _WorkerSet, present: Members, plan: NextRound
+    ) -> list[AllGatherGroup]:
+        """Leaves a state that the result of a round contradicts.
+
+        Called with the lock; returns the groups to end.
+        """
+        match workers.state:
+            case _State.UNFORMABLE if workers.unformable != present:
+                workers.unformable = ()  # the cause may be a member that is gone
+            case _State.FORMING | _State.FORMED if not workers.has_group(plan.generation, present):
+                return self._detach_group(workers)
+        return []
+
     def abandon(self, members: Members) -> None:
-        """Ends the group of these, if there is one."""
+        """Ends the group of these members, if there is one."""
         with self._lock:
-            found = self._sets.get(members)
-            ended = self._take_group(found) if found is not None else []
+            workers = self._sets.get(members)
+            ended = self._detach_group(workers) if workers is not None else []
         _end(ended)
 
     def on_worker_lost(self, worker: int) -> None:
@@ -184,51 +257,53 @@ class GroupRounds:
             group.close()
 
     def _form(
-        self, found: _Set, members: Members, number: int, present: Members, store: TorchStore
+        self, workers: _WorkerSet, members: Members, number: int, present: Members, store: TorchStore
     ) -> list[AllGatherGroup]:
-        """Begins to form a group. Called with the lock; returns those to be ended instead."""
+        """Begins to form a group, if there is room for one. Called with the lock; returns the groups to end."""
         ended = []
-        others = [each for each in self._sets.values() if each.group is not None]
-        if len(others) >= self._options.max_groups:
-            idle = [each for each in others if each.group is not None and not each.group.busy]
+        with_groups = [each for each in self._sets.values() if each.group is not None]
+        if len(with_groups) >= self._options.max_groups:
+            idle = [each for each in with_groups if each.group is not None and not each.group.is_busy]
             if not idle:
                 return []
-            ended = self._take_group(min(idle, key=lambda each: each.used))
-        name = f"gather-{number}-{'.'.join(map(str, members))}"
-        spec = GroupSpec(store, name, present, self._me)
-        found.group = AllGatherGroup(
-            number, spec, self._most_bytes, lambda group, error: self._failed(members, group, error)
+            ended = self._detach_group(min(idle, key=lambda each: each.last_use))
+        name = f"all_gather-{number}-{'.'.join(map(str, members))}"
+        workers.group = AllGatherGroup(
+            number,
+            GroupSpec(store, name, present, self._me),
+            self._max_value_bytes,
+            lambda group, error: self._on_unformable(members, group, error),
         )
-        found.used = next(self._uses)
-        self._alive.add(found.group)
-        found.group.start()
+        workers.last_use = next(self._uses)
+        self._alive.add(workers.group)
+        workers.group.start()
         return ended
 
-    def _failed(self, members: Members, group: AllGatherGroup, error: Exception) -> None:
-        """A group has not come together. Called on its thread."""
+    def _on_unformable(self, members: Members, group: AllGatherGroup, error: Exception) -> None:
+        """Notes that a group could not be formed. Runs on the group's thread."""
         with self._lock:
-            found = self._sets.get(members)
-            if found is None or found.group is not group:
+            workers = self._sets.get(members)
+            if workers is None or workers.group is not group:
                 return
-            self._take_group(found)
+            self._detach_group(workers)
             if isinstance(error, GroupAbortedError):
                 return
-            found.unformable = group.members
+            workers.unformable = group.members
         log.warning(
-            "worker %d cannot form a process group with workers %s, so what they gather goes by messages: %s",
+            "worker %d cannot form a process group with workers %s, so their collectives go by messages: %s",
             self._me,
             ", ".join(map(str, members)),
             error,
         )
 
-    def _take_group(self, found: _Set) -> list[AllGatherGroup]:
-        """A set has its group no more. Called with the lock; returns what is to be ended without it."""
-        if found.group is None:
+    def _detach_group(self, workers: _WorkerSet) -> list[AllGatherGroup]:
+        """Takes a set's group away. Called with the lock; returns the groups that are to be ended without it."""
+        if workers.group is None:
             return []
-        group, found.group = found.group, None
-        found.through_group = -1
-        found.rounds = 0
-        found.needed = min(2 * found.needed, MAX_BACKOFF * self._options.after)
+        group, workers.group = workers.group, None
+        workers.next_group_round = NEVER
+        workers.rounds_by_messages = 0
+        workers.rounds_needed = min(2 * workers.rounds_needed, MAX_BACKOFF_FACTOR * self._options.after)
         return [group]
 
 

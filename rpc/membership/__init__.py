@@ -1,1 +1,1 @@
-"""The members of a group: how they find each other, their addresses, and events when they join and leave."""
+"""The members of a group: how they find each other, their addresses, and events when they join or leave."""

@@ -1,4 +1,4 @@
-"""At which address a worker listens, and whether the others can dial it there."""
+"""Chooses the address a worker listens on, and checks whether the other members can reach it."""
 
 import ipaddress
 import socket
@@ -20,17 +20,21 @@ __all__ = ["ListenAddress", "check_consent", "choose_address", "unreachable_memb
 @final
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Numeric addresses. bind: to listen on, maybe a wildcard. advertised: at which the others dial."""
+    """Where a worker listens, as numeric addresses.
+
+    bind: the address to listen on; may be a wildcard.
+    advertised: the address that the other members dial.
+    """
 
     bind: str = LOOPBACK
     advertised: str = LOOPBACK
 
 
 def check_consent(options: RpcBackendOptions) -> None:
-    """Refuses a host that strangers can reach, unless the user allows it.
+    """Refuses a `host` that other machines can reach, unless the options allow it.
 
     Raises:
-        RpcError: it is no loopback address, or unknown.
+        RpcError: the host is not a loopback address or cannot be resolved.
     """
     if options.insecure or options.host is None:
         return
@@ -40,30 +44,30 @@ def check_consent(options: RpcBackendOptions) -> None:
         raise RpcError(f"host is {options.host!r}: {error}") from error
     if not allowed:
         raise RpcError(
-            f"host is {options.host!r}, which other machines can reach, and whoever reaches a worker can run "
-            f"code in it: leave host out, or, on a network where you trust everybody, {options.CONSENT}"
+            f"host is {options.host!r}, which other machines can reach, and anybody who reaches a worker can run "
+            f"code in it: leave host out, or, on a network that you trust, {options.CONSENT}"
         )
 
 
 def choose_address(options: RpcBackendOptions, store: TorchStore, networks: Sequence[str] | None) -> ListenAddress:
-    """Where a worker is to listen.
+    """Returns where a worker is to listen.
 
-    Without a host of its own it is the loopback address, unless the options allow others and there are, or may be,
-    members on other hosts: then the address by which this host reaches the store, or that others reach
-    (c10d.hosts.address_for_others).
+    Without `options.host` that is the loopback address, unless the options allow others and some members are, or
+    may be, on other hosts. Then it is the address by which this host reaches the store, or that others reach
+    (`c10d.host_identity.address_for_others`).
 
     Args:
-        options: the worker's.
-        store: where the group meets.
-        networks: of all members; None if who will join is not known, as in a dynamic group.
+        options: those of the worker.
+        store: the store at which the group rendezvous.
+        networks: the network names of all members; None if they are not known, as in a dynamic group.
 
     Raises:
-        RpcError: the host is no address of this machine.
+        RpcError: `options.host` is not an address of this machine.
     """
     host = options.host
     if host is None:
-        alone = _is_local_store(store) if networks is None else len(set(networks)) == 1
-        if alone or not options.insecure:
+        is_one_host = _is_local_store(store) if networks is None else len(set(networks)) == 1
+        if is_one_host or not options.insecure:
             return ListenAddress()
         address = _address_for_others(store)
         return ListenAddress(address, address)
@@ -74,11 +78,11 @@ def choose_address(options: RpcBackendOptions, store: TorchStore, networks: Sequ
 
 
 def unreachable_members(members: Sequence[Member], consent: str) -> str:
-    """Which members the others cannot reach, and what to do; empty if all can.
+    """Returns an error message that names the members which others cannot reach; empty if there are none.
 
     Args:
-        members: of the group.
-        consent: how users allow addresses that are not loopback ones.
+        members: all members of the group.
+        consent: how users allow addresses other than loopback, for the message.
     """
     if len({member.network for member in members}) <= 1:
         return ""
@@ -89,13 +93,13 @@ def unreachable_members(members: Sequence[Member], consent: str) -> str:
     return (
         "the workers are on several hosts (or in containers with networks of their own), where the others cannot "
         f"reach those that listen on an address for their own host only: {shown}. On every worker {consent}; that "
-        "lets whoever reaches a worker run code in it, so the network must be one that you trust. Give host= only "
-        "where a worker has to be told which of its addresses the others reach"
+        "lets anybody who reaches a worker run code in it, so the network must be one that you trust. Give host= "
+        "only where a worker has to be told which of its addresses the others reach"
     )
 
 
 def _is_local_store(store: TorchStore) -> bool:
-    """Can only processes of this host reach the store?"""
+    """Returns whether only processes of this host can reach the store."""
     host = str(getattr(innermost_store(store), "host", ""))
     try:
         return bool(host) and is_loopback(host)
@@ -107,11 +111,11 @@ def _address_for_others(store: TorchStore, family: socket.AddressFamily = socket
     try:
         return address_for_others(store, family)
     except ProcessGroupError as error:
-        raise RpcError(f"{error}; or give host= an address") from error
+        raise RpcError(f"{error}; or give an address as host=") from error
 
 
 def _own_address(host: str) -> ListenAddress:
-    """The first of a name's addresses that is one of this machine; not a loopback one, if there is another."""
+    """Returns the first address of a host name that is one of this machine, loopback addresses last."""
     problem = "it has no address"
     for address in sorted(resolve(host), key=is_local):
         try:

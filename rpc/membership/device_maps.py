@@ -1,4 +1,4 @@
-"""Device maps as the members of a group publish them, and their check."""
+"""Publishes the device maps of a worker to its group, and checks those of all members."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ __all__ = ["check_device_maps", "device_maps_as_text"]
 
 
 def device_maps_as_text(device_maps: Mapping[str, DeviceMap]) -> dict[str, dict[str, str]]:
-    """A worker's device maps as other members see them."""
+    """Returns a worker's device maps with the names of devices, as members exchange them."""
     return {
         to: {str(device): str(target) for device, target in device_map.items()}
         for to, device_map in device_maps.items()
@@ -20,12 +20,17 @@ def device_maps_as_text(device_maps: Mapping[str, DeviceMap]) -> dict[str, dict[
 
 
 def check_device_maps(members: Sequence[Member], group: Sequence[Member], *, dynamic: bool = False) -> None:
-    """Checks the device maps of members against their group; to a dynamic one, others may come later.
+    """Checks that device maps name workers and CUDA devices that exist.
 
-    The first mistake is the same on all workers that check the same members.
+    All workers that check the same members raise the same error.
+
+    Args:
+        members: those whose device maps are checked.
+        group: all members.
+        dynamic: whether the group is dynamic. Then a device map may name a worker that has not joined yet.
 
     Raises:
-        DeviceMapError: they name a worker that is not in the group, or devices that are not there.
+        DeviceMapError: a device map names a worker that is not in the group, or a device that a worker lacks.
     """
     counts = {member.info.name: member.device_count for member in group}
     for member in members:

@@ -1,4 +1,4 @@
-"""How the workers of a static group find each other, through a store."""
+"""The members of a group, and how those of a static group find each other through a store."""
 
 import json
 import uuid
@@ -12,17 +12,19 @@ from ...c10d.host_identity import network_id
 from ...c10d.start_barrier import StartBarrier
 from ..contracts.worker import WorkerInfo
 
-__all__ = ["Check", "Member", "exchange_members", "introduce"]
+__all__ = ["Member", "MemberCheck", "exchange_members", "introduce"]
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker of the group.
+    """A worker of the group, with what the other members need to know about it.
 
-    address: host:port, at which the others dial its agent. device_count: of CUDA devices.
-    network: equal to that of others if, and only if, these reach it on the loopback address.
-    process: where it runs, for people.
-    device_maps: by the name of another worker, names of devices here and of what they become there.
+    info: its name and id.
+    address: host:port at which the others dial its agent.
+    device_count: the number of its CUDA devices.
+    network: identifies its network namespace: equal on two workers if they reach each other on the loopback
+    address. process: its process and host, for messages. device_maps: by the name of a called worker, which of
+    its devices become which of the called worker's.
     """
 
     info: WorkerInfo
@@ -42,22 +44,26 @@ class Member:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Member":
-        """From what `dataclasses.asdict` made of one."""
+        """Returns the member that `dataclasses.asdict` has made a record of."""
         return cls(**{**record, "info": WorkerInfo(**record["info"])})
 
 
-Check = Callable[[Sequence[Member]], str]
-"""What contradicts among all members; empty if nothing does."""
+MemberCheck = Callable[[Sequence[Member]], str]
+"""Checks all members; returns what is wrong with them, or an empty text."""
 
 
 def introduce(barrier: StartBarrier, seconds: float) -> tuple[str, list[str]]:
-    """Waits until all workers are there.
+    """Waits until all workers have registered, and checks that their names are unique.
+
+    Args:
+        barrier: the barrier, at which this worker has registered.
+        seconds: how long to wait.
 
     Returns:
-        The name of the group, unique among all groups, and the networks of the workers, by rank.
+        The name of the group, unique among all groups, and the network names of the workers by rank.
 
     Raises:
-        RendezvousError: they contradict each other, or do not come; all raise the same.
+        RendezvousError: workers contradict each other or did not arrive in time; all workers raise the same.
     """
     me = barrier.registration
     holder = barrier.register_name(me.name)
@@ -71,20 +77,17 @@ def introduce(barrier: StartBarrier, seconds: float) -> tuple[str, list[str]]:
     return introductions[0][0], [network for _, network in introductions]
 
 
-def exchange_members(barrier: StartBarrier, me: Member, check: Check, seconds: float) -> list[Member]:
-    """Tells the others this worker's address, and learns theirs.
+def exchange_members(barrier: StartBarrier, me: Member, check: MemberCheck, seconds: float) -> list[Member]:
+    """Publishes this worker as a member, and returns all members by rank.
 
     Args:
-        barrier: which all have passed by `introduce`.
+        barrier: the barrier, which all workers have passed in `introduce`.
         me: this worker.
-        check: called by one worker or several.
-        seconds: to wait.
-
-    Returns:
-        The members, by rank.
+        check: checks all members. It runs on one or several workers.
+        seconds: how long to wait for the other members.
 
     Raises:
-        RendezvousError: they contradict each other, or do not come; all raise the same.
+        RendezvousError: the check failed, or some members did not arrive in time; all workers raise the same.
     """
 
     def check_records(records: list[bytes]) -> str:

@@ -1,11 +1,11 @@
 """The members of a dynamic group, whose workers join and leave at any time.
 
-They are kept as a log in the group's store: entry n says who joined or left as the n-th. A worker adds an entry
-by compare-and-set at the end of the log, knowing all entries before it, so every entry is valid where it
-stands, and all workers that know as many entries agree on the members.
+They are kept as a log in the group's store: entry n is the n-th join or leave. A worker appends an entry by
+compare-and-set at the end of the log, knowing all entries before it. So every entry is valid at its position,
+and all workers that know the same number of entries agree on the members.
 
-Who joins tells the members of the moment itself: its hello to each of them carries the log. So a member that
-has been in the group for long never reads the store again, and goes on when the store is gone.
+A worker that joins informs the current members itself: its hello to each of them carries the log. So members need
+not read the store again, and go on when it is gone.
 """
 
 import json
@@ -24,17 +24,18 @@ __all__ = ["Roster", "RosterLog"]
 
 @final
 class Roster:
-    """The members after some number of entries."""
+    """The members after some number of entries of the log."""
 
     def __init__(self) -> None:
         self.members: dict[int, Member] = {}
-        """By id."""
+        """The current members by id."""
         self.used_ids: set[int] = set()
+        """The ids of all members, current and former, of this epoch."""
         self.epoch = 0
-        """How often all members had left. Ids and names are free again then: it is another group."""
+        """How often the last member has left. Each epoch is another group, in which all ids and names are free."""
 
     def apply(self, entry: Mapping[str, Any]) -> None:
-        """One more entry."""
+        """Applies the next entry of the log."""
         if (joined := entry.get("join")) is not None:
             member = Member.from_record(joined)
             self.members[member.info.id] = member
@@ -45,14 +46,14 @@ class Roster:
             self.epoch += 1
             self.used_ids.clear()
 
-    def named(self, name: str) -> Member | None:
-        """The member of this name."""
+    def find(self, name: str) -> Member | None:
+        """Returns the member of this name; None without one."""
         return next((member for member in self.members.values() if member.info.name == name), None)
 
 
 @final
 class RosterLog:
-    """One worker's copy of the log. Safe to use from any thread."""
+    """One worker's copy of the log and the members that follow from it. Safe to use from any thread."""
 
     def __init__(self, store: TorchStore) -> None:
         self._store = store
@@ -62,44 +63,48 @@ class RosterLog:
 
     @property
     def epoch(self) -> int:
-        """See Roster."""
+        """How often the last member has left, as far as this copy of the log tells."""
         return self._roster.epoch
 
     def entries(self) -> Sequence[str]:
-        """What is known of the log."""
+        """Returns the locally known prefix of the log, as JSON texts."""
         with self._lock:
             return tuple(self._entries)
 
     def members(self) -> list[Member]:
-        """The members as far as is known."""
+        """Returns the members after the locally known prefix of the log."""
         with self._lock:
             return list(self._roster.members.values())
 
-    def named(self, name: str) -> Member | None:
-        """The member of this name, as far as is known."""
+    def find(self, name: str) -> Member | None:
+        """Returns the member of this name after the locally known prefix of the log; None without one."""
         with self._lock:
-            return self._roster.named(name)
+            return self._roster.find(name)
 
     def catch_up(self) -> None:
         """Reads the store to the end of the log. Raises what the store raises."""
         while self._store.check([key := self._key(len(self._entries))]):
-            self.learn([*self.entries(), self._store.get(key).decode()])
+            self.extend([*self.entries(), self._store.get(key).decode()])
 
-    def learn(self, entries: Sequence[str]) -> None:
-        """Takes over the entries that another worker knows."""
+    def extend(self, entries: Sequence[str]) -> None:
+        """Appends the entries that are not known here yet. Args: entries: a prefix of the log, from any worker."""
         with self._lock:
             for text in entries[len(self._entries) :]:
                 self._roster.apply(json.loads(text))
                 self._entries.append(text)
 
     def choose(self, name: str, rank: int) -> WorkerInfo:
-        """Who a worker can be that wants this name and rank (-1 for any).
+        """Returns the name and id with which a worker can join.
+
+        Args:
+            name: the name that it wants.
+            rank: the id that it wants; -1 for the lowest free one.
 
         Raises:
-            RendezvousError: a member has the name, or some worker has had the rank.
+            RendezvousError: a member has the name, or a current or former member has the rank.
         """
         with self._lock:
-            holder = self._roster.named(name)
+            holder = self._roster.find(name)
             if holder is not None:
                 raise RendezvousError(
                     f"worker name {name!r} is not unique: the member with id {holder.info.id} at "
@@ -108,26 +113,26 @@ class RosterLog:
             used = self._roster.used_ids
             if rank in used:
                 raise RendezvousError(
-                    f"rank {rank} is taken: no two workers of a dynamic group have the same, not even one after "
+                    f"rank {rank} is taken: in a dynamic group no two workers have the same rank, even one after "
                     f"the other; leave rank out, or take {max(used) + 1}"
                 )
             return WorkerInfo(name, rank if rank != -1 else next(i for i in range(len(used) + 1) if i not in used))
 
     def join(self, member: Member) -> bool:
-        """Adds a member at the end of the log; False if somebody else was faster."""
+        """Appends a join to the log. Returns False, and learns of the entry, if another worker was faster."""
         return self._append({"join": asdict(member)})
 
     def leave(self, identifier: int) -> None:
-        """Has a member leave, unless it has left already. Raises what the store raises."""
+        """Appends a leave to the log, unless the member has left already. Raises what the store raises."""
         while identifier in self._roster.members:
             self._append({"leave": identifier})
 
     def _append(self, entry: Mapping[str, Any]) -> bool:
         text = json.dumps(entry)
         position = len(self._entries)
-        stands = self._store.compare_set(self._key(position), "", text).decode()
-        self.learn([*self.entries()[:position], stands])
-        return stands == text
+        stored = self._store.compare_set(self._key(position), "", text).decode()
+        self.extend([*self.entries()[:position], stored])
+        return stored == text
 
     def _key(self, position: int) -> str:
         return f"rpc/dynamic/{position}"

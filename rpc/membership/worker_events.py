@@ -1,7 +1,7 @@
-"""Workers that join and leave, as events.
+"""Delivers the joining and leaving of workers to subscribers.
 
-An agent records each change of its group in the order in which it learns of it. Every subscription begins with the
-workers that are present at that moment, and gets every change after it, so that nothing falls in between.
+An agent records each change of its group in the order in which it learns of it. A subscription begins with the
+workers that are present at that moment and gets every change after it, so that no change is lost in between.
 """
 
 import threading
@@ -24,16 +24,16 @@ __all__ = ["WorkerEvents"]
 
 @final
 class WorkerEvents:
-    """The workers of one agent's group that are present, and who is told when that changes.
+    """The present workers of one agent's group, and the subscribers to their changes.
 
-    `joined` and `left` are called on the agent's event loop and do not block. Callbacks run one after another, in
-    the order of events, on a thread of the executor.
+    `record_joined` and `record_left` are called on the agent's event loop and do not block. Callbacks run one
+    after another, in the order of the events, on a thread of the executor.
     """
 
     def __init__(
         self, submit: Callable[[Callable[[], None]], None], connect: Callable[[WorkerInfo], None]
     ) -> None:
-        """Args: submit: runs a function on a thread that may block. connect: connects to a worker, at once."""
+        """Args: submit: runs a function on a thread that may block. connect: begins to connect to a worker."""
         self._submit = submit
         self._connect = connect
         self._lock = threading.Lock()
@@ -41,57 +41,57 @@ class WorkerEvents:
         self._handles: list[WorkerEventHandle] = []
         self._buffers: weakref.WeakSet[WorkerEventBuffer] = weakref.WeakSet()
         self._queue: deque[tuple[WorkerEventHandle, WorkerEvent]] = deque()
-        self._running = False
-        self._closed = False
+        self._is_delivering = False
+        self._is_closed = False
 
     def open(self, workers: Sequence[WorkerInfo]) -> None:
-        """Sets the workers that are there from the beginning."""
+        """Sets the workers that are present from the beginning, which are no events."""
         with self._lock:
             self._present.update((worker.id, worker) for worker in workers)
 
-    def joined(self, worker: WorkerInfo) -> None:
-        """A worker has joined."""
+    def record_joined(self, worker: WorkerInfo) -> None:
+        """Records that a worker has joined."""
         with self._lock:
             self._present[worker.id] = worker
             self._record(WorkerJoined(worker))
 
-    def left(self, worker: WorkerInfo, reason: str) -> None:
-        """A worker has shut down or is lost."""
+    def record_left(self, worker: WorkerInfo, reason: str) -> None:
+        """Records that a worker has shut down or is lost."""
         with self._lock:
             if self._present.pop(worker.id, None) is not None:
                 self._record(WorkerLeft(worker, reason))
 
     def subscribe(self, callback: Callable[[WorkerEvent], object]) -> WorkerEventHandle:
-        """Has a callback called for every event from now on."""
+        """Calls a callback for every event from now on, until the returned handle is removed."""
         with self._lock:
             handle = WorkerEventHandle(callback, self._workers())
             self._handles = [each for each in self._handles if not each.removed]
             self._handles.append(handle)
-        self._watch(handle.workers)
+        self._connect_to(handle.workers)
         return handle
 
     def buffer(self) -> WorkerEventBuffer:
-        """Returns a buffer that gets every event from now on, for as long as somebody holds it."""
+        """Returns a buffer that gets every event from now on, for as long as it is referred to."""
         with self._lock:
             buffer = WorkerEventBuffer(self._workers())
-            if self._closed:
+            if self._is_closed:
                 buffer.close()
             self._buffers.add(buffer)
-        self._watch(buffer.workers)
+        self._connect_to(buffer.workers)
         return buffer
 
     def close(self) -> None:
-        """Has no further callback begin, and ends the buffers."""
+        """Starts no further callback, and closes the buffers."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             self._queue.clear()
             self._handles.clear()
             buffers = list(self._buffers)
         for buffer in buffers:
             buffer.close()
 
-    def _watch(self, workers: Sequence[WorkerInfo]) -> None:
-        """Connects to the workers: the loss of one to which there is no connection would not show."""
+    def _connect_to(self, workers: Sequence[WorkerInfo]) -> None:
+        """Connects to workers, because only the loss of a connected worker is noticed."""
         for worker in workers:
             self._connect(worker)
 
@@ -99,22 +99,23 @@ class WorkerEvents:
         return [self._present[identifier] for identifier in sorted(self._present)]
 
     def _record(self, event: WorkerEvent) -> None:
-        """Called with the lock."""
-        if self._closed:
+        """Gives an event to all subscribers. Called with the lock."""
+        if self._is_closed:
             return
         for buffer in list(self._buffers):
             buffer.put(event)
         self._handles = [each for each in self._handles if not each.removed]
         self._queue.extend((handle, event) for handle in self._handles)
-        if self._queue and not self._running:
-            self._running = True
-            self._submit(self._run)
+        if self._queue and not self._is_delivering:
+            self._is_delivering = True
+            self._submit(self._deliver)
 
-    def _run(self) -> None:
+    def _deliver(self) -> None:
+        """Runs the queued callbacks until there are none."""
         while True:
             with self._lock:
                 if not self._queue:
-                    self._running = False
+                    self._is_delivering = False
                     return
                 handle, event = self._queue.popleft()
             handle(event)

@@ -1,1 +1,1 @@
-"""torch.profiler and the autograd profiler across workers."""
+"""torch.profiler and the autograd profiler for calls between workers."""

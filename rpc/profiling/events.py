@@ -1,7 +1,7 @@
-"""Profiler events on their way between workers.
+"""Converts profiler events between torch's classes and protobuf messages, and merges those of other workers.
 
-torch's profilers offer no way to make their own records from Python. So the events of a remote function travel
-as messages, and join the caller's profile where torch keeps the finished ones, in its EventList.
+torch has no way to add records to its profilers from Python. So the events of a remote function travel as
+messages, and are added to the caller's profile where torch keeps finished events: in its EventList.
 """
 
 from collections import defaultdict
@@ -25,11 +25,16 @@ __all__ = [
 ]
 
 REMOTE_PREFIX = "#remote_op: "
-"""Between the name of a call and that of what the callee did in it. torch's."""
+"""Separates, in the name of a remote event, the name of the call and that of the event. It is torch's."""
 
 
 def encode_records(records: list[list[Any]], node: int) -> list[agent_pb2.ProfileEvent]:
-    """What torch's legacy profiler recorded on this worker."""
+    """Returns what torch's legacy profiler has recorded on this worker, as messages.
+
+    Args:
+        records: those of each thread, as torch's profiler returns them.
+        node: the id of this worker.
+    """
     start = next(record for record in records[0] if record.name() == "__start_profile") if records else None
     if start is None:
         return []
@@ -38,26 +43,32 @@ def encode_records(records: list[list[Any]], node: int) -> list[agent_pb2.Profil
 
 
 def decode_events(
-    events: Iterable[agent_pb2.ProfileEvent], origin_ns: int, here: int | None = None
+    events: Iterable[agent_pb2.ProfileEvent], origin_ns: int, local_node: int | None = None
 ) -> list[FunctionEvent]:
-    """Events for people: torch's FunctionEvents, with times in microseconds after `origin_ns`.
+    """Returns events as torch's FunctionEvents, which profiles show.
 
-    They are marked as remote unless they are of worker `here`.
+    Args:
+        events: of any workers.
+        origin_ns: Unix time in nanoseconds from which the decoded events count microseconds.
+        local_node: the id of the worker whose events are not marked as remote; None for no worker.
     """
-    return [_decode(event, number, origin_ns, remote=event.node_id != here) for number, event in enumerate(events)]
+    return [
+        _decode(event, number, origin_ns, is_remote=event.node_id != local_node)
+        for number, event in enumerate(events)
+    ]
 
 
 def events_to_tensor(events: Iterable[agent_pb2.ProfileEvent]) -> torch.Tensor:
-    """Events as bytes, so that many of them travel as any large tensor does."""
+    """Returns events as a uint8 tensor of shape (bytes,), so that many events travel as a large tensor does."""
     data = bytearray(agent_pb2.ProfileEvents(events=events).SerializeToString())
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def events_from_tensor(tensor: torch.Tensor) -> list[agent_pb2.ProfileEvent]:
-    """What `events_to_tensor` made.
+    """Returns the events that `events_to_tensor` has encoded.
 
     Raises:
-        ValueError: something else made it.
+        ValueError: the tensor does not contain events.
     """
     if tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise ValueError(f"malformed profile: a tensor of {tensor.dtype} with {tensor.dim()} dimensions")
@@ -68,9 +79,15 @@ def events_from_tensor(tensor: torch.Tensor) -> list[agent_pb2.ProfileEvent]:
 
 
 def relabel(events: list[agent_pb2.ProfileEvent], key: str, start_ns: int, end_ns: int) -> None:
-    """Makes the events of a callee those of a call that took from `start_ns` to `end_ns` by this worker's clock.
+    """Turns a callee's events into remote events of a call, in place.
 
-    Events that do not fit into the call come by a clock that differs: they are put into its middle.
+    If the events are not within the time of the call, the clocks differ; they are moved to the middle of the call.
+
+    Args:
+        events: what the callee has recorded.
+        key: the name of the call's event, which becomes the prefix of theirs.
+        start_ns: when the call began, in nanoseconds of this worker's Unix time.
+        end_ns: when it ended.
     """
     if not events:
         return
@@ -83,13 +100,19 @@ def relabel(events: list[agent_pb2.ProfileEvent], key: str, start_ns: int, end_n
 
 
 def merge_events(into: EventList, events: list[agent_pb2.ProfileEvent], origin_ns: int) -> None:
-    """Adds events of other workers to the finished ones of a profile that began at `origin_ns`."""
+    """Adds events of other workers to the finished events of a profile, sorted by time.
+
+    Args:
+        into: the profile's events.
+        events: what other workers have recorded.
+        origin_ns: when the profile began, in nanoseconds of Unix time.
+    """
     by_worker = defaultdict(list)
     for event in decode_events(events, origin_ns):
         by_worker[event.node_id].append(event)
-    for several in by_worker.values():
-        tree = EventList(several)
-        tree._build_tree()  # for each worker: threads of different ones have the same numbers
+    for of_worker in by_worker.values():
+        tree = EventList(of_worker)
+        tree._build_tree()  # for each worker by itself, because threads of different workers share numbers
         into.extend(tree)
     into.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
 
@@ -117,7 +140,7 @@ def _encode(event: FunctionEvent, node: int, epoch_us: float) -> agent_pb2.Profi
     )
 
 
-def _decode(event: agent_pb2.ProfileEvent, number: int, origin_ns: int, *, remote: bool) -> FunctionEvent:
+def _decode(event: agent_pb2.ProfileEvent, number: int, origin_ns: int, *, is_remote: bool) -> FunctionEvent:
     decoded = FunctionEvent(
         id=number,
         name=event.name,
@@ -133,7 +156,7 @@ def _decode(event: agent_pb2.ProfileEvent, number: int, origin_ns: int, *, remot
         cpu_memory_usage=event.cpu_memory,
         device_memory_usage=event.device_memory,
         is_async=event.asynchronous,
-        is_remote=remote,
+        is_remote=is_remote,
         sequence_nr=event.sequence_number,
         use_device="cuda" if event.kernels else None,
         is_legacy=True,

@@ -1,8 +1,8 @@
-"""Profiling of remote calls.
+"""Profiles remote calls.
 
-A call that is made inside a profile of torch's is an event of it, from when it is made until its answer has
-come. The callee profiles the function too, in the same way, and its answer brings what it has recorded.
-docs/profiling.md tells what users see.
+A call made inside a profile of torch's is an event of that profile, from when it is made until its answer has
+arrived. The callee profiles the function in the same way, and its answer carries what it has recorded.
+docs/profiling.md describes what users see.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ..contracts.extension import Extension
 from ..contracts.messages import Deferred, Incoming, MessageType, Outgoing
 from ..contracts.worker import WorkerInfo
 from .events import REMOTE_PREFIX, events_from_tensor, events_to_tensor
-from .sessions import ProfiledCall, Session, current_session, hooks
+from .sessions import ProfiledCall, Session, current_session, torch_hooks
 
 __all__ = [
     "REMOTE_PREFIX",
@@ -35,12 +35,12 @@ __all__ = [
     "run_profiled",
 ]
 
-_mine = threading.local()
-_NOTHING = nullcontext()
+_thread_state = threading.local()
+_NO_SCOPE = nullcontext()
 
 
 class RPCExecMode(Enum):
-    """How a call is made, as it shows in the name of its event."""
+    """The function that a call is made with; part of the name of the call's event."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -49,136 +49,146 @@ class RPCExecMode(Enum):
 
 
 class Collector(Protocol):
-    """Gets what is recorded on this worker while it is registered with `Profiling.collect`."""
+    """Receives what is recorded on this worker, while it is registered with `Profiling.collect`."""
 
     header: agent_pb2.ProfileHeader
-    """How it profiles."""
+    """What is to be recorded."""
 
     def add(self, events: list[agent_pb2.ProfileEvent]) -> None:
-        """The events of one call that this worker has run. On any thread."""
+        """Adds the events of one call that this worker has run. Called on any thread."""
 
 
 def build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """The name of a call's event."""
+    """Returns the name of a call's event, as torch.distributed.rpc forms it.
+
+    Args:
+        exec_type: how the call is made.
+        func_name: the name of the called function.
+        current_worker_name: the caller.
+        dst_worker_name: the callee.
+    """
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
 
 
 def profiled_call(
     agent: RpcAgent, mode: RPCExecMode, function: Callable[..., Any], worker: WorkerInfo
 ) -> AbstractContextManager[None]:
-    """Around sending one call: makes it an event if this thread profiles. Else costs one look."""
+    """Context manager for sending one call: makes it an event if this thread profiles.
+
+    Otherwise costs one check.
+    """
     if not profiler_enabled():
-        return _NOTHING
+        return _NO_SCOPE
     session = current_session()
-    if session is None or (session.kineto and not agent.extension(Profiling).kineto):
-        return _NOTHING
+    if session is None or (session.is_kineto and not agent.extension(Profiling).profiles_kineto):
+        return _NO_SCOPE
     key = build_rpc_profiling_key(mode, _name(function), agent.info.name, worker.name)
-    return _Sending(session.call(key, agent.info.id))
+    return _SendScope(session.start_call(key, agent.info.id))
 
 
 def run_profiled(message: Incoming, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function that a message asks for, profiled if its caller, or somebody on this worker, profiles."""
-    served: _Served | None = message.state.get(Profiling)
-    return function(*args) if served is None else served.run(function, args)
+    """Runs a function that a request names; profiles it if the caller does, or a collector on this worker."""
+    profiled: _ProfiledRequest | None = message.state.get(Profiling)
+    return function(*args) if profiled is None else profiled.run(function, args)
 
 
 @final
 class Profiling(Extension):
     """The profiled calls of one agent."""
 
-    kineto = True
-    """Are calls inside `torch.profiler.profile` profiled too? torch.distributed.rpc leaves them out."""
+    profiles_kineto = True
+    """Whether calls inside `torch.profiler.profile` are profiled too; torch.distributed.rpc leaves them out."""
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self._calls: dict[int, ProfiledCall] = {}
         self._collectors: list[Collector] = []
-        hooks.hold()
+        torch_hooks.acquire()
         set_profiler_node_id(agent.info.id)
 
     def collect(self, collector: Collector) -> None:
-        """Has the calls that arrive from now on profiled for a collector."""
+        """Profiles the calls that arrive from now on for a collector."""
         self._collectors.append(collector)
 
     def stop_collecting(self, collector: Collector) -> None:
-        """The collector gets nothing any more."""
+        """Stops profiling for a collector."""
         with contextlib.suppress(ValueError):  # the agent has shut down
             self._collectors.remove(collector)
 
     def collects(self, collector: Collector) -> bool:
-        """Is it registered?"""
+        """Returns whether the collector is registered."""
         return collector in self._collectors
 
-    # The caller.
+    # Hooks.
 
     def on_send(self, message: Outgoing) -> None:
-        """A request asks for the callee's events, its answer brings them."""
+        """Has a request ask for the callee's events, and an answer carry them."""
         if message.reply_to is not None:
-            served: _Served | None = message.reply_to.state.get(Profiling)
-            if served is not None and served.events is not None:
-                message.tensors.append(events_to_tensor(served.events))
+            profiled: _ProfiledRequest | None = message.reply_to.state.get(Profiling)
+            if profiled is not None and profiled.events is not None:
+                message.tensors.append(events_to_tensor(profiled.events))
                 message.envelope.profile.SetInParent()
-        elif (call := getattr(_mine, "call", None)) is not None:
-            _mine.call = None
+        elif (call := getattr(_thread_state, "call", None)) is not None:
+            _thread_state.call = None
             self._calls[message.envelope.id] = call
             message.envelope.profile.CopyFrom(call.config)
 
     def on_send_aborted(self, message: Outgoing) -> None:
-        """A request was not sent."""
+        """Ends the event of a call that was not sent."""
         if message.reply_to is None:
             self.on_complete(message.envelope.id)
 
     def on_receive(self, message: Incoming) -> None:
-        """Takes the events out of an answer; has a request profiled."""
+        """Takes the callee's events out of an answer; prepares to profile a request."""
         has_header = message.envelope.HasField("profile")
         if message.envelope.type == MessageType.RESULT:
             if has_header:
                 self._take_events(message)
         elif has_header or self._collectors:
             header = message.envelope.profile if has_header else None
-            message.state[Profiling] = _Served(self, header, tuple(self._collectors))
+            message.state[Profiling] = _ProfiledRequest(self, header, tuple(self._collectors))
 
     def on_complete(self, identifier: int) -> None:
-        """A call is over."""
+        """Ends the event of a call."""
         if (call := self._calls.pop(identifier, None)) is not None:
             call.finish()
 
     def close(self) -> None:
-        """Leaves torch as it was. Calls under way are ended by the agent."""
+        """Stops collecting, and releases the hooks in torch. The agent ends the calls in flight."""
         self._collectors.clear()
-        hooks.release()
+        torch_hooks.release()
 
     def _take_events(self, message: Incoming) -> None:
         if not message.tensors:
-            raise ValueError("malformed profile: it is missing")
+            raise ValueError("malformed profile: the answer has no tensor of events")
         events = events_from_tensor(message.tensors.pop())
         if (call := self._calls.get(message.envelope.id)) is not None:
-            call.received = events
+            call.callee_events = events
 
 
 @final
-class _Sending:
-    """A call that is profiled, while it is sent."""
+class _SendScope:
+    """Context manager for sending a profiled call, which hands the call to `Profiling.on_send` on this thread."""
 
     def __init__(self, call: ProfiledCall) -> None:
         self._call = call
 
     def __enter__(self) -> None:
-        _mine.call = self._call
+        _thread_state.call = self._call
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if getattr(_mine, "call", None) is not None:  # nothing was sent
-            _mine.call = None
+        if getattr(_thread_state, "call", None) is not None:  # nothing was sent
+            _thread_state.call = None
             self._call.finish()
 
 
 @final
-class _Served:
-    """A call from another worker that is profiled here."""
+class _ProfiledRequest:
+    """A request that is profiled on this worker, for its caller, for collectors or for both."""
 
     def __init__(
         self,
@@ -187,36 +197,36 @@ class _Served:
         collectors: tuple[Collector, ...],
     ) -> None:
         self._profiling = profiling
-        self._wanted = header is not None
+        self._is_for_caller = header is not None
         self._collectors = collectors
         self._config = agent_pb2.ProfileHeader()
         for config in [header, *(collector.header for collector in collectors)]:
             if config is not None:
-                self._config.MergeFrom(config)  # the union: what is false is not set
+                self._config.MergeFrom(config)  # the union, because false fields are not set
         self.events: list[agent_pb2.ProfileEvent] | None = None
-        """For the caller, when the call is over."""
+        """What the answer carries; None until the call has ended, and if only collectors want the events."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if profiler_enabled():  # an earlier function left a profile open on this thread
+        if profiler_enabled():  # an earlier function has left a profile open on this thread
             return function(*args)
         session = Session(self._config)
         try:
             result = session.run(self._profiling.agent.info.id, function, args)
         except BaseException:
-            self._over(session)
+            self._finish(session)
             raise
         if isinstance(result, Deferred):
-            result.future.add_done_callback(partial(self._over, session))
+            result.future.add_done_callback(partial(self._finish, session))
         else:
-            self._over(session)
+            self._finish(session)
         return result
 
-    def _over(self, session: Session, _done: object = None) -> None:
+    def _finish(self, session: Session, _done: object = None) -> None:
         events = session.close()
         for collector in self._collectors:
             if self._profiling.collects(collector):
                 collector.add(events)
-        if self._wanted:
+        if self._is_for_caller:
             self.events = events
 
 

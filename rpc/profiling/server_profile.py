@@ -1,4 +1,4 @@
-"""A profile of everything that a worker runs for others."""
+"""`server_process_global_profile`: a profile of all calls that a worker runs for other workers."""
 
 import threading
 import time
@@ -18,14 +18,14 @@ __all__ = ["server_process_global_profile"]
 
 @final
 class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - torch's name, and like its base's
-    """Profiles, on all threads, the calls that other workers have this one run while it is open.
+    """Profiles the calls that this worker runs for other workers, on all threads, while the context is open.
 
-    Several may be open at the same time. Takes the options of `torch.autograd.profiler_legacy.profile` and has
-    its results: `key_averages`, `table`, `export_chrome_trace`, `total_average`, `self_cpu_time_total`,
-    `function_events`. Calls that are under way at its end are left out.
+    Several may be open at the same time. It takes the options of `torch.autograd.profiler_legacy.profile` and
+    has its results: `key_averages`, `table`, `export_chrome_trace`, `total_average`, `self_cpu_time_total`,
+    `function_events`. Calls that are running at its end are left out.
 
     Attributes:
-        process_global_function_events: a list of events for each call.
+        process_global_function_events: for each call, the list of its events.
 
     Example, from another worker:
 
@@ -41,19 +41,19 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
         self.process_global_function_events: list[list[FunctionEvent]] = []
         self._lock = threading.Lock()
         self._calls: list[list[agent_pb2.ProfileEvent]] = []
-        self._over = False
+        self._is_closed = False
         self._profiling: Profiling | None = None
         self._started_ns = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels when a call returns the profile itself, as `__enter__` does: its results."""
+        """Pickles only the results, for calls that return the profile itself, as `__enter__` does."""
         return {**self.__dict__, "_lock": None, "_profiling": None, "_calls": [], "header": None}
 
     def __enter__(self) -> "server_process_global_profile":
-        """Begins.
+        """Begins to profile.
 
         Raises:
-            RuntimeError: it has been used already.
+            RuntimeError: the profile has been used already.
             NotInitializedError: this process is no worker.
         """
         if not self.enabled:
@@ -75,21 +75,21 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
         return self
 
     def __exit__(self, *exception: object) -> bool:
-        """Ends, and computes the results. Raises RuntimeError if it has not begun."""
+        """Ends the profile and computes its results. Raises RuntimeError if it has not begun."""
         if not self.enabled:
             return False
         if self._profiling is None:
             raise RuntimeError("the profile has not begun: call __enter__ first")
-        if self._over:
+        if self._is_closed:
             return False
-        self._over = True
+        self._is_closed = True
         self._profiling.stop_collecting(self)
-        here = self._profiling.agent.info.id
+        local_node = self._profiling.agent.info.id
         with self._lock:
             calls, self._calls = self._calls, []
         self.process_global_function_events = [
             sorted(
-                decode_events(events, self._started_ns, here),
+                decode_events(events, self._started_ns, local_node),
                 key=lambda e: (e.time_range.start, -e.time_range.end),
             )
             for events in calls
@@ -104,7 +104,7 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
         return False
 
     def add(self, events: list[agent_pb2.ProfileEvent]) -> None:
-        """See Collector."""
+        """Adds the events of one call; see Collector."""
         if events:
             with self._lock:
                 self._calls.append(events)

@@ -1,10 +1,10 @@
-"""Open profiles, and the remote calls made in them.
+"""Sessions: the remote calls that are made in an open profile of torch's.
 
-A session belongs to one open profile of torch's: a user's, or the one that a worker opens around a function
-that it runs for a caller who profiles. torch's profilers are per thread, and so are sessions.
+A session belongs to one open profile: a user's, or the one that a worker opens around a function that it runs
+for a caller that profiles. torch's profilers are per thread, and so are sessions.
 
-The event of a call must be ended while its profile is still open. Ended later it would write into memory that
-torch's kineto profiler has given back. So a session that closes ends the events of the calls that are under way.
+The event of a call must be ended while its profile is open; ended later, it would write into memory that torch's
+kineto profiler has freed. So a session that is closed ends the events of the calls in flight.
 """
 
 import logging
@@ -28,98 +28,112 @@ from ...torch_internals import (
 )
 from .events import encode_records, merge_events, relabel
 
-__all__ = ["ProfiledCall", "Session", "TorchHooks", "current_session", "hooks"]
+__all__ = ["ProfiledCall", "Session", "TorchHooks", "current_session", "torch_hooks"]
 
-_mine = threading.local()
+_thread_state = threading.local()
 
 log = logging.getLogger(__name__)
 
 
 def current_session() -> "Session | None":
-    """The session of this thread's open profile."""
-    session: Session | None = getattr(_mine, "session", None)
-    return session if session is not None and not session.closed else None
+    """Returns the session of the profile that is open on this thread; None without one."""
+    session: Session | None = getattr(_thread_state, "session", None)
+    return session if session is not None and not session.is_closed else None
 
 
 @final
 class Session:
-    """What belongs to an open profile beyond what torch records. Safe to use from any thread."""
+    """What an open profile has beyond torch's records: its remote calls, and other workers' events.
 
-    def __init__(self, config: agent_pb2.ProfileHeader, *, kineto: bool = False) -> None:
+    Thread-safe.
+    """
+
+    def __init__(self, config: agent_pb2.ProfileHeader, *, is_kineto: bool = False) -> None:
+        """Args: config: what the profile records. is_kineto: whether the profile is one of torch.profiler."""
         self.config = config
-        self.kineto = kineto
+        self.is_kineto = is_kineto
         self.started_ns = time.time_ns()
-        self.closed = False
+        self.is_closed = False
         self._lock = threading.Lock()
-        self._recording = True
+        self._is_recording = True
+        """Whether torch records in this profile."""
         self._calls: set[ProfiledCall] = set()
         self._events: list[agent_pb2.ProfileEvent] = []
 
-    def call(self, key: str, node: int) -> "ProfiledCall":
-        """Begins the event of a call that worker `node` makes."""
+    def start_call(self, key: str, node: int) -> "ProfiledCall":
+        """Begins the event of a call. Args: key: the event's name. node: the id of this worker."""
         call = ProfiledCall(self, key, node)
         with self._lock:
             self._calls.add(call)
         return call
 
-    def finish(self, call: "ProfiledCall", received: list[agent_pb2.ProfileEvent]) -> None:
-        """Ends the event of a call, with what its callee recorded. Does nothing the second time."""
+    def finish_call(self, call: "ProfiledCall") -> None:
+        """Ends the event of a call and adds its callee's events. Does nothing if it has been done."""
         with self._lock:
             if call not in self._calls:
                 return
             self._calls.discard(call)
-            call.end()
+            call.end_event()
             end_ns = time.time_ns()
-            relabel(received, call.key, call.started_ns, end_ns)
-            if not self._recording:
-                self._events.append(call.event(end_ns))
-            self._events.extend(received)
+            relabel(call.callee_events, call.key, call.started_ns, end_ns)
+            if not self._is_recording:
+                self._events.append(call.to_event(end_ns))
+            self._events.extend(call.callee_events)
 
     def close(self) -> list[agent_pb2.ProfileEvent]:
-        """Ends the events of calls that are under way; what other workers recorded."""
+        """Ends the events of the calls in flight.
+
+        Returns the events that torch has not recorded in this profile.
+        """
         with self._lock:
-            self.closed = True
+            self.is_closed = True
             while self._calls:
-                self._calls.pop().end()
+                self._calls.pop().end_event()
             return self._events
 
-    # As the profile around a function that this worker runs.
-
     def run(self, node: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a function with torch's legacy profiler on. The session stays open for calls under way."""
+        """Runs a function with torch's legacy profiler enabled, and returns its result.
+
+        The session stays open for the calls in flight.
+
+        Args:
+            node: the id of this worker.
+            function: called with `args`.
+            args: positional arguments.
+        """
         enable_legacy_profiler(_torch_config(self.config))
-        _mine.session = self
+        _thread_state.session = self
         try:
             return function(*args)
         finally:
-            _mine.session = None
+            _thread_state.session = None
             with self._lock:
-                # What ends from now on torch does not write down.
-                self._recording = False
-                if profiler_enabled():  # not if the function has switched it off
-                    self._take_records(node)
+                # torch does not record the calls that end from now on.
+                self._is_recording = False
+                if profiler_enabled():  # not if the function has disabled it
+                    self._collect_records(node)
 
-    def _take_records(self, node: int) -> None:
+    def _collect_records(self, node: int) -> None:
         records = disable_legacy_profiler()
         try:
             self._events.extend(encode_records(records, node))
-        except Exception:  # torch's parser found them odd: the call is not to fail for it
-            log.exception("the profile of a call cannot be read")
+        except Exception:  # torch's parser rejects them; the call must not fail for that
+            log.exception("torch cannot parse the profile of a call")
 
 
 @final
 class ProfiledCall:
-    """The event of one call."""
+    """A remote call in a profile, from when it is made until its answer has arrived."""
 
     def __init__(self, session: Session, key: str, node: int) -> None:
         self.key = key
         self.started_ns = time.time_ns()
-        self.received: list[agent_pb2.ProfileEvent] = []
-        """What the callee recorded."""
+        self.callee_events: list[agent_pb2.ProfileEvent] = []
+        """What the callee has recorded; set when the answer arrives."""
         self._session = session
         self._node = node
-        # torch ends an event only on a thread that has the profiler's state. It gives that of this thread to
-        # what it does when a future is done, whichever thread does it.
+        # torch ends an event only on a thread that has the profiler's state. It gives this thread's state to the
+        # callbacks of a future, whichever thread completes it.
         self._ended: torch.futures.Future[None] = torch.futures.Future()
         scope = record_function(key)
         scope.__enter__()
@@ -127,19 +141,19 @@ class ProfiledCall:
 
     @property
     def config(self) -> agent_pb2.ProfileHeader:
-        """How its caller profiles."""
+        """What the caller's profile records, and so the callee's is to record."""
         return self._session.config
 
     def finish(self) -> None:
-        """The call is over."""
-        self._session.finish(self, self.received)
+        """Ends the call's event, with the callee's events if they have arrived."""
+        self._session.finish_call(self)
 
-    def end(self) -> None:
-        """Ends the event in torch's profiler. The session calls it, once."""
+    def end_event(self) -> None:
+        """Ends the event in torch's profiler. Called once, by the session."""
         self._ended.set_result(None)
 
-    def event(self, end_ns: int) -> agent_pb2.ProfileEvent:
-        """The event of a call that outlasts what torch has recorded."""
+    def to_event(self, end_ns: int) -> agent_pb2.ProfileEvent:
+        """Returns the event of a call that ends at `end_ns`, after torch has stopped recording."""
         return agent_pb2.ProfileEvent(
             name=self.key,
             node_id=self._node,
@@ -152,86 +166,93 @@ class ProfiledCall:
 
 @final
 class TorchHooks:
-    """Makes torch's profiles open sessions. All that is changed in torch is changed and put back here.
+    """Makes torch's profiles open and close sessions. Only this class patches torch, and it restores it.
 
-    `_start_trace` and `__exit__` of both classes of profiles are wrapped while an agent runs or a session is
-    open. torch has no other place to learn of a profile's begin, end and configuration from Python.
+    `_start_trace` and `__exit__` of torch's two profile classes are wrapped while an agent runs or a session is
+    open. torch offers Python no other way to observe when a profile begins and ends, and what it records.
     """
 
-    _PLACES = ((profiler_legacy.profile, False), (profiler.profile, True))
+    _PROFILE_CLASSES = ((profiler_legacy.profile, False), (profiler.profile, True))
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders = 0
-        self._before: list[tuple[type, str, Any]] = []
+        self._users = 0
+        self._originals: list[tuple[type, str, Any]] = []
 
-    def hold(self) -> None:
-        """Has the hooks installed until `release`."""
+    def acquire(self) -> None:
+        """Keeps the hooks installed until `release`. May be called any number of times."""
         with self._lock:
-            self._holders += 1
-            if self._holders == 1:
-                for kind, kineto in self._PLACES:
-                    self._wrap(kind, "_start_trace", _starting(self, kind._start_trace, kineto))
-                    self._wrap(kind, "__exit__", _exiting(self, kind.__exit__, kineto))
+            self._users += 1
+            if self._users == 1:
+                for kind, is_kineto in self._PROFILE_CLASSES:
+                    self._wrap(kind, "_start_trace", _make_start_trace(self, kind._start_trace, is_kineto))
+                    self._wrap(kind, "__exit__", _make_exit(self, kind.__exit__, is_kineto))
 
     def release(self) -> None:
-        """The counterpart of `hold`."""
+        """Ends one `acquire`; the last one restores torch."""
         with self._lock:
-            self._holders -= 1
-            while not self._holders and self._before:
-                setattr(*self._before.pop())
+            self._users -= 1
+            while not self._users and self._originals:
+                setattr(*self._originals.pop())
 
     def _wrap(self, kind: type, name: str, wrapper: Any) -> None:
-        self._before.append((kind, name, getattr(kind, name)))
+        self._originals.append((kind, name, getattr(kind, name)))
         setattr(kind, name, wrapper)
 
 
-hooks = TorchHooks()
+torch_hooks = TorchHooks()
+"""The hooks of this process."""
 
 
-def _starting(held: TorchHooks, original: Callable[[Any], None], kineto: bool) -> Callable[[Any], None]:
+def _make_start_trace(
+    hooks: TorchHooks, original: Callable[[Any], None], is_kineto: bool
+) -> Callable[[Any], None]:
+    """Returns a `_start_trace` that also opens a session."""
+
     def start_trace(profile: Any) -> None:
         original(profile)
-        held.hold()
-        session = Session(_config_of(profile), kineto=kineto)
-        profile.__dict__["_gradwire_session"] = _mine.session = session
+        hooks.acquire()
+        session = Session(_config_of(profile), is_kineto=is_kineto)
+        profile.__dict__["_gradwire_session"] = _thread_state.session = session
 
     return start_trace
 
 
-def _exiting(held: TorchHooks, original: Callable[..., Any], kineto: bool) -> Callable[..., Any]:
+def _make_exit(hooks: TorchHooks, original: Callable[..., Any], is_kineto: bool) -> Callable[..., Any]:
+    """Returns an `__exit__` that also closes the session and merges its events."""
+
     def exit_(profile: Any, *exception: Any) -> Any:
-        if (session := _take_session(profile)) is None:
+        if (session := _pop_session(profile)) is None:
             return original(profile, *exception)
         events = session.close()
-        if events and kineto:
+        if events and is_kineto:
             _merge_later(profile, events)
         try:
             outcome = original(profile, *exception)
         finally:
-            held.release()
-        if events and not kineto:
+            hooks.release()
+        if events and not is_kineto:
             merge_events(profile.function_events, events, session.started_ns)
         return outcome
 
     return exit_
 
 
-def _take_session(profile: Any) -> Session | None:
+def _pop_session(profile: Any) -> Session | None:
     session: Session | None = profile.__dict__.pop("_gradwire_session", None)
-    if session is not None and getattr(_mine, "session", None) is session:
-        _mine.session = None
+    if session is not None and getattr(_thread_state, "session", None) is session:
+        _thread_state.session = None
     return session
 
 
 def _merge_later(profile: Any, events: list[agent_pb2.ProfileEvent]) -> None:
-    """Has a kineto profile merge events when it computes its own, which is when somebody asks for them."""
+    """Has a kineto profile merge events when it computes its own, which it does when they are first read."""
     original = type(profile)._ensure_function_events
 
     def _ensure_function_events() -> None:
-        due = profile._function_events is None
+        is_first_read = profile._function_events is None
         original(profile)
-        if due:
+        if is_first_read:
             profile.__dict__.pop("_ensure_function_events", None)
             merge_events(profile._function_events, events, profile.kineto_results.trace_start_ns())
 

@@ -1,1 +1,1 @@
-"""`rpc_stream`: the items that a remote function yields, one by one."""
+"""`rpc_stream`: the items that a remote generator yields, one by one."""

@@ -1,9 +1,9 @@
-"""The consuming end of a stream: items in their order, and credit for those that have been taken."""
+"""The consuming end of a stream: puts items into their order, and sends credit for those that have been taken."""
 
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from ...errors import SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
@@ -14,203 +14,251 @@ from ..execution.futures import Future, error_of
 from ..execution.kept_errors import copy_error
 from ..wire.failures import decode_failure
 
-__all__ = ["CLOSE", "NothingYetError", "StreamConsumer"]
+__all__ = ["CLOSE", "ItemNotReadyError", "StreamConsumer"]
 
 CLOSE = "stream.close"
-"""The kind of control message that has a producer close its generator."""
+"""The kind of control message by which a consumer has the producer close its generator."""
 
 CREDITS_PER_WINDOW = 4
-"""Credit is told when this part of a window has been consumed, so that small items share one message. What
-is consumed and not told is always less than a window, so the producer never waits for credit in vain."""
+"""Credit is sent when this fraction of a window (one in so many) has been taken, so that small items share a
+message. What has been taken without credit is always less than a window, so the producer never waits for credit
+in vain."""
 
 
-class NothingYetError(Exception):
-    """The next item is not here."""
+class ItemNotReadyError(Exception):
+    """The next item of a stream has not arrived."""
+
+
+class _Item(NamedTuple):
+    value: Any
+    error: Exception | None
+    """Why the item cannot be decoded; raised in its place."""
+    nbytes: int
 
 
 @final
 class StreamConsumer:
-    """What has come of one stream and has not been taken. Safe to use from any thread."""
+    """The items of one stream that have arrived and have not been taken. Safe to use from any thread."""
 
     def __init__(
         self,
         agent: RpcAgent,
         producer: WorkerInfo,
-        items: int,
-        nbytes: int,
-        closed: "Callable[[StreamConsumer], None]",
+        window_items: int,
+        window_bytes: int,
+        on_closed: "Callable[[StreamConsumer], None]",
     ) -> None:
-        """`closed` is told when nothing that comes is wanted any more."""
+        """Makes the consumer of a stream that has not been requested yet.
+
+        Args:
+            agent: the agent of this worker.
+            producer: the worker that runs the generator.
+            window_items: number of sent items that have not been taken at which the producer pauses.
+            window_bytes: bytes of such items at which it pauses.
+            on_closed: called with this consumer, maybe more than once, when it accepts no more items.
+        """
         self.id = 0
+        """The id of the STREAM_OPEN request, once it has one."""
         self.producer = producer
-        self.over = False
-        """Has the last item been taken, or the stream been closed?"""
+        self.is_done = False
+        """Whether the last item has been taken, or the stream has been closed."""
         self.buffered_bytes = 0
+        """Bytes of the items that wait to be taken."""
         self._agent = agent
-        self._closed = closed
+        self._on_closed = on_closed
         self._changed = threading.Condition()
-        self._window = agent_pb2.StreamHeader(items=items, nbytes=nbytes)
+        self._window = agent_pb2.StreamHeader(items=window_items, nbytes=window_bytes)
         self._wakers: set[Callable[[], None]] = set()
         self._answer: Future[Any] | None = None
-        self._buffer: dict[int, tuple[Any, Exception | None, int]] = {}
-        self._taken = 0
+        self._buffer: dict[int, _Item] = {}
+        """The items that wait to be taken, by index."""
+        self._taken_items = 0
         self._taken_bytes = 0
-        self._told = agent_pb2.StreamHeader()
-        self._opened = False
-        """Does the producer know the stream, so that it can be told to close it?"""
-        self._count: int | None = None
-        """How many items there are, once that is known."""
+        self._credit = agent_pb2.StreamHeader()
+        """The running totals that the producer has been sent last."""
+        self._is_open_at_producer = False
+        """Whether the producer knows the stream, and so can be told to close it."""
+        self._item_count: int | None = None
+        """How many items the stream has; None until that is known."""
         self._error: Exception | None = None
-        """What is raised after the last item."""
-        self._broken = False
-        """Is that after the last item that has come, because no others will?"""
+        """What is raised after the last item; None to end the iteration."""
+        self._is_broken = False
+        """Whether the stream ends after the items that have arrived, because no others will."""
 
-    def head(self, envelope: agent_pb2.Envelope) -> None:
-        """Takes the request's id, and tells the producer the window."""
+    def fill_header(self, envelope: agent_pb2.Envelope) -> None:
+        """Takes the id of the STREAM_OPEN request, and puts the window into its header."""
         self.id = envelope.id
         envelope.stream.CopyFrom(self._window)
 
-    def answered_by(self, answer: Future[Any]) -> None:
-        """The future of the answer to STREAM_OPEN, which comes when the stream is over."""
+    def set_answer(self, answer: Future[Any]) -> None:
+        """Sets the future of the answer to STREAM_OPEN, which arrives when the stream ends."""
         self._answer = answer
-        answer.add_done_callback(lambda _: self._end(answer))
+        answer.add_done_callback(lambda _: self._on_answer(answer))
 
-    # What comes from the producer.
+    # From the producer.
 
-    def opened(self) -> bool:
-        """The producer knows the stream; False if it is not wanted any more."""
+    def on_opened(self) -> bool:
+        """Notes that the producer knows the stream. Returns False if this consumer is done already."""
         with self._changed:
-            self._opened = True
-            return not self.over
+            self._is_open_at_producer = True
+            return not self.is_done
 
-    def put(self, index: int, value: Any, error: Exception | None, nbytes: int) -> None:
-        """An item has come, or cannot be read."""
+    def on_item(self, index: int, value: Any, error: Exception | None, nbytes: int) -> None:
+        """Buffers an item, or the error that is raised in its place. Ignores duplicates."""
         with self._changed:
-            if self.over or index < self._taken or index in self._buffer:
+            if self.is_done or index < self._taken_items or index in self._buffer:
                 return
-            self._buffer[index] = (value, error, nbytes)
+            self._buffer[index] = _Item(value, error, nbytes)
             self.buffered_bytes += nbytes
-            self._tell()
+            self._notify()
 
-    def _end(self, answer: Future[Any]) -> None:
+    def _on_answer(self, answer: Future[Any]) -> None:
+        """Notes how the stream ends: after how many items, and with which error."""
         error, count = error_of(answer), None
         if error is None:
             count, failure = answer.value()
             error = decode_failure(failure, self.producer.name) if failure else None
         with self._changed:
-            self._count, self._error, self._broken = count, error, count is None
-            self._tell()
+            self._item_count, self._error, self._is_broken = count, error, count is None
+            self._notify()
 
-    def broken(self, error: Exception) -> None:
-        """No further item will come."""
+    def fail(self, error: Exception) -> None:
+        """Ends the stream with an error after the items that have arrived, unless all of them have."""
         with self._changed:
-            if self._count is None or self._taken + len(self._buffer) < self._count:
-                self._error, self._broken = error, True
-                self._tell()
+            if self._item_count is None or self._taken_items + len(self._buffer) < self._item_count:
+                self._error, self._is_broken = error, True
+                self._notify()
 
-    # What the program takes.
+    # To the program.
 
     def take(self) -> Any:
-        """The next item.
+        """Returns the next item.
 
         Raises:
-            NothingYetError: it has not come.
-            StopIteration: there is none.
+            ItemNotReadyError: the item has not arrived.
+            StopIteration: the stream has ended.
             Exception: what ended the stream, after its last item.
         """
         with self._changed:
-            if self.over:
+            if self.is_done:
                 raise StopIteration
-            if self._taken in self._buffer:
-                value, error, nbytes = self._buffer.pop(self._taken)
-                self._taken += 1
-                self._taken_bytes += nbytes
-                self.buffered_bytes -= nbytes
+            if self._taken_items in self._buffer:
+                item = self._pop_next()
+                # Without credit the producer stops, so a stream whose credit cannot be sent is over.
+                error = item.error if item.error is not None else self._send_credit()
                 if error is None:
-                    try:
-                        self._tell_credit()
-                    except SendFailedError as failure:
-                        error = failure  # without credit the producer stops: the stream is over
-                    else:
-                        return value
-            elif self.ready():
+                    return item.value
+            elif self.is_ready():
                 error = self._error
             else:
-                raise NothingYetError
-            dropped = self._close()
+                raise ItemNotReadyError
+            dropped = self._mark_done()
         del dropped
-        self._finish()
-        if error is None:
-            raise StopIteration
-        if isinstance(error, StopIteration | StopAsyncIteration):  # which would pass for the end
-            raise RuntimeError(f"the function to stream raised {type(error).__name__}") from error
-        raise copy_error(error) from error.__cause__
+        self._end()
+        raise _end_of_iteration(error)
+
+    def _pop_next(self) -> _Item:
+        """Takes the next item, which must be there, out of the buffer. Called with the lock."""
+        item = self._buffer.pop(self._taken_items)
+        self._taken_items += 1
+        self._taken_bytes += item.nbytes
+        self.buffered_bytes -= item.nbytes
+        return item
 
     def wait(self, seconds: float | None) -> bool:
-        """Waits until `take` has something to say; False if that takes more than `seconds`."""
+        """Waits until `take` does not raise ItemNotReadyError. Returns False after `seconds`; None is no limit."""
         with self._changed:
-            return self._changed.wait_for(self.ready, seconds)
+            return self._changed.wait_for(self.is_ready, seconds)
 
-    def ready(self) -> bool:
-        """Has `take` something to say?"""
-        at_end = self._count is not None and self._taken >= self._count
-        return self.over or self._taken in self._buffer or at_end or self._broken
+    def is_ready(self) -> bool:
+        """Returns whether `take` has an item or the end of the stream to tell."""
+        is_at_end = self._item_count is not None and self._taken_items >= self._item_count
+        return self.is_done or self._taken_items in self._buffer or is_at_end or self._is_broken
 
-    def wake(self, waker: Callable[[], None]) -> bool:
-        """Has `waker` called once, as soon as `take` may have something to say; False if it has already."""
+    def add_waker(self, waker: Callable[[], None]) -> bool:
+        """Has `waker` called once when `is_ready` becomes true.
+
+        Returns False, without a call, if it is true now.
+        """
         with self._changed:
-            if self.ready():
+            if self.is_ready():
                 return False
             self._wakers.add(waker)
             return True
 
-    def forget(self, waker: Callable[[], None]) -> None:
-        """Does not call `waker` any more."""
+    def remove_waker(self, waker: Callable[[], None]) -> None:
+        """Has `waker` not called any more."""
         with self._changed:
             self._wakers.discard(waker)
 
     def close(self) -> None:
-        """Takes no more items, and has the producer close its generator. Does not wait for it."""
+        """Accepts no more items, and has the producer close its generator. Does not wait for that."""
         with self._changed:
-            dropped = self._close()
+            dropped = self._mark_done()
         del dropped
-        self._finish()
+        self._end()
 
-    def _close(self) -> dict[int, tuple[Any, Exception | None, int]]:
-        """Returns the items that nobody took, to be let go without the lock."""
-        self.over = True
+    def _mark_done(self) -> dict[int, _Item]:
+        """Marks the stream as done.
+
+        Called with the lock; returns the items to drop without it, for their finalizers.
+        """
+        self.is_done = True
         dropped, self._buffer = self._buffer, {}
         self.buffered_bytes = 0
-        self._tell()
+        self._notify()
         return dropped
 
-    def _finish(self) -> None:
-        self._closed(self)
-        # What the producer does not know yet it is told to close when it says that it does. This must not be lost.
-        if self._answer is not None and self._answer.cancel() and self._opened:
+    def _end(self) -> None:
+        """Forgets the stream, and ends it at the producer. Called without the lock."""
+        self._on_closed(self)
+        # A control message, which does not get lost. If the producer does not know the stream yet, it is sent when
+        # STREAM_OPENED arrives.
+        if self._answer is not None and self._answer.cancel() and self._is_open_at_producer:
             self._agent.control.send(self.producer, CLOSE, self.id)
 
-    def _tell_credit(self) -> None:
-        items, nbytes = self._taken - self._told.items, self._taken_bytes - self._told.nbytes
-        due = (
+    def _send_credit(self) -> SendFailedError | None:
+        """Tells the producer what has been taken, if it is time to. Returns why that failed."""
+        if self._item_count is not None or not self._is_credit_due():
+            return None
+        self._credit = agent_pb2.StreamHeader(stream_id=self.id, items=self._taken_items, nbytes=self._taken_bytes)
+        credit = self._credit
+        try:
+            with contextlib.suppress(WorkerLostError):
+                self._agent.post(
+                    self.producer,
+                    MessageType.STREAM_CREDIT,
+                    None,
+                    header=lambda envelope: envelope.stream.CopyFrom(credit),
+                )
+        except SendFailedError as error:
+            return error
+        return None
+
+    def _is_credit_due(self) -> bool:
+        items, nbytes = self._taken_items - self._credit.items, self._taken_bytes - self._credit.nbytes
+        return (
             items * CREDITS_PER_WINDOW >= self._window.items or nbytes * CREDITS_PER_WINDOW >= self._window.nbytes
         )
-        if not due or self._count is not None:
-            return
-        self._told = agent_pb2.StreamHeader(stream_id=self.id, items=self._taken, nbytes=self._taken_bytes)
-        told = self._told
-        with contextlib.suppress(WorkerLostError):
-            self._agent.post(
-                self.producer,
-                MessageType.STREAM_CREDIT,
-                None,
-                header=lambda envelope: envelope.stream.CopyFrom(told),
-            )
 
-    def _tell(self) -> None:
-        if not self.ready():
+    def _notify(self) -> None:
+        """Wakes the waiting threads and event loops if `is_ready`. Called with the lock."""
+        if not self.is_ready():
             return
         self._changed.notify_all()
         for waker in self._wakers:
             waker()
         self._wakers.clear()
+
+
+def _end_of_iteration(error: Exception | None) -> Exception:
+    """Returns what to raise at the end of a stream that ended with this error, or without one."""
+    if error is None:
+        return StopIteration()
+    if isinstance(error, StopIteration | StopAsyncIteration):  # would look like the end of the stream
+        end: Exception = RuntimeError(f"the function to stream raised {type(error).__name__}")
+        end.__cause__ = error
+    else:
+        end = copy_error(error)
+        end.__cause__ = error.__cause__
+    return end

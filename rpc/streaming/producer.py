@@ -1,8 +1,8 @@
 """The producing end of a stream: a generator that runs while there is credit.
 
-Nobody waits here. The generator is advanced on a thread of the executor until its consumer has been sent a
-window's worth that it has not consumed; then the thread goes, and the message that brings the next credit
-goes on with it. So the steps of one generator run one after another, on changing threads.
+No thread waits for credit. A thread of the executor advances the generator until a window of items has been sent
+that the consumer has not taken, and is then free; the message that brings the next credit continues on its own
+thread. So the steps of one generator run one after another, on changing threads.
 """
 
 import asyncio
@@ -17,24 +17,29 @@ from ..contracts.agent import RpcAgent
 from ..contracts.messages import Incoming, MessageType
 from ..wire.failures import encode_failure
 
-__all__ = ["StreamProducer", "items_of"]
+__all__ = ["StreamProducer", "iterator_of"]
 
 USER_CODE_CALLERS = ("_next_item", "step")
-"""See tracebacks.py."""
+"""The functions here that call users' code, for `rpc.wire.tracebacks`."""
 
 log = logging.getLogger(__name__)
 
 
-def items_of(agent: RpcAgent, function: Callable[..., Any], result: Any) -> Iterator[Any]:
-    """What a streaming function's result is iterated with.
+def iterator_of(agent: RpcAgent, function: Callable[..., Any], result: Any) -> Iterator[Any]:
+    """Returns an iterator over the items that a streamed function yields.
+
+    Args:
+        agent: the agent of this worker.
+        function: the function, for errors.
+        result: what it has returned.
 
     Raises:
-        TypeError: the result is neither an iterator nor an asynchronous one.
+        TypeError: the result is neither an iterator nor an asynchronous iterator.
     """
     if isinstance(result, Iterator):
         return result
     if isinstance(result, AsyncIterator):
-        return _Stepped(agent, result)
+        return _SteppedAsyncIterator(agent, result)
     name = getattr(function, "__qualname__", repr(function))
     raise TypeError(
         f"{name} returned {type(result).__name__!r}, which cannot be streamed: rpc_stream needs a generator "
@@ -44,73 +49,81 @@ def items_of(agent: RpcAgent, function: Callable[..., Any], result: Any) -> Iter
 
 @final
 class StreamProducer:
-    """One generator, and what its consumer has not consumed yet."""
+    """Runs one generator, as far ahead of its consumer as the window allows. Safe to use from any thread."""
 
-    def __init__(self, agent: RpcAgent, opened: Incoming, items: Iterator[Any]) -> None:
-        self.consumer = opened.source
-        self.id = opened.envelope.id
+    def __init__(self, agent: RpcAgent, request: Incoming, items: Iterator[Any]) -> None:
+        """Args: agent: the agent of this worker. request: STREAM_OPEN. items: the generator."""
+        self.consumer = request.source
+        self.id = request.envelope.id
         self.done: Future[tuple[int, bytes]] = Future()
-        """How many items there were, and the failure that ended them if one did: the answer to STREAM_OPEN."""
+        """The answer to STREAM_OPEN: how many items there were, and the encoded failure that ended them, if
+        any."""
         self._agent = agent
-        self._opened = opened
+        self._request = request
         self._items = items
-        self._window = opened.envelope.stream
+        self._window = request.envelope.stream
         self._lock = threading.Lock()
-        self._advancing = False
-        self._closing = False
+        self._is_advancing = False
+        self._is_closing = False
         self._sent_items = 0
         self._sent_bytes = 0
-        self._consumed_items = 0
-        self._consumed_bytes = 0
+        self._taken_items = 0
+        self._taken_bytes = 0
 
     @property
-    def unconsumed_bytes(self) -> int:
-        """Bytes that have been sent and that nobody is known to have consumed."""
-        return max(0, self._sent_bytes - self._consumed_bytes)
+    def outstanding_bytes(self) -> int:
+        """Bytes of the items that have been sent and that the consumer is not known to have taken."""
+        return max(0, self._sent_bytes - self._taken_bytes)
 
-    def credit(self, items: int, nbytes: int) -> None:
-        """So much has been consumed altogether. Goes on with the generator."""
+    def on_credit(self, items: int, nbytes: int) -> None:
+        """Continues the generator after the consumer has taken items.
+
+        Args:
+            items: how many it has taken in all.
+            nbytes: their bytes.
+        """
         with self._lock:
             # Messages overtake each other on the threads that handle them; the largest number is the latest. It
-            # may be more than is counted as sent, if the last item has been consumed before its `post` is over.
-            self._consumed_items = max(self._consumed_items, items)
-            self._consumed_bytes = max(self._consumed_bytes, nbytes)
+            # may be more than is counted as sent, if the last item has been taken before its `post` returns.
+            self._taken_items = max(self._taken_items, items)
+            self._taken_bytes = max(self._taken_bytes, nbytes)
         self.advance()
 
     def close(self) -> None:
-        """Closes the generator: now, or if it is being advanced, when it has yielded."""
+        """Closes the generator: now, or if another thread advances it, after its next item."""
         with self._lock:
-            self._closing = True
+            self._is_closing = True
         self.advance()
 
     def advance(self) -> None:
-        """Runs the generator until there is no credit, or no more item. Does nothing if another thread does."""
-        while self._begin():
-            with self._agent.serving(self._opened):
-                failure = b"" if self._closing else self._step()
+        """Runs the generator until there is no credit or it ends. Does nothing if another thread runs it."""
+        while self._start_step():
+            with self._agent.serving(self._request):
+                failure = b"" if self._is_closing else self._send_next_item()
                 if failure is not None:
                     self._close_items()
             if failure is not None:
                 self.done.set_result((self._sent_items, failure))
             with self._lock:
-                self._advancing = False
+                self._is_advancing = False
 
-    def _begin(self) -> bool:
+    def _start_step(self) -> bool:
+        """Returns whether this thread is to run the next step: no other does, and there is credit or an end."""
         with self._lock:
-            full = (
-                self._sent_bytes - self._consumed_bytes >= self._window.nbytes
-                or self._sent_items - self._consumed_items >= self._window.items
+            is_window_full = (
+                self._sent_bytes - self._taken_bytes >= self._window.nbytes
+                or self._sent_items - self._taken_items >= self._window.items
             )
-            if self._advancing or self.done.done() or (full and not self._closing):
+            if self._is_advancing or self.done.done() or (is_window_full and not self._is_closing):
                 return False
-            self._advancing = True
+            self._is_advancing = True
             return True
 
     def _next_item(self) -> Any:
         return next(self._items)
 
-    def _step(self) -> bytes | None:
-        """Sends one item. If there is none any more, the failure that ended them, empty if none did."""
+    def _send_next_item(self) -> bytes | None:
+        """Sends one item. At the end, returns the encoded failure; empty if there was none."""
         try:
             item = self._next_item()
             nbytes = self._agent.post(
@@ -118,8 +131,8 @@ class StreamProducer:
                 MessageType.STREAM_ITEM,
                 item,
                 what="the item",
-                header=self._head,
-                reply_to=self._opened,
+                header=self._fill_header,
+                reply_to=self._request,
             )
         except StopIteration:
             return b""
@@ -130,7 +143,7 @@ class StreamProducer:
             self._sent_bytes += nbytes
         return None
 
-    def _head(self, envelope: agent_pb2.Envelope) -> None:
+    def _fill_header(self, envelope: agent_pb2.Envelope) -> None:
         envelope.stream.stream_id = self.id
         envelope.stream.items = self._sent_items
 
@@ -145,8 +158,8 @@ class StreamProducer:
 
 
 @final
-class _Stepped:
-    """An asynchronous iterator as an ordinary one. Its event loop runs only while it is advanced."""
+class _SteppedAsyncIterator:
+    """Makes an asynchronous iterator an ordinary one, with an event loop that runs only during `next`."""
 
     def __init__(self, agent: RpcAgent, items: AsyncIterator[Any]) -> None:
         self._agent = agent

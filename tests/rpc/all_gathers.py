@@ -1,4 +1,4 @@
-"""Workers that gather through a process group of theirs."""
+"""Helpers for all_gathers that go through a process group of the workers."""
 
 import time
 
@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from gradwire import rpc
 from gradwire.errors import ProcessGroupError
-from gradwire.rpc.collectives import all_gather_group as gather_group
+from gradwire.rpc.collectives import all_gather_group
 from gradwire.rpc.contracts.agent import current_agent
 
 MIB = 2**20
 AT_ONCE = rpc.AllGatherOptions(after=1)
-"""Groups form after the first gathering."""
+"""Groups form after the first round."""
 
 
 def groups() -> int:
@@ -19,27 +19,27 @@ def groups() -> int:
 
 
 def went_through_group() -> bool:
-    """Did the last gathering of all workers?"""
-    finished = current_agent()._all_gather_service._finished
-    return finished["user", tuple(range(len(current_agent().workers())))][1].flat
+    """Returns whether the last all_gather of all workers went through a process group."""
+    finished = current_agent()._all_gather_service._leader._finished
+    return finished["user", tuple(range(len(current_agent().workers())))][1].is_flat
 
 
 def form(names: list[str] | None = None) -> None:
-    """Gathers until all have a group, and know that all have. All call it at once."""
-    here = len(names or rpc.debug_info()["transports"])
+    """Runs all_gather until all workers have joined a group and know it. All of them call it at once."""
+    size = len(names or rpc.debug_info()["transports"])
     deadline = time.monotonic() + 30
-    while sum(bool(count) for count in rpc.all_gather(groups_of(names), names).values()) < here:
+    while sum(bool(count) for count in rpc.all_gather(has_group(names), names).values()) < size:
         assert time.monotonic() < deadline, "no group has formed"
 
 
-def groups_of(names: list[str] | None) -> bool:
-    """Has the group of these workers come together?"""
+def has_group(names: list[str] | None) -> bool:
+    """Returns whether this worker has joined a group of these workers."""
     ids = tuple(sorted(rpc.get_worker_info(name).id for name in names or rpc.debug_info()["transports"]))
-    return current_agent()._all_gather_service.paths.status(ids).formed
+    return current_agent()._all_gather_service._group_rounds.status(ids).is_formed
 
 
 def grouped(workers, count: int, **options) -> list:
-    """Workers that have a group."""
+    """Starts workers that have a process group."""
     started = workers.rpc(count, all_gather=options.pop("all_gather", AT_ONCE), **options)
     workers.each(started, form)
     assert workers.each(started, groups) == [1] * count
@@ -63,16 +63,16 @@ def same(one: object, other: object) -> bool:
 
 
 def fail_once(when: str) -> None:
-    """Has this worker not get the next result, although the others may."""
-    exchange = gather_group._exchange
+    """Has the next round through a group fail on this worker, although the others may get the result."""
+    exchange = all_gather_group._exchange
 
     def failing(*args: object) -> None:
-        gather_group._exchange = exchange
+        all_gather_group._exchange = exchange
         if when == "after":
             exchange(*args)
         raise ProcessGroupError("on purpose")
 
-    gather_group._exchange = failing
+    all_gather_group._exchange = failing
 
 
 def rounds(count: int, timeout: float = 30) -> list[dict[str, int]]:

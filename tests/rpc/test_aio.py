@@ -88,7 +88,7 @@ def test_values_of_references_are_awaited(workers, to):
             await asyncio.wait_for(rref.to_here_async(), 0.05)
         await aio.call(to, set_event, ("value",))
         assert not rref._get_future().cancel()  # others may have the reference by now
-        assert await rref.to_here_async() == "value"  # the value was not given up
+        assert await rref.to_here_async() == "value"  # the value has not been dropped
         assert await rref.rpc_async().upper() == "VALUE"
 
     a.run(lambda: asyncio.run(check()))
@@ -96,8 +96,8 @@ def test_values_of_references_are_awaited(workers, to):
     b.run(assert_clean)
 
 
-def test_what_was_not_sent_is_not_sent(workers):
-    """The peer, stopped before it is connected to, accepts nothing; later it serves what was not cancelled."""
+def test_a_cancelled_call_that_is_queued_is_not_sent(workers):
+    """The peer is stopped before it is connected to, and later serves the calls that were not cancelled."""
     a, b = workers.rpc(2)
     os.kill(b.pid, signal.SIGSTOP)
 
@@ -137,14 +137,14 @@ def test_what_was_not_sent_is_not_sent(workers):
     b.run(assert_clean)
 
 
-def test_what_was_sent_in_part_is_not_begun(workers):
+def test_a_cancelled_call_that_was_sent_in_part_does_not_run(workers):
     a, b = workers.rpc(2)
 
     def start() -> None:
         rpc.rpc_sync("worker1", add, (torch.zeros(MIB), 1))
         os.kill(b_pid, signal.SIGSTOP)
         rref = rpc.RRef("here")
-        # More than all buffers between the two hold.
+        # Larger than all buffers between the two workers.
         future = rpc.rpc_async("worker1", keep_first, ("cancelled", rref, torch.zeros(64 * MIB)))
         behind = rpc.rpc_async("worker1", keep_first, ("behind", rref, torch.zeros(MIB)))
         late = rpc.rpc_async("worker1", keep_first, ("not this one", rref, torch.zeros(MIB)))
@@ -166,7 +166,7 @@ def test_what_was_sent_in_part_is_not_begun(workers):
     b.run(assert_clean)
 
 
-def test_what_waits_for_a_thread_is_not_begun(agents):
+def test_a_cancelled_call_that_waits_for_a_thread_does_not_run(agents):
     a, b = agents(2)
     run, waiting = b._executor.submit, []
     b._executor.submit = lambda *task: waiting.append(task)  # the threads of b are all taken
@@ -184,7 +184,7 @@ def test_what_waits_for_a_thread_is_not_begun(agents):
     assert not len(b._server.cancellable)
 
 
-def test_what_runs_is_not_interrupted(workers):
+def test_a_running_call_is_not_interrupted(workers):
     a, b = workers.rpc(2)
 
     async def check() -> None:

@@ -1,13 +1,15 @@
-"""Values of several workers brought together."""
+"""all_gather by messages, through a leader."""
 
 import os
 import signal
 import threading
+from collections.abc import Mapping
 
 import pytest
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.collectives.all_gather import ASK, AllGatherService
+from gradwire.rpc.collectives.leader import ASK_RESULT, RoundLeader
+from gradwire.rpc.collectives.rounds import RoundResult
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import set_event, wait_for, wait_until
@@ -18,7 +20,7 @@ def gather(value: object) -> dict[int, object]:
     return agent.all_gather("test", value, agent.workers(), 30.0)
 
 
-def test_everybody_gets_everything(workers):
+def test_every_member_gets_all_values(workers):
     started = workers.rpc(3)
     for _ in range(3):
         pending = [worker.start(gather, f"from {worker.name}") for worker in started]
@@ -33,22 +35,22 @@ def test_members_that_die_drop_out(workers):
     assert [p.result() for p in pending] == [{0: "a", 2: "c"}] * 2
 
 
-def test_the_leader_dies_when_it_has_told_one_of_two(workers):
-    """The one that was told goes on to the next round; the other must get the result all the same."""
+def test_the_leader_dies_after_it_has_answered_one_of_two(workers):
+    """The member that was answered goes on to the next round; the other one still gets the result."""
     a, b, c = workers.rpc(3)
 
     def die_between_answers() -> None:
-        def complete(self: AllGatherService) -> None:
+        def answer_one(self: RoundLeader) -> None:
             with self._lock:
-                for key, gathering in self._open.items():
-                    if gathering.complete:
-                        # Not the last to come: its request is still being handled here.
-                        told, member = next((i, m) for i, m in enumerate(gathering.values) if m != 0)
-                        gathering.answers[told].set_result(gathering.outcome(key[1]))
+                for open_round in self._open.values():
+                    if not open_round.missing:
+                        # Not the last one to arrive: its request is still being handled here.
+                        answered, member = next((i, m) for i, m in enumerate(open_round.values) if m != 0)
+                        open_round.answers[answered].set_result(open_round.result())
                         wait_until(lambda member=member: rpc.rpc_sync(member, rounds_finished) == 1)
                         os.kill(os.getpid(), signal.SIGKILL)
 
-        AllGatherService._complete = complete
+        RoundLeader._finish_complete_rounds = answer_one
 
     a.run(die_between_answers)
     a.start(gather, "a")
@@ -60,37 +62,37 @@ def test_the_leader_dies_when_it_has_told_one_of_two(workers):
         assert second == {1: "b", 2: "c"}
 
 
-def test_the_leader_dies_when_it_has_told_one_that_does_not_come_again(workers):
-    """The next leader asks for the result, and gets it although whom it asks has not got it by then."""
+def test_the_leader_dies_after_it_has_answered_a_member_that_calls_no_more(workers):
+    """The next leader asks that member for the result, which the member has not recorded by then, and gets it."""
     a, b, c, d = workers.rpc(4)
 
     def die_between_answers() -> None:
-        def complete(self: AllGatherService) -> None:
+        def answer_one(self: RoundLeader) -> None:
             with self._lock:
-                for key, gathering in self._open.items():
-                    if gathering.complete:
-                        answer = gathering.answers[list(gathering.values).index(2)]
-                        answer.set_result(gathering.outcome(key[1]))
+                for open_round in self._open.values():
+                    if not open_round.missing:
+                        answer = open_round.answers[list(open_round.values).index(2)]
+                        answer.set_result(open_round.result())
                         rpc.rpc_sync("worker2", wait_for, ("about to finish",))
                         os.kill(os.getpid(), signal.SIGKILL)
 
-        AllGatherService._complete = complete
+        RoundLeader._finish_complete_rounds = answer_one
 
     def be_slow() -> None:
-        all_gather, finish = current_agent()._all_gather_service, AllGatherService._finish
+        leader, finish = current_agent()._all_gather_service._leader, RoundLeader.finish
         was_asked = threading.Event()
 
-        def ask(leader: rpc.WorkerInfo, key: object) -> None:
-            all_gather._asked(leader, key)
+        def on_ask(other: rpc.WorkerInfo, key: tuple[object, ...]) -> None:
+            leader._on_ask(other, key)
             was_asked.set()
 
-        def finish_when_asked(self: AllGatherService, *args: object) -> None:
+        def finish_when_asked(self: RoundLeader, *args: object) -> None:
             set_event("about to finish")
             assert was_asked.wait(30)
             finish(self, *args)
 
-        current_agent().control.on(ASK, ask)
-        AllGatherService._finish = finish_when_asked
+        current_agent().control.on(ASK_RESULT, on_ask)
+        RoundLeader.finish = finish_when_asked
 
     c.run(be_slow)
     a.run(die_between_answers)
@@ -105,10 +107,14 @@ def twice(value: str) -> tuple[dict[int, object], dict[int, object]]:
 
 
 def rounds_finished() -> int:
-    return len(current_agent()._all_gather_service._finished)
+    return len(finished_rounds())
 
 
-def test_who_could_not_send_its_value_is_still_in_the_same_round(workers):
+def finished_rounds() -> Mapping[object, tuple[int, RoundResult]]:
+    return current_agent()._all_gather_service._leader._finished
+
+
+def test_a_member_whose_value_does_not_pickle_repeats_the_round(workers):
     started = workers.rpc(2)
 
     def fail_then_gather() -> dict[int, object]:
@@ -121,7 +127,7 @@ def test_who_could_not_send_its_value_is_still_in_the_same_round(workers):
 
 
 def test_results_are_not_kept_for_members_that_are_gone(workers):
-    """Each change of the members makes another gathering; only the last result of the last one is kept."""
+    """Each change of the members begins another series of rounds; only the last result of the last one is kept."""
     a, b, c = workers.rpc(3)
     workers.each([a, b, c], gather, "all three")
     c.kill()

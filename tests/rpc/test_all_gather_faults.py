@@ -1,4 +1,4 @@
-"""Workers that die or are late while they gather through a process group."""
+"""Workers that die or arrive late in all_gathers through a process group."""
 
 import os
 import random
@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.c10d import group_membership as meeting
+from gradwire.c10d import group_membership
 from gradwire.c10d.engines.gloo.engine import GlooEngine
 from gradwire.errors import RpcTimeoutError
-from gradwire.rpc.collectives import all_gather_group as gather_group
+from gradwire.rpc.collectives import all_gather_group
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import wait_until
@@ -20,20 +20,20 @@ from tests.rpc.all_gathers import AT_ONCE, fail_once, form, grouped, groups, rou
 
 
 def die_once(when: str) -> None:
-    """Has this worker die in the next round."""
-    exchange = gather_group._exchange
+    """Has this worker die in the next round through a group."""
+    exchange = all_gather_group._exchange
 
     def dying(*args: object) -> None:
         if when == "after":
             exchange(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    gather_group._exchange = dying
+    all_gather_group._exchange = dying
 
 
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_one_does_not_get_what_the_others_may_have(workers, who, when):
+def test_a_member_fails_to_get_the_result_of_the_group(workers, who, when):
     started = grouped(workers, 4)
     started[who].run(fail_once, when)
     expected = [dict.fromkeys([worker.name for worker in started], number) for number in range(4)]
@@ -42,8 +42,8 @@ def test_one_does_not_get_what_the_others_may_have(workers, who, when):
     assert workers.each(started, groups) == [1] * 4
 
 
-def test_who_has_the_result_need_not_come_again(workers):
-    """The others get it from those who have it, although these gather no more."""
+def test_members_with_the_result_need_not_call_again(workers):
+    """The others get the result from them."""
     started = grouped(workers, 4)
     started[0].run(fail_once, "after")
     assert workers.each(started, rounds, 1) == [[dict.fromkeys([worker.name for worker in started], 0)]] * 4
@@ -73,8 +73,8 @@ def test_members_die_in_the_same_round(workers, victims, when):
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("GRADWIRE_ALL_GATHERS", "3"))))
-def test_members_die_and_are_late_at_random(workers, seed):
-    """Whatever happens, those that live get the same values in the same rounds."""
+def test_members_die_and_arrive_late_at_random(workers, seed):
+    """In any case, the living members get the same values in the same rounds."""
     chance = random.Random(seed)
     started = workers.rpc(5, all_gather=rpc.AllGatherOptions(after=chance.choice([1, 3])))
     victims = chance.sample(range(5), chance.choice([1, 2, 3]))
@@ -92,12 +92,12 @@ def test_members_die_and_are_late_at_random(workers, seed):
         number = 0
         me = current_agent().info.name
         while True:
-            on = time.monotonic() - begun < 1.5 or seconds is not None
+            goes_on = time.monotonic() - begun < 1.5 or seconds is not None
             if chance.random() < 0.01:
                 time.sleep(late[number % 6] / 100)
-            gathered = rpc.all_gather((number, on, bytes(chance.choice([0, 10, 9000]))), timeout=30)
+            gathered = rpc.all_gather((number, goes_on, bytes(chance.choice([0, 10, 9000]))), timeout=30)
             assert gathered[me][0] == number
-            seen.append({name: (n, on, len(more)) for name, (n, on, more) in gathered.items()})
+            seen.append({name: (n, on, len(rest)) for name, (n, on, rest) in gathered.items()})
             number += 1
             if not any(on for _, on, _ in gathered.values()):
                 failing.join()
@@ -110,26 +110,26 @@ def test_members_die_and_are_late_at_random(workers, seed):
     before = set(results[0][0])
     for number, gathered in enumerate(results[0]):
         assert {n for n, _, _ in gathered.values()} == {number}
-        assert gathered.keys() <= before  # nobody comes back
+        assert gathered.keys() <= before  # no member comes back
         before = set(gathered)
     assert before == {f"worker{rank}" for rank in range(5) if rank not in victims}
 
 
-def test_a_member_that_comes_later_than_half_of_the_timeout(workers):
+def test_a_member_that_arrives_after_half_of_the_timeout(workers):
     a, b, c = grouped(workers, 3)
     pending = [worker.start(rounds, 3, 6.0) for worker in (a, b)]
 
-    def come_late() -> list[dict[str, int]]:
-        # The others have given the group up, and wait by messages.
+    def arrive_late() -> list[dict[str, int]]:
+        # The others have abandoned the group, and wait by messages.
         wait_until(lambda: rpc.rpc_sync("worker0", groups) == rpc.rpc_sync("worker1", groups) == 0)
         return rounds(3, 6.0)
 
     expected = [{"worker0": number, "worker1": number, "worker2": number} for number in range(3)]
-    assert c.run(come_late) == expected
+    assert c.run(arrive_late) == expected
     assert [p.result() for p in pending] == [expected] * 2
 
 
-def test_a_timeout_says_who_is_missing(workers):
+def test_a_timeout_names_the_missing_member(workers):
     a, b, c = grouped(workers, 3)
 
     def time_out() -> None:
@@ -144,11 +144,11 @@ def test_a_timeout_says_who_is_missing(workers):
     assert workers.each([a, b, c], rounds, 3) == [expected] * 3
 
 
-def test_a_member_that_stands_still_when_the_others_have_its_value(workers):
+def test_a_member_that_hangs_after_the_others_have_its_value(workers):
     a, b, c = grouped(workers, 3)
 
-    def stop_after_showing() -> None:
-        exchange = gather_group._exchange
+    def stop_after_posting() -> None:
+        exchange = all_gather_group._exchange
 
         def stopping(engine: object, outputs: object, *args: object) -> None:
             slots = engine._slots
@@ -157,15 +157,15 @@ def test_a_member_that_stands_still_when_the_others_have_its_value(workers):
             def post_and_stop() -> None:
                 post()
                 slots.post_filled = post
-                gather_group._exchange = exchange
+                all_gather_group._exchange = exchange
                 os.kill(os.getpid(), signal.SIGSTOP)
 
             slots.post_filled = post_and_stop
             exchange(engine, outputs, *args)
 
-        gather_group._exchange = stopping
+        all_gather_group._exchange = stopping
 
-    c.run(stop_after_showing)
+    c.run(stop_after_posting)
     pending = c.start(rounds, 2)
     assert workers.each([a, b], rounds, 1) == [[dict.fromkeys(["worker0", "worker1", "worker2"], 0)]] * 2
     os.kill(c.pid, signal.SIGCONT)
@@ -174,12 +174,12 @@ def test_a_member_that_stands_still_when_the_others_have_its_value(workers):
 
 
 def use_gloo() -> None:
-    meeting.best_engine = GlooEngine
+    group_membership.best_engine = GlooEngine
 
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_workers_on_several_hosts(workers, victim):
-    """They use Gloo; here, without need."""
+    """They use Gloo; here it is forced on workers of one host."""
     started = workers.rpc(4, all_gather=AT_ONCE)
     workers.each(started, use_gloo)
     workers.each(started, form)

@@ -1,4 +1,4 @@
-"""Gatherings that go through a process group of the workers."""
+"""all_gather through a process group of the workers."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.c10d import group_membership as meeting
+from gradwire.c10d import group_membership
 from gradwire.errors import RpcTimeoutError, SerializationError
 from gradwire.rpc.contracts.agent import current_agent
 
@@ -38,7 +38,7 @@ def make_values(rank: int) -> dict[str, object]:
     }
 
 
-def test_results_are_those_by_messages(workers):
+def test_results_equal_those_by_messages(workers):
     started = grouped(workers, 3)
 
     def compare() -> None:
@@ -56,8 +56,8 @@ def test_results_are_those_by_messages(workers):
     workers.each(started, compare)
 
 
-def test_what_is_gathered_is_ones_own(workers):
-    """Whatever a worker does with its result, others that ask it for the result get what was gathered."""
+def test_each_worker_has_its_own_copy_of_the_result(workers):
+    """A worker that changes its result still tells others, which ask for the result, what was gathered."""
     a, b, c = grouped(workers, 3)
     b.run(fail_once, "after")
 
@@ -73,7 +73,7 @@ def test_what_is_gathered_is_ones_own(workers):
     assert others == [first] * 2
 
 
-def test_who_could_not_send_its_value_is_still_in_the_same_round(workers):
+def test_a_member_whose_value_does_not_pickle_repeats_the_round(workers):
     started = grouped(workers, 3)
 
     def fail_then_gather(fails: bool) -> dict[str, object]:
@@ -105,7 +105,7 @@ def read() -> Unreadable:
 
 
 @pytest.mark.parametrize("through_group", [True, False])
-def test_a_value_that_one_worker_cannot_read(workers, through_group):
+def test_a_value_that_one_worker_cannot_unpickle(workers, through_group):
     started = workers.rpc(3, all_gather=rpc.AllGatherOptions(enabled=through_group, after=1))
     if through_group:
         workers.each(started, form)
@@ -179,7 +179,7 @@ def test_threads_gather_on_different_sets(workers):
 
 
 def test_threads_gather_on_the_same_set(workers):
-    """They take turns, and all get the same."""
+    """Their rounds run one after another, and all workers get the same."""
     started = grouped(workers, 3)
 
     def gather() -> list[str]:
@@ -203,14 +203,14 @@ def test_threads_gather_on_the_same_set(workers):
     assert workers.each(started, groups) == [1] * 3
 
 
-def test_a_thread_that_waits_for_its_turn_times_out(workers):
+def test_a_thread_that_waits_for_an_earlier_round_times_out(workers):
     a, b = workers.rpc(2)
 
     def gather() -> tuple[dict[str, object], dict[str, object]]:
         results: list[dict[str, object]] = []
         first = threading.Thread(target=lambda: results.append(rpc.all_gather(1)))
         first.start()
-        wait_until(lambda: current_agent()._all_gather_service._rounds)
+        wait_until(lambda: current_agent()._all_gather_service._round_counts)
         with pytest.raises(RpcTimeoutError, match="an earlier collective among the same workers .* 'worker0'"):
             rpc.all_gather(2, timeout=0.1)
         rpc.rpc_sync("worker1", set_event, ("go",))
@@ -226,7 +226,7 @@ def test_a_thread_that_waits_for_its_turn_times_out(workers):
     assert [p.result() for p in pending] == [expected] * 2
 
 
-def test_groups_that_are_not_used_are_given_up(workers):
+def test_the_group_used_least_recently_is_ended(workers):
     started = workers.rpc(3, all_gather=rpc.AllGatherOptions(after=1, max_groups=1))
     pairs = [["worker0", "worker1"], ["worker1", "worker2"], ["worker0", "worker2"]]
 
@@ -243,16 +243,16 @@ def test_groups_that_are_not_used_are_given_up(workers):
     workers.each(started, rpc.shutdown)
 
 
-# Where there are no groups.
+# Without groups.
 
 
-def test_few_gatherings_do_not_make_a_group(workers):
+def test_few_rounds_do_not_form_a_group(workers):
     started = workers.rpc(2, all_gather=rpc.AllGatherOptions(after=5))
 
     def gather() -> None:
         for _ in range(4):
             rpc.barrier()
-        assert not gather_threads()
+        assert not group_threads()
         assert groups() == 0
 
     workers.each(started, gather)
@@ -260,22 +260,22 @@ def test_few_gatherings_do_not_make_a_group(workers):
     workers.each(started, rpc.shutdown)
 
 
-def gather_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "gather-" in thread.name]
+def group_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "all_gather-" in thread.name]
 
 
 def mappings() -> list[str]:
-    """Memory that this process shares with others of a group."""
+    """Returns the mappings of memory that this process shares with the other members of a group."""
     with open("/proc/self/maps") as file:
         return [line for line in file if "gradwire" in line and "memfd" in line]
 
 
-def test_shutdown_gives_everything_back(workers):
+def test_shutdown_releases_everything(workers):
     started = grouped(workers, 3)
     assert all(workers.each(started, mappings))
     workers.each(started, rpc.shutdown)
     for worker in started:
-        assert worker.run(gather_threads) == []
+        assert worker.run(group_threads) == []
         assert worker.run(mappings) == []
     assert not [name for name in os.listdir("/dev/shm") if "gradwire" in name]
 
@@ -286,12 +286,12 @@ def test_shutdown_while_a_group_forms(workers):
     def gather_and_leave() -> list[str]:
         rpc.barrier()
         rpc.shutdown()
-        return gather_threads()
+        return group_threads()
 
     assert workers.each(started, gather_and_leave) == [[]] * 3
 
 
-def test_one_leaves_without_a_word(workers):
+def test_a_member_that_leaves_at_once(workers):
     a, b, c = grouped(workers, 3)
     pending = [worker.start(rounds, 2) for worker in (a, b)]
     c.run(rpc.shutdown, graceful=False)
@@ -316,21 +316,21 @@ def test_workers_that_cannot_form_a_group(workers, who):
     started = workers.rpc(3, all_gather=AT_ONCE)
 
     def break_engine() -> None:
-        meeting.WARN_INTERVAL_S = 0.3
+        group_membership.FORM_TIMEOUT_S = 0.3
         if current_agent().info.id == who:
-            meeting.best_engine = no_engine
+            group_membership.best_engine = no_engine
 
     workers.each(started, break_engine)
     expected = [{"worker0": number, "worker1": number, "worker2": number} for number in range(30)]
     assert workers.each(started, rounds, 30) == [expected] * 3
     for worker in started:
-        worker.run(lambda: wait_until(lambda: not gather_threads()))
+        worker.run(lambda: wait_until(lambda: not group_threads()))
     assert workers.each(started, rounds, 30) == [expected] * 3
     assert started[who].run(count_tries) == 1
     workers.each(started, rpc.shutdown)
 
 
-def test_switched_off_and_dynamic(workers, tmp_path):
+def test_disabled_and_dynamic_groups(workers, tmp_path):
     started = workers(3)
 
     def join(rank: int) -> None:
@@ -340,7 +340,7 @@ def test_switched_off_and_dynamic(workers, tmp_path):
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options)
         for _ in range(5):
             rpc.barrier()
-            assert not gather_threads()
+            assert not group_threads()
         rpc.shutdown()
 
     for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
@@ -354,7 +354,7 @@ def test_switched_off_and_dynamic(workers, tmp_path):
         worker.run(join_dynamic, rank)
     for _ in range(5):
         assert workers.each(started, rpc.all_gather, 1) == [{"worker0": 1, "worker1": 1, "worker2": 1}] * 3
-        assert workers.each(started, gather_threads) == [[]] * 3
+        assert workers.each(started, group_threads) == [[]] * 3
 
 
 def test_options():

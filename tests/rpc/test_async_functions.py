@@ -1,4 +1,4 @@
-"""Functions that answer later, waiting for all calls of a block, and gatherings that users call."""
+"""`async_execution`, `wait_all`, and the collectives that users call."""
 
 import logging
 import threading
@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
-from gradwire.rpc.collectives import all_gather as gather
+from gradwire.rpc.collectives import all_gather
 from gradwire.rpc.execution.futures import as_concurrent_future
 
 from tests.remote_functions import add, assert_clean, event, identity, set_event, wait_for
@@ -21,7 +21,7 @@ def add_later(to, x, y, z):
 
 @rpc.functions.async_execution
 def answer_when(name):
-    """No thread waits: the future is completed by another call."""
+    """Returns a future that another call completes, so no thread waits."""
     future = torch.futures.Future()
     waiting[name] = future
     event(name).set()
@@ -106,7 +106,7 @@ def test_the_value_of_the_future_is_the_answer(trio, how):
 
 
 @pytest.mark.parametrize("how", CALLS)
-def test_what_goes_wrong(trio, how):
+def test_errors(trio, how):
     def check():
         def run(function, *args):
             return result_of(how, getattr(rpc, how)("worker1", function, args))
@@ -186,7 +186,7 @@ def test_all_gather_and_barrier(trio, workers):
         trio[1].run(gather_two)
 
 
-def test_who_is_missing_is_named(trio):
+def test_a_timeout_names_the_missing_workers(trio):
     def gather():
         with pytest.raises(RpcTimeoutError, match="all_gather waits for 'worker1, worker2'"):
             rpc.all_gather(1, timeout=0.5)
@@ -194,7 +194,7 @@ def test_who_is_missing_is_named(trio):
     trio[0].run(gather)
 
 
-def test_a_timeout_of_a_barrier_is_said_to_be_one(trio):
+def test_a_timeout_of_a_barrier_names_the_barrier(trio):
     def wait():
         rpc.set_rpc_timeout(0.5)
         with pytest.raises(RpcTimeoutError, match="barrier waits for 'worker1'") as caught:
@@ -204,9 +204,9 @@ def test_a_timeout_of_a_barrier_is_said_to_be_one(trio):
     trio[0].run(wait)
 
 
-def test_who_waits_in_a_collective_logs_for_whom(trio):
+def test_a_long_wait_in_a_collective_is_logged(trio):
     def wait():
-        gather.PATIENCE = 0.1
+        all_gather.WARN_INTERVAL_S = 0.1
         logging.basicConfig(level=logging.INFO)
         logged = threading.Event()
         logging.getLogger("gradwire.rpc.collectives.all_gather").addFilter(lambda record: logged.set() or True)
@@ -220,7 +220,7 @@ def test_who_waits_in_a_collective_logs_for_whom(trio):
     assert "barrier of worker worker0 waits for worker2" in trio[0].log.read_text()
 
 
-def test_shutdown_says_who_it_waits_for(trio):
+def test_a_timeout_of_shutdown_names_the_missing_workers(trio):
     def leave():
         with pytest.raises(RpcTimeoutError, match="shutdown waits for others to shut down: 'worker0'"):
             rpc.shutdown(timeout=1)
@@ -230,7 +230,7 @@ def test_shutdown_says_who_it_waits_for(trio):
         each.result()
 
 
-def test_shutdown_says_which_calls_it_waits_for(trio):
+def test_a_timeout_of_shutdown_names_the_calls_in_flight(trio):
     def leave():
         rpc.rpc_async("worker1", wait_for, ("end",))
         with pytest.raises(RpcTimeoutError, match="shutdown waits for 1 calls to 'worker1' on worker 'worker0'"):
@@ -313,7 +313,7 @@ def test_rref_backward(trio):
         worker.run(assert_clean)
 
 
-def test_what_cannot_be_marked():
+def test_functions_that_cannot_be_decorated():
     with pytest.raises(TypeError, match="built-in function len> cannot be marked"):
         rpc.functions.async_execution(len)
 

@@ -1,4 +1,4 @@
-"""Groups whose workers come and go."""
+"""Dynamic groups, whose workers join and leave at any time."""
 
 import pytest
 from gradwire import rpc
@@ -87,7 +87,7 @@ def test_workers_join_and_leave_while_others_go_on(join_one, workers):
         worker.run(rpc.shutdown)
 
 
-def test_calls_to_one_that_has_left(join_one):
+def test_calls_to_a_worker_that_has_left(join_one):
     a, b = join_one("a"), join_one("b")
     b.run(rpc.shutdown)
 
@@ -99,7 +99,7 @@ def test_calls_to_one_that_has_left(join_one):
     a.run(check)
 
 
-def test_who_has_died_is_not_waited_for_and_can_be_replaced(join_one):
+def test_a_dead_worker_delays_nobody_and_can_be_replaced(join_one):
     a, b = join_one("a"), join_one("b")
     b.kill()
     c = join_one("c")
@@ -110,7 +110,7 @@ def test_who_has_died_is_not_waited_for_and_can_be_replaced(join_one):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_who_has_died_can_come_back_by_its_name(join_one, others):
+def test_a_dead_worker_can_be_restarted_under_its_name(join_one, others):
     staying = [join_one(f"other{i}") for i in range(others)]
     join_one("a").kill()
     a = join_one("a")
@@ -129,7 +129,7 @@ def test_ranks_and_names_that_are_taken(join_one, workers, url):
     assert other.run(join, "b", url, 3) == rpc.WorkerInfo("b", 3)
 
 
-def test_who_is_refused_takes_nobody_for_dead(join_one, workers, url):
+def test_a_refused_worker_does_not_remove_members(join_one, workers, url):
     a = join_one("a")
     (newer,) = workers(1)
 
@@ -162,7 +162,7 @@ def test_many_join_at_once(workers, url):
         assert worker.run(call_everybody) == {other.name: other.name for other in started}
 
 
-def test_the_group_begins_anew_when_all_have_left(join_one):
+def test_an_empty_group_begins_a_new_epoch(join_one):
     for _ in range(2):
         a, b = join_one("a", rank=0), join_one("b", rank=1)
         assert a.run(call_everybody) == {"a": "a", "b": "b"}
@@ -184,7 +184,7 @@ def test_static_and_dynamic_do_not_mix(workers, url):
 
 @pytest.fixture
 def enter():
-    """Makes an agent that is in the log, and has told nobody."""
+    """Returns a function that makes an agent which is in the log and has greeted no member."""
     agents = []
 
     def start(name, log):
@@ -198,8 +198,8 @@ def enter():
         agent.shutdown(graceful=False, timeout=0)
 
 
-def test_who_was_read_of_in_the_log_before_its_hello_is_let_in(enter):
-    """A worker reads the log also when it notes there that another is dead: somebody may have joined meanwhile."""
+def test_a_worker_that_is_read_of_in_the_log_before_its_hello_is_admitted(enter):
+    """A member also reads the log when it removes a dead worker, and may find a new member there."""
     store = HashStore()
     logs = RosterLog(store), RosterLog(store)
     a = enter("a", logs[0])

@@ -1,4 +1,4 @@
-"""How a worker ended, as those that survive are told."""
+"""How a worker ended, as the surviving workers learn it."""
 
 import contextlib
 import os
@@ -24,8 +24,8 @@ def join(name: str, rank: int, size: int, url: str) -> None:
     _init_rpc(name, rank, size, url, {})
 
 
-def come_and_go(url: str, how: str, output: str) -> None:
-    """A worker that has been called, has called, and comes to an end in one way or another."""
+def join_and_end(url: str, how: str, output: str) -> None:
+    """Runs a worker that has been called and has called, and ends in one of several ways."""
     sys.stderr = open(output, "w")  # noqa: SIM115 - as long as the process
     join("worker1", 1, 3, url)
     assert rpc.rpc_sync("worker0", add, (1, 1)) == 2
@@ -65,9 +65,9 @@ ENDS = {
 
 
 def call_and_lose(why: str) -> str:
-    """The pending call and a later one say why there is no answer."""
+    """Checks that a pending call and a later one fail with the reason, and returns it."""
     pending = rpc.rpc_async("worker1", wait_for, ("never",), timeout=0)
-    with contextlib.suppress(WorkerLostError):  # it may be gone before it can answer
+    with contextlib.suppress(WorkerLostError):  # it may end before it can answer
         rpc.rpc_sync("worker1", set_event, ("end",))
     reasons = []
     for call in (pending.wait, lambda: rpc.rpc_sync("worker1", add, (1, 1))):
@@ -80,7 +80,7 @@ def call_and_lose(why: str) -> str:
 
 
 def printed(log: Path) -> list[str]:
-    """All that a worker has printed, which are warnings if nobody configures logging. gRPC says nothing."""
+    """Returns the lines that a worker has printed: warnings, as logging is not configured. gRPC prints nothing."""
     return log.read_text().splitlines()
 
 
@@ -94,11 +94,11 @@ def shut_down_as_in_torch() -> None:
 @pytest.mark.parametrize(
     ("how", "shut_down"), [*((how, rpc.shutdown) for how in ENDS), ("raise", shut_down_as_in_torch)]
 )
-def test_survivors_are_told_how_a_worker_ended(workers, tmp_path, how, shut_down):
-    """The one that has talked to it at once; the one that has not, when it shuts down at the latest."""
+def test_survivors_learn_how_a_worker_ended(workers, tmp_path, how, shut_down):
+    """A connected worker learns it at once, another one at the latest when it shuts down."""
     survivors = workers(2)
-    url = f"file://{tmp_path}/meeting"
-    victim = _context.Process(target=come_and_go, args=(url, how, str(tmp_path / "victim")), daemon=True)
+    url = f"file://{tmp_path}/rendezvous"
+    victim = _context.Process(target=join_and_end, args=(url, how, str(tmp_path / "victim")), daemon=True)
     victim.start()
     joining = [survivors[number].start(join, f"worker{2 * number}", 2 * number, 3, url) for number in range(2)]
     for each in joining:
@@ -129,7 +129,7 @@ def fail_in_turn(rank: int, url: str) -> None:
 
 def test_processes_of_torchs_launcher(tmp_path):
     context = torch.multiprocessing.start_processes(
-        fail_in_turn, (f"file://{tmp_path}/meeting",), 2, join=False, start_method="forkserver"
+        fail_in_turn, (f"file://{tmp_path}/rendezvous",), 2, join=False, start_method="forkserver"
     )
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="ValueError: no\nbread") as caught:
         while not context.join(grace_period=30):
@@ -147,16 +147,16 @@ def test_processes_of_torchs_launcher(tmp_path):
     ],
 )
 def test_scripts(workers, tmp_path, last, why):
-    """They end with the interpreter."""
+    """Scripts end when the interpreter exits."""
     (survivor,) = workers(1)
     script = f"""
         import sys
         from gradwire import rpc
-        options = rpc.RpcBackendOptions(init_method="file://{tmp_path}/meeting")
+        options = rpc.RpcBackendOptions(init_method="file://{tmp_path}/rendezvous")
         rpc.init_rpc("worker1", rank=1, world_size=2, rpc_backend_options=options)
         {last}
     """
-    joining = survivor.start(join, "worker0", 0, 2, f"file://{tmp_path}/meeting")
+    joining = survivor.start(join, "worker0", 0, 2, f"file://{tmp_path}/rendezvous")
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, check=False)
     assert done.returncode != 0
     joining.result()
@@ -176,7 +176,7 @@ def wait_until_the_other_is_interruptible() -> None:
     wait_until(lambda: rpc.rpc_sync("worker1", is_interruptible))
 
 
-def test_a_shutdown_that_is_interrupted(workers):
+def test_an_interrupted_shutdown(workers):
     a, b = workers.rpc(2)
     pending = b.start(shut_down_interruptibly)
     a.run(wait_until_the_other_is_interruptible)
@@ -186,7 +186,7 @@ def test_a_shutdown_that_is_interrupted(workers):
     a.run(wait_until, lambda: rpc.debug_info()["lost_workers"] == {"worker1": "it ended by KeyboardInterrupt"})
 
 
-def test_what_a_peer_says_is_bounded():
+def test_the_reason_of_a_peer_is_bounded_and_printable():
     said = agent_pb2.Departure(kind=agent_pb2.Departure.EXCEPTION, reason="\x1b[31m" + "a\r\nb" * 10_000_000)
     end = WorkerEnd.from_proto(said)
     assert len(end.reason) <= MAX_REASON + 1
@@ -198,7 +198,7 @@ def test_what_a_peer_says_is_bounded():
     assert WorkerEnd.from_proto(agent_pb2.Departure(reason="no such thing")).reason == "it has shut down"
 
 
-def test_an_error_whose_text_cannot_be_made():
+def test_an_error_whose_str_raises():
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError

@@ -1,4 +1,4 @@
-"""Groups of many workers, and what they leave behind."""
+"""Groups of many workers, and the resources that they release."""
 
 import threading
 
@@ -10,7 +10,7 @@ from tests.remote_functions import add, assert_clean, counts, identity, multiply
 
 
 def call_everybody() -> int:
-    """Calls all workers at once; how many threads there are then."""
+    """Calls all workers at once; returns the number of threads meanwhile."""
     me = rpc.get_worker_info().id
     futures = [rpc.rpc_async(other, add, (me, other)) for other in range(32) if other != me]
     assert [future.wait() for future in futures] == [me + other for other in range(32) if other != me]

@@ -1,4 +1,4 @@
-"""Workers on several hosts."""
+"""Calls and losses between workers on several hosts."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def start(name: str, rank: int, size: int, host: str, store: str) -> None:
-    # The first settings of a name count, so that a host that vanishes is noticed within 2 s rather than 30.
+    # Of several settings of a name the first counts. A host that vanishes is noticed within 2 s instead of 30.
     for options in (settings.CLIENT_OPTIONS, settings.SERVER_OPTIONS):
         options[:] = [(key, 1000 if key.startswith("grpc.keepalive_time") else value) for key, value in options]
     options = rpc.RpcBackendOptions(init_method=f"tcp://{store}:29500", host=host, insecure=True)
@@ -32,7 +32,7 @@ def start_on(net: Network) -> None:
 
 
 def call_each(size: int) -> list[float]:
-    """The sum of a tensor, as computed by all others."""
+    """Returns the sum of a tensor, as computed by each of the other workers."""
     futures = rpc.broadcast_call(["worker1", "worker2"], torch.sum, (torch.ones(size),))
     return [future.wait().item() for future in futures]
 
@@ -59,7 +59,7 @@ def lost_while_waiting_for(worker: str) -> str:
     return caught.value.worker
 
 
-def test_a_host_that_vanishes_is_a_loss(hosts):
+def test_workers_of_a_host_that_vanishes_are_lost(hosts):
     net = hosts(1, 1, 1)
     start_on(net)
     first = net.workers[0]

@@ -40,7 +40,7 @@ def send(mode: RPCExecMode, to: str, function, args=()):
 
 
 def profiled(mode, function, args=(), to="worker1", profile="legacy"):
-    """Events of one call, as (name, worker, is remote, is in the call's interval)."""
+    """Returns the events of one call, as (name, worker id, is remote, is within the call's interval)."""
     with PROFILES[profile]() as prof:
         send(mode, to, function, args)
     events = events_of(prof)
@@ -53,12 +53,12 @@ MODES = [RPCExecMode.SYNC, RPCExecMode.ASYNC, RPCExecMode.REMOTE]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_name_of_a_call_says_how_what_whence_and_whither(mode):
+def test_the_name_of_an_event_has_mode_function_caller_and_callee(mode):
     assert build_rpc_profiling_key(mode, "f", "a", "b") == f"rpc_{mode.value}#f(a -> b)"
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_has_the_call_and_what_the_callee_did(workers, profile):
+def test_a_profile_has_the_call_and_the_callees_events(workers, profile):
     a, _ = workers.rpc(2)
     for mode in MODES:
         name, events = a.run(profiled, mode, remote_functions.torch_operations, profile=profile)
@@ -90,7 +90,7 @@ def test_local_events_have_the_workers_id(workers):
     a.run(rpc.shutdown, graceful=False)
 
 
-def test_an_event_lasts_until_the_answer_has_come(workers):
+def test_an_event_lasts_until_the_answer_has_arrived(workers):
     def profile_a_long_call():
         with profiler_legacy.profile() as prof:
             future = rpc.rpc_async("worker1", remote_functions.wait_for, ("go",))
@@ -143,7 +143,7 @@ def call_on(to: str) -> torch.Tensor:
 
 
 def start_on(to: str) -> None:
-    """Makes a call that nobody waits for."""
+    """Makes a call without waiting for it."""
     remote_functions.keep(rpc.rpc_async(to, remote_functions.wait_for, ("go",)))
 
 
@@ -159,7 +159,7 @@ def answer_when_set(to: str) -> torch.futures.Future:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("function", [call_on, answer_later])
-def test_what_a_callee_calls_is_profiled_too(workers, mode, function):
+def test_calls_of_a_callee_are_profiled_too(workers, mode, function):
     a, _, _ = workers.rpc(3)
     outer, events = a.run(profiled, mode, function, ("worker2",))
     how = RPCExecMode.SYNC if function is call_on else RPCExecMode.ASYNC
@@ -169,7 +169,7 @@ def test_what_a_callee_calls_is_profiled_too(workers, mode, function):
     assert all(inside for _, _, is_remote, inside in events if is_remote)
 
 
-def test_a_function_that_answers_later_is_profiled_up_to_its_answer(workers):
+def test_an_async_execution_function_is_profiled_until_its_answer(workers):
     def profile_it():
         with profiler_legacy.profile() as prof:
             future = rpc.rpc_async("worker1", answer_when_set, ("worker2",))
@@ -184,18 +184,18 @@ def test_a_function_that_answers_later_is_profiled_up_to_its_answer(workers):
     assert events[inner][1] > events["meanwhile"][0]
 
 
-def test_a_call_under_way_in_the_callee_ends_with_the_function(workers):
+def test_a_call_in_flight_in_the_callee_ends_with_the_function(workers):
     a, _, c = workers.rpc(3)
     name, events = a.run(profiled, RPCExecMode.SYNC, start_on, ("worker2",))
     assert name == key(RPCExecMode.SYNC, "start_on")
     assert [e for e in events if "wait_for" in e[0]] == []
     c.run(remote_functions.set_event, "go")
-    # The worker is as good as before.
+    # The worker still serves calls.
     assert len(a.run(profiled, RPCExecMode.SYNC, remote_functions.torch_operations)[1]) >= len(OPERATIONS)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_call_under_way_is_shown_up_to_the_profiles_end(workers, profile):
+def test_a_call_in_flight_is_shown_up_to_the_end_of_the_profile(workers, profile):
     def cut_off():
         with PROFILES[profile]() as prof:
             future = rpc.rpc_async("worker1", remote_functions.wait_for, ("go",))
@@ -243,7 +243,7 @@ def test_a_lost_worker_ends_the_event(workers):
     assert key(RPCExecMode.SYNC, "die") in a.run(call_the_dying)
 
 
-def test_the_callee_records_what_the_caller_asks_for(workers):
+def test_the_callee_records_what_the_caller_records(workers):
     def shapes_and_memory(**asked):
         with profiler_legacy.profile(**asked) as prof:
             rpc.rpc_sync("worker1", torch.add, (torch.ones(3, 4), torch.ones(4)))
@@ -329,7 +329,7 @@ def test_with_an_autograd_context(workers):
         assert (f"{call}{REMOTE_PREFIX}aten::mul", 1) in a.run(both, profile_first)
 
 
-def test_torch_is_left_as_it_was(workers):
+def test_torch_is_restored(workers):
     def everything():
         kinds = (profiler_legacy.profile, profiler.profile)
         return [getattr(kind, name) for kind in kinds for name in ("_start_trace", "__exit__")]
@@ -386,7 +386,7 @@ def top_level(calls) -> list[str]:
     return sorted(names)
 
 
-def test_a_worker_profiles_all_it_runs_for_others(workers):
+def test_a_worker_profiles_all_calls_it_runs(workers):
     def nested():
         x, y = torch.tensor(1), torch.tensor(2)
         outer = rpc.remote("worker1", rpc.server_process_global_profile)
@@ -412,7 +412,7 @@ def test_a_worker_profiles_all_it_runs_for_others(workers):
     assert cpu > 0
 
 
-def test_a_global_profile_checks_its_use(workers):
+def test_misuse_of_a_global_profile(workers):
     def misuse():
         profile = rpc.server_process_global_profile()
         with pytest.raises(RuntimeError, match="__enter__"):

@@ -1,4 +1,4 @@
-"""The log of who joined and left a dynamic group."""
+"""The log of joins and leaves of a dynamic group."""
 
 import pytest
 from gradwire.c10d import HashStore
@@ -18,7 +18,7 @@ def names(log: RosterLog) -> list[str]:
     return sorted(each.info.name for each in log.members())
 
 
-def test_who_is_faster_stands_and_the_other_learns_of_it():
+def test_of_two_concurrent_joins_the_slower_one_learns_of_the_other():
     store = HashStore()
     a, b = RosterLog(store), RosterLog(store)
     assert a.join(member("a", 0))
@@ -29,7 +29,7 @@ def test_who_is_faster_stands_and_the_other_learns_of_it():
     assert names(a) == names(b) == ["a", "b"]
 
 
-def test_names_are_free_again_and_ids_are_not():
+def test_names_can_be_used_again_and_ids_cannot():
     log = RosterLog(HashStore())
     for name, identifier in (("a", 0), ("b", 1)):
         assert log.join(member(name, identifier))
@@ -41,7 +41,7 @@ def test_names_are_free_again_and_ids_are_not():
         log.choose("a", 0)
 
 
-def test_a_group_that_everybody_has_left_begins_anew():
+def test_an_empty_group_begins_a_new_epoch():
     log = RosterLog(HashStore())
     assert log.join(member("a", 3))
     log.leave(3)
@@ -51,7 +51,7 @@ def test_a_group_that_everybody_has_left_begins_anew():
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(0, 5)), max_size=40))
 def test_all_workers_agree(steps):
-    """Whoever acts, knowing the latest or not: in the end all have the same members, each name and id once."""
+    """Whether or not the workers know the latest entry, they end with the same members, each name and id once."""
     store = HashStore()
     logs = [RosterLog(store) for _ in range(3)]
     for who, joins, number in steps:

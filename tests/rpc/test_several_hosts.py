@@ -1,4 +1,4 @@
-"""Workers on several hosts find each other by MASTER_ADDR and one option, or hear what is missing."""
+"""Workers on several hosts rendezvous by MASTER_ADDR and one option, or raise errors that name what is missing."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ def master(address: str) -> dict[str, str]:
 def join_all(
     members: Sequence[Worker], variables: dict[str, str], each: Sequence[dict[str, Any]] = (), **options: Any
 ) -> list[Pending[None]]:
-    """Makes a static group of workers; `each` has further options of the single ones."""
+    """Starts to join workers into a static group; `each` has further options of each worker."""
     further = each or [{}] * len(members)
     return [
         member.start(join, rank, len(members), variables, **options, **further[rank])
@@ -53,7 +53,7 @@ def call(others: Sequence[str]) -> None:
 
 
 def train(others: Sequence[str]) -> None:
-    """Calls, references, a backward pass and an optimizer over other workers."""
+    """Checks calls, references, a backward pass and an optimizer with parameters on other workers."""
     for other in others:
         assert rpc.rpc_sync(other, torch.sum, (torch.ones(2**20),)) == 2**20
     weights = [rpc.remote(other, torch.ones, (2,), {"requires_grad": True}) for other in others]
@@ -66,13 +66,13 @@ def train(others: Sequence[str]) -> None:
 
 
 def call_all(members: Sequence[Worker], function: Callable[[Sequence[str]], None] = call) -> None:
-    """Every worker calls all others, one after the other."""
+    """Has every worker call all others, one after another."""
     for rank, member in enumerate(members):
         member.run(function, [f"worker{other}" for other in range(len(members)) if other != rank])
 
 
 def listening() -> set[str]:
-    """The addresses on which this process listens."""
+    """Returns the addresses on which this process listens."""
     there = [each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"]
     return {address.removeprefix("::ffff:") for address in there}
 
@@ -86,7 +86,7 @@ def test_the_address_of_rank_0_and_one_option_are_enough(hosts, counts):
     assert net.hosts[-1][0].run(listening) == {net.address(len(counts) - 1)}
 
 
-def test_workers_of_one_host_are_reached_from_nowhere_else(hosts):
+def test_workers_of_one_host_listen_on_loopback_only(hosts):
     net = hosts(2)
     for each in join_all(net.workers, master(net.address(0)), insecure=True):
         each.result()
@@ -95,7 +95,7 @@ def test_workers_of_one_host_are_reached_from_nowhere_else(hosts):
 
 
 def same_error(pending: Sequence[Pending[None]]) -> str:
-    """What all of them raise."""
+    """Returns the text of the error that all workers raise."""
     texts = set()
     for each in pending:
         with pytest.raises(RendezvousError) as caught:
@@ -105,7 +105,7 @@ def same_error(pending: Sequence[Pending[None]]) -> str:
     return text
 
 
-def test_without_the_option_it_is_named(hosts):
+def test_without_the_option_the_error_names_it(hosts):
     net = hosts(1, 1)
     fix = r"pass rpc_backend_options=rpc.RpcBackendOptions\(insecure=True\) to init_rpc"
     for each in join_all(net.workers, master(net.address(0))):
@@ -114,9 +114,9 @@ def test_without_the_option_it_is_named(hosts):
 
 
 @pytest.mark.parametrize("own", [NETWORK, None], ids=["containers", "hosts"])
-def test_a_file_between_hosts(hosts, own, tmp_path):
+def test_rendezvous_by_a_file_between_hosts(hosts, own, tmp_path):
     net = hosts(1, 1) if own is None else hosts(1, 1, own=own)
-    url = f"file://{tmp_path}/meet"
+    url = f"file://{tmp_path}/rendezvous"
     text = same_error(join_all(net.workers, {}, init_method=url))
     for rank in range(2):
         assert f"'worker{rank}' (rank {rank}, process {net.workers[rank].pid} on host{rank}) on 127.0.0.1" in text
@@ -126,14 +126,14 @@ def test_a_file_between_hosts(hosts, own, tmp_path):
     call_all(net.workers)
 
 
-def test_one_that_the_others_cannot_reach_is_named(hosts, tmp_path):
+def test_an_unreachable_member_is_named(hosts, tmp_path):
     net = hosts(1, 1, 1)
     each = [{"insecure": True}, {}, {"insecure": True}]
-    text = same_error(join_all(net.workers, {}, each, init_method=f"file://{tmp_path}/meet"))
+    text = same_error(join_all(net.workers, {}, each, init_method=f"file://{tmp_path}/rendezvous"))
     assert f"only: 'worker1' (rank 1, process {net.workers[1].pid} on host1) on 127.0.0.1. On every" in text
 
 
-def test_a_host_that_is_no_address_of_the_machine_is_told_to_all(hosts):
+def test_all_workers_learn_of_a_host_that_is_not_an_address_of_its_machine(hosts):
     net = hosts(1, 1)
     pending = join_all(net.workers, master(net.address(0)), insecure=True, host=net.address(0))
     with pytest.raises(
@@ -147,7 +147,7 @@ def test_a_host_that_is_no_address_of_the_machine_is_told_to_all(hosts):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "address"])
-def test_a_host_may_be_said(hosts, host):
+def test_a_host_may_be_given(hosts, host):
     net = hosts(1, 1)
     each = [{"host": net.address(number) if host == "address" else host} for number in range(2)]
     for pending in join_all(net.workers, master(net.address(0)), each, insecure=True):
@@ -155,16 +155,16 @@ def test_a_host_may_be_said(hosts, host):
     call_all(net.workers)
 
 
-def know(folder: Path, net: Network, names: dict[str, str]) -> None:
-    """All hosts learn further names."""
+def add_names(folder: Path, net: Network, names: dict[str, str]) -> None:
+    """Adds names to the hosts files of all hosts."""
     for number in range(len(net.hosts)):
         with (folder / f"hosts-host{number}").open("a") as file:
             file.writelines(f"{address} {name}\n" for name, address in names.items() if name != f"host{number}")
 
 
-def test_a_name_that_leads_to_the_loopback_address_on_its_own_host(hosts, tmp_path):
+def test_a_name_that_is_the_loopback_address_on_its_own_host(hosts, tmp_path):
     net = hosts(2, 1)
-    know(tmp_path, net, {"host0": net.address(0)})
+    add_names(tmp_path, net, {"host0": net.address(0)})
     for each in join_all(net.workers, master("host0"), insecure=True):
         each.result()
     call_all(net.workers)
@@ -172,8 +172,8 @@ def test_a_name_that_leads_to_the_loopback_address_on_its_own_host(hosts, tmp_pa
 
 def test_a_name_of_several_addresses(hosts, tmp_path):
     net = hosts(1, 1)
-    know(tmp_path, net, {"rendezvous": net.address(0), "mine": "127.0.0.1"})
-    know(tmp_path, net, {"mine": "10.91.0.77"})
+    add_names(tmp_path, net, {"rendezvous": net.address(0), "mine": "127.0.0.1"})
+    add_names(tmp_path, net, {"mine": "10.91.0.77"})
     each = [{}, {"host": "mine"}]
     net._on(1, "ip", "addr", "add", "10.91.0.77/24", "dev", "eth0")
     for pending in join_all(net.workers, master("rendezvous"), each, insecure=True):
@@ -201,9 +201,9 @@ def test_a_dynamic_group(hosts):
     call_all(net.workers[:2])
 
 
-def test_who_cannot_reach_a_dynamic_group_leaves_it_alone(hosts, tmp_path):
+def test_a_worker_that_cannot_reach_a_dynamic_group_does_not_join(hosts, tmp_path):
     net = hosts(2, 1)
-    url = f"file://{tmp_path}/meet"
+    url = f"file://{tmp_path}/rendezvous"
     a, b, c = net.workers
     a.run(join, 0, None, {}, init_method=url)
     with pytest.raises(
@@ -230,7 +230,7 @@ def host_launcher_store() -> None:
     launcher_store.append(distributed.TCPStore("0.0.0.0", int(PORT), is_master=True, wait_for_workers=False))
 
 
-def test_rank_0_on_two_hosts_is_told_to_all(hosts):
+def test_all_workers_learn_of_rank_0_on_two_hosts(hosts):
     net = hosts(1, 1, 1)
     pending = [net.workers[1].start(join, 1, 3, master(net.address(0)), insecure=True)]
     pending += [net.workers[host].start(join, 0, 3, master(net.address(0)), insecure=True) for host in (0, 2)]
@@ -242,14 +242,14 @@ def test_rank_0_on_two_hosts_is_told_to_all(hosts):
 
 
 def run_program(rank: int, arguments: list[str], variables: dict[str, str]) -> str:
-    """A program for torch.distributed.rpc, as `python -m gradwire.compat` runs it: what it prints."""
+    """Runs a program for torch.distributed.rpc as `python -m gradwire.compat` does; returns its output."""
     os.environ.update(variables, RANK=str(rank))
     with redirect_stdout(StringIO()) as output:
         compat_main.main([*arguments, str(LAUNCHED)])
     return output.getvalue()
 
 
-def test_a_program_for_torch_unedited(hosts):
+def test_an_unmodified_program_for_torch(hosts):
     net = hosts(1, 1)
     variables = {**master(net.address(0)), "WORLD_SIZE": "2"}
     started = [worker.start(run_program, rank, [], variables) for rank, worker in enumerate(net.workers)]

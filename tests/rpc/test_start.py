@@ -1,4 +1,4 @@
-"""What keeps a group from starting: all workers hear it, at once and in the same words."""
+"""Errors at start: all workers raise them, at once and with the same text."""
 
 import os
 import re
@@ -19,17 +19,17 @@ from gradwire.errors import RendezvousError, RpcError
 from tests.remote_functions import add, wait_until
 from tests.workers import Worker
 
-LIMIT = 10.0
-"""Seconds in which everybody must have heard. It takes far less than one, unless the machine is very busy."""
+ALL_RAISE_TIMEOUT_S = 10.0
+"""Seconds in which all workers must have raised. It takes far less than one, unless the machine is very busy."""
 
-WORKERS = "gradwire/rendezvous/rpc"
+STORE_PREFIX = "gradwire/rendezvous/rpc"
 
 Store = torch.distributed.Store
 
 
 @dataclass
 class Place:
-    """Where workers meet: a URL, variables or a store. lasting: it stays when rank 0 has ended."""
+    """Where workers rendezvous: a URL, variables or a store. lasting: whether it outlives rank 0."""
 
     look: Callable[[], Store]
     url: str = "env://"
@@ -37,14 +37,14 @@ class Place:
     connect: Callable[[], Store] | None = None
     lasting: bool = True
 
-    def given(self) -> tuple[Any, ...]:
-        """What workers are given of it."""
+    def arguments(self) -> tuple[Any, ...]:
+        """Returns what workers need to find it."""
         return self.url, self.variables, self.connect
 
     def wait_for_record(self, *ranks: int) -> None:
-        """Returns when these ranks wait for the others."""
+        """Waits until these ranks wait for the others."""
         store = self.look()
-        store.wait([f"{WORKERS}/0/record/{rank}" for rank in ranks])
+        store.wait([f"{STORE_PREFIX}/0/record/{rank}" for rank in ranks])
         close(store)
 
 
@@ -53,11 +53,11 @@ def close(store: Any) -> None:
         store.close()
 
 
-Given = tuple[str, dict[str, str], Callable[[], Store] | None]
+PlaceArguments = tuple[str, dict[str, str], Callable[[], Store] | None]
 
 
-def join(name: str, rank: int, size: int | None, given: Given, **options: Any) -> None:
-    url, variables, connect = given
+def join(name: str, rank: int, size: int | None, place: PlaceArguments, **options: Any) -> None:
+    url, variables, connect = place
     os.environ.update(variables)
     store = connect() if connect is not None else None
     settings = rpc.RpcBackendOptions(init_method=url, **{"init_timeout": 50, **options})
@@ -69,7 +69,7 @@ def join(name: str, rank: int, size: int | None, given: Given, **options: Any) -
 
 
 def fail(*args: Any, **options: Any) -> tuple[str, float]:
-    """Tries to join: the error's text, and when it came (on the clock of the whole machine)."""
+    """Fails to join; returns the text of the error, and when it was raised (on the clock of the whole machine)."""
     with pytest.raises(RendezvousError) as caught:
         join(*args, **options)
     return str(caught.value), time.monotonic()
@@ -77,7 +77,7 @@ def fail(*args: Any, **options: Any) -> tuple[str, float]:
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Any way to meet."""
+    """Returns a place to rendezvous, of the kind that the test names."""
     kind = request.param
     with TCPStore("127.0.0.1", 0, is_master=True) as own:
         port = own.port
@@ -85,7 +85,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
             yield Place(own.clone, connect=lambda: TCPStore("127.0.0.1", port))
             return
     if kind == "file":
-        yield Place(lambda: FileStore(str(tmp_path / "meet")), f"file://{tmp_path}/meet")
+        yield Place(lambda: FileStore(str(tmp_path / "rendezvous")), f"file://{tmp_path}/rendezvous")
     elif kind == "tcp":
         yield Place(lambda: TCPStore("127.0.0.1", port), f"tcp://127.0.0.1:{port}", lasting=False)
     elif kind == "env":
@@ -106,9 +106,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
             yield Place(lambda: PrefixStore("gradwire/attempt/0", connect()), variables=variables)
 
 
-Member = tuple[str, int, int | None]
+JoinArguments = tuple[str, int, int | None]
 
-CONTRADICTIONS: dict[str, tuple[list[Member], Member, str]] = {
+CONTRADICTIONS: dict[str, tuple[list[JoinArguments], JoinArguments, str]] = {
     "world sizes": (
         [("a", 0, 4), ("b", 1, 4)],
         ("c", 2, 3),
@@ -148,65 +148,68 @@ CONTRADICTIONS: dict[str, tuple[list[Member], Member, str]] = {
     ],
     indirect=["place"],
 )
-def test_a_contradiction_reaches_everybody(place, kind, workers):
+def test_all_workers_raise_the_same_contradiction(place, kind, workers):
     first, contradicting, text = CONTRADICTIONS[kind]
     a, b, c, d = workers(4)
-    pending = [each.start(fail, *member, place.given()) for each, member in zip((a, b), first, strict=True)]
+    pending = [each.start(fail, *member, place.arguments()) for each, member in zip((a, b), first, strict=True)]
     place.wait_for_record(0, 1)
     began = time.monotonic()
-    pending.append(c.start(fail, *contradicting, place.given()))
-    heard = [each.result() for each in pending]
+    pending.append(c.start(fail, *contradicting, place.arguments()))
+    raised = [each.result() for each in pending]
     if place.lasting:
-        heard.append(d.run(fail, "late", 2, 3, place.given()))
-    assert {error for error, _ in heard} == {heard[0][0]}
-    print(f"all have heard after {(took := max(when for _, when in heard) - began):.3f} s")
-    assert took < LIMIT
+        raised.append(d.run(fail, "late", 2, 3, place.arguments()))
+    assert {error for error, _ in raised} == {raised[0][0]}
+    print(f"all have raised after {(took := max(when for _, when in raised) - began):.3f} s")
+    assert took < ALL_RAISE_TIMEOUT_S
     with pytest.raises(RendezvousError, match=text):
-        raise RendezvousError(heard[0][0])
+        raise RendezvousError(raised[0][0])
 
 
 @pytest.mark.parametrize("place", ["tcp"], indirect=True)
-def test_who_hosts_the_store_stays_until_the_late_have_heard(place, workers):
+def test_the_host_of_the_store_lingers_for_late_workers(place, workers):
     a, b, c = workers(3)
 
     def stay_long(*args: Any) -> tuple[str, float]:
         start_barrier.HOST_LINGER_S = 40
         return fail(*args)
 
-    hosting = a.start(stay_long, "a", 0, 3, place.given())
+    hosting = a.start(stay_long, "a", 0, 3, place.arguments())
     place.wait_for_record(0)
-    first = b.run(fail, "a", 1, 3, place.given())
+    first = b.run(fail, "a", 1, 3, place.arguments())
     assert not hosting.done()
-    late = c.run(fail, "late", 2, 3, place.given())
+    late = c.run(fail, "late", 2, 3, place.arguments())
     assert late[0] == first[0] == hosting.result()[0]
 
 
 @pytest.mark.parametrize("place", ["tcp"], indirect=True)
-def test_who_hosts_the_store_does_not_wait_long_for_those_who_may_never_come(place, workers):
+def test_the_host_of_the_store_lingers_for_a_short_time_only(place, workers):
     a, b = workers(2)
-    hosting = a.start(fail, "a", 0, 3, place.given())
+    hosting = a.start(fail, "a", 0, 3, place.arguments())
     place.wait_for_record(0)
     began = time.monotonic()
-    b.run(fail, "a", 1, 3, place.given())
+    b.run(fail, "a", 1, 3, place.arguments())
     _, when = hosting.result()
-    assert when - began < LIMIT
+    assert when - began < ALL_RAISE_TIMEOUT_S
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/meet"
+    return f"file://{tmp_path}/rendezvous"
 
 
 def warn_soon() -> None:
     waiting.FIRST_WARNING_S = 0.05
 
 
-def test_who_waits_says_for_whom(url, workers):
+def test_a_long_wait_logs_the_missing_ranks(url, workers):
     a, b, c = workers(3)
     for worker in (a, b):
         worker.run(warn_soon)
     pending = [a.start(join, "a", 0, 3, (url, {}, None)), b.start(join, "b", 1, 3, (url, {}, None))]
-    waits = r"\(rank {}, process \d+ on .*\) waits for rank 2 of 3 at the file /.*/meet; waited \d+ s, timeout in"
+    waits = (
+        r"\(rank {}, process \d+ on .*\) waits for rank 2 of 3 at the file /.*/rendezvous; "
+        r"waited \d+ s, timeout in"
+    )
     for rank, (worker, name) in enumerate([(a, "a"), (b, "b")]):
         wait_for_text(worker, f"'{name}' {waits.format(rank)}")
     pending.append(c.start(join, "c", 2, 3, (url, {}, None)))
@@ -215,24 +218,24 @@ def test_who_waits_says_for_whom(url, workers):
 
 
 def wait_for_text(worker: Worker, pattern: str) -> None:
-    """Waits until a worker has written this, on stderr or stdout."""
+    """Waits until a worker has printed text that matches, on stderr or stdout."""
     wait_until(lambda: re.search(pattern, worker.log.read_text()))
 
 
 @pytest.mark.parametrize("place", ["tcp"], indirect=True)
-def test_who_finds_no_store_says_so(place, workers):
+def test_a_missing_store_is_logged(place, workers):
     a, b = workers(2)
     b.run(warn_soon)
-    pending = [b.start(join, "b", 1, 2, place.given())]
+    pending = [b.start(join, "b", 1, 2, place.arguments())]
     wait_for_text(
         b, r"no store answers on 127.0.0.1:\d+, where rank 0 or another process should host it; waited 0 s"
     )
-    pending.append(a.start(join, "a", 0, 2, place.given()))
+    pending.append(a.start(join, "a", 0, 2, place.arguments()))
     for each in pending:
         each.result()
 
 
-def test_warnings_become_rarer(caplog):
+def test_intervals_of_warnings_double(caplog):
     slept: list[float] = []
 
     def wait(seconds: float) -> bool:
@@ -251,18 +254,18 @@ def test_warnings_become_rarer(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
 
 
-def test_who_gives_up_tells_those_who_wait_who_did_not_come(url, workers):
+def test_a_worker_that_times_out_tells_the_others_who_is_missing(url, workers):
     a, b = workers(2)
-    patient = b.start(fail, "b", 1, 4, (url, {}, None))
+    waiting = b.start(fail, "b", 1, 4, (url, {}, None))
     with FileStore(url.removeprefix("file://")) as store:
-        store.wait([f"{WORKERS}/0/record/1"])
-    text, gave_up = a.run(fail, "a", 0, 4, (url, {}, None), init_timeout=0.3)
-    told, when = patient.result()
-    assert told == text
-    assert when - gave_up < LIMIT
+        store.wait([f"{STORE_PREFIX}/0/record/1"])
+    text, timed_out = a.run(fail, "a", 0, 4, (url, {}, None), init_timeout=0.3)
+    same_text, when = waiting.result()
+    assert same_text == text
+    assert when - timed_out < ALL_RAISE_TIMEOUT_S
     there = rf"'a' \(rank 0, process {a.pid} on .*\), 'b' \(rank 1, process {b.pid} on .*\)"
     assert re.match(
-        rf"ranks 2, 3 of 4 did not join within 0.3 s at the file /.*/meet; these joined: {there}$", text
+        rf"ranks 2, 3 of 4 did not join within 0.3 s at the file /.*/rendezvous; these joined: {there}$", text
     )
 
 
@@ -279,7 +282,7 @@ def test_a_worker_that_has_registered_but_is_not_ready_is_named(url, workers):
     )
 
 
-def test_device_maps_that_fit_nobody_are_told_to_all(url, workers):
+def test_all_workers_raise_for_an_invalid_device_map(url, workers):
     started = workers(2)
     options = {"device_maps": {"nobody": {"cpu": "cpu"}}}
     pending = [started[0].start(fail, "a", 0, 2, (url, {}, None), **options)]
@@ -289,7 +292,7 @@ def test_device_maps_that_fit_nobody_are_told_to_all(url, workers):
     assert "Node a has invalid target node names in its device maps: 'nobody' is not one of a, b" in texts.pop()
 
 
-def test_a_worker_that_cannot_start_is_told_to_all(url, workers):
+def test_all_workers_raise_if_one_cannot_start(url, workers):
     a, b = workers(2)
     pending = a.start(fail, "a", 0, 2, (url, {}, None))
     with pytest.raises(RpcError, match="host is '192.0.2.1', where this worker cannot listen"):
@@ -297,11 +300,11 @@ def test_a_worker_that_cannot_start_is_told_to_all(url, workers):
     assert re.match(r"'b' \(rank 1, .*\) cannot start: host is '192.0.2.1'", pending.result()[0])
 
 
-def test_who_is_interrupted_is_not_waited_for(url, workers):
+def test_an_interrupted_worker_is_not_waited_for(url, workers):
     a, b = workers(2)
     pending = [a.start(fail, "a", 0, 3, (url, {}, None)), b.start(interrupted, "b", 1, 3, (url, {}, None))]
     with FileStore(url.removeprefix("file://")) as store:
-        store.wait([f"{WORKERS}/0/record/{rank}" for rank in range(2)])
+        store.wait([f"{STORE_PREFIX}/0/record/{rank}" for rank in range(2)])
     os.kill(b.pid, signal.SIGINT)
     text, _ = pending[0].result()
     assert re.match(r"'b' \(rank 1, .*\) stopped waiting: KeyboardInterrupt", text)
@@ -326,7 +329,7 @@ def test_after_a_contradiction_the_same_processes_may_try_again(workers):
             each.result()
 
 
-def test_who_comes_too_late_disturbs_nobody(url, workers):
+def test_a_worker_that_arrives_after_the_start_disturbs_nobody(url, workers):
     a, b, c = workers(3)
     for pending in [a.start(join, "a", 0, 2, (url, {}, None)), b.start(join, "b", 1, 2, (url, {}, None))]:
         pending.result()
@@ -335,8 +338,8 @@ def test_who_comes_too_late_disturbs_nobody(url, workers):
     assert a.run(rpc.rpc_sync, "b", add, (1, 2)) == 3
 
 
-def test_groups_of_both_kinds_may_meet_at_one_store(workers):
-    """A process group of all, and an RPC group of two of them."""
+def test_groups_of_both_kinds_may_rendezvous_at_one_store(workers):
+    """A process group of all workers, and an RPC group of two of them."""
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         port = store.port
 
@@ -349,7 +352,7 @@ def test_groups_of_both_kinds_may_meet_at_one_store(workers):
             each.result()
 
 
-def test_ranks_of_a_process_group_hear_it_too(url, workers):
+def test_ranks_of_a_process_group_raise_it_too(url, workers):
     def group(rank: int, size: int) -> tuple[str, float]:
         with pytest.raises(RendezvousError) as caught:
             c10d.init_process_group("gloo", url, rank=rank, world_size=size, timeout=50)
@@ -361,14 +364,14 @@ def test_ranks_of_a_process_group_hear_it_too(url, workers):
         store.wait([f"gradwire/rendezvous/group/0/record/{rank}" for rank in range(2)])
     began = time.monotonic()
     pending.append(c.start(group, 2, 4))
-    heard = [each.result() for each in pending]
-    assert len({text for text, _ in heard}) == 1
-    assert re.match(r"rank [01] \(process .*\) was started with world_size=3 and rank 2 \(.*\) with", heard[0][0])
-    assert max(when for _, when in heard) - began < LIMIT
+    raised = [each.result() for each in pending]
+    assert len({text for text, _ in raised}) == 1
+    assert re.match(r"rank [01] \(process .*\) was started with world_size=3 and rank 2 \(.*\) with", raised[0][0])
+    assert max(when for _, when in raised) - began < ALL_RAISE_TIMEOUT_S
 
 
 def fail_like_torch(name: str, rank: int, size: int, variables: dict[str, str]) -> tuple[str, float]:
-    """As a program for torch.distributed.rpc does, whose rank 0 would wait in torch's TCPStore."""
+    """Fails as a program for torch.distributed.rpc does, whose rank 0 would wait in torch's TCPStore."""
     os.environ.update(variables)
     compat.install()
     with pytest.raises(RuntimeError) as caught:
@@ -377,7 +380,7 @@ def fail_like_torch(name: str, rank: int, size: int, variables: dict[str, str]) 
 
 
 @pytest.mark.parametrize("kind", ["world sizes", "rank 0", "one name"])
-def test_programs_for_torch_hear_it_too(kind, workers):
+def test_programs_for_torch_raise_it_too(kind, workers):
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         port = store.port
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -385,11 +388,11 @@ def test_programs_for_torch_hear_it_too(kind, workers):
     started = workers(3)
     pending = [each.start(fail_like_torch, *who, variables) for each, who in zip(started, first, strict=False)]
     seen = torch.distributed.TCPStore("127.0.0.1", port, wait_for_workers=False)
-    seen.wait([f"rpc_prefix_0/{WORKERS}/0/record/{rank}" for rank in range(2)])
+    seen.wait([f"rpc_prefix_0/{STORE_PREFIX}/0/record/{rank}" for rank in range(2)])
     del seen
     began = time.monotonic()
     pending.append(started[2].start(fail_like_torch, *contradicting, variables))
-    heard = [each.result() for each in pending]
-    assert {error for error, _ in heard} == {heard[0][0]}
-    assert re.match(text, heard[0][0])
-    assert max(when for _, when in heard) - began < LIMIT
+    raised = [each.result() for each in pending]
+    assert {error for error, _ in raised} == {raised[0][0]}
+    assert re.match(text, raised[0][0])
+    assert max(when for _, when in raised) - began < ALL_RAISE_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Workers that join and leave, as events."""
+"""Events of workers that join and leave."""
 
 import asyncio
 import queue
@@ -13,7 +13,7 @@ from gradwire.rpc.membership.worker_events import WorkerEvents
 from tests.remote_functions import process_id
 
 seen: "queue.Queue[tuple]" = queue.Queue()
-"""Of the worker that this runs on."""
+"""The events that the worker on which this runs has noted."""
 handles: list[rpc.WorkerEventHandle] = []
 
 
@@ -22,7 +22,7 @@ def note(*event) -> None:
 
 
 def register() -> list[str]:
-    """Notes what happens from now on; the names of those that are there."""
+    """Notes the events from now on; returns the names of the workers that are present."""
     handles[:] = [
         rpc.on_worker_joined(lambda worker: note("joined", worker.name)),
         rpc.on_worker_left(lambda worker, reason: note("left", worker.name, reason)),
@@ -73,7 +73,7 @@ def test_the_current_members_of_a_dynamic_group_can_be_listed(join_one):
     assert a.run(names) == ["a"]
 
 
-def test_whoever_joins_and_leaves_a_dynamic_group_is_told_of_in_order(join_one):
+def test_joins_and_leaves_of_a_dynamic_group_arrive_in_order(join_one):
     a = join_one("a")
     b = join_one("b")
     assert a.run(register) == ["a", "b"]
@@ -91,13 +91,13 @@ def test_whoever_joins_and_leaves_a_dynamic_group_is_told_of_in_order(join_one):
     assert a.run(nothing_more)
 
 
-def test_a_lost_worker_of_a_static_group_is_told_of_though_nobody_has_called_it(workers):
+def test_the_loss_of_a_worker_that_was_never_called_is_an_event(workers):
     a, b, c = workers.rpc(3)
     assert a.run(register) == ["worker0", "worker1", "worker2"]
     b.kill()
     kind, name, reason = a.run(next_event)
     assert (kind, name) == ("left", "worker1")
-    assert reason  # how it is known depends on whether the connection stood by then
+    assert reason  # its text depends on whether the workers were connected by then
     c.run(rpc.shutdown, graceful=False)
     assert a.run(next_event)[:2] == ("left", "worker2")
     assert a.run(names) == ["worker0", "worker1", "worker2"]
@@ -120,7 +120,7 @@ def test_a_callback_may_make_calls(workers):
     assert thread.startswith("gradwire-worker0-")
 
 
-def test_what_a_callback_raises_is_logged_and_the_next_one_runs(workers):
+def test_an_error_of_a_callback_is_logged_and_the_next_one_runs(workers):
     a, b = workers.rpc(2)
 
     def fail(worker, reason):
@@ -152,7 +152,7 @@ def test_a_removed_callback_is_not_called(workers):
         assert a.run(next_event)[0] == "left"
 
 
-def test_what_cannot_be_called_is_refused(workers):
+def test_a_callback_must_be_callable(workers):
     (a,) = workers.rpc(1)
 
     def check():
@@ -164,7 +164,7 @@ def test_what_cannot_be_called_is_refused(workers):
 
 
 @pytest.mark.parametrize("ask", [rpc.get_worker_infos, aio.worker_events, lambda: rpc.on_worker_left(note)])
-def test_without_init_rpc_there_is_nothing_to_ask(ask):
+def test_events_need_init_rpc(ask):
     with pytest.raises(NotInitializedError):
         ask()
 
@@ -180,7 +180,7 @@ def test_an_asyncio_program_gets_the_events_until_shutdown(join_one):
             note(event)
         note("end")
 
-    async def follow_and_give_up():
+    async def follow_and_stop():
         stream = aio.worker_events()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(stream), 0.01)
@@ -189,7 +189,7 @@ def test_an_asyncio_program_gets_the_events_until_shutdown(join_one):
             await anext(stream)
 
     def begin():
-        asyncio.run(follow_and_give_up())
+        asyncio.run(follow_and_stop())
         threading.Thread(target=asyncio.run, args=(follow(),), name="follower", daemon=True).start()
 
     a.run(begin)
@@ -205,16 +205,16 @@ def test_an_asyncio_program_gets_the_events_until_shutdown(join_one):
 
 
 def test_every_change_is_either_before_or_after_a_subscription():
-    """Whatever the moment of a subscription, the workers there and the events after it make up the group."""
+    """At whatever moment: the workers present at a subscription and the events after it make up the group."""
     events = WorkerEvents(lambda task: threading.Thread(target=task).start(), lambda _worker: None)
     events.open([rpc.WorkerInfo("first", 0)])
     halfway = threading.Event()
 
     def change():
         for number in range(1, 2000):
-            events.joined(rpc.WorkerInfo(f"w{number}", number))
+            events.record_joined(rpc.WorkerInfo(f"w{number}", number))
             if number % 2:
-                events.left(rpc.WorkerInfo(f"w{number}", number), "it has shut down")
+                events.record_left(rpc.WorkerInfo(f"w{number}", number), "it has shut down")
             if number == 200:
                 halfway.set()
 

@@ -1,0 +1,182 @@
+"""The leader's part of all_gather by messages, and the results that a worker keeps for later leaders.
+
+Every worker has one RoundLeader, because any worker may have to lead when those with lower ids have died.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, final
+
+from ..contracts.messages import Deferred, Handler, Incoming, MessageType
+from ..contracts.worker import WorkerInfo
+from .group_rounds import MemberStatus, plan_next_round
+from .rounds import RoundKey, RoundResult, Series
+
+if TYPE_CHECKING:
+    from ..contracts.agent import RpcAgent
+
+__all__ = ["ASK_RESULT", "CONTROL_KINDS", "TELL_RESULT", "RoundLeader"]
+
+ASK_RESULT = "all_gather.ask"
+"""The kind of control message by which a leader asks a member for the result of a round; its payload is the
+key."""
+
+TELL_RESULT = "all_gather.tell"
+"""The kind of control message that answers `ASK_RESULT`; its payload is the key and the result."""
+
+CONTROL_KINDS = (ASK_RESULT, TELL_RESULT)
+
+
+class _OpenRound:
+    """A round that this worker leads and whose values have not all arrived."""
+
+    def __init__(self, key: RoundKey) -> None:
+        self.number = key.number
+        self.expected = set(key.members)
+        """The ids of the members that are not known to be lost."""
+        self.values: dict[int, Any] = {}
+        self.statuses: dict[int, MemberStatus] = {}
+        self.answers: list[Future[RoundResult]] = []
+        self.has_asked_others = False
+        """Whether the members whose values are missing have been asked for the round's result."""
+
+    @property
+    def missing(self) -> set[int]:
+        """The ids of the living members whose values have not arrived."""
+        return self.expected - self.values.keys()
+
+    def result(self) -> RoundResult:
+        """Returns the result of the values that have arrived."""
+        return RoundResult(self.values, plan_next_round(self.number, self.statuses.values()))
+
+
+@final
+class RoundLeader:
+    """Collects the values of rounds, answers with the results, and keeps the last result of each series.
+
+    Safe to use from any thread.
+    """
+
+    def __init__(self, agent: "RpcAgent", abandon_group: Callable[[tuple[int, ...]], None]) -> None:
+        """Registers the handlers of control messages.
+
+        Args:
+            agent: the agent of this worker.
+            abandon_group: ends the process group of these members, if this worker has one.
+        """
+        self._agent = agent
+        self._abandon_group = abandon_group
+        self._lock = threading.Lock()
+        self._open: dict[RoundKey, _OpenRound] = {}
+        self._finished: dict[Series, tuple[int, RoundResult]] = {}
+        """The number and result of the last round whose result is known, by series."""
+        self._askers: dict[RoundKey, set[int]] = {}
+        """The ids of leaders that have asked for the result of a round which is not known here yet."""
+        agent.control.on(ASK_RESULT, self._on_ask)
+        agent.control.on(TELL_RESULT, lambda _worker, payload: self.finish(RoundKey(*payload[0]), payload[1]))
+
+    def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
+        """Returns the handlers of the requests that members send to a leader."""
+        return {
+            MessageType.ALL_GATHER: Handler(
+                self._on_value, description="the value for a collective, sent to worker"
+            ),
+            MessageType.ALL_GATHER_STATUS: Handler(
+                self._on_status_request, description="the question which members are missing, to worker"
+            ),
+        }
+
+    def finish(self, key: RoundKey, result: RoundResult) -> None:
+        """Records the result of a round, and answers the members and leaders that wait for it.
+
+        Only the first result of a round counts; later ones are ignored.
+        """
+        series = key.series
+        with self._lock:
+            number, last_result = self._finished.get(series, (-1, result))
+            if number < key.number:
+                self._finished[series] = (key.number, result)
+                self._drop_superseded(series)
+            elif number == key.number:
+                result = last_result
+            open_round = self._open.pop(key, None)
+            askers = self._askers.pop(key, set())
+        for answer in open_round.answers if open_round is not None else ():
+            answer.set_result(result)
+        for leader in askers:
+            self._agent.control.send(self._agent.worker(leader), TELL_RESULT, (key, result))
+
+    def discard_asker(self, key: RoundKey, leader: int) -> None:
+        """Sends a leader no result that it has asked for, because it gets this worker's value instead."""
+        with self._lock:
+            self._askers.get(key, set()).discard(leader)
+
+    def on_worker_lost(self, worker: WorkerInfo) -> None:
+        """Completes the rounds in which only this worker's value was missing."""
+        with self._lock:
+            for open_round in self._open.values():
+                open_round.expected.discard(worker.id)
+        self._finish_complete_rounds()
+
+    def _on_value(self, message: Incoming) -> Deferred:
+        """Handles a member's value; the answer is the result of the round."""
+        topic, number, members, value, status, was_tried = message.value
+        answer: Future[RoundResult] = Future()
+        key = RoundKey(topic, number, members)
+        with self._lock:
+            if (known := self._known_result(key)) is not None:
+                answer.set_result(known)
+                return Deferred(answer)
+            open_round = self._open.get(key)
+            if open_round is None:
+                open_round = self._open[key] = _OpenRound(key)
+            open_round.values[message.source.id] = value
+            open_round.statuses[message.source.id] = status
+            open_round.answers.append(answer)
+            open_round.expected -= {i for i in members if self._agent.end_of(i) is not None}
+            to_ask = open_round.missing if was_tried and not open_round.has_asked_others else ()
+            open_round.has_asked_others |= was_tried
+        for member in to_ask:
+            self._agent.control.send(self._agent.worker(member), ASK_RESULT, key)
+        self._finish_complete_rounds()
+        return Deferred(answer)
+
+    def _on_status_request(self, message: Incoming) -> list[int]:
+        """Returns the ids of the members whose values for a round are missing."""
+        key = RoundKey(*message.value)
+        with self._lock:
+            open_round = self._open.get(key)
+            return [] if open_round is None else sorted(open_round.missing)
+
+    def _on_ask(self, leader: WorkerInfo, payload: tuple[Any, ...]) -> None:
+        """Tells another leader the result of a round now, or once it is known."""
+        key = RoundKey(*payload)
+        with self._lock:
+            number, last_result = self._finished.get(key.series, (-1, None))
+            if number > key.number:
+                return  # a later round has a result, so all living members have that of this one
+            result = last_result if number == key.number else None
+            if result is None:
+                self._askers.setdefault(key, set()).add(leader.id)
+        if result is not None:
+            self._agent.control.send(leader, TELL_RESULT, (key, result))
+        elif key.may_use_group:
+            self._abandon_group(key.members)
+
+    def _finish_complete_rounds(self) -> None:
+        with self._lock:
+            complete = {key: each.result() for key, each in self._open.items() if not each.missing}
+        for key, result in complete.items():
+            self.finish(key, result)
+
+    def _known_result(self, key: RoundKey) -> RoundResult | None:
+        number, result = self._finished.get(key.series, (-1, None))
+        return result if number == key.number else None
+
+    def _drop_superseded(self, current: Series) -> None:
+        """Drops the results of series that have lost members and whose living members are all in this one."""
+        for former in [each for each in self._finished if each.topic == current.topic and each != current]:
+            living = {i for i in former.members if self._agent.end_of(i) is None}
+            if len(living) < len(former.members) and living <= set(current.members):
+                del self._finished[former]

@@ -1,0 +1,221 @@
+"""Streams that fail, are closed early, or lose a worker."""
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import pytest
+from gradwire import rpc
+from gradwire.errors import RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.contracts.messages import MessageType, Request
+
+from tests import remote_functions
+from tests.remote_functions import add, assert_clean, identity, set_event, wait_until
+from tests.rpc.generators import (
+    count_to,
+    fail_after,
+    references,
+    wait_for_event,
+    waits,
+    waits_between,
+    watched,
+    yields_an_item_that_does_not_pickle,
+    yields_an_item_that_does_not_unpickle,
+)
+
+MIB = 1 << 20
+
+
+def test_an_error_comes_after_the_items_before_it(workers):
+    a, b = workers.rpc(2)
+
+    def check() -> None:
+        stream = rpc.rpc_stream("worker1", fail_after, (3,))
+        assert [next(stream) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(LookupError, match="no more of these") as caught:
+            next(stream)
+        assert isinstance(caught.value.__cause__, RemoteError)
+        assert caught.value.__cause__.worker == "worker1"
+        assert "in fail_after" in caught.value.__cause__.remote_traceback
+        assert next(stream, "over") == "over"
+        del caught
+        assert_clean()
+
+    a.run(check)
+    b.run(assert_clean)
+
+
+def test_functions_that_cannot_be_streamed(workers):
+    a, b = workers.rpc(2)
+
+    def check() -> None:
+        with pytest.raises(
+            TypeError, match="add returned 'int', which cannot be streamed: rpc_stream needs a gen"
+        ):
+            next(rpc.rpc_stream("worker1", add, (1, 2)))
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            next(rpc.rpc_stream("worker1", count_to))
+        with pytest.raises(RuntimeError, match="the function to stream raised StopIteration"):
+            next(rpc.rpc_stream("worker1", next, (iter(()),)))
+        with pytest.raises(ValueError, match="window is 0"):
+            rpc.rpc_stream("worker1", count_to, (1,), window=0)
+        with pytest.raises(ValueError, match="window_items is 1.5"):
+            rpc.rpc_stream("worker1", count_to, (1,), window_items=1.5)
+        with pytest.raises(SerializationError, match="args"):
+            rpc.rpc_stream("worker1", count_to, (threading.Lock(),))
+        assert_clean()
+
+    a.run(check)
+    b.run(assert_clean)
+
+
+def test_items_that_cannot_be_sent_or_unpickled(workers):
+    a, b = workers.rpc(2, channels=rpc.ChannelOptions(max_payload_bytes=MIB))
+
+    def check() -> None:
+        unreadable = rpc.rpc_stream("worker1", yields_an_item_that_does_not_unpickle)
+        assert next(unreadable) == 1
+        with pytest.raises(ValueError, match="cannot be made again"):
+            next(unreadable)
+        assert next(unreadable, None) is None
+        unsendable = rpc.rpc_stream("worker1", yields_an_item_that_does_not_pickle)
+        assert next(unsendable) == 1
+        with pytest.raises(SerializationError, match=r"the item\['lock'\] cannot be sent"):
+            next(unsendable)
+        with pytest.raises(ValueError, match="max_payload_bytes is 1048576"):
+            next(rpc.rpc_stream("worker1", watched, ("refused", 2, 2 * MIB)))
+        assert rpc.rpc_sync("worker1", wait_for_event, ("refused",))
+        assert_clean()
+
+    a.run(check)
+    b.run(assert_clean)
+
+
+@pytest.mark.parametrize("how", ["close", "with", "break", "drop", "at once", "cycle"])
+def test_closing_runs_finally_at_the_producer(workers, how):
+    a, b = workers.rpc(2)
+
+    def leave_cycle() -> None:
+        cycle: list[Any] = [rpc.rpc_stream("worker1", watched, ("closed",))]
+        cycle.append(cycle)
+        next(cycle[0])
+
+    def check() -> None:
+        rpc.rpc_sync("worker1", identity, (1,))
+        if how == "close":
+            stream = rpc.rpc_stream("worker1", watched, ("closed",))
+            next(stream)
+            stream.close()
+            stream.close()
+            assert next(stream, None) is None
+        elif how == "with":
+            with pytest.raises(KeyError), rpc.rpc_stream("worker1", watched, ("closed",)) as stream:
+                next(stream)
+                raise KeyError
+        elif how == "break":
+            for _ in rpc.rpc_stream("worker1", watched, ("closed",)):
+                break
+        elif how == "drop":
+            stream = rpc.rpc_stream("worker1", watched, ("closed",))
+            next(stream)
+            del stream
+        elif how == "at once":
+            for _ in range(100):
+                rpc.rpc_stream("worker1", watched, ("closed",)).close()
+            rpc.rpc_sync("worker1", set_event, ("closed",))  # perhaps none of them began
+        else:
+            leave_cycle()
+            gc.collect()
+        assert rpc.rpc_sync("worker1", wait_for_event, ("closed",))
+        assert_clean()
+
+    a.run(check)
+    b.run(assert_clean)
+
+
+def test_references_in_items_that_were_not_taken(workers):
+    a, b = workers.rpc(2)
+
+    def check() -> None:
+        with rpc.rpc_stream("worker1", references, (1000,), window_items=50) as stream:
+            assert next(stream).to_here() == 0
+        assert_clean()
+
+    a.run(check)
+    b.run(assert_clean)
+
+
+def test_messages_about_unknown_streams(agents):
+    a, b = agents(2)
+    a.control.send(b.info, "stream.close", 1 << 50)
+    for kind in ("OPENED", "ITEM", "CREDIT"):
+        a.post(b.info, MessageType.Value(f"STREAM_{kind}"), None, header=lambda e: _name_stream(e, 1 << 50))
+    a._network.send(b.info, agent_pb2.Envelope(id=1 << 50, type=MessageType.CANCEL).SerializeToString())
+    assert a.request(b.info, Request(MessageType.CALL, (add, (1, 2), {}))).wait() == 3
+    wait_until(lambda: not b.debug_info()["agent.server_active_calls"])
+    assert b.debug_info()["num_consumed_streams"] == b.debug_info()["num_produced_streams"] == 0
+
+
+def _name_stream(envelope: agent_pb2.Envelope, stream_id: int) -> None:
+    envelope.stream.stream_id = stream_id
+
+
+def test_the_consumer_dies(workers):
+    a, b = workers.rpc(2)
+
+    def start() -> None:
+        stream = rpc.rpc_stream("worker1", watched, ("consumer died",), window_items=3)
+        next(stream)
+        remote_functions.keep(stream)
+
+    a.run(start)
+    a.kill()
+    assert b.run(wait_for_event, "consumer died")
+    b.run(assert_clean)
+
+
+def test_the_producer_dies(workers):
+    a, b = workers.rpc(2, rpc_timeout=0)
+
+    def start() -> None:
+        stream = rpc.rpc_stream("worker1", waits_between, ("never",))
+        remote_functions.keep(stream)
+        assert next(stream) == "first"
+
+    def check() -> None:
+        with pytest.raises(WorkerLostError, match="'worker1' is lost"):
+            next(remote_functions.kept[-1])
+        with pytest.raises(WorkerLostError, match="'worker1' is lost"):
+            next(rpc.rpc_stream("worker1", count_to, (1,)))
+        assert_clean()
+
+    a.run(start)
+    waiting = a.start(check)
+    b.kill()
+    waiting.result()
+
+
+async def collect(stream: rpc.RpcStream) -> list[Any]:
+    return [item async for item in stream]
+
+
+def test_an_item_that_takes_too_long(workers):
+    a, b = workers.rpc(2)
+
+    def check() -> None:
+        stream = rpc.rpc_stream("worker1", waits, ("too late",), timeout=0.2)
+        with pytest.raises(
+            RpcTimeoutError, match=r"0\.2 s: waiting for the next item of a stream from worker 'worker1'"
+        ):
+            next(stream)
+        assert next(stream, None) is None
+        again = rpc.rpc_stream("worker1", waits, ("too late",), timeout=0.2)
+        with pytest.raises(RpcTimeoutError):
+            asyncio.run(collect(again))
+        rpc.rpc_sync("worker1", set_event, ("too late",))
+        assert_clean()
+
+    a.run(check)
+    b.run(assert_clean)
