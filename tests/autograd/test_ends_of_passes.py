@@ -38,8 +38,8 @@ def die() -> None:
 
 def wait_for_the_end() -> None:
     """Returns when this worker knows that the pass has failed."""
-    context = current_context()
-    wait_until(lambda: context._aborted)
+    running = current_context().running_pass()
+    wait_until(lambda: running.is_aborted)
     set_event("ended")
 
 

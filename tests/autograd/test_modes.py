@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd.closure import LARGEST
+from gradwire.autograd.closure import MAX_HEADER_SENDS
 from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import RpcTimeoutError
@@ -124,10 +124,10 @@ def largest_header() -> int:
 
 
 def send_at_most(limit: int) -> None:
-    sys.modules[Context.__module__].LARGEST = limit
+    sys.modules[Context.__module__].MAX_HEADER_SENDS = limit
 
 
-@pytest.mark.parametrize(("limit", "hops"), [(LARGEST, 200), (7, 30)])
+@pytest.mark.parametrize(("limit", "hops"), [(MAX_HEADER_SENDS, 200), (7, 30)])
 @pytest.mark.parametrize("mode", ["smart", "fast"])
 def test_headers_of_a_long_chain_are_small(workers, limit, hops, mode):
     """Closures that are left out are asked for."""

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd.closure import LARGEST, start_node, walk
-from gradwire.autograd.context import Context
+from gradwire.autograd.backward_pass import BackwardPass
+from gradwire.autograd.closure import MAX_HEADER_SENDS
 from gradwire.autograd.extension import Autograd
+from gradwire.autograd.graph import Graph, start_node
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import MessageType
@@ -45,7 +46,7 @@ class Watch:
         self.starts = [start_node(tensor) for tensor in starts]
         context = current_agent().extension(Autograd).contexts.find(context_id)
         self.gates = {number: gate.grad_fn for number, gate in context._gates.items()} if context else {}
-        for node in walk([*self.starts, *self.gates.values()]).nodes:
+        for node in Graph([*self.starts, *self.gates.values()]).nodes:
             node.register_hook(self._count(node))
         Watch.of_context[context_id] = self
 
@@ -57,14 +58,14 @@ class Watch:
 
     def receives_above(self) -> tuple[dict[int, list[Message]], list[Message]]:
         """The messages received here that lead to each message sent from here, and to the other starts."""
-        above = {number: _received(walk([gate])) for number, gate in self.gates.items()}
-        return above, _received(walk(self.starts))
+        above = {number: _received(Graph([gate])) for number, gate in self.gates.items()}
+        return above, _received(Graph(self.starts))
 
     def wrong_runs(self, taking_part: Iterable[int], passes: int) -> list[str]:
         """The nodes that have not run once in each pass, or run without taking part."""
         if current_agent().extension(Autograd).engine.one_root_at_a_time:
             return []
-        graph = walk([*self.starts, *(self.gates[number] for number in taking_part)])
+        graph = Graph([*self.starts, *(self.gates[number] for number in taking_part)])
         expected = dict.fromkeys(graph.nodes - set(graph.leaves), passes)
         return [
             f"{node} ran {self.runs[node]} times, not {expected.get(node, 0)}"
@@ -79,7 +80,7 @@ def _received(graph: Any) -> list[Message]:
 
 def trace_messages() -> None:
     """Has the watches of this process see which gradients come and go."""
-    post, arrive = GrpcAgent.post, Context.gradients_arrived
+    post, arrive = GrpcAgent.post, BackwardPass.set_gradients
 
     def traced_post(agent: GrpcAgent, worker: WorkerInfo, kind: Any, value: Any, **others: Any) -> int:
         if kind == MessageType.GRADIENTS:
@@ -87,11 +88,11 @@ def trace_messages() -> None:
             Watch.of_context[context_id].posted.append((worker.id, message_id))
         return post(agent, worker, kind, value, **others)
 
-    def traced_arrive(context: Context, identifier: Any, message_id: int, gradients: Any) -> None:
-        Watch.of_context[context.id].arrived.append(message_id)
-        arrive(context, identifier, message_id, gradients)
+    def traced_arrive(running: BackwardPass, message_id: int, gradients: Any) -> None:
+        Watch.of_context[running._context_id].arrived.append(message_id)
+        arrive(running, message_id, gradients)
 
-    GrpcAgent.post, Context.gradients_arrived = traced_post, traced_arrive
+    GrpcAgent.post, BackwardPass.set_gradients = traced_post, traced_arrive
 
 
 def run_one_root_at_a_time() -> None:
@@ -201,7 +202,7 @@ def test_random_programs_one_root_at_a_time(workers):
     workers.each(started, assert_clean)
 
 
-@pytest.mark.parametrize(("largest", "seeds"), [(LARGEST, range(HALF)), (2, range(HALF, 2 * HALF))])
+@pytest.mark.parametrize(("largest", "seeds"), [(MAX_HEADER_SENDS, range(HALF)), (2, range(HALF, 2 * HALF))])
 @pytest.mark.timeout(max(120, PROGRAMS))
 def test_random_programs(workers, capsys, largest, seeds):
     """Each node runs once in each pass, each message's gradients are sent once, and the gradients are right.
