@@ -26,8 +26,8 @@ from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.execution.futures import Future, error_of
 from gradwire.rref.forks import References
+from gradwire.rref.handles import OwnerHandle
 from gradwire.rref.ids import GlobalId
-from gradwire.rref.rref import OwnerHandle
 
 from tests.rref.simulation import Chance, Machine, World
 
@@ -188,7 +188,7 @@ class Schedule(World):
         if failed(rref):
             self.doomed.add(number)
         elif rref.is_owner():  # whose timeout is the value's too
-            rref._handle.created.add_done_callback(lambda done: error_of(done) and self.doomed.add(number))
+            rref._handle.creation.add_done_callback(lambda done: error_of(done) and self.doomed.add(number))
         machine.held.append(rref)
 
     def some_held(self, machine: Machine, count: int) -> list[rpc.RRef]:
@@ -223,7 +223,7 @@ class Schedule(World):
             handle = rref._handle
             future = handle.agent.request(
                 handle.fork.owner,
-                Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=timeout, keep=handle.fork.hold),
+                Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=timeout, keep=handle.lease),
             )
             self._watch(machine, future, number, timeout)
 
@@ -307,7 +307,7 @@ class Schedule(World):
         handle = rref._handle
         if isinstance(handle, OwnerHandle):
             return not self.killed and not failed(rref)
-        return handle.fork.confirmed or (handle.fork.error is None and not self.killed)
+        return handle.fork.is_confirmed or (handle.fork.error is None and not self.killed)
 
     def _envelopes(self) -> list[agent_pb2.Envelope]:
         """Those on their way to a program, arrived ones included."""
@@ -368,19 +368,19 @@ class Schedule(World):
 
 
 def identify(rref: rpc.RRef) -> GlobalId:
-    handle = rref._handle
-    return handle.entry.id if isinstance(handle, OwnerHandle) else handle.fork.reference
+    return rref._handle.id
 
 
 def failed(rref: rpc.RRef) -> bool:
     """Does its worker know that it is of no use?"""
     handle = rref._handle
     if isinstance(handle, OwnerHandle):
-        future, created = handle.entry.future, handle.created
+        future = handle.entry.future
         known = future.exception() if future.done() else None
     else:
-        known, created = handle.fork.error, handle.fork.created
-    return known is not None or (created is not None and created.done() and error_of(created) is not None)
+        known = handle.fork.error
+    creation = handle.creation
+    return known is not None or (creation is not None and creation.done() and error_of(creation) is not None)
 
 
 def run_schedule(size: int, data: bytes) -> Counter[str]:

@@ -83,7 +83,7 @@ def test_a_question_that_has_answered_itself_is_no_failure(agents, caplog):
     """The owner asks whether a value will be created; meanwhile it has been, and has been deleted."""
     creator, owner = agents(2)
     identifier = GlobalId(creator.info.id, 1000)
-    owner.extension(References)._ask_creator(OwnedValue(identifier))
+    owner.extension(References).values.ask_creator(OwnedValue(identifier))
     wait_until(lambda: owner.control.pending() == 0 and owner.control._numbers[creator.info.id])
     assert not caplog.records
 
@@ -93,4 +93,4 @@ def test_a_value_that_cannot_come_is_told(agents, caplog):
     entry = owner.extension(References).entry(GlobalId(creator.info.id, 1000))
     with pytest.raises(RRefError, match="is gone: 'agent1' has deleted the value"):
         entry.wait(60)
-    wait_until(lambda: "a message names a value that cannot come any more: reference" in caplog.text)
+    wait_until(lambda: "a message names a value that will not be created: reference" in caplog.text)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
-from gradwire.rref.proxy import call_with_values
+from gradwire.rref.api import call_with_values
 
 from tests.remote_functions import add, assert_clean, set_event, wait_for, wait_until
 

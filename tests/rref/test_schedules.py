@@ -134,8 +134,7 @@ def test_a_fetch_that_is_overtaken_by_the_end_of_its_reference():
     rref = create(schedule, user, owner)
     schedule.settle()
     fetch = user.agent.request(
-        owner.info,
-        Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=1.0, keep=rref._handle.fork.hold),
+        owner.info, Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=1.0, keep=rref._handle.lease)
     )
     late = hold_back(schedule, MessageType.RREF_FETCH)
     until_timeouts(schedule, 1.0)
@@ -182,12 +181,12 @@ def test_references_that_are_all_given_up_while_a_creation_is_on_its_way():
     rref = create(schedule, user, owner, timeout=1.0)
     late = hold_back(schedule, MessageType.RREF_CREATE)
     until_timeouts(schedule, 1.0)
-    with pytest.raises(RpcTimeoutError, match="giving up references"):
-        user.agent.extension(References).give_up_all(0.01)
+    with pytest.raises(RpcTimeoutError, match="deleting references"):
+        user.agent.extension(References).release_all(0.01)
     schedule.settle()
     schedule.flights += late
     assert_nothing_left(schedule)
-    with pytest.raises(RRefError, match="given up"):
+    with pytest.raises(RRefError, match="has been deleted"):
         on(user, rref.to_here)
 
 
