@@ -32,6 +32,7 @@ from ..errors import RpcTimeoutError, RRefError, SendFailedError, WorkerLostErro
 from ..proto.v1 import agent_pb2
 from ..rpc.calls import name_of
 from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.arguments import CALL_PARTS
 from ..rpc.contracts.messages import Deferred, Handler, Incoming, MessageType, Outgoing, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
@@ -161,7 +162,7 @@ class References(ReferenceExtension):
                 MessageType.RREF_CREATE,
                 call,
                 timeout=timeout,
-                what=("the function", "args", "kwargs"),
+                what=CALL_PARTS,
                 header=lambda envelope: envelope.created.CopyFrom(created),
                 keep=keep,
             ),

@@ -1,4 +1,4 @@
-"""Backward passes that cannot be, and contexts that do not exist."""
+"""Backward passes that cannot run, and contexts that do not exist."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def relay(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def trio(workers):
-    """Three workers; the test runs on the first. Afterwards a pass runs well, and nothing is left."""
+    """Three workers; the test runs on the first. Afterwards a pass succeeds, and nothing is left."""
     started = workers.rpc(3)
     yield started[0]
 
