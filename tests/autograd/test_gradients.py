@@ -123,7 +123,7 @@ def test_a_model_spread_over_three_workers(trio):
     def check() -> float:
         local = [Layer(seed) for seed in range(3)]
         x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
-        # After all random numbers here: the first layer is made on another thread of this process, which seeds them.
+        # Made last: another thread of this process makes the first one, and seeds the generator.
         layers = [rpc.remote(f"worker{owner}", Layer, (owner,)) for owner in range(3)]
 
         h = local[0](x)
