@@ -54,7 +54,7 @@ def check_roots(roots: Sequence[torch.Tensor]) -> None:
         raise AutogradError(f"{missing}roots is {roots!r}; give a list of scalar tensors, [loss] for one")
     for index, root in enumerate(roots):
         if not isinstance(root, torch.Tensor):
-            raise AutogradError(f"roots[{index}] is {root!r}, which is no tensor")
+            raise AutogradError(f"roots[{index}] is {root!r}, which is not a tensor")
         if not root.requires_grad:
             raise AutogradError(
                 f"requires_grad not set on roots[{index}]: nothing that it was computed from has it, "

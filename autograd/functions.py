@@ -68,7 +68,7 @@ class RecvRpc(torch.autograd.Function):
         closure: Closure,
         tensors: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors unchanged. They come in a list so that autograd does not take them for inputs."""
+        """Returns the tensors unchanged. They are in a list so that autograd does not treat them as inputs."""
         ctx.context, ctx.sender, ctx.message_id = context, sender, message_id
         ctx.closure = union([closure, Closure(frozenset({(sender, message_id)}))])
         ctx.set_materialize_grads(False)

@@ -70,7 +70,7 @@ def _note(module: DistributedDataParallel, wrapped: nn.Module, made_ns: int | No
     nodes = [start_node(parameter) for parameter in _replicated_parameters(wrapped)]
     for node in nodes:
         node.metadata[NOTES] = [*(each for each in _notes(node) if each.module()), note]
-    # The module holds its parameters' nodes itself, but only once it is complete.
+    # The nodes are kept for the module until it is complete; from then on it keeps them itself.
     weakref.finalize(module, nodes.clear).atexit = False
 
 

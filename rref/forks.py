@@ -59,7 +59,7 @@ class References(ReferenceExtension):
         self.values = ValueServer(agent, self.table)
         self._ids = IdSource(agent.info.id)
         self._forks: set[Fork] = set()
-        """Those that this worker holds."""
+        """The forks that this worker holds."""
         self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
         """For each fork that this worker has made for another: its own handle, kept until the owner has confirmed
         the fork, and the id of the other worker."""
@@ -118,7 +118,7 @@ class References(ReferenceExtension):
         try:
             fork.creation = self._request_creation(owner, identifier, fork_id, call, timeout, keep=fork.lease)
         except BaseException:
-            self._forget(fork)
+            self._remove_fork(fork)
             raise
         if fork.creation.done():  # a message that was not sent is known at once, so that it is not passed on
             fork.error = error_of(fork.creation)
@@ -315,11 +315,11 @@ class References(ReferenceExtension):
         was_sent = fork.is_creator and not isinstance(fork.error, WorkerLostError | SendFailedError)
         if fork.is_confirmed or was_sent:
             payload = (tuple(fork.reference), tuple(fork.id))
-            self.agent.control.send(fork.owner, "rref.delete", payload, lambda _error: self._forget(fork))
+            self.agent.control.send(fork.owner, "rref.delete", payload, lambda _error: self._remove_fork(fork))
         else:
-            self._forget(fork)
+            self._remove_fork(fork)
 
-    def _forget(self, fork: Fork) -> None:
+    def _remove_fork(self, fork: Fork) -> None:
         with self._fork_deleted:
             self._forks.discard(fork)
             self._fork_deleted.notify_all()
@@ -369,7 +369,7 @@ class References(ReferenceExtension):
                 self._children.pop(fork, None)
 
     def live_objects(self) -> Mapping[str, int]:
-        """Returns the number of references that others hold to values here, are held here, and are passed on."""
+        """Returns counts of references: held by others to values of this worker, held by it, and passed on."""
         return {
             "num_owner_rrefs": len(self.table),
             "num_forks": self.table.fork_count(),

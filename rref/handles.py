@@ -1,4 +1,4 @@
-"""What an RRef holds: the owner's handle to a value, or a user's handle to a fork of a reference to it."""
+"""The handles of RRefs: the owner's handle to a value, and a user's handle to a fork of a reference to it."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Lease:
     __slots__ = ("__weakref__", "_on_released")
 
     def __init__(self, on_released: Callable[[], None]) -> None:
-        """Args: on_released: called when nothing holds the lease any more, from a finalizer: must take no lock."""
+        """Args: on_released: called by a finalizer, when nothing refers to the lease any more. Takes no lock."""
         self._on_released = on_released
 
     def __del__(self) -> None:

@@ -48,7 +48,7 @@ class OwnedValue:
             self.future.set_result(value)
 
     def fail(self, error: Exception) -> None:
-        """Sets the error that everybody who asks for the value gets, unless the value is set."""
+        """Sets the error that all waiters get instead of the value, unless the value is set."""
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error.with_traceback(None))  # whose frames refer to this entry
 

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar, final
 __all__ = ["RRefProxy"]
 
 K = TypeVar("K")
-"""What a call through the proxy returns: the method's result, a future of it, or a reference to it."""
+"""The type of a call through the proxy: that of the method's result, a future of it, or a reference to it."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""References as programs hold them."""
+"""RRef, the reference that programs use."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

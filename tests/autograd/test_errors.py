@@ -54,7 +54,7 @@ def test_bad_roots(trio):
                 ([remote], r"roots\[0\] has shape \(3,\) and is not a scalar"),
                 ([], "No tensors provided for gradient computation.*give a list"),
                 (remote.sum(), "give a list"),
-                ([1.0], "is no tensor"),
+                ([1.0], "is not a tensor"),
             ]
             for roots, text in cases:
                 with pytest.raises(AutogradError, match=text):
