@@ -165,7 +165,7 @@ class Passes:
         """
         self._agent = agent
         self._context_id = context_id
-        self._on_closed = on_closed
+        self._on_closed: Callable[[], None] | None = on_closed
         self._lock = threading.Lock()
         self._is_closed = False
         self._passes: dict[PassId, BackwardPass] = {}
@@ -268,7 +268,9 @@ class Passes:
 
     def _finish_closing(self) -> None:
         self._passes.clear()
-        self._on_closed()
+        on_closed, self._on_closed = self._on_closed, None  # ends a reference cycle with the context
+        if on_closed is not None:
+            on_closed()
 
     def _get(self, identifier: PassId) -> BackwardPass:
         found = self._passes.get(identifier)
