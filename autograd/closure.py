@@ -1,10 +1,10 @@
 """Closures of sends: which messages take part in a backward pass.
 
 A *send* is a message whose tensors require grad. Its *closure* is the set of all sends, on any worker, that get a
-gradient if it gets one. The graph above a send never changes afterwards, so its worker computes the closure once,
-from those of the messages that it has received, and puts it into the header. The closure of a loss is the union of
-the closures of the messages received in its graph. This is the SMART mode of PyTorch's design note "Distributed
-Autograd Design"; the closures in the headers are gradwire's way to it.
+gradient if it gets one. The graph that leads from a send to leaves never changes afterwards, so its worker
+computes the closure once, from those of the messages that it has received, and puts it into the header. The
+closure of a loss is the union of the closures of the messages received in its graph. This is the SMART mode of
+PyTorch's design note "Distributed Autograd Design"; the closures in the headers are gradwire's way to it.
 
 A closure of more than MAX_HEADER_SENDS sends is omitted from the header. The receiver then records only which send
 it belongs to, and the worker that runs a backward pass asks for it. So headers stay small, and a pass asks about

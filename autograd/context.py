@@ -75,7 +75,7 @@ class Context:
         self.id = identifier
         self.creator = identifier >> 48
         self.dummy = torch.zeros((), requires_grad=True)
-        """The leaf below all `RecvRpc` nodes."""
+        """A leaf that all `RecvRpc` nodes lead to."""
         self.gradients = LeafGradients(swap_lock)
         """The gradients of leaves of this worker."""
         self.passes = Passes(agent, identifier, self._clear)
@@ -91,7 +91,7 @@ class Context:
         self._receives: dict[tuple[int, int], Any] = {}
         """The node of each received message, by sender and message id."""
         self._closures: dict[Any, Closure | None] = {}
-        """The closures of the nodes above sends, see `small_closure`."""
+        """The closures of the nodes that sends lead to, see `small_closure`."""
 
     # Messages.
 

@@ -246,8 +246,8 @@ def _grad(
 ) -> tuple[LeafGradient, ...]:
     """Runs a graph from `outputs`, all scalars; returns a gradient for each accumulation node in `leaves`."""
     edges: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in leaves]
-    # Gates are scalars too, and ignore the gradient that they get. The dummy is below all RecvRpc nodes: without
-    # it the engine would not run those.
+    # Gates are scalars too, and ignore the gradient that they get. All RecvRpc nodes lead to the dummy, without
+    # which the engine would not run them.
     return torch.autograd.grad(outputs, [*edges, dummy], retain_graph=retain_graph, allow_unused=True)[:-1]
 
 

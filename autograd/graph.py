@@ -30,7 +30,7 @@ class Graph:
         self.extend(starts)
 
     def extend(self, starts: Iterable[Any]) -> None:
-        """Adds more starting nodes, and everything above them that is not in the graph yet."""
+        """Adds more starting nodes, and all nodes that they lead to."""
         stack = list(starts)
         while stack:
             node = stack.pop()
@@ -42,7 +42,7 @@ class Graph:
             elif isinstance(node, AccumulateGrad):
                 self.leaves.append(node)
             else:
-                stack.extend(above for above, _ in node.next_functions if above is not None)
+                stack.extend([each for each, _ in node.next_functions if each is not None])
 
     def closure(self) -> Closure:
         """Returns all sends that get a gradient if the starting nodes do."""
@@ -87,11 +87,11 @@ def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], limit
     while stack:
         node = stack[-1]
         if node not in known:
-            above = [] if is_recv(node) else [each for each, _ in node.next_functions if each is not None]
-            if missing := [each for each in above if each not in known]:
+            next_nodes = [] if is_recv(node) else [each for each, _ in node.next_functions if each is not None]
+            if missing := [each for each in next_nodes if each not in known]:
                 stack.extend(missing)
                 continue
-            known[node] = node.closure if is_recv(node) else _small_union(above, known, limit)
+            known[node] = node.closure if is_recv(node) else _small_union(next_nodes, known, limit)
         stack.pop()
     return _small_union(starts, known, limit)
 
