@@ -1,4 +1,4 @@
-"""Distributed autograd: the names of `torch.distributed.autograd`."""
+"""Distributed autograd, with the API of `torch.distributed.autograd`."""
 
 from .api import backward, context, get_gradients
 

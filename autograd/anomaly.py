@@ -1,7 +1,7 @@
 """torch's anomaly mode on other workers.
 
-The mode is one of the process, for all of its threads. A worker is in it while it runs a call or a part of a
-backward pass for a worker that is.
+torch has one anomaly mode for the process and all its threads. A worker is in it while it runs a call, or its part
+of a backward pass, for a worker that is in it.
 """
 
 import threading
@@ -12,23 +12,23 @@ from typing import final
 
 import torch
 
-__all__ = ["Anomaly", "AnomalyScopes"]
+__all__ = ["AnomalyMode", "AnomalyScopes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Anomaly:
-    """What `torch.autograd.set_detect_anomaly` sets."""
+class AnomalyMode:
+    """The settings of `torch.autograd.set_detect_anomaly`."""
 
     enabled: bool
     check_nan: bool = True
 
     @classmethod
-    def current(cls) -> "Anomaly":
-        """That of this process."""
+    def current(cls) -> "AnomalyMode":
+        """Returns the settings of this process."""
         return cls(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
 
-    def set(self) -> None:
-        """Makes it that of this process."""
+    def apply(self) -> None:
+        """Makes these the settings of this process."""
         torch.autograd.set_detect_anomaly(self.enabled, self.check_nan)
 
 
@@ -39,23 +39,23 @@ class AnomalyScopes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        self._before = Anomaly(enabled=False)
+        self._before = AnomalyMode(enabled=False)
 
     @contextmanager
-    def scope(self, anomaly: Anomaly) -> Iterator[None]:
-        """Around what another worker asks for."""
-        if not anomaly.enabled:
+    def scope(self, mode: AnomalyMode) -> Iterator[None]:
+        """Context manager for running what a worker in this mode asks for."""
+        if not mode.enabled:
             yield
             return
         with self._lock:
             if not self._count:
-                self._before = Anomaly.current()
+                self._before = AnomalyMode.current()
             self._count += 1
-            anomaly.set()
+            mode.apply()
         try:
             yield
         finally:
             with self._lock:
                 self._count -= 1
                 if not self._count:
-                    self._before.set()
+                    self._before.apply()

@@ -1,4 +1,4 @@
-"""Backward passes across workers: the names of `torch.distributed.autograd`."""
+"""The functions of `torch.distributed.autograd`: contexts, backward passes and their gradients."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,18 +19,18 @@ MODES = get_args(Mode)
 
 @contextmanager
 def context() -> Iterator[int]:
-    """A forward pass and its backward passes, on all workers that calls in this block reach.
+    """Context manager for a forward pass and its backward passes, on all workers that its calls reach.
 
         with autograd.context() as context_id:
             loss = rpc.rpc_sync("worker1", forward, (x,)).sum()
             autograd.backward(context_id, [loss])
             optimizer.step(context_id)
 
-    Calls that this thread makes in the block belong to the context, and so do the calls that the called
-    functions make. At its end the context is cleaned up on all workers it has reached.
+    Calls that this thread makes inside belong to the context, and so do the calls that the called functions make.
+    At its end the context is released on all workers that it has reached.
 
     Yields:
-        The context's id.
+        The id of the context.
 
     Raises:
         NotInitializedError: RPC is not initialized.
@@ -52,24 +52,25 @@ def backward(
     mode: Mode = "smart",
     timeout: float = 0.0,
 ) -> None:
-    """Computes the gradients of the sum of roots with respect to all leaves, on whatever workers they are.
+    """Computes the gradients of the sum of the roots with respect to all leaves, on all workers.
 
-    They are added up in the context, on the worker of each leaf, and touch no `.grad`.
+    The gradients are accumulated in the context, on the worker of each leaf. No `.grad` is changed.
 
     Args:
         context_id: what `context()` yielded.
         roots: scalar tensors on this worker that require grad.
-        retain_graph: keep what another pass over the same graph needs.
-        mode: "smart" runs what the roots depend on. "fast" waits, as torch does, for the gradients of all messages
-            of the context, for ever if the roots do not depend on one of them, and asks who has sent any.
-        timeout: seconds that the pass may take on each worker, 0 for any.
+        retain_graph: keep the graph for further passes over it.
+        mode: "smart" runs what the roots depend on. "fast" does as torch: it waits for the gradients of all
+            messages of the context, for ever if the roots do not depend on one of them. It asks all workers what
+            they have sent.
+        timeout: seconds that the pass may take on each worker, 0 for no timeout.
 
     Raises:
-        ValueError: another mode, or a negative timeout.
-        UnknownContextError: no such context.
+        ValueError: the mode is unknown, or the timeout negative.
+        UnknownContextError: there is no such context.
         AutogradError: the roots cannot be differentiated.
-        RpcTimeoutError: the pass took longer; the message names which gradients are missing.
-        Exception: the first error of any worker; the pass has ended everywhere.
+        RpcTimeoutError: the pass took longer; the message names the gradients that are missing.
+        Exception: the first error on any worker; the pass has ended on all of them.
     """
     autograd = current_agent().extension(Autograd)
     if mode not in MODES:
@@ -82,9 +83,9 @@ def backward(
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients that a context has accumulated for leaves of this worker, by leaf.
+    """Returns the gradients that a context has accumulated for the leaves of this worker, by leaf.
 
     Raises:
-        UnknownContextError: no such context.
+        UnknownContextError: there is no such context.
     """
     return current_agent().extension(Autograd).contexts.get(context_id).gradients.get()

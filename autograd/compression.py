@@ -1,7 +1,7 @@
-"""Gradients as they travel.
+"""Gradients in the form in which they are sent between workers.
 
-The gradient of a sum is one number, expanded; that of an unused tensor is none; and what has a zero tensor is
-known to be zero. None of them costs its bytes.
+The gradient of `x.sum()` is one number, expanded; that of an unused tensor is None; that of torch's zero tensors
+is known to be zero. None of these is sent element by element.
 """
 
 from collections.abc import Sequence
@@ -9,37 +9,37 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Compressed", "Decompressed", "Gradients", "compress", "decompress"]
+__all__ = ["Compressed", "Repeated", "TensorGradients", "compress", "decompress"]
 
-Gradients = Sequence[torch.Tensor | None]
-"""Those of a message's tensors; None for a tensor that the loss does not depend on."""
+TensorGradients = Sequence[torch.Tensor | None]
+"""The gradients of the tensors of one message; None for a tensor that the loss does not depend on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decompressed:
-    """A tensor that repeats `part` along the dimensions where that has size 1."""
+class Repeated:
+    """A tensor that repeats `part` along each dimension in which `part` has size 1 and the tensor has not."""
 
     part: torch.Tensor
     sizes: tuple[int, ...]
 
 
-Compressed = list[torch.Tensor | Decompressed | None]
+Compressed = list[torch.Tensor | Repeated | None]
 
 
-def compress(gradients: Gradients) -> Compressed:
-    """Takes out what is repeated, as far as the tensors' strides tell. Looks at no elements."""
-    return [None if gradient is None else _shrink(gradient) for gradient in gradients]
+def compress(gradients: TensorGradients) -> Compressed:
+    """Returns gradients without repeated elements. Looks at strides only, at no elements."""
+    return [None if gradient is None else _without_repeats(gradient) for gradient in gradients]
 
 
-def decompress(compact: Compressed) -> Gradients:
-    """The gradients again; what was repeated still takes no memory."""
-    return [each.part.expand(each.sizes) if isinstance(each, Decompressed) else each for each in compact]
+def decompress(compressed: Compressed) -> TensorGradients:
+    """Returns the gradients again, repeated elements as expanded tensors, which take no memory."""
+    return [each.part.expand(each.sizes) if isinstance(each, Repeated) else each for each in compressed]
 
 
-def _shrink(gradient: torch.Tensor) -> torch.Tensor | Decompressed:
+def _without_repeats(gradient: torch.Tensor) -> torch.Tensor | Repeated:
     if gradient._is_zerotensor():
         zero = torch.zeros((1,) * gradient.dim(), dtype=gradient.dtype, device=gradient.device)
-        return Decompressed(zero, tuple(gradient.shape))
+        return Repeated(zero, tuple(gradient.shape))
     if gradient.layout is not torch.strided or not gradient.numel():
         return gradient
     repeated = [dim for dim, size in enumerate(gradient.shape) if size > 1 and gradient.stride(dim) == 0]
@@ -48,4 +48,4 @@ def _shrink(gradient: torch.Tensor) -> torch.Tensor | Decompressed:
     part = gradient
     for dim in repeated:
         part = part.narrow(dim, 0, 1)
-    return Decompressed(part, tuple(gradient.shape))
+    return Repeated(part, tuple(gradient.shape))

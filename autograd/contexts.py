@@ -12,20 +12,27 @@ from .gradients import GradSwapLock
 
 __all__ = ["Contexts"]
 
-REMEMBERED = 4096
-"""How many ended contexts a worker remembers, to recognise messages of theirs that come late."""
+MAX_REMEMBERED_CONTEXTS = 4096
+"""How many ended contexts a worker remembers, to recognise messages of theirs that arrive afterwards."""
 
 
 @final
 class Contexts:
-    """The contexts that this worker has a part in."""
+    """The contexts that this worker has a part in, by id. Safe to use from any thread."""
 
-    def __init__(self, agent: RpcAgent, tell_released: Callable[[int, int, Set[int]], None]) -> None:
+    def __init__(self, agent: RpcAgent, send_release: Callable[[int, int, Set[int]], None]) -> None:
+        """Makes them.
+
+        Args:
+            agent: this worker's.
+            send_release: tells a worker that a context has ended. Takes the ids of the worker and the context, and
+                the workers that the context's creator tells.
+        """
         self._agent = agent
-        self._tell_released = tell_released
+        self._send_release = send_release
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._loans = GradSwapLock()
+        self._swap_lock = GradSwapLock()
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._count = 0
 
@@ -33,52 +40,52 @@ class Contexts:
         return len(self._contexts)
 
     def running_count(self) -> int:
-        """In how many of them a backward pass runs here."""
-        return sum(context.is_running for context in self.all())
+        """Returns in how many contexts a backward pass runs on this worker."""
+        return sum(context.passes.is_running for context in self.all())
 
     def open(self) -> Context:
-        """A new context of this worker."""
+        """Returns a new context, created by this worker."""
         with self._lock:
             self._count += 1
             identifier = self._agent.info.id << 48 | self._count
-            context = self._contexts[identifier] = Context(self._agent, identifier, self._loans)
+            context = self._contexts[identifier] = Context(self._agent, identifier, self._swap_lock)
             return context
 
     def get(self, identifier: int) -> Context:
-        """This worker's part of a context. Raises UnknownContextError."""
+        """Returns this worker's part of a context. Raises UnknownContextError if it has none."""
         context = self._contexts.get(identifier)
         if context is None:
             raise UnknownContextError(identifier, self._agent.info.name)
         return context
 
     def find(self, identifier: int) -> Context | None:
-        """This worker's part of a context, if it has one."""
+        """Returns this worker's part of a context, None if it has none."""
         return self._contexts.get(identifier)
 
     def join(self, identifier: int) -> Context | None:
-        """This worker's part of a context, made if need be; None if the context has ended already."""
+        """Returns this worker's part of a context, a new one if need be; None if the context has ended already."""
         with self._lock:
             context = self._contexts.get(identifier)
             if context is not None or identifier in self._ended:
                 return context
-            context = self._contexts[identifier] = Context(self._agent, identifier, self._loans)
+            context = self._contexts[identifier] = Context(self._agent, identifier, self._swap_lock)
         if context.creator != self._agent.info.id:
-            # So that this worker learns when the creator is lost, and with it the word that the context ends.
+            # Without a connection the loss of the creator would not be noticed, and the part never released.
             self._agent.connect(self._agent.worker(context.creator))
         return context
 
     def release(self, identifier: int, *, sender: int | None = None, told: Set[int] = frozenset()) -> None:
-        """The context has ended: forgets it here, and has all workers do so that it reached from here.
+        """Ends a context here, and tells the workers that it reached from here.
 
         Args:
             identifier: the context.
-            sender: the worker that has said so, if this one has not found out by itself.
-            told: those that hear it from the context's creator, and need not hear it from here. If the creator is
-                lost before it has told them, they end its contexts by themselves.
+            sender: the id of the worker that has told this one, if one has.
+            told: the ids of the workers that the context's creator tells, so that this one need not. If the
+                creator is lost before, they end its contexts by themselves.
         """
         with self._lock:
             self._ended[identifier] = None
-            while len(self._ended) > REMEMBERED:
+            while len(self._ended) > MAX_REMEMBERED_CONTEXTS:
                 self._ended.popitem(last=False)
             context = self._contexts.pop(identifier, None)
         if context is None:
@@ -88,21 +95,21 @@ class Contexts:
         if context.creator == self._agent.info.id:
             told = reached | {context.creator}
         for worker in to_tell:
-            self._tell_released(worker, identifier, told)
+            self._send_release(worker, identifier, told)
 
     def on_worker_lost(self, worker: int, error: Exception) -> None:
-        """Ends what a lost worker had begun."""
+        """Aborts the passes that need a lost worker, and ends the contexts that it created."""
         for context in self.all():
-            context.on_worker_lost(worker, error)
+            context.passes.on_worker_lost(worker, error)
             if context.creator == worker:
                 self.release(context.id)
 
     def all(self) -> list[Context]:
-        """All parts."""
+        """Returns all parts."""
         return list(self._contexts.values())
 
     def clear(self) -> None:
-        """Ends all."""
+        """Ends all contexts on this worker."""
         with self._lock:
             contexts, self._contexts = self._contexts, {}
         for context in contexts.values():

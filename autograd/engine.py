@@ -1,24 +1,23 @@
 """Backward passes across workers, on PyTorch's own engine.
 
-A worker's part of a pass is one call of `torch.autograd.grad` whose roots are the loss, where it is, and the
-gates of the messages that take part. Since gates are roots, the engine's own counts make every node wait for
-all that it depends on and run once.
+A worker's part of a pass is one call of `torch.autograd.grad`. Its roots are the losses, on the worker that called
+`backward`, and the gates of the sends that take part. Since the gates are roots, torch's dependency counts make
+every node wait for all gradients that it receives, and run once.
 
-A gate blocks the engine, so it must only be run when nothing else is ready, and the latest first: what a
-send's gradient depends on happened after it, so this order cannot deadlock. The engine runs ready nodes by
-descending sequence number. Gates therefore get their message ids as numbers, and every other node a larger
-one.
+A gate blocks the thread that runs the graph, so it must run only when no other node is ready, and of several ready
+gates the one sent last must run first: the gradient of a send depends only on sends that came after it, so this
+order cannot deadlock. torch's engine runs ready nodes by descending sequence number. Gates therefore get their
+message ids as sequence numbers, and every other node a larger number.
 
-That takes one thread, which runs the CPU's nodes and waits. In a graph with nodes on other devices, whose threads
-make CPU nodes ready for the waiting one, a gate could wait while what it waits for cannot go on. There one root
-after another is run: nodes that several roots lead to run several times, and what they give is added up.
+The order holds on one thread, which runs CPU nodes and blocks. In a graph with nodes on other devices, torch runs
+those on threads of their own, and a gate may block the CPU thread before they have made other CPU nodes ready.
+Such a graph is run one root at a time: nodes that several roots depend on run several times, and their results are
+summed up.
 """
 
 import itertools
-import threading
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -26,47 +25,36 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import Incoming, MessageType, Request
-from ..rpc.execution.futures import error_of
-from .anomaly import Anomaly, AnomalyScopes
-from .closure import Closure, Message, start_node, walk
+from ..rpc.contracts.messages import Incoming
+from .anomaly import AnomalyMode, AnomalyScopes
+from .closure import Closure
 from .compression import decompress
-from .context import Context, PassId, inside
+from .context import Context, inside
 from .contexts import Contexts
+from .coordinator import PassCoordinator, PassRequest
+from .graph import Graph, start_node
 from .partial import PartialGradients, total
-from .replicas import average, replicated_modules
+from .participants import all_sends, by_worker, complete_closure
+from .replicas import Replicas, average
 
-__all__ = ["Engine", "Mode", "Part", "check_roots"]
+__all__ = ["Engine", "Mode", "check_roots"]
 
 Mode = Literal["smart", "fast"]
 
 ABOVE_GATES = 1 << 40
-"""Added to the sequence number of an ordinary node that is as small as a gate's; order among nodes stays."""
+"""Added to the sequence number of an ordinary node that is as small as a gate's, which keeps their order."""
 
-ANSWER_SECONDS = 10.0
-"""How much longer than a pass's timeout its caller waits for a worker to say what it waits for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A worker's part of a pass: the body of BACKWARD."""
-
-    context_id: int
-    pass_id: PassId
-    message_ids: list[int]
-    retain_graph: bool
-    timeout: float
-    anomaly: Anomaly
+LeafGradient = torch.Tensor | None
 
 
 def check_roots(roots: Sequence[torch.Tensor]) -> None:
-    """Raises AutogradError, saying which and why, unless all roots are scalars that require grad."""
+    """Raises AutogradError, saying which one and why, unless all roots are scalars that require grad."""
     if isinstance(roots, torch.Tensor) or not roots:
         missing = "No tensors provided for gradient computation: " if not isinstance(roots, torch.Tensor) else ""
         raise AutogradError(f"{missing}roots is {roots!r}; give a list of scalar tensors, [loss] for one")
     for index, root in enumerate(roots):
         if not isinstance(root, torch.Tensor):
-            raise AutogradError(f"roots[{index}] is {root!r}, which is no tensor")
+            raise AutogradError(f"roots[{index}] is {root!r}, which is not a tensor")
         if not root.requires_grad:
             raise AutogradError(
                 f"requires_grad not set on roots[{index}]: nothing that it was computed from has it, "
@@ -80,13 +68,21 @@ def check_roots(roots: Sequence[torch.Tensor]) -> None:
 
 @final
 class Engine:
-    """Runs this worker's backward passes, and its part of others'."""
+    """Runs this worker's backward passes, and its parts of other workers' passes."""
 
     def __init__(self, agent: RpcAgent, contexts: Contexts, anomaly: AnomalyScopes) -> None:
+        """Makes an engine.
+
+        Args:
+            agent: this worker's.
+            contexts: those that this worker has a part in.
+            anomaly: the anomaly mode of this process.
+        """
         self._agent = agent
         self._contexts = contexts
         self._anomaly = anomaly
-        self._numbers = itertools.count(1)
+        self._replicas = Replicas()
+        self._pass_numbers = itertools.count(1)
         self.one_root_at_a_time = False
         """Run all graphs as those with nodes on several devices are; for tests on the CPU."""
 
@@ -99,121 +95,91 @@ class Engine:
         mode: Mode = "smart",
         timeout: float = 0.0,
     ) -> None:
-        """Runs a pass from roots on this worker; returns when it is over on all workers.
+        """Runs a pass from roots on this worker. Returns when it has ended on all workers.
 
         Raises:
-            Exception: the first error on any worker. All workers have ended the pass then.
+            Exception: the first error on any worker.
         """
-        taking_part = (
-            self._all_sends(context) if mode == "fast" else self._resolve(context, context.closure(roots))
-        )
-        by_worker = _by_worker(taking_part)
-        mine = by_worker.pop(self._agent.info.id, [])
-        running = _Pass(self._agent, context, (self._agent.info.id, next(self._numbers)), list(by_worker))
+        graph = Graph(map(start_node, roots))
+        if mode == "fast":
+            sends = all_sends(self._agent, context)
+        else:
+            sends = complete_closure(self._agent, context, graph.closure())
+        message_ids = by_worker(sends)
+        mine = message_ids.pop(self._agent.info.id, [])
+        pass_id = (self._agent.info.id, next(self._pass_numbers))
+        coordinator = PassCoordinator(self._agent, context, pass_id, list(message_ids))
 
-        def part(message_ids: list[int]) -> Part:
-            return Part(context.id, running.id, message_ids, retain_graph, timeout, Anomaly.current())
+        def request(message_ids: list[int]) -> PassRequest:
+            return PassRequest(context.id, pass_id, message_ids, retain_graph, timeout, AnomalyMode.current())
 
-        for worker, message_ids in by_worker.items():
-            running.start(worker, part(message_ids))
+        for worker, of_worker in message_ids.items():
+            coordinator.start(worker, request(of_worker))
         try:
-            self._run(context, roots, part(mine))
+            self._run_part(context, roots, graph, request(mine))
         except Exception as error:
-            running.fail(error)
-        running.finish()
+            coordinator.fail(error)
+        coordinator.wait()
 
-    def serve(self, message: Incoming) -> None:
-        """This worker's part of another's pass: the handler of BACKWARD."""
-        part: Part = message.value
-        with self._anomaly.scope(part.anomaly):
-            self._run(self._contexts.get(part.context_id), [], part)
+    # Handlers of messages.
 
-    def gradients_arrived(self, message: Incoming) -> None:
-        """The handler of GRADIENTS."""
-        context_id, pass_id, message_id, gradients = message.value
+    def serve_part(self, message: Incoming) -> None:
+        """Runs this worker's part of another worker's pass: the handler of BACKWARD."""
+        request: PassRequest = message.value
+        with self._anomaly.scope(request.anomaly):
+            self._run_part(self._contexts.get(request.context_id), [], Graph(), request)
+
+    def serve_gradients(self, message: Incoming) -> None:
+        """Passes received gradients to the gate of their message: the handler of GRADIENTS."""
+        context_id, pass_id, message_id, compressed = message.value
         if (context := self._contexts.find(context_id)) is not None:
-            context.gradients_arrived(pass_id, message_id, decompress(gradients))
+            context.passes.set_gradients(pass_id, message_id, decompress(compressed))
 
-    def tell_closure(self, message: Incoming) -> Closure:
-        """The closure of sends of this worker: the handler of CLOSURE."""
+    def serve_closure(self, message: Incoming) -> Closure:
+        """Returns the closure of sends of this worker: the handler of CLOSURE."""
         context_id, message_ids = message.value
         return self._contexts.get(context_id).closure_of_sends(message_ids)
 
-    def tell_sends(self, message: Incoming) -> tuple[list[int], list[int]]:
-        """The sends of this worker, and where they went: the handler of SENDS."""
+    def serve_sends(self, message: Incoming) -> tuple[list[int], list[int]]:
+        """Returns the sends of this worker, and the workers it has reached: the handler of SENDS."""
         context = self._contexts.find(message.value)
         return context.sends() if context is not None else ([], [])
 
-    def _resolve(self, context: Context, closure: Closure) -> set[Message]:
-        """All sends of a closure. Asks for what it refers to."""
-        sends, wanted, asked = set(closure.sends), set(closure.above), set[Message]()
-        while wanted:
-            asked |= wanted
-            by_worker = _by_worker(wanted)
-            answers = [context.closure_of_sends(by_worker.pop(self._agent.info.id, []))]
-            requests = {worker: (context.id, message_ids) for worker, message_ids in by_worker.items()}
-            answers += self._ask(MessageType.CLOSURE, requests).values()
-            sends.update(*(answer.sends for answer in answers))
-            wanted = set[Message]().union(*(answer.above for answer in answers)) - asked
-        return sends
+    # This worker's part.
 
-    def _all_sends(self, context: Context) -> set[Message]:
-        """All sends of a context, on all workers that it has reached."""
-        me = self._agent.info.id
-        mine, reached = context.sends()
-        sends = {(me, number) for number in mine}
-        wanted, asked = set(reached), {me}
-        while wanted := wanted - asked:
-            asked |= wanted
-            answers = self._ask(MessageType.SENDS, dict.fromkeys(wanted, context.id))
-            for worker, (numbers, reached) in answers.items():
-                sends.update((worker, number) for number in numbers)
-                wanted.update(reached)
-        return sends
+    def _run_part(
+        self, context: Context, roots: Sequence[torch.Tensor], graph: Graph, request: PassRequest
+    ) -> None:
+        """Runs this worker's part of a pass and adds the gradients of leaves to the context.
 
-    def _ask(self, kind: MessageType.ValueType, requests: Mapping[int, object]) -> dict[int, Any]:
-        """Asks several workers at once; their answers."""
-        futures = {
-            worker: self._agent.request(self._agent.worker(worker), Request(kind, value))
-            for worker, value in requests.items()
-        }
-        with self._agent.blocking():
-            return {worker: future.wait() for worker, future in futures.items()}
-
-    def _run(self, context: Context, roots: Sequence[torch.Tensor], part: Part) -> None:
-        # The latest first, as the engine runs gates.
-        message_ids = sorted(part.message_ids, reverse=True)
+        Args:
+            context: the context of the pass.
+            roots: the losses that are on this worker.
+            graph: what gets a gradient if `roots` do; is extended by what the gates add.
+            request: the pass, and the gates that take part.
+        """
+        message_ids = sorted(request.message_ids, reverse=True)  # the order in which torch's engine runs gates
         gates = [context.gate(message_id) for message_id in message_ids]
+        graph.extend(gate.grad_fn for gate in gates)
+        replicated = self._replicas.modules_of(graph.leaves)
+        _number_nodes(graph, gates, message_ids, context.message_count)
+
         outputs = [*roots, *gates]
-        graph = walk([start_node(output) for output in outputs])
-        replicated = replicated_modules(graph.leaves)
-        count = context.message_count
-        for node in graph.nodes:
-            if (number := node._sequence_nr()) < count:
-                node._set_sequence_nr(number + ABOVE_GATES)
-        for gate, message_id in zip(gates, message_ids, strict=True):
-            gate.grad_fn._set_sequence_nr(message_id)  # type: ignore[union-attr]
-        partial = None
-        if self.one_root_at_a_time or _has_several_devices(graph.nodes):
-            graphs = [walk([start_node(output)]) for output in outputs]
-            partial = PartialGradients(
-                Counter((node.sender, node.message_id) for each in graphs for node in each.receives)
-            )
-        context.begin_pass(part.pass_id, message_ids, part.timeout, partial)
+        graphs = None
+        if self.one_root_at_a_time or _has_several_devices(graph):
+            graphs = [Graph([start_node(output)]) for output in outputs]
+        partial = None if graphs is None else _partial_gradients(graphs)
+        awaited = context.destinations(message_ids)
+        running = context.passes.begin(request.pass_id, awaited, request.timeout, partial)
         with inside(context):
             try:
-                if partial is None:
-                    gradients = _grad(outputs, graph.leaves, context.dummy, retain_graph=part.retain_graph)
+                if graphs is None:
+                    gradients = _grad(outputs, graph.leaves, context.dummy, retain_graph=request.retain_graph)
                 else:
-                    sums: dict[Any, torch.Tensor | None] = {}
-                    for index, (output, each) in enumerate(zip(outputs, graphs, strict=True)):
-                        retain = part.retain_graph or index < len(outputs) - 1
-                        found = _grad([output], each.leaves, context.dummy, retain_graph=retain)
-                        for node, gradient in zip(each.leaves, found, strict=False):
-                            sums[node] = total(sums.get(node), gradient)
+                    sums = _grad_one_by_one(outputs, graphs, context.dummy, retain_graph=request.retain_graph)
                     gradients = tuple(sums.pop(node) for node in graph.leaves)
             finally:
-                context.end_pass(part.pass_id)
+                context.passes.end(running)
             nodes = graph.leaves
             for module in replicated:
                 nodes, gradients = self._average(context, module, nodes, gradients)
@@ -224,12 +190,22 @@ class Engine:
         context: Context,
         module: DistributedDataParallel,
         nodes: Sequence[Any],
-        gradients: tuple[torch.Tensor | None, ...],
-    ) -> tuple[list[Any], tuple[torch.Tensor | None, ...]]:
-        """Averages what a pass has found for a replicated module. Returns nodes and gradients of other leaves."""
+        gradients: tuple[LeafGradient, ...],
+    ) -> tuple[list[Any], tuple[LeafGradient, ...]]:
+        """Averages the gradients of a replicated module among its replicas, into the context.
+
+        Args:
+            context: the context of the pass.
+            module: the module.
+            nodes: accumulation nodes of leaves.
+            gradients: one for each.
+
+        Returns:
+            The nodes of the other leaves, and their gradients.
+        """
         parameters = list(module.parameters())
         replicated = set(parameters)
-        found = list(zip(nodes, gradients, strict=False))
+        found = list(zip(nodes, gradients, strict=True))
         captured = {node.variable: gradient for node, gradient in found if node.variable in replicated}
         try:
             with self._agent.blocking():
@@ -237,82 +213,52 @@ class Engine:
         except Exception as error:
             error.add_note(
                 f"while DistributedDataParallel averaged the gradients of {type(module.module).__name__} among "
-                "replicas: one whose own pass has failed does not take part"
+                "replicas: a replica whose own pass has failed does not take part"
             )
             raise
         others = [(node, gradient) for node, gradient in found if node.variable not in captured]
         return [node for node, _ in others], tuple(gradient for _, gradient in others)
 
 
-def _grad(
-    outputs: Sequence[torch.Tensor], leaves: Sequence[Any], dummy: torch.Tensor, *, retain_graph: bool
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of accumulation nodes, and one more to leave out: of the dummy, so that receives are run."""
-    edges: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in leaves]
-    # All outputs are scalars, and a gate does not look at its gradient.
-    return torch.autograd.grad(outputs, [*edges, dummy], retain_graph=retain_graph, allow_unused=True)
+def _number_nodes(graph: Graph, gates: Sequence[torch.Tensor], message_ids: Sequence[int], limit: int) -> None:
+    """Gives the gates their message ids, all below `limit`, as sequence numbers, and other nodes larger ones."""
+    for node in graph.nodes:
+        if (number := node._sequence_nr()) < limit:
+            node._set_sequence_nr(number + ABOVE_GATES)
+    for gate, message_id in zip(gates, message_ids, strict=True):
+        gate.grad_fn._set_sequence_nr(message_id)  # type: ignore[union-attr]
 
 
-def _by_worker(messages: Iterable[Message]) -> dict[int, list[int]]:
-    by_worker: dict[int, list[int]] = defaultdict(list)
-    for worker, message_id in messages:
-        by_worker[worker].append(message_id)
-    return by_worker
-
-
-@final
-class _Pass:
-    """A pass that this worker runs, seen from here: who takes part, and what has gone wrong first."""
-
-    def __init__(self, agent: RpcAgent, context: Context, identifier: PassId, workers: list[int]) -> None:
-        self.id = identifier
-        self._agent = agent
-        self._context = context
-        self._workers = workers
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-        self._parts: list[torch.futures.Future[Any]] = []
-
-    def start(self, worker: int, part: Part) -> None:
-        """Has a worker run its part."""
-        timeout = part.timeout and part.timeout + ANSWER_SECONDS
-        done = self._agent.request(
-            self._agent.worker(worker), Request(MessageType.BACKWARD, part, timeout=timeout)
-        )
-        self._parts.append(done)
-        done.add_done_callback(self._part_done)
-
-    def fail(self, error: Exception) -> None:
-        """Ends the pass on all workers, unless it has failed before."""
-        with self._lock:
-            if self._error is not None:
-                return
-            self._error = error
-        aborted = AutogradError(f"the backward pass was ended by an error elsewhere: {error}")
-        self._context.abort_pass(self.id, aborted)
-        for worker in self._workers:
-            self._agent.control.send(
-                self._agent.worker(worker), "autograd.abort", (self._context.id, self.id, aborted)
-            )
-
-    def finish(self) -> None:
-        """Waits until all workers are through; raises the first error."""
-        with self._agent.blocking():
-            for part in self._parts:
-                try:
-                    part.wait()
-                except Exception as error:
-                    self.fail(error)
-        if self._error is not None:
-            raise self._error
-
-    def _part_done(self, part: torch.futures.Future[Any]) -> None:
-        if (error := error_of(part)) is not None:
-            self.fail(error)
-
-
-def _has_several_devices(nodes: set[Any]) -> bool:
-    """Has a graph nodes on other devices than the CPU? Gates are always on the CPU."""
+def _has_several_devices(graph: Graph) -> bool:
+    """Returns whether a graph has nodes on other devices than the CPU, on which gates always are."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    return any(meta.device.type != "cpu" for node in nodes for meta in node._input_metadata if meta.device)
+    return any(meta.device.type != "cpu" for node in graph.nodes for meta in node._input_metadata if meta.device)
+
+
+def _partial_gradients(graphs: Sequence[Graph]) -> PartialGradients:
+    """Returns what sums up the gradients of the messages that several of the graphs lead to."""
+    return PartialGradients(Counter((node.sender, node.message_id) for graph in graphs for node in graph.receives))
+
+
+def _grad(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[Any], dummy: torch.Tensor, *, retain_graph: bool
+) -> tuple[LeafGradient, ...]:
+    """Runs a graph from `outputs`, all scalars; returns a gradient for each accumulation node in `leaves`."""
+    edges: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in leaves]
+    # Gates are scalars too, and ignore the gradient that they get. All RecvRpc nodes lead to the dummy, without
+    # which the engine would not run them.
+    return torch.autograd.grad(outputs, [*edges, dummy], retain_graph=retain_graph, allow_unused=True)[:-1]
+
+
+def _grad_one_by_one(
+    outputs: Sequence[torch.Tensor], graphs: Sequence[Graph], dummy: torch.Tensor, *, retain_graph: bool
+) -> dict[Any, LeafGradient]:
+    """Runs a graph from one output after another; returns the sum of the gradients of each accumulation node."""
+    sums: dict[Any, LeafGradient] = {}
+    for index, (output, graph) in enumerate(zip(outputs, graphs, strict=True)):
+        is_last = index == len(outputs) - 1
+        found = _grad([output], graph.leaves, dummy, retain_graph=retain_graph or not is_last)
+        for node, gradient in zip(graph.leaves, found, strict=True):
+            sums[node] = total(sums.get(node), gradient)
+    return sums

@@ -1,4 +1,4 @@
-"""How autograd takes part in messages."""
+"""The extension by which autograd takes part in the messages of an agent."""
 
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,14 +7,15 @@ from typing import Any, final
 import torch
 
 from ..errors import AutogradError
+from ..proto.v1 import agent_pb2
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
-from .anomaly import Anomaly, AnomalyScopes
+from .anomaly import AnomalyMode, AnomalyScopes
 from .closure import Closure, closure_from_proto, closure_to_proto, union
-from .context import Context, current_context, inside
+from .context import Context, NewSend, current_context, inside
 from .contexts import Contexts
 from .engine import Engine, check_roots
 
@@ -23,28 +24,34 @@ __all__ = ["Autograd"]
 
 @final
 class Autograd(Extension):
-    """The contexts and passes of one agent."""
+    """The autograd contexts and backward passes of one agent."""
 
     control_kinds = ("autograd.abort", "autograd.release")
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self.contexts = Contexts(agent, self._tell_released)
+        self.contexts = Contexts(agent, self._send_release)
         self._anomaly = AnomalyScopes()
         self.engine = Engine(agent, self.contexts, self._anomaly)
         agent.control.on("autograd.release", self._on_release)
         agent.control.on("autograd.abort", self._on_abort)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
-        """Backward passes and their gradients."""
+        """Returns the handlers of backward passes, their gradients, and questions about sends.
+
+        RREF_BACKWARD is a request of `gradwire.rref`; it is handled here because what it asks for is a backward
+        pass.
+        """
         return {
-            MessageType.BACKWARD: Handler(self.engine.serve, description="the part of a backward pass on worker"),
-            MessageType.GRADIENTS: Handler(self.engine.gradients_arrived),
+            MessageType.BACKWARD: Handler(
+                self.engine.serve_part, description="the part of a backward pass on worker"
+            ),
+            MessageType.GRADIENTS: Handler(self.engine.serve_gradients),
             MessageType.CLOSURE: Handler(
-                self.engine.tell_closure, description="the preparation of a backward pass on worker"
+                self.engine.serve_closure, description="the preparation of a backward pass on worker"
             ),
             MessageType.SENDS: Handler(
-                self.engine.tell_sends, description="the preparation of a backward pass on worker"
+                self.engine.serve_sends, description="the preparation of a backward pass on worker"
             ),
             MessageType.RREF_BACKWARD: Handler(
                 self._backward_from_rref,
@@ -54,41 +61,39 @@ class Autograd(Extension):
         }
 
     def on_send(self, message: Outgoing) -> None:
-        """Puts a gate over the tensors of a message that belongs to a context."""
+        """Adds the header of a message that belongs to a context, and makes the gate of its tensors."""
         context = self._context_of(message)
         if context is None:
             return
-        differentiable = [
-            index
-            for index, tensor in enumerate(message.tensors)
-            if torch.is_grad_enabled() and tensor.requires_grad and index not in message.leaves
-        ]
-        if (message.reply_to is not None and not differentiable) or not context.reach(message.destination.id):
+        indices = _differentiable(message)
+        if message.reply_to is not None and not indices:
+            return  # the caller is in the context already
+        if not context.reach(message.destination.id):
             return
-        if differentiable:
-            tensors = [message.tensors[index] for index in differentiable]
-            sent = context.add_send(tensors, message.destination.id)
-            if sent is None:
+        header = message.envelope.autograd
+        if indices:
+            tensors = [message.tensors[index] for index in indices]
+            added = context.add_send(tensors, message.destination.id)
+            if added is None:
                 return
-            message.envelope.autograd.message_id = sent[0]
-            message.envelope.autograd.differentiable.extend(differentiable)
-            if sent[1] is None:
-                message.envelope.autograd.closure_omitted = True
-            else:
-                message.envelope.autograd.closure.extend(closure_to_proto(sent[1]))
-        message.envelope.autograd.context_id = context.id
-        if message.reply_to is None and (anomaly := Anomaly.current()).enabled:
-            message.envelope.autograd.anomaly = True
-            message.envelope.autograd.anomaly_check_nan = anomaly.check_nan
+            _describe_send(header, added, indices)
+        header.context_id = context.id
+        if message.reply_to is None and (anomaly := AnomalyMode.current()).enabled:
+            header.anomaly = True
+            header.anomaly_check_nan = anomaly.check_nan
 
     def on_send_aborted(self, message: Outgoing) -> None:
-        """The gate is not needed."""
+        """Drops the gate of a message that was not sent."""
         header = message.envelope.autograd
         if header.differentiable and (context := self.contexts.find(header.context_id)) is not None:
             context.drop_send(header.message_id)
 
     def on_receive(self, message: Incoming) -> None:
-        """Makes the tensors of a message part of this worker's graph."""
+        """Makes the tensors of a message part of this worker's graph.
+
+        Raises:
+            ValueError: the header does not match the tensors.
+        """
         if not message.envelope.HasField("autograd"):
             return
         header = message.envelope.autograd
@@ -101,53 +106,51 @@ class Autograd(Extension):
         indices = list(header.differentiable)
         if not all(index < len(message.tensors) and message.tensors[index].requires_grad for index in indices):
             raise ValueError("malformed autograd header: it names tensors that take no gradient")
-        closure = closure_from_proto(header.closure)
-        if header.closure_omitted:
-            closure = union([closure, Closure(above=frozenset({(message.source.id, header.message_id)}))])
         received = context.add_receive(
             message.source.id,
             header.message_id,
-            closure,
+            _closure_of(header, message.source.id),
             [message.tensors[index].detach() for index in indices],
         )
         for index, tensor in zip(indices, received, strict=True):
             message.tensors[index] = tensor
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
-        """Gradients that cannot be read never come, so no pass may wait for them."""
+        """Ends the passes that wait for gradients from a worker whose gradients cannot be decoded."""
         if message.envelope.type == MessageType.GRADIENTS:
             for context in self.contexts.all():
-                context.on_worker_lost(message.source.id, error)
+                context.passes.on_worker_lost(message.source.id, error)
 
     def scope(self, message: Incoming) -> AbstractContextManager[None]:
-        """What a remote function calls belongs to its caller's context."""
+        """Returns the context manager in which a call runs: in the context and the anomaly mode of its caller."""
         context = message.state.get(Autograd)
         if context is None:
             return nullcontext()
         header = message.envelope.autograd
-        return self._inside(context, Anomaly(header.anomaly, header.anomaly_check_nan))
+        return self._inside(context, AnomalyMode(header.anomaly, header.anomaly_check_nan))
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Ends its passes and contexts."""
+        """Ends the passes that need a lost worker, and the contexts that it created."""
         self.contexts.on_worker_lost(worker.id, end.as_error(worker.name))
 
     def live_objects(self) -> Mapping[str, int]:
-        """Contexts that this worker has a part in."""
+        """Returns the number of contexts that this worker has a part in, and of passes that run on it."""
         return {
             "num_autograd_contexts": len(self.contexts),
             "num_current_backward_passes": self.contexts.running_count(),
         }
 
     def close(self) -> None:
-        """Forgets all contexts."""
+        """Ends all contexts on this worker."""
         self.contexts.clear()
 
     @contextmanager
-    def _inside(self, context: Context, anomaly: Anomaly) -> Iterator[None]:
+    def _inside(self, context: Context, anomaly: AnomalyMode) -> Iterator[None]:
         with inside(context), self._anomaly.scope(anomaly):
             yield
 
     def _backward_from_rref(self, message: Incoming) -> None:
+        """Runs a backward pass from the value of a reference, on its owner: the handler of RREF_BACKWARD."""
         rref, context_id, retain_graph = message.value
         root = rref.local_value()
         if not isinstance(root, torch.Tensor):
@@ -160,12 +163,13 @@ class Autograd(Extension):
             self.engine.backward(context, [root], retain_graph=retain_graph)
 
     def _context_of(self, message: Outgoing) -> Context | None:
+        """Returns the context that a message belongs to: an answer to that of its request."""
         if message.reply_to is not None:
             return message.reply_to.state.get(Autograd)
         context = current_context()
         return context if context is not None and context.agent is self.agent else None
 
-    def _tell_released(self, worker: int, context_id: int, told: Set[int]) -> None:
+    def _send_release(self, worker: int, context_id: int, told: Set[int]) -> None:
         self.agent.control.send(self.agent.worker(worker), "autograd.release", (context_id, told))
 
     def _on_release(self, sender: WorkerInfo, payload: Any) -> None:
@@ -175,4 +179,32 @@ class Autograd(Extension):
     def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
         context_id, pass_id, error = payload
         if (context := self.contexts.find(context_id)) is not None:
-            context.abort_pass(pass_id, error)
+            context.passes.abort(pass_id, error)
+
+
+def _differentiable(message: Outgoing) -> list[int]:
+    """Returns the indices of the tensors whose gradients flow back to this worker."""
+    if not torch.is_grad_enabled():
+        return []
+    return [
+        index
+        for index, tensor in enumerate(message.tensors)
+        if tensor.requires_grad and index not in message.leaves
+    ]
+
+
+def _describe_send(header: agent_pb2.AutogradHeader, added: NewSend, indices: list[int]) -> None:
+    header.message_id = added.message_id
+    header.differentiable.extend(indices)
+    if added.closure is None:
+        header.closure_omitted = True
+    else:
+        header.closure.extend(closure_to_proto(added.closure))
+
+
+def _closure_of(header: agent_pb2.AutogradHeader, sender: int) -> Closure:
+    """Returns the closure of a received message, without the message itself."""
+    closure = closure_from_proto(header.closure)
+    if not header.closure_omitted:
+        return closure
+    return union([closure, Closure(omitted=frozenset({(sender, header.message_id)}))])

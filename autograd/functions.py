@@ -1,53 +1,74 @@
-"""The two functions that carry a graph across workers.
+"""The two autograd functions that connect the graphs of two workers.
 
-`SendRpc` stands over the tensors of a message where it left. Its only output is a scalar, the gate; in the
-backward pass it waits for the gradients that the receiver sends back. `RecvRpc` stands under the tensors where
-they arrived; in the backward pass it posts their gradients to the sender and does not wait.
+`SendRpc` consumes the tensors of a message on the sending worker. Its output is a scalar, the *gate*, which is a
+root of the sender's part of a backward pass; its backward waits for the gradients that the receiver sends.
+`RecvRpc` produces the tensors of the message on the receiving worker; its backward sends their gradients to the
+sender and does not wait.
 """
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import torch
 
-from .closure import Closure, union
+from .closure import Closure, SendId, union
+from .compression import TensorGradients
 
-if TYPE_CHECKING:
-    from .context import Context
+__all__ = ["GradientExchange", "RecvRpc", "RunsPasses", "SendRpc", "is_recv", "receive", "send"]
 
-__all__ = ["RecvRpc", "SendRpc", "is_recv", "receive", "send"]
+
+class GradientExchange(Protocol):
+    """Moves the gradients of messages between workers, for the nodes of a graph in a running backward pass."""
+
+    def wait_for_gradients(self, message_id: int) -> TensorGradients:
+        """Waits for the gradients of the tensors of a message that this worker sent, and returns them.
+
+        Raises:
+            RpcTimeoutError: they did not arrive within the timeout of the pass.
+            Exception: the pass has failed.
+        """
+
+    def send_gradients(self, send: SendId, gradients: TensorGradients) -> None:
+        """Sends the gradients of the tensors of a received message to its sender."""
+
+
+class RunsPasses(Protocol):
+    """The context that nodes belong to."""
+
+    def running_pass(self) -> GradientExchange:
+        """Returns the backward pass that runs on this worker. Raises AutogradError if none does."""
 
 
 @final
 class SendRpc(torch.autograd.Function):
-    """From the tensors of a message to its gate."""
+    """Maps the tensors of a message to its gate."""
 
     @staticmethod
-    def forward(ctx: Any, context: "Context", message_id: int, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        """Remembers which message it is."""
+    def forward(ctx: Any, context: RunsPasses, message_id: int, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        """Returns the gate, on the CPU: CPU nodes run on the thread that started the pass, which may block."""
         ctx.context, ctx.message_id = context, message_id
-        return torch.zeros(())  # on the CPU, whose nodes run on the thread that started the pass: it may wait
+        return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Waits for the peer's gradients."""
-        return (None, None, *ctx.context.wait_for_gradients(ctx.message_id))
+        """Waits for the gradients from the receiver."""
+        return (None, None, *ctx.context.running_pass().wait_for_gradients(ctx.message_id))
 
 
 @final
 class RecvRpc(torch.autograd.Function):
-    """From nothing to the tensors of a message."""
+    """Produces the tensors of a message."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        dummy: torch.Tensor,  # noqa: ARG004 - a leaf, so that there is a graph
-        context: "Context",
+        dummy: torch.Tensor,  # noqa: ARG004 - a leaf that requires grad, without which there would be no node
+        context: RunsPasses,
         sender: int,
         message_id: int,
         closure: Closure,
         tensors: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Hands the tensors on, which come in a plain list so that they do not count as inputs."""
+        """Returns the tensors unchanged. They are in a list so that autograd does not treat them as inputs."""
         ctx.context, ctx.sender, ctx.message_id = context, sender, message_id
         ctx.closure = union([closure, Closure(frozenset({(sender, message_id)}))])
         ctx.set_materialize_grads(False)
@@ -55,13 +76,13 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        """Posts the gradients; None for those that the loss does not depend on."""
-        ctx.context.post_gradients(ctx.sender, ctx.message_id, gradients)
+        """Sends the gradients to the sender; None for tensors that the loss does not depend on."""
+        ctx.context.running_pass().send_gradients((ctx.sender, ctx.message_id), gradients)
         return (None,) * 6
 
 
-def send(context: "Context", message_id: int, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The gate of a message with these tensors, which all require grad."""
+def send(context: RunsPasses, message_id: int, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the gate of a message with these tensors, all of which require grad."""
     with torch.enable_grad():
         gate: torch.Tensor = SendRpc.apply(context, message_id, *tensors)  # type: ignore[no-untyped-call]
     return gate
@@ -69,13 +90,22 @@ def send(context: "Context", message_id: int, tensors: list[torch.Tensor]) -> to
 
 def receive(
     dummy: torch.Tensor,
-    context: "Context",
+    context: RunsPasses,
     sender: int,
     message_id: int,
     closure: Closure,
     tensors: list[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors of a message as results of a `RecvRpc`."""
+    """Returns the tensors of a received message as outputs of a `RecvRpc`.
+
+    Args:
+        dummy: a scalar leaf that requires grad.
+        context: the context of the message.
+        sender: the id of the sending worker.
+        message_id: the number of the message there.
+        closure: that of the message, without the message itself.
+        tensors: its tensors that require grad.
+    """
     with torch.enable_grad():
         outputs: tuple[torch.Tensor, ...] = RecvRpc.apply(  # type: ignore[no-untyped-call]
             dummy, context, sender, message_id, closure, tensors
@@ -84,5 +114,5 @@ def receive(
 
 
 def is_recv(node: object) -> bool:
-    """Is this node of a graph the backward of a `RecvRpc`?"""
+    """Returns whether a node of a graph is the backward of a `RecvRpc`."""
     return isinstance(node, RecvRpc._backward_cls)

@@ -1,8 +1,8 @@
 """The gradients that a context has accumulated on a worker, and the hooks that see them.
 
-torch's engine hands leaves' gradients over instead of running the nodes that add them to `.grad`. So what those
-nodes do besides is done here, after the engine is through: their own hooks, and those of
-`register_post_accumulate_grad_hook`. Hooks on tensors the engine runs itself.
+torch's engine returns the gradients of leaves instead of running the nodes that add them to `.grad`. What those
+nodes do besides is therefore done here, after the engine: running their own hooks, and those of
+`register_post_accumulate_grad_hook`. Hooks on tensors are run by the engine itself.
 """
 
 import sys
@@ -16,116 +16,125 @@ import torch
 from ..torch_internals import storage_use_count
 from .partial import add
 
-__all__ = ["GradSwapLock", "LeafGradients"]
+__all__ = ["GradSwapLock", "GradientsByLeaf", "LeafGradients"]
 
-Gradients = dict[torch.Tensor, torch.Tensor]
-"""By leaf."""
+GradientsByLeaf = dict[torch.Tensor, torch.Tensor]
 
 
 @final
 class GradSwapLock:
-    """Which threads have put other gradients into leaves' `.grad`, for hooks to see.
+    """Locks leaves whose `.grad` a thread has replaced by the gradient of a context, for hooks to see.
 
-    A leaf has one borrower at a time. While its hooks run they may borrow other leaves, and on the same thread the
-    same one, so a hook can run passes, also by way of other workers.
+    A leaf is locked by one thread at a time, re-entrantly. While its hooks run, the thread may lock further
+    leaves, so a hook can run passes, also by way of other workers.
     """
 
     def __init__(self) -> None:
-        self._returned = threading.Condition()
-        self._borrowers: dict[torch.Tensor, int] = {}
+        self._unlocked = threading.Condition()
+        self._owners: dict[torch.Tensor, int] = {}
+        """The thread that has locked each leaf."""
 
     @contextmanager
     def swapped(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Waits until no other thread has one of the leaves; then this thread has all of them for a while."""
+        """Context manager that waits until no other thread has locked one of the leaves, and locks all of them."""
         me = threading.get_ident()
-        with self._returned:
-            self._returned.wait_for(lambda: all(self._borrowers.get(leaf, me) == me for leaf in leaves))
-            borrowed = [leaf for leaf in leaves if leaf not in self._borrowers]
-            self._borrowers.update(dict.fromkeys(borrowed, me))
+        with self._unlocked:
+            self._unlocked.wait_for(lambda: all(self._owners.get(leaf, me) == me for leaf in leaves))
+            locked = [leaf for leaf in leaves if leaf not in self._owners]
+            self._owners.update(dict.fromkeys(locked, me))
         try:
             yield
         finally:
-            with self._returned:
-                for leaf in borrowed:
-                    del self._borrowers[leaf]
-                self._returned.notify_all()
+            with self._unlocked:
+                for leaf in locked:
+                    del self._owners[leaf]
+                self._unlocked.notify_all()
 
 
 @final
 class LeafGradients:
-    """Gradients by leaf. Safe to use from any thread."""
+    """The gradients of one context by leaf. Safe to use from any thread."""
 
-    def __init__(self, loans: GradSwapLock) -> None:
-        """Args: loans: those of all contexts."""
+    def __init__(self, swap_lock: GradSwapLock) -> None:
+        """Args: swap_lock: that of all contexts of the worker."""
         self._lock = threading.Lock()
-        self._loans = loans
-        self._gradients: Gradients = {}
+        self._swap_lock = swap_lock
+        self._gradients: GradientsByLeaf = {}
 
     def accumulate(self, nodes: Sequence[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Adds what a pass has found.
+        """Adds the gradients that a pass has computed, and runs the hooks of the leaves.
+
+        A gradient that nothing else refers to is stolen, in torch's term: kept without a copy. Any other is
+        copied.
 
         Args:
             nodes: the accumulation nodes of leaves.
-            gradients: one for each, and perhaps more. A tensor that nobody else holds is taken as it is, any other
-                is copied.
+            gradients: one for each. The caller keeps no other reference to them.
 
         Raises:
             Exception: what a hook raised.
         """
-        seen: set[int] = set()
         for index, node in enumerate(nodes):
-            leaf, gradient = node.variable, gradients[index]
-            owned = gradient is not None and id(gradient) not in seen
-            # The tuple, `gradient` and the argument: anybody else is a hook or a function that keeps it.
-            owned = owned and sys.getrefcount(gradient) == 3 and _is_alone(gradient, leaf)  # type: ignore[arg-type]
-            seen.add(id(gradient))
-            for hook in _hooks(node.register_prehook):
-                changed = hook((gradient,))
-                if changed is not None:
-                    gradient, owned = changed[0] if isinstance(changed, tuple) else changed, False
-            if gradient is not None:
-                self._add(leaf, gradient, owned=owned)
-                self._run_post_accumulate_hooks(leaf)
-            for hook in _hooks(node.register_hook):
-                hook((), (gradient,))
+            gradient = gradients[index]
+            # Three references: the tuple's, `gradient`, and the argument of getrefcount. A fourth belongs to a
+            # hook or a function that keeps the gradient, or to another leaf with the same one.
+            can_steal = (
+                gradient is not None and sys.getrefcount(gradient) == 3 and _can_steal(gradient, node.variable)
+            )
+            self._accumulate_one(node, gradient, can_steal=can_steal)
 
-    def get(self) -> Gradients:
-        """All so far."""
+    def get(self) -> GradientsByLeaf:
+        """Returns all gradients so far."""
         with self._lock:
             return dict(self._gradients)
 
-    def change(self, leaves: Sequence[torch.Tensor], changed: Callable[[Gradients], Gradients]) -> None:
-        """Has a function, which may use the `.grad` of these leaves, change gradients.
+    def change(
+        self, leaves: Sequence[torch.Tensor], compute: Callable[[GradientsByLeaf], GradientsByLeaf]
+    ) -> None:
+        """Replaces gradients by those that a function computes.
 
         Args:
-            leaves: the leaves.
-            changed: is given all gradients so far, and returns those that take the place of theirs.
+            leaves: the leaves whose `.grad` the function replaces meanwhile.
+            compute: takes all gradients so far, and returns those to replace.
         """
-        with self._loans.swapped(leaves):
-            gradients = changed(self.get())
+        with self._swap_lock.swapped(leaves):
+            changed = compute(self.get())
             with self._lock:
-                self._gradients.update(gradients)
+                self._gradients.update(changed)
 
     def clear(self) -> None:
-        """Forgets them."""
+        """Drops all gradients."""
         with self._lock:
             self._gradients.clear()
 
-    def _add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, owned: bool) -> None:
+    def _accumulate_one(self, node: Any, gradient: torch.Tensor | None, *, can_steal: bool) -> None:
+        """Does what an accumulation node does, hooks included, for the context instead of `.grad`."""
+        leaf = node.variable
+        for hook in _hooks(node.register_prehook):
+            changed = hook((gradient,))
+            if changed is not None:
+                gradient, can_steal = changed[0] if isinstance(changed, tuple) else changed, False
+        if gradient is not None:
+            self._add(leaf, gradient, can_steal=can_steal)
+            self._run_post_accumulate_hooks(leaf)
+        for hook in _hooks(node.register_hook):
+            hook((), (gradient,))
+
+    def _add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, can_steal: bool) -> None:
         gradient = gradient.detach()
         with self._lock:
             before = self._gradients.get(leaf)
             if before is not None:
                 self._gradients[leaf] = add(before, gradient)
             else:
-                self._gradients[leaf] = gradient if owned else _copy(gradient, leaf)
+                self._gradients[leaf] = gradient if can_steal else _copy(gradient, leaf)
 
     def _run_post_accumulate_hooks(self, leaf: torch.Tensor) -> None:
-        """Such a hook finds the gradient in `.grad`, and what it leaves there is the context's from then on."""
+        """Runs these hooks with the gradient in `.grad`; the context keeps what they leave there."""
         hooks: Mapping[int, Any] | None = leaf._post_accumulate_grad_hooks
         if not hooks:
             return
-        with self._loans.swapped([leaf]):
+        with self._swap_lock.swapped([leaf]):
             before, leaf.grad = leaf.grad, self._gradients.get(leaf)
             try:
                 for hook in list(hooks.values()):
@@ -140,19 +149,22 @@ class LeafGradients:
 
 
 def _hooks(register: Any) -> list[Any]:
-    """The hooks of a node. Only a handle leads to where it keeps them."""
-    handle = register(_nothing)
-    hooks = [hook for hook in handle.hooks_dict_ref().values() if hook is not _nothing]
+    """Returns the hooks of a node. torch gives access to them through the handle of a registered hook only."""
+    handle = register(_ignore)
+    hooks = [hook for hook in handle.hooks_dict_ref().values() if hook is not _ignore]
     handle.remove()
     return hooks
 
 
-def _nothing(*_: Any) -> None:
-    """Stands in for a hook."""
+def _ignore(*_: Any) -> None:
+    """Is a hook that does nothing."""
 
 
-def _is_alone(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Does no other tensor share its memory, and is it laid out like a gradient of the leaf?"""
+def _can_steal(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Returns whether a gradient can be kept without a copy, as far as C++ knows.
+
+    That is, no other tensor shares its memory, and it is laid out like the leaf.
+    """
     if gradient._use_count() != 1:  # type: ignore[attr-defined]
         return False
     if gradient.is_sparse:
@@ -170,7 +182,7 @@ def _is_alone(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 
 def _copy(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Laid out like the leaf."""
+    """Returns a copy of a gradient that is laid out like the leaf."""
     if gradient.layout is not torch.strided:
         return gradient.clone()
     return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device, requires_grad=False).copy_(

@@ -76,7 +76,7 @@ def delete_references() -> None:
     for running calls later.
     """
     try:
-        current_agent().extension(References).give_up_all(RELEASE_TIMEOUT_S)
+        current_agent().extension(References).release_all(RELEASE_TIMEOUT_S)
     except RpcTimeoutError as error:
         log.warning("%s", error)
 

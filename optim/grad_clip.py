@@ -13,7 +13,7 @@ import torch
 
 from ..autograd import get_gradients
 from ..rref import RRef
-from ..rref.proxy import call_with_values
+from ..rref.api import call_with_values
 from .local_optimizer import check_leaves
 from .owners import wait_for_owners
 from .parameter_groups import Parameter, indices_by_owner, parse_parameters

@@ -1,16 +1,16 @@
-"""Calls whose results stay where they are."""
+"""Calls whose results stay on the worker that computes them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, TypeVarTuple, overload
 
-from ..rpc.contracts.agent import Destination, current_agent
-from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_call, check_timeout
-from ..rpc.profiling.extension import RPCExecMode, profiled_call
+from ..rpc.contracts.agent import Destination
+from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
+from ..rpc.execution.futures import Future
 from ..rpc.wire.script import not_scriptable
-from .forks import References
+from .methods import create_value, send_with_values
 from .rref import RRef
 
-__all__ = ["remote"]
+__all__ = ["call_with_values", "remote"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -78,22 +78,34 @@ def remote(
     """Runs a function on a worker and returns a reference to its result at once.
 
     Args:
-        to: a worker's name, id or WorkerInfo; this worker itself too.
+        to: the name, the id or the WorkerInfo of a worker, which may be this one.
         func: a function or class that the other worker can import.
         args: its positional arguments, anything that pickles.
         kwargs: its named arguments.
-        timeout: seconds within which the owner must confirm the reference, 0 for none; the function itself
+        timeout: seconds within which the owner must confirm the reference, 0 for no timeout; the function itself
             may take longer. By default that of the options.
 
     Returns:
-        A reference. What goes wrong with the call is raised by its `to_here`.
+        A reference. Errors of the call are raised by its `to_here`.
 
     Raises:
-        NotInitializedError, UnknownWorkerError, SerializationError, TypeError, ValueError: nothing was sent.
+        NotInitializedError: RPC is not initialized.
+        UnknownWorkerError: no worker is called so.
+        SerializationError: the function or its arguments do not pickle.
+        TypeError, ValueError: an argument is of the wrong type, or the timeout is negative.
     """
-    agent = current_agent()
-    owner = agent.worker(to)
-    call = check_call(func, args, kwargs)
-    seconds = check_timeout(timeout)
-    with profiled_call(agent, RPCExecMode.REMOTE, func, owner):
-        return agent.extension(References).remote(owner, call, seconds)
+    return RRef._of(create_value(to, func, args, kwargs, timeout), func)
+
+
+def call_with_values(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Calls `function(values, *args)` on the worker that owns the values of all references. Makes no forks.
+
+    Args:
+        rrefs: references to values of one worker.
+        function: takes a list of the values, then `args`.
+        args: anything that pickles.
+
+    Returns:
+        A future of the function's result.
+    """
+    return send_with_values([rref._handle for rref in rrefs], function, args)

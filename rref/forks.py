@@ -1,125 +1,91 @@
-"""How workers count references to each other's values.
+"""The protocol by which owners count the references of other workers to their values.
 
-The protocol is that of the design note "Remote Reference Protocol" in PyTorch's documentation, with
-acknowledged messages throughout (`gradwire.rpc.agent.control`), so that none is lost or counted twice:
+It is that of PyTorch's design note "Remote Reference Protocol", with acknowledged control messages throughout
+(`gradwire.rpc.contracts.control`), so that none is lost or processed twice:
 
-* The owner keeps a value while a fork, that is another worker's reference, lives.
-* `remote` makes the first fork; the owner confirms it by answering the creating message.
-* A worker that passes its reference on makes a fork for the receiver. The receiver tells the owner of it,
-  and when the owner has confirmed it, tells the sender. Until then the sender keeps its own reference, so
-  the value cannot vanish in between. A fork that the owner itself sends is counted before it leaves.
-* A reference that is dropped is reported to the owner, but not before the owner has confirmed it, nor while a
-  request that names the value is on its way: a request never comes to its owner after its reference is gone.
-* An owner that hears of a value whose creating message has not come asks its creator whether it will: after the
-  loss of a worker a message may name a value that has come and gone.
-* A lost worker's references are dropped by the owner, and nobody keeps anything for it any longer.
+* A *fork* is one worker's reference to another's value. The owner keeps a value as long as it has forks.
+* `remote` makes the first fork. The owner confirms it by its answer to the creating message.
+* A worker that passes a reference on makes a fork for the receiver. The receiver reports the fork to the owner
+and,
+  once the owner has confirmed it, tells the sender. Until then the sender keeps its own fork, so the owner always
+  counts at least one. A fork that the owner sends is counted before it leaves.
+* A dropped fork is reported to the owner, but not before the owner has confirmed it, nor while a request that
+  names the value is in flight: no request reaches the owner after the fork of its sender is gone.
+* An owner that receives the name of a value before its creating message asks the creator whether it will arrive:
+  after the loss of a worker, a message may name a value that has been created and deleted.
+* The forks of a lost worker are removed by the owner, and no worker keeps anything for it.
 
-docs/rref.md draws the states.
+docs/rref.md draws the states of a fork.
 """
 
 import concurrent.futures
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, final
 
 import torch
 
-from ..errors import RemoteError, RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
+from ..errors import RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
 from ..proto.v1 import agent_pb2
-from ..rpc.call_handler import logged, run_function
 from ..rpc.calls import name_of
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.extension import Extension
+from ..rpc.contracts.arguments import CALL_PARTS
 from ..rpc.contracts.messages import Deferred, Handler, Incoming, MessageType, Outgoing, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.futures import Future, error_of
-from ..rpc.profiling.extension import run_profiled
-from ..rpc.wire.failures import with_traceback_as_text
+from .handles import CreationCall, Fork, Lease, OwnerHandle, ReferenceExtension, UserHandle
 from .ids import GlobalId, IdSource
 from .owner_table import OwnedValue, OwnerTable
-from .rref import Lease, OwnerHandle, RRef, UserHandle
+from .rref import RRef
+from .value_server import ValueServer
 
-__all__ = ["Fork", "References"]
-
-log = logging.getLogger(__name__)
-
-CreationCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+__all__ = ["References"]
 
 
 @final
-@dataclass(slots=True, eq=False)
-class Fork:
-    """A reference that this worker holds to another's value. Changes on the control thread only."""
-
-    reference: GlobalId
-    id: GlobalId
-    owner: WorkerInfo
-    creating: bool = False
-    """Did this worker create the value?"""
-    confirmed: bool = False
-    error: Exception | None = None
-    """Why it never will be confirmed."""
-    hold: Lease | None = None
-    """What keeps it from being given up."""
-    dropped: bool = False
-    created: Future[Any] | None = None
-    """Of the creating worker: done when the call that makes the value is over."""
-
-    def state(self) -> str:
-        """Returns how it stands with the reference, in words."""
-        error = self.error
-        if error is None and self.created is not None and self.created.done():
-            error = error_of(self.created)
-        if error is not None:
-            return f"failed: {type(error).__name__}"
-        if self.hold is None:
-            return "deleted"
-        return "confirmed" if self.confirmed else "pending" if self.creating else "unconfirmed"
-
-
-@final
-class References(Extension):
-    """The references of one worker: those it holds, and those others hold to its values."""
+class References(ReferenceExtension):
+    """The references of one worker: those it holds, and those that others hold to its values."""
 
     control_kinds = ("rref.accept", "rref.await", "rref.delete", "rref.fork")
-
     reference_type = RRef
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self.table = OwnerTable(agent.info.id)
+        self.values = ValueServer(agent, self.table)
         self._ids = IdSource(agent.info.id)
-        self._users: set[Fork] = set()
+        self._forks: set[Fork] = set()
+        """The forks that this worker holds."""
         self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
-        self._fewer = threading.Condition()
-        """Notified when the owner of a dropped fork knows."""
-        self._unconfirmed: list[Callable[[], None]] = []
-        """Who waits for confirmations. On the control thread."""
+        """For each fork that this worker has made for another: its own handle, kept until the owner has confirmed
+        the fork, and the id of the other worker."""
+        self._fork_deleted = threading.Condition()
+        """Notified when the owner of a dropped fork has removed it."""
+        self._checks: list[Callable[[], None]] = []
+        """Run when a fork has been confirmed, or cannot be. Used on the control thread."""
         self._creating: weakref.WeakValueDictionary[GlobalId, Lease] = weakref.WeakValueDictionary()
-        """What `remote` has made here and is held yet, be it by the creating message on its way."""
-        self._closed = False
+        """The leases of the values that `remote` has created here, kept by creating messages in flight too."""
+        self._is_closed = False
         agent.control.on("rref.fork", self._on_fork)
         agent.control.on("rref.await", self._on_await)
         agent.control.on("rref.accept", self._on_accept)
         agent.control.on("rref.delete", self._on_delete)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
-        """Creating and fetching."""
+        """Returns the handlers of creations and fetches."""
         return {
             MessageType.RREF_CREATE: Handler(
-                self._create,
+                self._serve_creation,
                 user_values=True,
                 operation="remote",
                 description="RRef creation via remote() on worker",
             ),
             MessageType.RREF_FETCH: Handler(
-                self._fetch,
+                self.values.serve_fetch,
                 user_values=True,
                 cancellable=True,
                 operation="to_here",
@@ -127,35 +93,39 @@ class References(Extension):
             ),
         }
 
-    # Making references.
+    def entry(self, identifier: GlobalId) -> OwnedValue:
+        """Returns the entry of a value that this worker owns. Raises RRefError as `OwnerTable.get`."""
+        return self.values.entry(identifier)
+
+    # Creating values.
 
     def own(self, value: Any) -> OwnerHandle:
-        """A reference to a value here."""
+        """Returns a handle to a value that is given to this worker."""
         entry = self.table.create(self._ids.next())
-        self.table.begin(entry)
+        self.table.mark_created(entry)
         entry.resolve(value)
         return OwnerHandle(self.agent, entry)
 
-    def remote(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> RRef[Any]:
-        """A reference to the result of a call on `owner`."""
+    def create(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> OwnerHandle | UserHandle:
+        """Has a worker run a call and own the result; returns a handle to it at once."""
         identifier, fork_id = self._ids.next(), self._ids.next()
         if owner == self.agent.info:
-            return RRef._of(self._create_here(identifier, fork_id, call, timeout), call[0])
-        fork = Fork(identifier, fork_id, owner, creating=True)
-        handle = self._take_hold(fork)
-        if fork.hold is not None:
-            self._creating[identifier] = fork.hold
+            return self._create_here(identifier, fork_id, call, timeout)
+        fork = Fork(identifier, fork_id, owner, is_creator=True)
+        handle = self._lease(fork)
+        if fork.lease is not None:
+            self._creating[identifier] = fork.lease
         try:
-            fork.created = self._request_creation(owner, identifier, fork_id, call, timeout, keep=fork.hold)
+            fork.creation = self._request_creation(owner, identifier, fork_id, call, timeout, keep=fork.lease)
         except BaseException:
-            self._forget(fork)
+            self._remove_fork(fork)
             raise
-        if fork.created.done():  # what has not been sent is known at once, so that it is not passed on
-            fork.error = error_of(fork.created)
-        fork.created.add_done_callback(
+        if fork.creation.done():  # a message that was not sent is known at once, so that it is not passed on
+            fork.error = error_of(fork.creation)
+        fork.creation.add_done_callback(
             lambda done: self.agent.control.run(partial(self._confirm, fork, error_of(done)))
         )
-        return RRef._of(handle, call[0])
+        return handle
 
     def _create_here(
         self, identifier: GlobalId, fork_id: GlobalId, call: CreationCall, timeout: float | None
@@ -163,18 +133,18 @@ class References(Extension):
         entry = self.table.create(identifier)
         self.table.add_fork(identifier, fork_id, self.agent.info.id)  # keeps the entry until the call has run
 
-        def over(done: torch.futures.Future[Any]) -> None:
+        def on_done(done: torch.futures.Future[Any]) -> None:
             if (error := error_of(done)) is not None:
                 entry.fail(error)
             self.table.remove_fork(identifier, fork_id)
 
         try:
-            created = self._request_creation(self.agent.info, identifier, fork_id, call, timeout)
+            creation = self._request_creation(self.agent.info, identifier, fork_id, call, timeout)
         except BaseException:
             self.table.remove_fork(identifier, fork_id)
             raise
-        created.add_done_callback(over)
-        return OwnerHandle(self.agent, entry, created)
+        creation.add_done_callback(on_done)
+        return OwnerHandle(self.agent, entry, creation)
 
     def _request_creation(
         self,
@@ -185,14 +155,14 @@ class References(Extension):
         timeout: float | None,
         keep: object = None,
     ) -> Future[Any]:
-        created = _reference(identifier, fork, owner.id)
+        created = _to_proto(identifier, fork, owner.id)
         future = self.agent.request(
             owner,
             Request(
                 MessageType.RREF_CREATE,
                 call,
                 timeout=timeout,
-                what=("the function", "args", "kwargs"),
+                what=CALL_PARTS,
                 header=lambda envelope: envelope.created.CopyFrom(created),
                 keep=keep,
             ),
@@ -200,15 +170,22 @@ class References(Extension):
         future.operation = f"remote {name_of(call[0])}"
         return future
 
-    def _take_hold(self, fork: Fork) -> UserHandle:
-        self._users.add(fork)
-        fork.hold = Lease(partial(self._give_up, fork))
+    def _lease(self, fork: Fork) -> UserHandle:
+        self._forks.add(fork)
+        fork.lease = Lease(partial(self._on_lease_released, fork))
         return UserHandle(self.agent, fork)
 
-    # References that leave and arrive in messages.
+    def _serve_creation(self, message: Incoming) -> Deferred | None:
+        return self.values.serve_creation(message, message.state[References])
+
+    # References in messages.
 
     def on_send(self, message: Outgoing) -> None:
-        """Makes a fork of every reference."""
+        """Makes a fork of every reference in a message.
+
+        Raises:
+            RRefError: a reference cannot be used any more.
+        """
         for rref in message.references:
             handle, fork = rref._handle, self._ids.next()
             if handle.agent is not self.agent:
@@ -219,148 +196,139 @@ class References(Extension):
                 handle.check_usable(rref, "fork an UserRRef")
             except RRefError:
                 raise
-            except Exception as error:  # not to be taken for the fate of this message
+            except Exception as error:  # must not be taken for an error of this message
                 raise RRefError(f"{rref} cannot be passed on: {error}") from error
             if isinstance(handle, OwnerHandle):
-                identifier, owner = handle.entry.id, self.agent.info.id
-                self.table.add_fork(identifier, fork, message.destination.id)
+                self.table.add_fork(handle.id, fork, message.destination.id)
             else:
-                identifier, owner = handle.fork.reference, handle.fork.owner.id
                 self._children[fork] = (handle, message.destination.id)
-            message.envelope.references.append(_reference(identifier, fork, owner))
+            message.envelope.references.append(_to_proto(handle.id, fork, handle.owner.id))
 
     def on_send_aborted(self, message: Outgoing) -> None:
-        """The forks will not come to be."""
+        """Removes the forks of a message that was not sent."""
         for reference in message.envelope.references:
             fork = GlobalId.from_proto(reference.fork)
             if self._children.pop(fork, None) is None:
                 self.table.remove_fork(GlobalId.from_proto(reference.reference), fork)
 
     def on_receive(self, message: Incoming) -> None:
-        """Takes the forks over, whether or not the message can be unpickled afterwards."""
+        """Accepts the forks of a message, whether or not it can be unpickled afterwards."""
         message.references.extend(
-            RRef._of(self._take_over(message.source, reference)) for reference in message.envelope.references
+            RRef._of(self._accept(message.source, reference)) for reference in message.envelope.references
         )
         if message.envelope.HasField("created"):
-            message.state[References] = self._begin_creation(message)
+            message.state[References] = self.values.begin_creation(message)
 
     def wait_before_run(self, message: Incoming) -> "concurrent.futures.Future[None] | None":
-        """A function may count on it that the references in its arguments are confirmed."""
+        """Returns a future that is done when the owners have confirmed the references in a request's arguments."""
         forks = [r._handle.fork for r in message.references if isinstance(r._handle, UserHandle)]
-        if all(fork.confirmed for fork in forks):
+        if all(fork.is_confirmed for fork in forks):
             return None
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-        def look(_error: object = None) -> None:
-            if self._closed or all(fork.confirmed or fork.error for fork in forks):
+        def check() -> None:
+            if self._is_closed or all(fork.is_confirmed or fork.error for fork in forks):
                 ready.set_result(None)
             else:
-                self._unconfirmed.append(look)
+                self._checks.append(check)
 
-        self.agent.control.run(look)
-        return None if self._closed else ready  # if closed by now, it may have come too late to be run
+        self.agent.control.run(check)
+        return None if self._is_closed else ready  # if closed by now, the control thread may not run `check`
+
+    def scope(self, message: Incoming) -> AbstractContextManager[None]:
+        """Returns the context manager in which a value is created."""
+        entry = message.state.get(References)
+        return nullcontext() if entry is None else self.values.creation_scope(message, entry)
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
-        """Takes the references over, only to drop them; nobody is to wait for a value that cannot come."""
+        """Accepts and drops the references of a message that cannot be decoded, so that their owners do not wait.
+
+        A value that the message was to create fails.
+        """
         self.on_receive(message)
         entry = message.state.get(References)
         if entry is not None:
             entry.fail(error)
 
-    def _take_over(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
+    def _accept(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
         identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
         owner = self.agent.worker(reference.owner)
         if owner == self.agent.info:
-            try:
-                entry = self.entry(identifier)
-            except RRefError as error:  # lost with the worker that had it first; whoever uses it is told
-                entry = OwnedValue(identifier)
-                entry.fail(error)
-            handle = OwnerHandle(self.agent, entry)
-            if sender == owner:
-                self.table.remove_fork(identifier, fork_id)
-            else:
-                self.agent.control.send(sender, "rref.accept", tuple(fork_id))
-            return handle
-        fork = Fork(identifier, fork_id, owner, confirmed=sender == owner)
-        if not fork.confirmed:
+            return self._accept_as_owner(sender, identifier, fork_id)
+        fork = Fork(identifier, fork_id, owner, is_confirmed=sender == owner)
+        if not fork.is_confirmed:
 
-            def registered(error: Exception | None) -> None:
+            def on_registered(error: Exception | None) -> None:
                 self._confirm(fork, error)
                 self.agent.control.send(sender, "rref.accept", tuple(fork_id))
 
-            self.agent.control.send(owner, "rref.fork", (tuple(identifier), tuple(fork_id)), registered)
-        return self._take_hold(fork)
+            self.agent.control.send(owner, "rref.fork", (tuple(identifier), tuple(fork_id)), on_registered)
+        return self._lease(fork)
+
+    def _accept_as_owner(self, sender: WorkerInfo, identifier: GlobalId, fork_id: GlobalId) -> OwnerHandle:
+        try:
+            entry = self.entry(identifier)
+        except RRefError as error:  # lost with the worker that had it first; raised on use
+            entry = OwnedValue(identifier)
+            entry.fail(error)
+        if sender == self.agent.info:
+            self.table.remove_fork(identifier, fork_id)
+        else:
+            self.agent.control.send(sender, "rref.accept", tuple(fork_id))
+        return OwnerHandle(self.agent, entry)
 
     # The life of a fork, on the control thread.
 
-    def _give_up(self, fork: Fork) -> None:
-        """Nothing holds a fork any longer. Called by finalizers: takes no lock."""
+    def _on_lease_released(self, fork: Fork) -> None:
+        """Drops a fork. Called by finalizers: takes no lock."""
         self.agent.control.run(partial(self._drop, fork))
 
-    def give_up_all(self, timeout: float) -> None:
-        """Gives up all references of this worker to values of others, and waits until their owners know.
-
-        Those that the program still has cannot be used any more.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            RpcTimeoutError: an owner has not confirmed it in time.
-        """
-        for fork in list(self._users):
-            fork.hold = None
-        with self._fewer:
-            if not self._fewer.wait_for(lambda: not self._users, timeout):
-                owners = sorted({fork.owner.name for fork in list(self._users)})
-                raise RpcTimeoutError(", ".join(owners), timeout, "giving up references to values of")
-
     def _drop(self, fork: Fork) -> None:
-        fork.dropped = True
+        fork.is_dropped = True
         self._delete_if_due(fork)
 
     def _confirm(self, fork: Fork, error: Exception | None) -> None:
         if error is None:
-            fork.confirmed = True
+            fork.is_confirmed = True
         else:
             fork.error = error
         self._delete_if_due(fork)
-        self._tell_waiting()
+        self._run_checks()
 
-    def _confirm_none(self) -> None:
-        """The agent has shut down: nobody is to wait for confirmations any longer."""
-        for fork in list(self._users):  # messages that have come before may still bring some
-            if not fork.confirmed and fork.error is None:
+    def _fail_unconfirmed(self) -> None:
+        """Fails the forks that are not confirmed, because the agent has shut down."""
+        for fork in list(self._forks):  # messages that arrived before may still add some
+            if not fork.is_confirmed and fork.error is None:
                 fork.error = RRefError(f"worker {self.agent.info.name!r} has shut down its RPC agent")
-        self._tell_waiting()
+        self._run_checks()
 
-    def _tell_waiting(self) -> None:
-        unconfirmed, self._unconfirmed = self._unconfirmed, []
-        for look in unconfirmed:
-            look()
+    def _run_checks(self) -> None:
+        checks, self._checks = self._checks, []
+        for check in checks:
+            check()
 
     def _delete_if_due(self, fork: Fork) -> None:
-        if not fork.dropped or not (fork.confirmed or fork.error):
+        if not fork.is_dropped or not (fork.is_confirmed or fork.error):
             return
-        # The owner has counted a creation that was sent, also where it failed: its request is over by now. Any
-        # other fork that is not confirmed needs no deleting.
-        if fork.confirmed or (fork.creating and not isinstance(fork.error, WorkerLostError | SendFailedError)):
+        # The owner has counted the fork of a creation that was sent, even if it failed: the request has ended by
+        # now. Any other fork that is not confirmed needs no deleting.
+        was_sent = fork.is_creator and not isinstance(fork.error, WorkerLostError | SendFailedError)
+        if fork.is_confirmed or was_sent:
             payload = (tuple(fork.reference), tuple(fork.id))
-            self.agent.control.send(fork.owner, "rref.delete", payload, lambda _error: self._forget(fork))
+            self.agent.control.send(fork.owner, "rref.delete", payload, lambda _error: self._remove_fork(fork))
         else:
-            self._forget(fork)
+            self._remove_fork(fork)
 
-    def _forget(self, fork: Fork) -> None:
-        with self._fewer:
-            self._users.discard(fork)
-            self._fewer.notify_all()
+    def _remove_fork(self, fork: Fork) -> None:
+        with self._fork_deleted:
+            self._forks.discard(fork)
+            self._fork_deleted.notify_all()
 
-    # What other workers tell.
+    # Control messages.
 
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
         identifier, fork = payload
-        self._ask_creator(self.table.add_fork(GlobalId(*identifier), GlobalId(*fork), sender.id))
+        self.values.ask_creator(self.table.add_fork(GlobalId(*identifier), GlobalId(*fork), sender.id))
 
     def _on_await(self, sender: WorkerInfo, payload: Any) -> None:
         if GlobalId(*payload) not in self._creating:
@@ -373,112 +341,52 @@ class References(Extension):
     def _on_accept(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
         self._children.pop(GlobalId(*payload), None)
 
-    # What other workers ask for.
+    # The agent.
 
-    def _begin_creation(self, message: Incoming) -> OwnedValue:
-        created = message.envelope.created
-        identifier, fork = GlobalId.from_proto(created.reference), GlobalId.from_proto(created.fork)
-        if message.source == self.agent.info:
-            entry = self.table.get(identifier)
-        else:
-            entry = self.table.add_fork(identifier, fork, message.source.id)
-        self.table.begin(entry)
-        return entry
+    def release_all(self, timeout: float) -> None:
+        """Deletes all forks that this worker holds, and waits until their owners have removed them.
 
-    def scope(self, message: Incoming) -> AbstractContextManager[None]:
-        """Around the creation of a value."""
-        entry = message.state.get(References)
-        return nullcontext() if entry is None else self._creation(message, entry)
+        References that the program still has cannot be used any more.
 
-    @contextmanager
-    def _creation(self, message: Incoming, entry: OwnedValue) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if isinstance(message.error, Exception):
-                self._fail(entry, message.error)  # its call could not be read
+        Args:
+            timeout: seconds.
 
-    def _create(self, message: Incoming) -> Deferred | None:
-        """Runs a call and keeps its result. Answers when it is over, whether or not it has failed."""
-        entry: OwnedValue = message.state[References]
-        try:
-            with logged(message):
-                result = run_profiled(message, run_function, *message.value)
-        except Exception as error:
-            self._fail(entry, error)
-            return None
-        except BaseException as error:  # such as SystemExit: it ended the call, not this worker
-            entry.fail(RemoteError(self.agent.info.name, f"{type(error).__name__}: {error}", ""))
-            return None
-        if not isinstance(result, Deferred):
-            entry.resolve(result)
-            return None
-        over: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-        def settle(done: "concurrent.futures.Future[Any]") -> None:
-            if isinstance(error := done.exception(), Exception):
-                self._fail(entry, error)
-            else:
-                entry.resolve(done.result())
-            over.set_result(None)
-
-        result.future.add_done_callback(settle)
-        return Deferred(over)
-
-    def _fail(self, entry: OwnedValue, error: Exception) -> None:
-        """The call that makes a value has failed."""
-        entry.fail(with_traceback_as_text(error, self.agent.info.name))
-
-    def _fetch(self, message: Incoming) -> Deferred:
-        return Deferred(self.entry(GlobalId(*message.value)).future)
-
-    def entry(self, identifier: GlobalId) -> OwnedValue:
-        """The entry that a message from another worker names. Raises RRefError as OwnerTable.get does."""
-        entry = self.table.get(identifier)
-        self._ask_creator(entry)
-        return entry
-
-    def _ask_creator(self, entry: OwnedValue) -> None:
-        """Is the message that creates an awaited value still to come? Also has the creator's loss be noticed."""
-        if entry.created or entry.id.worker == self.agent.info.id:
-            return
-        creator, identifier = self.agent.worker(entry.id.worker), entry.id
-
-        def answered(error: Exception | None) -> None:
-            # Mostly the creating message has come while the question was on its way, and the value has gone since.
-            if isinstance(error, RRefError) and self.table.give_up(identifier, error):
-                log.warning("a message names a value that cannot come any more: %s", error)
-
-        self.agent.control.send(creator, "rref.await", tuple(identifier), answered, expected=(RRefError,))
-
-    # The rest.
+        Raises:
+            RpcTimeoutError: an owner has not acknowledged in time.
+        """
+        for fork in list(self._forks):
+            fork.lease = None
+        with self._fork_deleted:
+            if not self._fork_deleted.wait_for(lambda: not self._forks, timeout):
+                owners = sorted({fork.owner.name for fork in list(self._forks)})
+                raise RpcTimeoutError(", ".join(owners), timeout, "deleting references to values of")
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Reclaims what a lost worker held."""
-        self.table.drop_worker(worker.id, end.reason)
+        """Removes the forks of a lost worker, and what is kept until it has accepted others."""
+        self.table.remove_worker(worker.id, end.reason)
         for fork, (_, destination) in list(self._children.items()):
             if destination == worker.id:
                 self._children.pop(fork, None)
 
     def live_objects(self) -> Mapping[str, int]:
-        """References held by others to values here, held here, and passed on but not yet counted."""
+        """Returns counts of references: held by others to values of this worker, held by it, and passed on."""
         return {
             "num_owner_rrefs": len(self.table),
             "num_forks": self.table.fork_count(),
             "num_awaited_rrefs": self.table.awaited_count(),
-            "num_user_rrefs": len(self._users),
-            "num_pending_users": sum(not (f.confirmed or f.error) for f in list(self._users)),
+            "num_user_rrefs": len(self._forks),
+            "num_pending_users": sum(not (f.is_confirmed or f.error) for f in list(self._forks)),
             "num_pending_children": len(self._children),
             "num_pending_futures": self.agent.control.pending(),
         }
 
     def close(self) -> None:
-        """Forgets all values, and has nobody wait for one any longer."""
-        self._closed = True
-        self.agent.control.run(self._confirm_none)
+        """Drops all values, and ends all waiting for values and confirmations."""
+        self._is_closed = True
+        self.agent.control.run(self._fail_unconfirmed)
         self.table.clear(WorkerLostError(self.agent.info.name, "it has shut down its RPC agent"))
         self._children.clear()
 
 
-def _reference(identifier: GlobalId, fork: GlobalId, owner: int) -> agent_pb2.Reference:
+def _to_proto(identifier: GlobalId, fork: GlobalId, owner: int) -> agent_pb2.Reference:
     return agent_pb2.Reference(reference=identifier.to_proto(), fork=fork.to_proto(), owner=owner)

@@ -1,4 +1,4 @@
-"""Names for references and their forks that no two workers make twice."""
+"""Ids of references and forks, unique among all workers."""
 
 import itertools
 from typing import NamedTuple, final
@@ -9,7 +9,7 @@ __all__ = ["GlobalId", "IdSource"]
 
 
 class GlobalId(NamedTuple):
-    """The worker that made it, and that worker's count."""
+    """The id of the worker that made it, and a number that this worker counts up."""
 
     worker: int
     number: int
@@ -18,23 +18,23 @@ class GlobalId(NamedTuple):
         return f"GloballyUniqueId(created_on={self.worker}, local_id={self.number})"
 
     def to_proto(self) -> agent_pb2.GlobalId:
-        """As a message."""
+        """Returns the id as a protobuf message."""
         return agent_pb2.GlobalId(worker_id=self.worker, number=self.number)
 
     @classmethod
     def from_proto(cls, message: agent_pb2.GlobalId) -> "GlobalId":
-        """From a message."""
+        """Returns the id in a protobuf message."""
         return cls(message.worker_id, message.number)
 
 
 @final
 class IdSource:
-    """Makes the ids of one worker."""
+    """Makes the ids of one worker. Safe to use from any thread."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._numbers = itertools.count()
 
     def next(self) -> GlobalId:
-        """A new id."""
+        """Returns a new id."""
         return GlobalId(self._worker, next(self._numbers))

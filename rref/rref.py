@@ -1,91 +1,40 @@
-"""The reference that users hold."""
+"""RRef, the reference that programs use."""
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, final
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 import torch
 
 from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefError
-from ..rpc.contracts.agent import RpcAgent, current_agent
+from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
 from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
-from .owner_table import OwnedValue, ValueNotThereError
+from ..rpc.profiling.extension import RPCExecMode
+from ..rpc.wait_all import note_future
+from .handles import OwnerHandle, UserHandle, references_of
+from .methods import call_method, check_attribute, create_value, request_method, request_type
+from .owner_table import ValueTimeoutError
+from .proxy import RRefProxy
 
-if TYPE_CHECKING:
-    from .forks import Fork
-    from .proxy import RRefProxy
-
-__all__ = ["Lease", "OwnerHandle", "RRef", "UserHandle"]
+__all__ = ["RRef"]
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-@final
-class OwnerHandle:
-    """The owner's own hold on a value; `created` is done when the call is over that makes it, if one does."""
-
-    __slots__ = ("agent", "created", "entry")
-
-    def __init__(self, agent: RpcAgent, entry: OwnedValue, created: Future[Any] | None = None) -> None:
-        self.agent = agent
-        self.entry = entry
-        self.created = created
-
-    def check_usable(self, rref: "RRef[Any]", use: str) -> None:  # noqa: ARG002 - as UserHandle's
-        """Raises what has kept the value from being made; not what its function raised."""
-        if (error := _failure_of(self.created)) is not None:
-            raise copy_error(error) from error.__cause__
-
-
-@final
-class Lease:
-    """Whoever has it keeps a fork from being given up: the program's reference, and requests under way."""
-
-    __slots__ = ("__weakref__", "_give_up")
-
-    def __init__(self, give_up: Callable[[], None]) -> None:
-        self._give_up = give_up
-
-    def __del__(self) -> None:
-        self._give_up()
-
-
-@final
-class UserHandle:
-    """The program's reference to another worker's value."""
-
-    __slots__ = ("agent", "fork")
-
-    def __init__(self, agent: RpcAgent, fork: "Fork") -> None:
-        self.agent = agent
-        self.fork = fork
-
-    def check_usable(self, rref: "RRef[Any]", use: str) -> None:
-        """Raises what keeps the reference from being used."""
-        if self.fork.hold is None:
-            raise RRefError(f"{rref} has been given up. Cannot call {use} on it after deletion.")
-        # The control thread may not have heard yet of a creation that has just failed.
-        error = self.fork.error or _failure_of(self.fork.created)
-        if error is not None:
-            raise copy_error(error) from error.__cause__
-
-    def __del__(self) -> None:
-        self.fork.hold = None
 
 
 @final
 class RRef(Generic[T_co]):
     """A reference to a value on some worker, its owner.
 
-    `RRef(value)` makes one to a value here; `remote` makes one to a value elsewhere. A reference can be
-    passed to other workers in calls and results; the value lives as long as any reference to it does.
+    `RRef(value)` refers to a value on this worker; `remote` makes a reference to a value on another. References
+    can be passed to other workers in calls and results; the value is kept as long as any reference to it exists.
 
     Args:
-        value: anything; it stays as it is and where it is.
+        value: anything; it is neither copied nor moved.
         type_hint: the value's type, for readers and type checkers.
     """
 
@@ -93,18 +42,23 @@ class RRef(Generic[T_co]):
 
     _handle: OwnerHandle | UserHandle
     _made_by: type | None
-    """The class of the value, where it is known from the call that has made it."""
+    """The class of the value, if the call that makes it is known to be a call of that class."""
     _type: torch.futures.Future[type] | None
+    """The type of the value, once it has been asked for."""
 
     def __init__(self, value: T_co, type_hint: object = None) -> None:  # noqa: ARG002
-        from .forks import References  # here, because it makes RRefs
-
-        self._handle = current_agent().extension(References).own(value)
+        self._handle = references_of(current_agent()).own(value)
         self._made_by = None
         self._type = None
 
     @classmethod
     def _of(cls, handle: OwnerHandle | UserHandle, function: object = None) -> "RRef[Any]":
+        """Returns a reference with this handle.
+
+        Args:
+            handle: the handle.
+            function: what makes the value, if known.
+        """
         rref: RRef[Any] = cls.__new__(cls)
         rref._handle = handle
         rref._made_by = function if isinstance(function, type) else None
@@ -112,34 +66,33 @@ class RRef(Generic[T_co]):
         return rref
 
     def is_owner(self) -> bool:
-        """Does this worker own the value?"""
+        """Returns whether this worker owns the value."""
         return isinstance(self._handle, OwnerHandle)
 
     def owner(self) -> WorkerInfo:
-        """The worker that has the value."""
-        handle = self._handle
-        return handle.agent.info if isinstance(handle, OwnerHandle) else handle.fork.owner
+        """Returns the worker that owns the value."""
+        return self._handle.owner
 
     def owner_name(self) -> str:
-        """The owner's name."""
+        """Returns the owner's name."""
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Has the owner counted this reference? Always true on the owner."""
+        """Returns whether the owner is known to have counted this reference; True on the owner."""
         handle = self._handle
-        return isinstance(handle, OwnerHandle) or handle.fork.confirmed
+        return isinstance(handle, OwnerHandle) or handle.fork.is_confirmed
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
-        """The value: a copy of it, or itself on the owner. Waits until it is there.
+        """Waits for the value and returns a copy of it; on the owner, the value itself.
 
         Args:
-            timeout: seconds, 0 for none. By default that of the options.
+            timeout: seconds, 0 for no timeout. By default that of the options.
 
         Raises:
             Exception: what the call that makes the value raised.
-            RpcTimeoutError: the value did not come in time.
-            WorkerLostError: its owner is gone.
-            RRefError: the owner has no such value (any more).
+            RpcTimeoutError: the value did not arrive in time.
+            WorkerLostError: the owner is lost.
+            RRefError: the reference, or the value, has been deleted.
         """
         handle = self._handle
         seconds = check_timeout(timeout)
@@ -149,34 +102,34 @@ class RRef(Generic[T_co]):
         return value
 
     async def to_here_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
-        """What `to_here` does, for asyncio programs. Cancelling it gives the request up, not the value."""
+        """Does what `to_here` does, for asyncio programs. Cancelling it cancels the request, not the value."""
         handle = self._handle
         seconds = check_timeout(timeout)
         value: T_co
         if isinstance(handle, OwnerHandle):
             seconds = handle.agent.rpc_timeout if seconds is None else seconds
-            there = asyncio.shield(asyncio.wrap_future(handle.entry.future))
+            shielded = asyncio.shield(asyncio.wrap_future(handle.entry.future))
             try:
-                value = await asyncio.wait_for(there, seconds or None)
+                value = await asyncio.wait_for(shielded, seconds or None)
             except Exception as error:
                 if isinstance(error, TimeoutError) and not handle.entry.future.done():
-                    raise _too_late(handle, seconds) from None
+                    raise _value_timeout(handle, seconds) from None
                 raise copy_error(error).with_traceback(error.__traceback__) from error.__cause__
         else:
             value = await self._fetch(handle, seconds)
         return value
 
     def local_value(self) -> T_co:
-        """The value itself, on its owner. Waits until it is there.
+        """Waits for the value and returns it, on its owner.
 
         Raises:
-            RRefError: this worker does not own it.
+            RRefError: this worker does not own the value.
             Exception: what the call that makes the value raised.
         """
         handle = self._handle
         if not isinstance(handle, OwnerHandle):
             raise RRefError(
-                f"For UserRRef(rref_id={handle.fork.reference}, fork_id={handle.fork.id}), can't call "
+                f"For UserRRef(rref_id={handle.id}, fork_id={handle.fork.id}), can't call "
                 f"localValue() on user {handle.agent.info}. Call it on owner {handle.fork.owner}, or use "
                 "to_here() for a copy"
             )
@@ -186,14 +139,14 @@ class RRef(Generic[T_co]):
         """Runs a backward pass from the value, a scalar tensor that requires grad, on its owner.
 
         Args:
-            dist_autograd_ctx_id: the context in which the gradients are added up. Without one the owner, and only
-                the owner, can run an ordinary backward pass, into the `.grad` of the leaves.
-            retain_graph: keep what another pass over the same graph needs.
+            dist_autograd_ctx_id: the context that accumulates the gradients. Without one this is an ordinary
+                backward pass, which accumulates into `.grad`, and the owner must call it.
+            retain_graph: keep the graph for further passes over it.
 
         Raises:
-            AutogradError: the value is no tensor, or cannot be differentiated.
-            UnknownContextError: no such context.
-            Exception: what went wrong on any worker.
+            AutogradError: the value is not a tensor, or cannot be differentiated.
+            UnknownContextError: there is no such context.
+            Exception: the first error on any worker.
         """
         handle = self._handle
         if dist_autograd_ctx_id != -1:
@@ -212,69 +165,85 @@ class RRef(Generic[T_co]):
         value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
-        """`rref.rpc_sync().method(*args)` runs a method of the value on its owner; the result comes back."""
-        proxy: Any = self._proxy("rpc_sync", timeout)  # which has the methods of a T, so for users it is one
+        """Returns a proxy: `rref.rpc_sync().method(*args)` runs a method on the owner and returns the result."""
+        proxy: Any = RRefProxy(partial(self._call_sync, timeout))  # has the methods of a T, so it is typed as one
         return cast(T_co, proxy)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> "RRefProxy[Future[Any]]":
-        """`rref.rpc_async().method(*args)` does so too, and returns a future."""
-        return self._proxy("rpc_async", timeout)
+        """Returns a proxy: `rref.rpc_async().method(*args)` runs a method on the owner and returns a future."""
+        return RRefProxy(partial(self._call_async, timeout))
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> "RRefProxy[RRef[Any]]":
-        """`rref.remote().method(*args)` does so too, leaves the result there and returns an RRef to it."""
-        return self._proxy("remote", timeout)
+        """Returns a proxy: `rref.remote().method(*args)` runs a method on the owner and returns an RRef."""
+        return RRefProxy(partial(self._call_remote, timeout))
 
     def _get_future(self) -> torch.futures.Future[Any]:
-        """Done when the call is over that makes the value; fails if it could not be made in time.
+        """Returns a future that is done when the call that makes the value has ended; fails if it times out.
 
         Raises:
             RRefError: this worker did not create the reference by `remote`.
         """
-        handle = self._handle
-        created = handle.created if isinstance(handle, OwnerHandle) else handle.fork.created
-        if created is None:
+        creation = self._handle.creation
+        if creation is None:
             raise RRefError(f"{self} was not created by a call of remote() on this worker, so it has no future")
-        return created
+        return creation
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value, asked for once.
+        """Returns the type of the value. The owner is asked once.
 
         Args:
-            timeout: seconds that the owner may take to tell, 0 for none. By default that of the options.
-            blocking: return the type, else a future of it.
+            timeout: seconds within which the owner must answer, 0 for no timeout. By default that of the options.
+            blocking: return the type itself, else a future of it.
         """
         if self._type is None:
-            from .proxy import ask_type  # here, because it calls with RRefs
-
-            self._type = ask_type(self, timeout)
+            self._type = self._request_type(timeout)
         asked = self._type
         if not blocking:
             return asked
         try:
             return asked.wait()
         except Exception:
-            self._type = None  # the next may have more luck
+            self._type = None  # the next call asks again
             raise
 
     def _known_type(self) -> type | None:
-        """The type of another worker's value, as far as this worker knows it."""
+        """Returns the type of another worker's value if this worker knows it."""
         asked = self._type
         if asked is not None and asked.done() and error_of(asked) is None:
             return asked.value()
         return self._made_by
 
-    def _proxy(self, how: str, timeout: float) -> "RRefProxy[Any]":
-        from .proxy import RRefProxy  # here, because it calls with RRefs
+    def _call_sync(self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return request_method(self._handle, RPCExecMode.SYNC, timeout, name, args, kwargs).wait()
 
-        return RRefProxy(self, how, timeout)
+    def _call_async(
+        self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Future[Any]:
+        future = request_method(self._handle, RPCExecMode.ASYNC, timeout, name, args, kwargs)
+        note_future(future)
+        return future
+
+    def _call_remote(
+        self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> "RRef[Any]":
+        # A missing attribute is an error now, not when the result is fetched.
+        if not hasattr(self._get_type(timeout), name):
+            check_attribute(self._handle, name, timeout)
+        return RRef._of(create_value(self.owner(), call_method, (self, name, args, kwargs), None, timeout))
+
+    def _request_type(self, timeout: float) -> torch.futures.Future[type]:
+        if not self.is_owner():
+            return request_type(self._handle, timeout)
+        known: torch.futures.Future[type] = torch.futures.Future()
+        known.set_result(type(self.local_value()))
+        return known
 
     def _fetch(self, handle: UserHandle, seconds: float | None) -> Future[Any]:
         handle.check_usable(self, "to_here()")
-        identifier = tuple(handle.fork.reference)
+        identifier = tuple(handle.id)
         try:
             return handle.agent.request(
-                handle.fork.owner,
-                Request(MessageType.RREF_FETCH, identifier, timeout=seconds, keep=handle.fork.hold),
+                handle.owner, Request(MessageType.RREF_FETCH, identifier, timeout=seconds, keep=handle.lease)
             )
         except NotInitializedError as error:
             raise NotInitializedError(
@@ -285,19 +254,19 @@ class RRef(Generic[T_co]):
         try:
             with handle.agent.blocking():
                 value: T_co = handle.entry.wait(seconds)
-        except ValueNotThereError:
-            raise _too_late(handle, seconds) from None
+        except ValueTimeoutError:
+            raise _value_timeout(handle, seconds) from None
         return value
 
     def __repr__(self) -> str:
         handle = self._handle
         if isinstance(handle, OwnerHandle):
-            identifier, kind, state = handle.entry.id, None, handle.entry.state()
+            kind, state = None, handle.entry.state()
             if state == "here":
                 kind = type(handle.entry.future.result())
         else:
-            identifier, kind, state = handle.fork.reference, self._known_type(), handle.fork.state()
-        parts = [f"owner={self.owner_name()!r}", f"id={identifier.worker}.{identifier.number}"]
+            kind, state = self._known_type(), handle.fork.state()
+        parts = [f"owner={self.owner_name()!r}", f"id={handle.id.worker}.{handle.id.number}"]
         if kind is not None:
             parts.append(f"type={kind.__name__}")
         return f"RRef({', '.join([*parts, state])})"
@@ -305,8 +274,8 @@ class RRef(Generic[T_co]):
     def __str__(self) -> str:
         handle = self._handle
         if isinstance(handle, OwnerHandle):
-            return f"OwnerRRef({handle.entry.id})"
-        return f"UserRRef(RRefId = {handle.fork.reference}, ForkId = {handle.fork.id})"
+            return f"OwnerRRef({handle.id})"
+        return f"UserRRef(RRefId = {handle.id}, ForkId = {handle.fork.id})"
 
     def __reduce__(self) -> NoReturn:
         raise RRefError(
@@ -315,10 +284,5 @@ class RRef(Generic[T_co]):
         )
 
 
-def _failure_of(created: Future[Any] | None) -> Exception | None:
-    """Why a value could not be made, if that is known."""
-    return error_of(created) if created is not None and created.done() else None
-
-
-def _too_late(handle: OwnerHandle, seconds: float) -> RpcTimeoutError:
+def _value_timeout(handle: OwnerHandle, seconds: float) -> RpcTimeoutError:
     return RpcTimeoutError(handle.agent.info.name, seconds, "waiting for a value on worker")

@@ -1,11 +1,9 @@
-"""Random programs over several workers, which can also be run in one process.
+"""Random programs over several workers. `program_runs` interprets them.
 
 A program is a tree: the body of `main`, on worker 0, calls bodies on other workers, and so on. A body computes on
-registers: it appends what each of its steps gives and returns some of them. The steps are interpreted, so
-that the same program runs with calls over RPC and, as what to compare with, with calls of plain functions
-that copy what they pass.
+registers: it appends the results of each of its steps, and returns some of them.
 
-All tensors are float64 of one shape, so that any of them go together.
+All tensors are float64 of one shape, so that every operation takes any of them.
 """
 
 import random
@@ -14,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gradwire import rpc
 
 SHAPE = (3, 4)
 LEAVES = 2
+"""The number of leaves of each worker."""
 ROWS = 6
-"""Of the embedding that each worker has besides its leaves."""
+"""The number of rows of the embedding that each worker has besides its leaves."""
 
 
-# What a program is made of.
+# The parts of a program.
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Constant:
-    """Appends a tensor that takes no gradient."""
+    """Appends a tensor that does not require grad."""
 
     seed: int
 
@@ -56,7 +54,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Changes a register by a function of IN_PLACE."""
+    """Changes a register in place, by a function of IN_PLACE."""
 
     name: str
     target: int
@@ -65,7 +63,7 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Call:
-    """Calls a body on a worker. Appends its results, or where `how` is not "sync" what `Take` gets them from."""
+    """Calls a body on a worker. Appends its results if `how` is "sync", else what `Take` gets them from."""
 
     worker: int
     how: str
@@ -76,7 +74,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Take:
-    """Waits for a call, or fetches the value of a reference; appends the results."""
+    """Waits for a call, or fetches the value of a reference, and appends the results."""
 
     register: int
 
@@ -86,7 +84,7 @@ Step = Leaf | Lookup | Constant | Operation | InPlace | Call | Take
 
 @dataclass(frozen=True)
 class Body:
-    """What runs on one worker: the registers begin with the arguments."""
+    """Runs on one worker. Its registers begin with the arguments."""
 
     steps: tuple[Step, ...]
     results: tuple[int, ...]
@@ -95,7 +93,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Program:
-    """A body for worker 0, whose results are summed up: the first to one root, the rest to another."""
+    """A body for worker 0, of whose results one root is the sum of the first, another one of the rest."""
 
     seed: int
     workers: int
@@ -104,13 +102,13 @@ class Program:
 
 @dataclass
 class Box:
-    """A container of the user's own."""
+    """A container class of the program."""
 
     content: list[Any] = field(default_factory=list)
 
 
 class Doubles(torch.autograd.Function):
-    """A custom function, whose unused gradients are zeros."""
+    """A custom function, which gets zeros as gradients of unused outputs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,29 +170,29 @@ CONTAINERS: Mapping[str, tuple[Callable[[list[Any]], Any], Callable[[Any], list[
 }
 
 
-# Making one up.
+# Generating one.
 
 
 @dataclass(eq=False)
 class _Tensor:
-    """One tensor object of a run; registers that hold the same one have the same of these."""
+    """Stands for one tensor object of a run; registers that hold the same object share it."""
 
     changeable: bool
 
 
 @dataclass(eq=False)
 class _Promise:
-    """What `Take` gets results from."""
+    """Stands for a future or a reference, from which `Take` gets results."""
 
     owner: int | None
-    """Of a reference."""
+    """The owner of a reference; None for a future."""
     results: Sequence[_Tensor]
     taken: dict[_Tensor, _Tensor] = field(default_factory=dict)
-    """Of a future: what its results are here. They are the same each time."""
+    """The results of a future on this worker, which are the same objects each time."""
 
 
 def generate(seed: int) -> Program:
-    """The program of this number."""
+    """Returns the program of this number."""
     return _Generator(seed).program()
 
 
@@ -224,7 +222,7 @@ class _Generator:
             registers.append(self._leaves[worker, 0])
         for _ in range(self._random.randint(6, 16) if depth == 0 else self._random.randint(2, 7)):
             self._step(worker, steps, registers, depth)
-        self._gather(steps, registers)
+        self._add_up(steps, registers)
         chosen = [len(registers) - 1, *(self._pick(registers) for _ in range(self._random.randrange(3)))]
         body = Body(tuple(steps), tuple(chosen), self._random.choice(list(CONTAINERS)))
         return body, [self._tensor(registers, index) for index in chosen]
@@ -257,8 +255,8 @@ class _Generator:
                     self._tensor(registers, operand).changeable = False
             registers.append(_Tensor(changeable=name in NOTHING_SAVED))
 
-    def _gather(self, steps: list[Step], registers: list[_Tensor | _Promise]) -> None:
-        """Adds up most of what has not been used; the rest stays unused."""
+    def _add_up(self, steps: list[Step], registers: list[_Tensor | _Promise]) -> None:
+        """Adds up most of the registers that have not been used; the others stay unused."""
         used = {index for step in steps if isinstance(step, Operation) for index in step.operands}
         used |= {index for step in steps if isinstance(step, Call) for index in step.arguments}
         last = self._pick(registers)
@@ -319,14 +317,14 @@ class _Generator:
         assert isinstance(promise, _Promise)
         steps.append(Take(index))
         copies: dict[_Tensor, _Tensor] = {} if promise.owner is not None else promise.taken
-        if promise.owner == worker:  # it gets the value itself, which others may fetch before or after a change
+        if promise.owner == worker:  # gets the value itself, which others may fetch before or after a change
             for result in promise.results:
                 result.changeable = False
             copies = {result: result for result in promise.results}
         registers.extend(_copy(result, copies) for result in promise.results)
 
     def _pick(self, registers: list[_Tensor | _Promise]) -> int:
-        """A register with a tensor, rather a new one."""
+        """Returns the index of a register with a tensor, more likely a recent one."""
         indices = [index for index, register in enumerate(registers) if isinstance(register, _Tensor)]
         return indices[-1 - min(int(self._random.expovariate(0.4)), len(indices) - 1)]
 
@@ -338,171 +336,7 @@ class _Generator:
 
 
 def _copy(register: Any, copies: dict[_Tensor, _Tensor]) -> Any:
-    """What a register is after it was passed. What was one tensor stays one."""
+    """Returns what a register becomes when it is passed to a worker. What was one tensor stays one."""
     if isinstance(register, _Promise):
         return register
     return copies.setdefault(register, _Tensor(changeable=True))
-
-
-# Running one.
-
-
-class Leaves:
-    """What one worker's gradients are of."""
-
-    def __init__(self, seed: int, worker: int) -> None:
-        generator = torch.Generator().manual_seed(1000 * seed + worker)
-
-        def random_leaf(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
-
-        self.leaves = [random_leaf(*SHAPE) for _ in range(LEAVES)]
-        self.embedding = random_leaf(ROWS, SHAPE[1])
-
-    def all(self) -> list[torch.Tensor]:
-        return [*self.leaves, self.embedding]
-
-
-class World:
-    """Where a body runs: how it gets at leaves and at other workers."""
-
-    def leaves(self) -> Leaves:
-        raise NotImplementedError
-
-    def call(self, call: Call, arguments: Any) -> Any:
-        """Starts a call: its results, or what `take` takes."""
-        raise NotImplementedError
-
-    def take(self, promise: Any) -> Any:
-        raise NotImplementedError
-
-
-def run_body(world: World, body: Body, arguments: Sequence[Any]) -> Any:
-    """What a body returns."""
-    registers = list(arguments)
-    for step in body.steps:
-        match step:
-            case Leaf(index):
-                registers.append(world.leaves().leaves[index])
-            case Lookup(rows):
-                embedding = world.leaves().embedding
-                registers.append(torch.nn.functional.embedding(torch.tensor(rows), embedding, sparse=True))
-            case Constant(seed):
-                generator = torch.Generator().manual_seed(seed)
-                registers.append(torch.randn(SHAPE, dtype=torch.float64, generator=generator))
-            case Operation(name, operands):
-                registers.append(OPERATIONS[name](*(registers[index] for index in operands)))
-            case InPlace(name, target, other):
-                IN_PLACE[name](registers[target], registers[other])
-            case Call():
-                packed = CONTAINERS[step.container][0]([registers[index] for index in step.arguments])
-                answer = world.call(step, packed)
-                registers.extend(_opened(step, answer) if step.how == "sync" else [(step, answer)])
-            case Take(index):
-                call, promise = registers[index]
-                registers.extend(_opened(call, world.take(promise)))
-    return CONTAINERS[body.container][0]([registers[index] for index in body.results])
-
-
-def _opened(call: Call, answer: Any) -> list[Any]:
-    return CONTAINERS[call.body.container][1](answer)
-
-
-def roots(packed: Any, container: str) -> list[torch.Tensor]:
-    """The scalars to differentiate; those that can be."""
-    first, *rest = CONTAINERS[container][1](packed)
-    sums = [first.sum()] + ([torch.stack(rest).square().mean()] if rest else [])
-    return [each for each in sums if each.requires_grad]
-
-
-class Distributed(World):
-    """A worker of a group, in which worker n is called worker<n>."""
-
-    of_program: dict[int, Leaves] = {}  # noqa: RUF012 - of the process
-    """The leaves of each program that runs."""
-
-    def __init__(self, seed: int, worker: int) -> None:
-        self._seed = seed
-        self._worker = worker
-
-    def leaves(self) -> Leaves:
-        found = self.of_program.get(self._seed)
-        # Two threads that come first must get the same.
-        return (
-            found
-            if found is not None
-            else self.of_program.setdefault(self._seed, Leaves(self._seed, self._worker))
-        )
-
-    def call(self, call: Call, arguments: Any) -> Any:
-        to, value = f"worker{call.worker}", (self._seed, call, arguments)
-        match call.how:
-            case "sync":
-                return rpc.rpc_sync(to, run_call, value)
-            case "async":
-                return rpc.rpc_async(to, run_call, value)
-            case _:
-                return rpc.remote(to, run_call, value)
-
-    def take(self, promise: Any) -> Any:
-        return promise.to_here() if isinstance(promise, rpc.RRef) else promise.wait()
-
-
-def run_call(seed: int, call: Call, arguments: Any) -> Any:
-    """What is called on other workers."""
-    return run_body(Distributed(seed, call.worker), call.body, CONTAINERS[call.container][1](arguments))
-
-
-@dataclass
-class Held:
-    """A reference, in one process."""
-
-    owner: int
-    value: Any
-
-
-class OneProcess(World):
-    """A worker of a group that is simulated in one process."""
-
-    def __init__(self, all_leaves: Sequence[Leaves], worker: int) -> None:
-        self._all_leaves = all_leaves
-        self._worker = worker
-
-    def leaves(self) -> Leaves:
-        return self._all_leaves[self._worker]
-
-    def call(self, call: Call, arguments: Any) -> Any:
-        passed = CONTAINERS[call.container][1](passed_on(arguments, {}))
-        result = run_body(OneProcess(self._all_leaves, call.worker), call.body, passed)
-        return Held(call.worker, result) if call.how == "remote" else passed_on(result, {})
-
-    def take(self, promise: Any) -> Any:
-        if isinstance(promise, Held):
-            return promise.value if promise.owner == self._worker else passed_on(promise.value, {})
-        return promise
-
-
-def passed_on(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """A copy of every tensor, with its gradient."""
-    match value:
-        case torch.Tensor():
-            if id(value) not in copies:
-                copies[id(value)] = value.clone()
-            return copies[id(value)]
-        case list() | tuple():
-            return type(value)(passed_on(item, copies) for item in value)
-        case dict():
-            return {key: passed_on(item, copies) for key, item in value.items()}
-        case Box():
-            return Box(passed_on(value.content, copies))
-        case _:
-            return value
-
-
-def gradients_in_one_process(program: Program) -> list[list[torch.Tensor | None]]:
-    """The gradients of all leaves of each worker."""
-    all_leaves = [Leaves(program.seed, worker) for worker in range(program.workers)]
-    result = run_body(OneProcess(all_leaves, 0), program.main, [])
-    if found := roots(result, program.main.container):
-        torch.autograd.backward(found)
-    return [[leaf.grad for leaf in leaves.all()] for leaves in all_leaves]

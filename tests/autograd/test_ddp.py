@@ -1,4 +1,4 @@
-"""DistributedDataParallel in a context: two trainers with replicas, and a server, do what one process does."""
+"""DistributedDataParallel in a context: two trainers with replicas and a server compute what one process does."""
 
 import gc
 import subprocess
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 SERVER = "worker2"
 ROWS, WIDTH = 6, 4
-INPUTS = torch.tensor([[0, 1, 1], [2, 4, 5]])  # a row for each trainer
+INPUTS = torch.tensor([[0, 1, 1], [2, 4, 5]])  # one row for each trainer
 PLAIN = {}
 AS_VIEW = {"gradient_as_bucket_view": True}
 
@@ -57,7 +57,7 @@ servers: list[rpc.RRef] = []
 
 
 def shared_server(rank: int) -> rpc.RRef:
-    """The same server on both trainers."""
+    """Returns a reference to the same server on both trainers."""
     if rank == 0:
         servers.append(rpc.remote(SERVER, Server))
     dist.barrier()
@@ -95,13 +95,13 @@ def trainers(workers, tmp_path):
 
 
 def on_both(trainers, function):
-    """What the function of the rank returns on each trainer."""
+    """Calls a function with its rank on each trainer at once; returns the results."""
     pending = [worker.start(function, rank) for rank, worker in enumerate(trainers)]
     return [p.result() for p in pending]
 
 
 def in_one_process(inputs=INPUTS):
-    """The model, and its loss: the mean of the trainers'."""
+    """Returns the modules of the model, and a function of its loss: the mean of the trainers' losses."""
     embedding, before, after = make_embedding(), make_dense(2), make_dense(3)
     return (embedding, before, after), lambda: after(before(embedding(inputs)) ** 2).sum() / len(inputs)
 
@@ -217,7 +217,7 @@ def test_hooks_run_once_and_grad_keeps_what_it_had(trainers, options):
             torch.testing.assert_close(found[bias], torch.full((WIDTH,), 6.0).double())
         torch.testing.assert_close(gradients_of(module), before)
         module.zero_grad()
-        module(x).sum().backward()  # hooks that were put aside are there again
+        module(x).sum().backward()  # hooks that were disabled are enabled again
         assert ran == ["tensor", "accumulated"] * 2
 
     on_both(trainers, look)
@@ -275,7 +275,7 @@ def test_a_module_that_is_made_again(trainers):
             torch.testing.assert_close(found, torch.full((WIDTH,), 1.5).double())
             del module
             gc.collect()
-        with autograd.context() as context_id:  # by itself again
+        with autograd.context() as context_id:  # not wrapped any more
             autograd.backward(context_id, [inner(torch.ones(WIDTH).double()).sum() * (rank + 1)])
             return autograd.get_gradients(context_id)[list(inner.parameters())[-1]]
 
@@ -290,15 +290,15 @@ def test_a_module_that_could_not_be_wrapped(trainers):
             DistributedDataParallel(inner, bucket_cap_mb=float("nan"))
         with autograd.context() as context_id:
             autograd.backward(context_id, [inner(torch.ones(WIDTH).double()).sum() * (rank + 1)])
-            assert failed.tb  # which holds what there is of the module
+            assert failed.tb  # refers to the incomplete module
             return autograd.get_gradients(context_id)[list(inner.parameters())[-1]]
 
     for rank, found in enumerate(on_both(trainers, gradient)):
         torch.testing.assert_close(found, torch.full((WIDTH,), rank + 1.0).double())
 
 
-def test_two_contexts_that_meet_at_a_parameter(trainers):
-    """While a module averages, a pass of another thread waits for the parameter's `.grad`."""
+def test_two_contexts_with_the_same_parameter(trainers):
+    """While a module averages, a pass on another thread waits until `.grad` is what it was."""
 
     def gradients(rank):
         inner = make_dense(2)
@@ -314,10 +314,10 @@ def test_two_contexts_that_meet_at_a_parameter(trainers):
                 return autograd.get_gradients(context_id)
 
         def while_averaging(_):
-            meeting.append(thread.submit(other))
+            passes.append(thread.submit(other))
             started.wait()
 
-        meeting = []
+        passes = []
         hook = weight.register_post_accumulate_grad_hook(while_averaging)
         with ThreadPoolExecutor(1) as thread, autograd.context() as context_id:
             autograd.backward(context_id, [module(torch.ones(WIDTH).double()).sum() * (rank + 1)])
@@ -325,7 +325,7 @@ def test_two_contexts_that_meet_at_a_parameter(trainers):
             torch.testing.assert_close(
                 autograd.get_gradients(context_id)[bias], torch.full((WIDTH,), 1.5).double()
             )
-            found = meeting[0].result()
+            found = passes[0].result()
         assert set(found) == {bias}
         assert all(parameter.grad is None for parameter in inner.parameters())
         return found[bias]
@@ -334,7 +334,7 @@ def test_two_contexts_that_meet_at_a_parameter(trainers):
         torch.testing.assert_close(found, torch.full((WIDTH,), 7.0).double())
 
 
-def test_a_replica_whose_pass_fails_is_waited_for_until_the_groups_timeout(trainers):
+def test_other_replicas_wait_for_one_whose_pass_fails_until_the_groups_timeout(trainers):
     def fail(gradient):
         raise LookupError("no gradient today")
 
@@ -358,7 +358,7 @@ def test_a_replica_whose_pass_fails_is_waited_for_until_the_groups_timeout(train
     on_both(trainers, run)
 
 
-def test_averaging_begins_when_the_trainers_part_of_the_pass_is_through(trainers):
+def test_averaging_begins_when_the_trainers_part_of_the_pass_is_done(trainers):
     def look(rank):
         server = rpc.remote(SERVER, Server)
         module = DistributedDataParallel(make_dense(2))

@@ -1,4 +1,4 @@
-"""A pass that goes wrong ends on all workers, and they can run the next one."""
+"""A pass that fails on one worker ends on all of them, and they can run the next one."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from tests.rpc.test_fault_injection import faulty
 
 
 class Acts(torch.autograd.Function):
-    """Does something in its backward."""
+    """Runs a function of ACTS in its backward."""
 
     @staticmethod
     def forward(ctx, x, act):
@@ -38,8 +38,8 @@ def die() -> None:
 
 def wait_for_the_end() -> None:
     """Returns when this worker knows that the pass has failed."""
-    context = current_context()
-    wait_until(lambda: context._aborted)
+    running = current_context().running_pass()
+    wait_until(lambda: running.is_aborted)
     set_event("ended")
 
 
@@ -89,7 +89,7 @@ def test_an_error_arrives_with_its_worker_and_traceback_and_ends_all_others(work
             assert isinstance(cause, RemoteError)
             assert cause.worker == "worker2"
             assert "in raise_an_error" in cause.remote_traceback
-            # All have ended it when the caller hears of it.
+            # All have ended the pass when the caller gets the error.
             for worker in range(4):
                 assert rpc.rpc_sync(f"worker{worker}", running_passes) == 0
         one_more("worker1", "worker2", "worker3")
@@ -170,7 +170,7 @@ def run_pass(context_id: int, root: rpc.RRef) -> None:
 
 @pytest.mark.parametrize("name", ["GRADIENTS", "BACKWARD", "CALL", "autograd.abort", "autograd.release"])
 def test_messages_that_fail_to_be_sent(workers, name):
-    """Calls and parts of a pass that cannot be sent fail it; what cleans up is sent again."""
+    """A pass fails if one of its messages cannot be sent; messages that clean up are repeated."""
 
     def attempt() -> bool:
         x = torch.ones(3, requires_grad=True)
@@ -182,7 +182,7 @@ def test_messages_that_fail_to_be_sent(workers, name):
 
     def check() -> None:
         outcomes = []
-        while not all(outcomes[-2:]) or len(outcomes) < 2:  # each worker fails once; then all is well
+        while not all(outcomes[-2:]) or len(outcomes) < 2:  # each worker fails once; then all succeed
             try:
                 outcomes.append(attempt())
             except SendFailedError:
@@ -196,7 +196,7 @@ def test_messages_that_fail_to_be_sent(workers, name):
 
 
 RELEASED_BY: list[str] = []
-"""The workers that have told this one of the end of a context."""
+"""The names of the workers that have told this one that a context has ended."""
 
 
 def note_releases() -> None:
@@ -211,7 +211,7 @@ def note_releases() -> None:
 
 
 def released_by() -> list[str]:
-    """Who has told this worker of the end of a context, once it has told whomever it tells itself."""
+    """Returns RELEASED_BY, once what this worker itself tells others has been acknowledged."""
     control = current_agent().control
     assert_clean()
     if current_agent().info.id != 0:
@@ -223,8 +223,8 @@ def released_by() -> list[str]:
     return RELEASED_BY
 
 
-def test_a_worker_is_told_of_the_end_of_a_context_by_one_other(workers):
-    """Not back, and not by those that know that the creator does it."""
+def test_one_worker_tells_each_other_that_a_context_has_ended(workers):
+    """No worker tells the one that told it, nor one that the creator of the context tells."""
 
     def run() -> None:
         x = torch.ones(3, requires_grad=True)
@@ -237,5 +237,5 @@ def test_a_worker_is_told_of_the_end_of_a_context_by_one_other(workers):
     started = workers.rpc(4)
     workers.each(started, note_releases)
     started[0].run(run)
-    workers.each(started, released_by)  # and what they tell has arrived
+    workers.each(started, released_by)  # and their messages have arrived
     assert workers.each(started, released_by) == [[], ["worker0"], ["worker0"], ["worker1"]]

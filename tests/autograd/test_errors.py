@@ -1,4 +1,4 @@
-"""Backward passes that cannot be, and contexts that do not exist."""
+"""Backward passes that cannot run, and contexts that do not exist."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def relay(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def trio(workers):
-    """Three workers; the test runs on the first. Afterwards a pass runs well, and nothing is left."""
+    """Three workers; the test runs on the first. Afterwards a pass succeeds, and nothing is left."""
     started = workers.rpc(3)
     yield started[0]
 
@@ -54,7 +54,7 @@ def test_bad_roots(trio):
                 ([remote], r"roots\[0\] has shape \(3,\) and is not a scalar"),
                 ([], "No tensors provided for gradient computation.*give a list"),
                 (remote.sum(), "give a list"),
-                ([1.0], "is no tensor"),
+                ([1.0], "is not a tensor"),
             ]
             for roots, text in cases:
                 with pytest.raises(AutogradError, match=text):

@@ -1,4 +1,4 @@
-"""What people use in backward passes besides plain graphs."""
+"""Hooks, copies, dtypes, dataclasses, sparse gradients and references in backward passes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,11 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.errors import RemoteError
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, multiply
 
 
@@ -123,7 +120,7 @@ def keep(*leaves: torch.Tensor) -> None:
 
 
 def pass_over(index: int) -> torch.Tensor:
-    """The gradient of a pass over a leaf on this worker, in a context of its own."""
+    """Runs a pass over a leaf on this worker, in a context of its own; returns the gradient."""
     x = leaves_with_hooks[index]
     with autograd.context() as context_id:
         autograd.backward(context_id, [rpc.rpc_sync("worker2", multiply, (x, x)).sum()])
@@ -134,7 +131,7 @@ def pass_over_that_of(worker: str, index: int) -> torch.Tensor:
     return rpc.rpc_sync(worker, pass_over, (index,))
 
 
-def test_a_hook_may_call_a_worker_that_comes_back_with_a_pass(trio):
+def test_a_hook_may_call_a_worker_that_runs_a_pass_on_this_one(trio):
     def check() -> None:
         x, y = leaf(), leaf()
         keep(x, y)
@@ -152,20 +149,20 @@ def test_a_hook_may_call_a_worker_that_comes_back_with_a_pass(trio):
 def test_a_leaf_in_two_contexts_has_the_gradient_of_one_while_its_hooks_run(trio):
     def check() -> None:
         x = leaf()
-        in_hook, other_has_come = threading.Event(), threading.Event()
+        in_hook, other_is_here = threading.Event(), threading.Event()
 
-        def come(gradient: torch.Tensor) -> None:
+        def on_gradient(gradient: torch.Tensor) -> None:
             if gradient[0] == 5:
-                other_has_come.set()
+                other_is_here.set()
 
         def hook(tensor: torch.Tensor) -> None:
             before = tensor.grad
             in_hook.set()
-            other_has_come.wait()
+            other_is_here.wait()
             assert tensor.grad is before
             tensor.grad = before * 2
 
-        x.register_hook(come)
+        x.register_hook(on_gradient)
         x.register_post_accumulate_grad_hook(hook)
 
         def gradient(factor: float) -> torch.Tensor:
@@ -206,7 +203,7 @@ def test_an_error_in_a_hook_ends_the_pass(trio):
 
 
 class Stash(torch.autograd.Function):
-    """Keeps where its gradient is, or the gradient itself."""
+    """Keeps the address of its gradient, and the gradient itself if told to."""
 
     pointer = 0
     kept = None
@@ -225,7 +222,7 @@ class Stash(torch.autograd.Function):
         return gradient, None
 
 
-def test_gradients_are_copied_only_if_somebody_else_has_them(trio):
+def test_gradients_are_stolen_unless_something_else_refers_to_them(trio):
     def check() -> None:
         for keep in (False, True):
             x = leaf()
@@ -249,7 +246,7 @@ def weighted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_dtypes(trio):
-    """Gradients have the dtype of what they are of, whatever it was computed with."""
+    """Gradients have the dtype of their leaf, whatever the dtype of the computation."""
 
     def check() -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
@@ -303,7 +300,7 @@ def gradient_of(table: rpc.RRef, context_id: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True), (False, False)])
 def test_sparse_and_dense_gradients_add_up(trio, kinds):
-    """As in torch: what has once been dense stays so."""
+    """As in torch, the sum of sparse and dense gradients is dense."""
 
     def check() -> None:
         table = rpc.remote("worker1", make_table)
@@ -335,114 +332,6 @@ def test_a_pass_from_a_reference(trio):
     trio.run(check)
 
 
-def anomaly_here() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def undefined_gradient(x: torch.Tensor) -> torch.Tensor:
-    return torch.sqrt(x * 0) * 0
-
-
-class Anomaly(torch.autograd.Function):
-    """Notes in which mode its backward runs."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        remote_functions.kept.append(anomaly_here())
-        return gradient
-
-
-def note_anomaly(x: torch.Tensor) -> torch.Tensor:
-    return Anomaly.apply(x)
-
-
-def kept() -> list[object]:
-    return remote_functions.kept
-
-
-def test_anomaly_mode_goes_along(trio):
-    def check() -> None:
-        x = leaf()
-        with autograd.context() as context_id:
-            for check_nan in (True, False):
-                with torch.autograd.set_detect_anomaly(True, check_nan=check_nan):
-                    assert rpc.rpc_sync("worker1", anomaly_here) == (True, check_nan)
-                    loss = rpc.rpc_sync("worker1", note_anomaly, (x,)).sum()
-                    autograd.backward(context_id, [loss])
-                assert rpc.rpc_sync("worker1", anomaly_here)[0] is False
-            autograd.backward(context_id, [rpc.rpc_sync("worker1", note_anomaly, (x,)).sum()])
-        modes = rpc.rpc_sync("worker1", kept)
-        assert modes[:2] == [(True, True), (True, False)]
-        assert modes[2][0] is False
-        with autograd.context() as context_id:
-            loss = rpc.rpc_sync("worker1", undefined_gradient, (x,)).sum()
-            autograd.backward(context_id, [loss], retain_graph=True)
-            assert autograd.get_gradients(context_id)[x].isnan().all()
-            with (
-                torch.autograd.set_detect_anomaly(True),
-                pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values") as caught,
-            ):
-                autograd.backward(context_id, [loss])
-            cause = caught.value.__cause__
-            assert isinstance(cause, RemoteError)
-            assert cause.worker == "worker1"
-
-    trio.run(check)
-
-
-def checkpointed(x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
-    return checkpoint(through_worker2, x, use_reentrant=use_reentrant)
-
-
-def through_worker2(x: torch.Tensor) -> torch.Tensor:
-    return rpc.rpc_sync("worker2", torch.sin, (x,)).exp()
-
-
-def test_activation_checkpointing(trio):
-    """Also of a function that calls another worker; its recomputation calls it again."""
-
-    def check() -> None:
-        x = leaf()
-        with autograd.context() as context_id:
-            loss = rpc.rpc_sync("worker1", checkpointed, (x, False)).sum()
-            autograd.backward(context_id, [loss])
-            expected = torch.autograd.grad(x.sin().exp().sum(), x)[0]
-            assert torch.allclose(autograd.get_gradients(context_id)[x], expected)
-        with autograd.context() as context_id:
-            loss = rpc.rpc_sync("worker1", checkpointed, (x, True)).sum()
-            with pytest.raises(RuntimeError, match="use_reentrant=False"):
-                autograd.backward(context_id, [loss])
-
-    trio.run(check)
-
-
-def with_autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    outside = torch.is_autocast_enabled("cpu")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = nn.functional.linear(x, weight)
-    return y, outside
-
-
-def test_autocast_is_the_called_functions_own_business(trio):
-    def check() -> None:
-        x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4, requires_grad=True)
-        with autograd.context() as context_id:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y, outside = rpc.rpc_sync("worker1", with_autocast, (x, weight))
-            assert y.dtype == torch.bfloat16
-            assert not outside
-            autograd.backward(context_id, [y.sum()])
-            found = autograd.get_gradients(context_id)
-            assert found[x].dtype == torch.float32
-            assert torch.equal(found[weight], torch.full((3, 4), 2.0))
-
-    trio.run(check)
-
-
 def parts(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return x * scale, x.sum()
 
@@ -461,8 +350,8 @@ class Zeros(torch.autograd.Function):
         return torch._efficientzerotensor((1000, 100), dtype=torch.float64)
 
 
-def test_what_is_known_to_be_zero_costs_nothing(trio):
-    """Neither does what repeats one number; 800,000 bytes otherwise."""
+def test_gradients_known_to_be_zero_are_not_sent(trio):
+    """Nor are gradients that repeat one number. Sent in full they take 800,000 bytes."""
 
     def sent_by_worker1() -> int:
         return rpc.rpc_sync("worker1", rpc.debug_info)["bytes_sent"]
@@ -496,8 +385,8 @@ def test_what_is_known_to_be_zero_costs_nothing(trio):
     trio.run(check)
 
 
-def test_a_reply_without_gradients_does_not_make_zeros(trio):
-    """A leaf that only a message's unused tensor leads to has no gradient."""
+def test_an_unused_tensor_has_no_gradient_of_zeros(trio):
+    """A leaf that only an unused tensor of a message depends on has no gradient."""
 
     def check() -> None:
         x, y = leaf(), leaf()

@@ -1,4 +1,4 @@
-"""Gradients across workers equal those of one process."""
+"""Gradients across workers equal those in one process."""
 
 import gc
 
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 def via_c_to_a(x: torch.Tensor) -> torch.Tensor:
-    """On b: a calls it, and it calls c, which calls a."""
+    """Runs on b: is called by a, and calls c, which calls a."""
     h = (x * 2).sin()
     return rpc.rpc_sync("worker2", via_a, (h,)) * h
 
@@ -60,7 +60,7 @@ def via_a(x: torch.Tensor) -> torch.Tensor:
 
 
 def a_b_c_a(h: torch.Tensor) -> torch.Tensor:
-    """What the calls of `via_c_to_a` compute from the sine."""
+    """Computes what the calls of `via_c_to_a` compute from the sine."""
     return h.exp() * h * h * h
 
 
@@ -95,7 +95,7 @@ def leaf() -> torch.Tensor:
 
 
 def check_against_one_process(distributed, local, leaves) -> None:
-    """The gradients of `distributed(*leaves)`, computed in a context, are those of `local(*leaves)`."""
+    """Checks that `distributed(*leaves)` has the gradients of `local(*leaves)`."""
     expected = torch.autograd.grad(local(*leaves), leaves, allow_unused=True)
     with autograd.context() as context_id:
         loss = distributed(*leaves)
@@ -118,12 +118,12 @@ def trio(workers):
 
 
 def test_a_model_spread_over_three_workers(trio):
-    """A tensor sent to two workers, and a call that nests a -> b -> c -> a."""
+    """The model sends a tensor to two workers, and has a call that nests a -> b -> c -> a."""
 
     def check() -> float:
         local = [Layer(seed) for seed in range(3)]
         x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
-        # After all that is random here: the first layer is made by another thread of this process, which seeds it.
+        # Made last: another thread of this process makes the first one, and seeds the generator.
         layers = [rpc.remote(f"worker{owner}", Layer, (owner,)) for owner in range(3)]
 
         h = local[0](x)
@@ -249,7 +249,7 @@ def test_every_node_runs_once(trio):
     assert trio.run(check) == 1
 
 
-def test_messages_without_part_in_the_loss_do_not_hang(trio):
+def test_messages_that_the_loss_does_not_depend_on_do_not_hang(trio):
     def check() -> None:
         x, y = leaf(), leaf()
         with autograd.context() as context_id:
@@ -264,7 +264,7 @@ def test_messages_without_part_in_the_loss_do_not_hang(trio):
 
 
 def process(x: torch.Tensor) -> int:
-    """Takes a tensor, gives none back."""
+    """Takes a tensor and returns none."""
     return x.numel()
 
 
@@ -353,7 +353,7 @@ class Keeps(torch.autograd.Function):
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:
-    """With a parameter of its own, so that the graph passes through this worker."""
+    """Uses a parameter of this worker, so that the graph has a node that is needed here."""
     if not remote_functions.kept:
         remote_functions.keep(torch.ones(3, dtype=torch.float64, requires_grad=True))
     return (x * remote_functions.kept[0]).tanh()
@@ -427,7 +427,7 @@ def test_contexts_on_many_threads(trio):
     trio.run(check)
 
 
-def test_a_sparse_leaf_that_is_sent_after_something_came(workers):
+def test_a_sparse_leaf_that_is_sent_after_a_message_was_received(workers):
     a, _ = workers.rpc(2)
 
     def gradients():

@@ -1,11 +1,11 @@
-"""Which messages take part in a pass: SMART and FAST mode, long chains, timeouts."""
+"""The messages that take part in a pass: SMART and FAST mode, long chains, timeouts."""
 
 import sys
 
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd.closure import LARGEST
+from gradwire.autograd.closure import MAX_HEADER_SENDS
 from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import RpcTimeoutError
@@ -19,7 +19,7 @@ HEADER_BYTES = 4096
 
 @pytest.fixture
 def trio(workers):
-    """Three workers; the test runs on the first. Afterwards a pass runs well, and no context is left on any."""
+    """Three workers; the test runs on the first. Afterwards a pass succeeds, and no context is left on any."""
     started = workers.rpc(3)
     yield started[0]
 
@@ -44,7 +44,7 @@ def relay_and_forget(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["smart", "fast"])
-def test_modes_agree_where_all_messages_take_part(trio, mode):
+def test_modes_agree_if_all_messages_take_part(trio, mode):
     def check() -> None:
         x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -58,7 +58,7 @@ def test_modes_agree_where_all_messages_take_part(trio, mode):
     trio.run(check)
 
 
-def test_fast_waits_for_a_message_without_part_and_smart_does_not(trio):
+def test_fast_waits_for_a_message_that_takes_no_part_and_smart_does_not(trio):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -73,7 +73,7 @@ def test_fast_waits_for_a_message_without_part_and_smart_does_not(trio):
 
 
 def test_fast_waits_for_messages_among_other_workers(trio):
-    """The caller has sent nothing that takes no part, and has to ask who has."""
+    """The message that takes no part is between other workers, so the caller has to ask for it."""
 
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
@@ -108,12 +108,12 @@ def hop(x: torch.Tensor) -> torch.Tensor:
 
 
 def measure_headers() -> None:
-    """Keeps the size of the largest autograd header that leaves this worker in the class."""
-    leaving = Autograd.on_send
+    """Records the size in bytes of the largest autograd header that this worker sends."""
+    on_send = Autograd.on_send
     Autograd.largest = 0
 
     def measured(self: Autograd, message: Outgoing) -> None:
-        leaving(self, message)
+        on_send(self, message)
         Autograd.largest = max(Autograd.largest, message.envelope.autograd.ByteSize())
 
     Autograd.on_send = measured
@@ -124,13 +124,13 @@ def largest_header() -> int:
 
 
 def send_at_most(limit: int) -> None:
-    sys.modules[Context.__module__].LARGEST = limit
+    sys.modules[Context.__module__].MAX_HEADER_SENDS = limit
 
 
-@pytest.mark.parametrize(("limit", "hops"), [(LARGEST, 200), (7, 30)])
+@pytest.mark.parametrize(("limit", "hops"), [(MAX_HEADER_SENDS, 200), (7, 30)])
 @pytest.mark.parametrize("mode", ["smart", "fast"])
 def test_headers_of_a_long_chain_are_small(workers, limit, hops, mode):
-    """Closures that are left out are asked for."""
+    """Workers ask for the closures that are omitted from headers."""
 
     def check() -> None:
         x, y = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
@@ -143,7 +143,7 @@ def test_headers_of_a_long_chain_are_small(workers, limit, hops, mode):
                 h = rpc.rpc_sync(f"worker{1 + number % 2}", hop, (h,))
                 total = total + h  # a graph that grows on this worker
                 h = h + 0.001 * total
-            reference = references(context_id)
+            omitted = omitted_closures(context_id)
             autograd.backward(context_id, [(h * y).sum()], mode=mode)
             found = autograd.get_gradients(context_id)
         h, total = x, y
@@ -154,7 +154,7 @@ def test_headers_of_a_long_chain_are_small(workers, limit, hops, mode):
         expected = torch.autograd.grad((h * y).sum(), [x, y])
         for leaf, gradient in zip((x, y), expected, strict=True):
             assert torch.allclose(found[leaf], gradient)
-        assert reference  # some closure was too large
+        assert omitted
 
     a, *others = workers.rpc(3)
     everybody = [a, *others]
@@ -166,7 +166,7 @@ def test_headers_of_a_long_chain_are_small(workers, limit, hops, mode):
     workers.each(everybody, assert_clean)
 
 
-def references(context_id: int) -> int:
-    """How many closures a worker has left out."""
+def omitted_closures(context_id: int) -> int:
+    """Returns how many closures of this worker are too large for a header."""
     context = current_agent().extension(Autograd).contexts.get(context_id)
     return sum(found is None for found in context._closures.values())

@@ -1,4 +1,4 @@
-"""Parameters that travel inside autograd contexts: as parts of modules, and by themselves."""
+"""Parameters that are sent inside autograd contexts: in modules, and by themselves."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.remote_functions import identity
 
 
 class Tied(Mixed):
-    """With an embedding whose gradients are sparse."""
+    """Has an embedding with sparse gradients as well."""
 
     def __init__(self) -> None:
         super().__init__()

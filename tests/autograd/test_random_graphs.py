@@ -1,4 +1,4 @@
-"""Random programs: gradients across workers equal those of one process; `make graphs` runs 2,000 of them."""
+"""Random programs: gradients across workers equal those in one process. `make graphs` runs 2,000 programs."""
 
 import os
 import random
@@ -11,41 +11,40 @@ from typing import Any
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd.closure import LARGEST, start_node, walk
-from gradwire.autograd.context import Context
+from gradwire.autograd.backward_pass import BackwardPass
+from gradwire.autograd.closure import MAX_HEADER_SENDS, SendId
 from gradwire.autograd.extension import Autograd
+from gradwire.autograd.graph import Graph, start_node
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.worker import WorkerInfo
 
-from tests.autograd.programs import Distributed, Program, generate, gradients_in_one_process, roots, run_body
+from tests.autograd.program_runs import Distributed, gradients_in_one_process, roots, run_body
+from tests.autograd.programs import Program, generate
 from tests.autograd.test_modes import send_at_most
 from tests.remote_functions import assert_clean
 
 PROGRAMS = int(os.environ.get("GRADWIRE_GRAPHS", "150"))
 HALF = PROGRAMS // 2
-AT_ONCE = 3
+MAX_CONCURRENT = 3
 TOLERANCE = 1e-9
-
-Message = tuple[int, int]
-"""The worker that sent it, and its number there."""
 
 
 class Watch:
-    """Sees one context's backward passes on one worker. There is one Watch for each context in a process."""
+    """Observes the backward passes of one context on one worker. A process has one for each context."""
 
-    of_context: dict[int, "Watch"] = {}  # noqa: RUF012 - of the process
+    of_context: dict[int, "Watch"] = {}  # noqa: RUF012 - shared by the process
 
     def __init__(self, context_id: int, starts: Iterable[torch.Tensor] = ()) -> None:
-        """Counts how often each node of the worker's graph runs, from the context's gates and other starts."""
-        self.posted: list[Message] = []
+        """Counts the runs of each node that gets a gradient from the context's gates or from other starts."""
+        self.posted: list[SendId] = []
         self.arrived: list[int] = []
         self.runs: Counter[Any] = Counter()
         self.starts = [start_node(tensor) for tensor in starts]
         context = current_agent().extension(Autograd).contexts.find(context_id)
         self.gates = {number: gate.grad_fn for number, gate in context._gates.items()} if context else {}
-        for node in walk([*self.starts, *self.gates.values()]).nodes:
+        for node in Graph([*self.starts, *self.gates.values()]).nodes:
             node.register_hook(self._count(node))
         Watch.of_context[context_id] = self
 
@@ -55,16 +54,16 @@ class Watch:
 
         return hook
 
-    def receives_above(self) -> tuple[dict[int, list[Message]], list[Message]]:
-        """The messages received here that lead to each message sent from here, and to the other starts."""
-        above = {number: _received(walk([gate])) for number, gate in self.gates.items()}
-        return above, _received(walk(self.starts))
+    def receives_above(self) -> tuple[dict[int, list[SendId]], list[SendId]]:
+        """Returns the received messages that each sent message depends on, and those that the other starts do."""
+        above = {number: _received(Graph([gate])) for number, gate in self.gates.items()}
+        return above, _received(Graph(self.starts))
 
     def wrong_runs(self, taking_part: Iterable[int], passes: int) -> list[str]:
-        """The nodes that have not run once in each pass, or run without taking part."""
+        """Returns the nodes that did not run once in each pass, or ran without taking part."""
         if current_agent().extension(Autograd).engine.one_root_at_a_time:
             return []
-        graph = walk([*self.starts, *(self.gates[number] for number in taking_part)])
+        graph = Graph([*self.starts, *(self.gates[number] for number in taking_part)])
         expected = dict.fromkeys(graph.nodes - set(graph.leaves), passes)
         return [
             f"{node} ran {self.runs[node]} times, not {expected.get(node, 0)}"
@@ -73,13 +72,13 @@ class Watch:
         ]
 
 
-def _received(graph: Any) -> list[Message]:
+def _received(graph: Any) -> list[SendId]:
     return [(node.sender, node.message_id) for node in graph.receives]
 
 
 def trace_messages() -> None:
-    """Has the watches of this process see which gradients come and go."""
-    post, arrive = GrpcAgent.post, Context.gradients_arrived
+    """Has the watches of this process record which gradients are sent and received."""
+    post, arrive = GrpcAgent.post, BackwardPass.set_gradients
 
     def traced_post(agent: GrpcAgent, worker: WorkerInfo, kind: Any, value: Any, **others: Any) -> int:
         if kind == MessageType.GRADIENTS:
@@ -87,23 +86,23 @@ def trace_messages() -> None:
             Watch.of_context[context_id].posted.append((worker.id, message_id))
         return post(agent, worker, kind, value, **others)
 
-    def traced_arrive(context: Context, identifier: Any, message_id: int, gradients: Any) -> None:
-        Watch.of_context[context.id].arrived.append(message_id)
-        arrive(context, identifier, message_id, gradients)
+    def traced_arrive(running: BackwardPass, message_id: int, gradients: Any) -> None:
+        Watch.of_context[running._context_id].arrived.append(message_id)
+        arrive(running, message_id, gradients)
 
-    GrpcAgent.post, Context.gradients_arrived = traced_post, traced_arrive
+    GrpcAgent.post, BackwardPass.set_gradients = traced_post, traced_arrive
 
 
 def run_one_root_at_a_time() -> None:
     current_agent().extension(Autograd).engine.one_root_at_a_time = True
 
 
-def watch(context_id: int) -> tuple[dict[int, list[Message]], list[Message]]:
+def watch(context_id: int) -> tuple[dict[int, list[SendId]], list[SendId]]:
     return Watch(context_id).receives_above()
 
 
 def outcome(seed: int, context_id: int, taking_part: list[int], passes: int) -> tuple[Any, ...]:
-    """What this worker saw, and its gradients. Forgets the program."""
+    """Returns this worker's gradients and what its watch recorded. Forgets the program."""
     seen = Watch.of_context.pop(context_id)
     context = current_agent().extension(Autograd).contexts.find(context_id)
     found = context.gradients.get() if context else {}
@@ -113,8 +112,8 @@ def outcome(seed: int, context_id: int, taking_part: list[int], passes: int) -> 
     return [found.get(leaf) for leaf in leaves], seen.posted, seen.arrived, seen.wrong_runs(taking_part, passes)
 
 
-def ancestors(starts: Iterable[Message], above: dict[Message, list[Message]]) -> set[Message]:
-    found: set[Message] = set()
+def ancestors(starts: Iterable[SendId], above: dict[SendId, list[SendId]]) -> set[SendId]:
+    found: set[SendId] = set()
     stack = list(starts)
     while stack:
         message = stack.pop()
@@ -125,15 +124,15 @@ def ancestors(starts: Iterable[Message], above: dict[Message, list[Message]]) ->
 
 
 def check(program: Program) -> int:
-    """Runs a program on worker 0 and compares; the number of messages that took part."""
+    """Runs a program on worker 0 and compares; returns the number of messages that took part."""
     choice = random.Random(program.seed)
     passes = choice.choice([1, 1, 2])
     expected = gradients_in_one_process(program)
     with autograd.context() as context_id:
         result = run_body(Distributed(program.seed, 0), program.main, [])
         losses = roots(result, program.main.container)
-        above: dict[Message, list[Message]] = {}
-        of_roots: list[Message] = []
+        above: dict[SendId, list[SendId]] = {}
+        of_roots: list[SendId] = []
         for worker in range(program.workers):
             if worker:
                 of_sends, _ = rpc.rpc_sync(f"worker{worker}", watch, (context_id,))
@@ -146,15 +145,15 @@ def check(program: Program) -> int:
         mode = "fast" if settled and taking_part == above.keys() else "smart"
         for number in range(passes if losses else 0):
             autograd.backward(context_id, losses, retain_graph=number < passes - 1, mode=mode, timeout=60)
-        posted: Counter[Message] = Counter()
-        arrived: Counter[Message] = Counter()
+        posted: Counter[SendId] = Counter()
+        arrived: Counter[SendId] = Counter()
         for worker in range(program.workers):
             mine = [number for sender, number in taking_part if sender == worker]
             value = (program.seed, context_id, mine, passes if losses else 0)
-            gradients, sent, come, wrong = rpc.rpc_sync(f"worker{worker}", outcome, value)
+            gradients, sent, received, wrong = rpc.rpc_sync(f"worker{worker}", outcome, value)
             assert not wrong, wrong
             posted.update(sent)
-            arrived.update((worker, number) for number in come)
+            arrived.update((worker, number) for number in received)
             for index, (found, wanted) in enumerate(zip(gradients, expected[worker], strict=True)):
                 compare(found, wanted, passes, f"leaf {index} of worker {worker}")
     assert posted == arrived == Counter(dict.fromkeys(taking_part, passes))
@@ -162,7 +161,7 @@ def check(program: Program) -> int:
 
 
 def compare(found: torch.Tensor | None, wanted: torch.Tensor | None, passes: int, what: str) -> None:
-    """A message's unused tensors take part in a pass, without a gradient; what is above may come out as zeros."""
+    """Unused tensors of a message take part in a pass with no gradient, so leaves above may get zeros."""
     if wanted is None:
         assert found is None or not found.to_dense().any(), f"{what}: {found}, not None"
         return
@@ -185,14 +184,14 @@ def check_many(seeds: range) -> Counter[str]:
             raise
         counts.update(programs=1, messages=messages)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(MAX_CONCURRENT) as pool:
         list(pool.map(one, seeds))
     return counts
 
 
 @pytest.mark.timeout(max(120, PROGRAMS))
 def test_random_programs_one_root_at_a_time(workers):
-    """As in graphs on several devices; messages' gradients are sent once all the same."""
+    """As for graphs on several devices; the gradients of each message are still sent once."""
     started = workers.rpc(5, num_worker_threads=4)
     workers.each(started, trace_messages)
     workers.each(started, run_one_root_at_a_time)
@@ -201,12 +200,12 @@ def test_random_programs_one_root_at_a_time(workers):
     workers.each(started, assert_clean)
 
 
-@pytest.mark.parametrize(("largest", "seeds"), [(LARGEST, range(HALF)), (2, range(HALF, 2 * HALF))])
+@pytest.mark.parametrize(("largest", "seeds"), [(MAX_HEADER_SENDS, range(HALF)), (2, range(HALF, 2 * HALF))])
 @pytest.mark.timeout(max(120, PROGRAMS))
 def test_random_programs(workers, capsys, largest, seeds):
-    """Each node runs once in each pass, each message's gradients are sent once, and the gradients are right.
+    """Each node runs once in each pass, the gradients of each message are sent once, and all are right.
 
-    In the second half closures are left out of most messages, so that they have to be asked for.
+    In the second half most closures are omitted from the headers, so that workers have to ask for them.
     """
     started = workers.rpc(5, num_worker_threads=4)
     workers.each(started, trace_messages)

@@ -144,7 +144,7 @@ def test_shutdown_waits_for_calls_that_take_longer_than_releasing_references(tor
     leaving = a.start(on_torch_names, leave_with_a_call_in_flight)
     b.start(on_torch_names, lambda torch_rpc: torch_rpc.shutdown()).result()
     assert leaving.result()
-    assert "giving up references to values of 'worker1'" in a.log.read_text()
+    assert "deleting references to values of 'worker1'" in a.log.read_text()
 
 
 def test_what_a_function_raises_is_printed_where_it_ran(torch_workers):

@@ -53,9 +53,7 @@ RPC_ARROWS = {
 """The folders of rpc, which import no loose file of rpc. Loose files import all rooms."""
 
 KNOWN_CYCLES: list[set[str]] = [
-    {"autograd.closure", "autograd.context", "autograd.functions", "autograd.gradients", "autograd.partial"},
     {"c10d.engines.base", "c10d.pending"},
-    {"rref.api", "rref.forks", "rref.proxy", "rref.rref"},
 ]
 """Modules that still import each other. No new ones; those that are gone are removed here."""
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd import engine
-from gradwire.autograd.context import Context
+from gradwire.autograd.backward_pass import BackwardPass
+from gradwire.autograd.coordinator import PassCoordinator
 from gradwire.errors import RendezvousError, RpcTimeoutError, WorkerLostError
 
 from tests import remote_functions
@@ -259,20 +259,20 @@ def test_backward_when_gradients_are_lost_with_their_sender(workers):
     a, b, c = workers.rpc(3, rpc_timeout=0)
 
     def lose_gradients() -> None:
-        def post(self: Context, *_: object) -> None:
+        def send(self: BackwardPass, *_: object) -> None:
             """They never arrive."""
 
-        Context.post_gradients = post
+        BackwardPass.send_gradients = send
 
     def die_when_done() -> None:
-        original = engine._Pass._part_done
+        original = PassCoordinator._part_done
 
-        def part_done(self: engine._Pass, part: object) -> None:
+        def part_done(self: PassCoordinator, part: object) -> None:
             with contextlib.suppress(ProcessLookupError):  # the second part is over too
                 os.kill(victim, signal.SIGKILL)
             original(self, part)
 
-        engine._Pass._part_done = part_done
+        PassCoordinator._part_done = part_done
 
     def check() -> None:
         x = torch.ones(3, requires_grad=True)

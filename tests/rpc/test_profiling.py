@@ -35,7 +35,7 @@ def send(mode: RPCExecMode, to: str, function, args=()):
     if mode is RPCExecMode.ASYNC:
         return rpc.rpc_async(to, function, args).wait()
     rref = rpc.remote(to, function, args)
-    rref._handle.fork.created.wait() if not rref.is_owner() else rref._handle.created.wait()
+    rref._handle.creation.wait()
     return rref.to_here()
 
 

@@ -1,8 +1,8 @@
 """Random programs on a simulated network: they make, pass on, fetch and drop references, fail and die.
 
-What must hold is checked against what the simulation knows. The moment a value is freed on its owner, nobody may
-hold a reference to it or be about to get one; every fetch must give the value; and when all references have been
-dropped and everything has happened, no worker may remember anything.
+The invariants are checked against what the simulation knows. When a value is freed on its owner, no worker may
+hold a reference to it or be about to get one; every fetch must return the value; and when all references have been
+dropped and nothing is left to happen, no worker may keep anything.
 """
 
 import weakref
@@ -26,21 +26,21 @@ from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.execution.futures import Future, error_of
 from gradwire.rref.forks import References
+from gradwire.rref.handles import OwnerHandle
 from gradwire.rref.ids import GlobalId
-from gradwire.rref.rref import OwnerHandle
 
 from tests.rref.simulation import Chance, Machine, World
 
-ACTIONS = 60
-"""Of a program, at most."""
+MAX_ACTIONS = 60
+"""Of one program."""
 
 
 class RefusedToMakeError(Exception):
-    """A remote function failed."""
+    """Raised by remote functions that fail."""
 
 
 class Value:
-    """What references refer to. It may itself hold references."""
+    """The value of a reference. It may itself hold references."""
 
     def __init__(self, number: int, references: Sequence[rpc.RRef]) -> None:
         self.number = number
@@ -62,7 +62,7 @@ def explode() -> None:
 
 
 _current: "Schedule"
-"""The schedule that runs; remote functions find it here."""
+"""The running schedule, for remote functions."""
 
 
 def make(number: int, references: Sequence[rpc.RRef]) -> Value:
@@ -74,7 +74,7 @@ def fail_to_make(number: int, references: Sequence[rpc.RRef]) -> Value:
 
 
 def receive(references: list[rpc.RRef], how: int) -> Any:
-    """Keeps, drops, answers with, or passes on what came."""
+    """Keeps, drops, returns or passes on references."""
     machine = _current.here()
     if how % 2 == 0:
         machine.held.extend(references)
@@ -90,7 +90,7 @@ def give(count: int) -> list[rpc.RRef]:
 
 
 class Schedule(World):
-    """One program, one network, and what they know of each other."""
+    """One random program on one simulated network."""
 
     def __init__(self, size: int, chance: Chance) -> None:
         global _current
@@ -99,16 +99,16 @@ class Schedule(World):
         self.world = self
         self.errors: list[str] = []
         self.numbers: dict[GlobalId, int] = {}
-        """Of the values, by reference."""
+        """The number of the value of each reference."""
         self.values: dict[int, weakref.ref[Value]] = {}
         self.doomed: set[int] = set()
-        """The values that need not come to be."""
+        """The numbers of the values that need not be created."""
         self.requests: weakref.WeakKeyDictionary[Future, Machine] = weakref.WeakKeyDictionary()
-        """Calls and fetches, and who made them. Kept by their agents while they are under way."""
+        """The worker that made each call or fetch. Agents keep the futures of those in flight."""
 
     def run(self) -> None:
-        """The program; then its end."""
-        for _ in range(ACTIONS):
+        """Runs the program; then drops all references and checks what is left."""
+        for _ in range(MAX_ACTIONS):
             if not self.chance:
                 break
             for _ in range(self.chance.pick(8)):
@@ -128,7 +128,7 @@ class Schedule(World):
     def _check(self) -> None:
         assert not self.errors, self.errors
 
-    # What programs do.
+    # The actions of programs.
 
     def here(self) -> Machine:
         return self.machines[current_agent().info.id]
@@ -188,7 +188,7 @@ class Schedule(World):
         if failed(rref):
             self.doomed.add(number)
         elif rref.is_owner():  # whose timeout is the value's too
-            rref._handle.created.add_done_callback(lambda done: error_of(done) and self.doomed.add(number))
+            rref._handle.creation.add_done_callback(lambda done: error_of(done) and self.doomed.add(number))
         machine.held.append(rref)
 
     def some_held(self, machine: Machine, count: int) -> list[rpc.RRef]:
@@ -196,7 +196,7 @@ class Schedule(World):
         return [usable[self.chance.pick(len(usable))] for _ in range(count if usable else 0)]
 
     def call(self, machine: Machine, function: Any, arguments: tuple[Any, ...], to: Machine | None = None) -> None:
-        """Calls somebody, and keeps the references that come back."""
+        """Calls a function on a worker, and keeps the references in the result."""
         target = (to or self.machines[self.chance.pick(len(self.machines))]).info
         try:
             with holder.using(machine.agent):
@@ -213,7 +213,7 @@ class Schedule(World):
         future.add_done_callback(done)
 
     def fetch(self, machine: Machine, rref: rpc.RRef, timeout: float) -> None:
-        """What `to_here` does, without waiting."""
+        """Does what `to_here` does, without waiting."""
         number = self.numbers[identify(rref)]
         if rref.is_owner():
             entry = rref._handle.entry
@@ -223,7 +223,7 @@ class Schedule(World):
             handle = rref._handle
             future = handle.agent.request(
                 handle.fork.owner,
-                Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=timeout, keep=handle.fork.hold),
+                Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=timeout, keep=handle.lease),
             )
             self._watch(machine, future, number, timeout)
 
@@ -255,7 +255,7 @@ class Schedule(World):
         future.add_done_callback(done)
 
     def _cannot_be_sent(self, number: int) -> bool:
-        """Has the value a reference that cannot be passed on, because its creation has failed?"""
+        """Returns whether a value holds a reference that cannot be passed on, because its creation has failed."""
         value = self.values[number]() if number in self.values else None
         return value is not None and any(map(failed, value.references))
 
@@ -266,12 +266,12 @@ class Schedule(World):
         self.counts["values fetched"] += 1
 
     def _unless_somebody_died(self, error: Exception) -> None:
-        """A worker that dies may take references with it that it has just passed on."""
+        """Records an error, unless a worker died, with which references are lost that it has just passed on."""
         if not self.killed:
             self.errors.append(f"nobody died, but {error!r}")
 
     def _unless_one_failed(self, references: Any, error: Exception) -> None:
-        """A reference whose creation has failed cannot be passed on."""
+        """Records an error, unless a reference cannot be passed on because its creation has failed."""
         if not (isinstance(references, list | tuple) and any(map(failed, references))):
             self._unless_somebody_died(error)
 
@@ -282,14 +282,14 @@ class Schedule(World):
     # Early deletes.
 
     def made(self, value: Value) -> Value:
-        """A value has come to be on its owner."""
+        """Notes that a value has been created on its owner."""
         owner = self.here()
         self.values[value.number] = weakref.ref(value, lambda _: self._freed(owner, value_number))
         value_number = value.number
         return value
 
     def _freed(self, owner: Machine, number: int) -> None:
-        """A value is gone: nobody may have a reference to it, or be about to get one."""
+        """Checks that no worker has a reference to a value that is freed, or is about to get one."""
         if not owner.alive or number in self.doomed:
             return
         self.counts["values freed"] += 1
@@ -301,23 +301,23 @@ class Schedule(World):
             for envelope in self._envelopes():
                 for reference in envelope.references:
                     if self.numbers[GlobalId.from_proto(reference.reference)] == number:
-                        self.errors.append(f"{number} was freed while a reference to it was on its way")
+                        self.errors.append(f"{number} was freed while a reference to it was in flight")
 
     def _counts_for(self, rref: rpc.RRef) -> bool:
         handle = rref._handle
         if isinstance(handle, OwnerHandle):
             return not self.killed and not failed(rref)
-        return handle.fork.confirmed or (handle.fork.error is None and not self.killed)
+        return handle.fork.is_confirmed or (handle.fork.error is None and not self.killed)
 
     def _envelopes(self) -> list[agent_pb2.Envelope]:
-        """Those on their way to a program, arrived ones included."""
+        """Returns the envelopes that no program has got yet, those that have arrived included."""
         waiting = [part for machine in self.alive for task in machine.tasks for part in task.args]
         return [
             *(flight.envelope for flight in self.flights),
             *(part for part in waiting if isinstance(part, agent_pb2.Envelope)),
         ]
 
-    # The end.
+    # The end of the program.
 
     def _fetch_everything(self) -> None:
         for machine in self.alive:
@@ -333,7 +333,7 @@ class Schedule(World):
         self._check()
 
     def _exchange_last_words(self) -> None:
-        """One more message for each pair, so that each knows what the other has acknowledged."""
+        """Sends one more message between each two workers, to tell each what the other has acknowledged."""
         for machine in self.alive:
             machine.agent.control.on("last words", lambda sender, payload: None)
         for machine in self.alive:
@@ -368,23 +368,23 @@ class Schedule(World):
 
 
 def identify(rref: rpc.RRef) -> GlobalId:
-    handle = rref._handle
-    return handle.entry.id if isinstance(handle, OwnerHandle) else handle.fork.reference
+    return rref._handle.id
 
 
 def failed(rref: rpc.RRef) -> bool:
-    """Does its worker know that it is of no use?"""
+    """Returns whether the worker of a reference knows that it cannot be used."""
     handle = rref._handle
     if isinstance(handle, OwnerHandle):
-        future, created = handle.entry.future, handle.created
+        future = handle.entry.future
         known = future.exception() if future.done() else None
     else:
-        known, created = handle.fork.error, handle.fork.created
-    return known is not None or (created is not None and created.done() and error_of(created) is not None)
+        known = handle.fork.error
+    creation = handle.creation
+    return known is not None or (creation is not None and creation.done() and error_of(creation) is not None)
 
 
 def run_schedule(size: int, data: bytes) -> Counter[str]:
-    """Runs one schedule; raises AssertionError where something is wrong."""
+    """Runs one schedule; returns counts of what happened. Raises AssertionError if an invariant does not hold."""
     schedule = Schedule(size, Chance(data))
     schedule.run()
     return schedule.counts

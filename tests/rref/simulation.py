@@ -1,9 +1,10 @@
-"""Workers, their network and time, simulated in one thread, so that every schedule can be tried and repeated.
+"""Workers, their network and time, simulated on one thread, so that every schedule can be tried and repeated.
 
 The agents are real: GrpcAgent, its Packer, ControlMessages, References and the RRefs that users hold. What makes a
-program unpredictable is simulated: the network, the threads, and the clock. All that can happen next (an envelope
-arrives, a thread takes a task, a timer runs out, a worker learns that another has died) is known, and a `Chance`
-picks which of it does. A task runs until it ends, or waits for a future; only then another begins or goes on.
+program unpredictable is simulated: the network, the threads, and the clock. Everything that can happen next (an
+envelope arrives, a thread takes a task, a timer expires, a worker notices that another has died) is known, and a
+`Chance` picks what does. A task runs until it ends or waits for a future; only then another one begins or
+continues.
 """
 
 import concurrent.futures
@@ -34,14 +35,14 @@ from gradwire.rpc.membership.members import Member
 
 ANSWERS = (MessageType.RESULT, MessageType.ERROR)
 REASON = "it was killed"
-MANY = 20_000
-"""Steps, a hundred times what it takes."""
+MAX_STEPS = 20_000
+"""Until nothing is left to happen; a hundred times what it takes."""
 
 Task = Callable[[], None]
 
 
 class Chance:
-    """Decisions, read from bytes. When those run out, every decision is the harmless one."""
+    """Decisions that are read from bytes. After the last byte every decision is the harmless one."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -51,44 +52,44 @@ class Chance:
         return self._next < len(self._data)
 
     def pick(self, count: int) -> int:
-        """A number from 0, the most harmless, to count - 1."""
+        """Returns a number from 0, the most harmless, to count - 1."""
         if not self:
             return 0
         self._next += 1
         return self._data[self._next - 1] % count
 
     def happens(self, in_hundred: int) -> bool:
-        """Does something harmful happen?"""
+        """Returns whether something harmful happens, which it does `in_hundred` times in a hundred."""
         return self.pick(100) >= 100 - in_hundred
 
 
 @dataclass(eq=False)
 class Flight:
-    """An envelope on its way."""
+    """An envelope in flight."""
 
     source: "Machine"
     target: "Machine"
     envelope: agent_pb2.Envelope
     unreliable: bool
-    """Is it a control message, or the answer to one? Those may get lost or come twice."""
+    """Whether it is a control message, or the answer to one, which may be lost or duplicated."""
     ticket: int
 
 
 @dataclass(eq=False)
 class Machine:
-    """One worker: its agent and the tasks that its threads have yet to run."""
+    """One worker: its agent, and the tasks that its threads have yet to run."""
 
     world: "World"
     info: WorkerInfo
     alive: bool = True
     tasks: deque[Task] = field(default_factory=deque)
-    """Of the executor: any may be next."""
+    """Those of the executor, in any order."""
     control: deque[Task] = field(default_factory=deque)
-    """Of the scheduler: one after another."""
+    """Those of the scheduler, one after another."""
     waiting: "list[Waiter]" = field(default_factory=list)
-    """Tasks in the middle, by the futures that they wait for."""
+    """The threads of tasks that wait for futures."""
     held: list[Any] = field(default_factory=list)
-    """The references that the program on it holds."""
+    """The references that the program of this worker holds."""
 
     def start(self, members: Sequence[Member]) -> None:
         self.agent = GrpcAgent(
@@ -111,14 +112,14 @@ class Machine:
             task()
 
     def run_waiting(self, task: Task) -> None:
-        """Runs a task that may wait for futures: until it does, or ends."""
+        """Runs a task that may wait for futures, until it does or ends."""
         waiter = idle.pop() if idle else Waiter()
         self._keep_if_waiting(waiter, partial(waiter.begin, self, task))
 
-    def go_on(self, waiter: "Waiter") -> None:
-        """Runs a task on whose future is done."""
+    def resume(self, waiter: "Waiter") -> None:
+        """Continues a task whose future is done."""
         self.waiting.remove(waiter)
-        self._keep_if_waiting(waiter, waiter.go_on)
+        self._keep_if_waiting(waiter, waiter.resume)
 
     def _keep_if_waiting(self, waiter: "Waiter", run: Task) -> None:
         try:
@@ -131,13 +132,13 @@ class Machine:
 
 
 class KilledError(BaseException):
-    """Ends what a worker does when it dies."""
+    """Ends the tasks of a worker that dies."""
 
 
 class Waiter:
     """Runs tasks that may wait for futures, one at a time, on a thread of its own.
 
-    All other threads stand still while it runs, so what happens does not depend on the system.
+    All other threads wait while it runs, so what happens does not depend on the system.
     """
 
     _mine = threading.local()
@@ -145,7 +146,7 @@ class Waiter:
     def __init__(self) -> None:
         self.machine: Machine
         self.future: concurrent.futures.Future[Any] | None = None
-        """What its task waits for."""
+        """The future that its task waits for."""
         self._task: Task | None = None
         self._error: BaseException | None = None
         self._turn = threading.Semaphore(0)
@@ -154,7 +155,7 @@ class Waiter:
 
     @classmethod
     def wait(cls, future: "concurrent.futures.Future[Any]") -> Any:
-        """Called by a task: lets others run until the future is done."""
+        """Lets other tasks run until the future is done. Called by a task."""
         if not future.done():
             waiter: Waiter = cls._mine.waiter
             waiter.future = future
@@ -168,10 +169,10 @@ class Waiter:
     def begin(self, machine: Machine, task: Task) -> None:
         """Runs a task until it waits or ends."""
         self.machine, self._task = machine, task
-        self.go_on()
+        self.resume()
 
-    def go_on(self) -> None:
-        """Runs on until it waits or ends; raises what it raises."""
+    def resume(self) -> None:
+        """Continues the task until it waits or ends; raises what it raises."""
         self._turn.release()
         self._others_turn.acquire()
         if (error := self._error) is not None:
@@ -192,7 +193,7 @@ class Waiter:
 
 
 idle: list[Waiter] = []
-"""Of all schedules."""
+"""Threads without a task, shared by all schedules."""
 
 
 class SimulatedExecutor:
@@ -235,7 +236,7 @@ class SimulatedScheduler:
 
 
 class SimulatedNetwork:
-    """What a GrpcAgent expects of its Network."""
+    """Has what a GrpcAgent needs of its Network."""
 
     def __init__(self, machine: Machine) -> None:
         self.me = machine.info
@@ -271,7 +272,7 @@ class SimulatedNetwork:
             raise self.lost[worker.id].as_error(worker.name)
 
     def connect(self, worker: WorkerInfo) -> None:
-        self._world.link(self._machine, self._world.machines[worker.id])
+        self._world.connect(self._machine, self._world.machines[worker.id])
 
     def send(self, worker: WorkerInfo, data: bytes) -> int:
         self.check_present(worker)
@@ -287,7 +288,7 @@ class SimulatedNetwork:
 
 
 class World:
-    """Everything, and what has happened to it."""
+    """All workers, the network and the clock, and counts of what has happened."""
 
     def __init__(self, size: int, chance: Chance) -> None:
         self.chance = chance
@@ -298,11 +299,11 @@ class World:
         self._timers: list[tuple[float, int, Machine, Task, Callable[[], bool]]] = []
         self._order = itertools.count()
         self._links: set[tuple[Machine, Machine]] = set()
-        """(a, b): a learns of it when b dies."""
+        """(a, b): a notices when b dies."""
         self._notices: list[tuple[Machine, Machine]] = []
-        """(a, b): b has died, and a does not know it yet."""
+        """(a, b): b has died, and a has not noticed yet."""
         self._unreliable_requests: set[tuple[int, int]] = set()
-        """The control messages' senders and ids."""
+        """The senders and ids of control messages."""
         self.machines = [Machine(self, WorkerInfo(f"worker{number}", number)) for number in range(size)]
         members = [Member(machine.info, "") for machine in self.machines]
         for machine in self.machines:
@@ -315,13 +316,13 @@ class World:
     # What can happen next.
 
     def step(self) -> bool:
-        """Has one thing happen; False if nothing is left to happen."""
+        """Has one thing happen; returns False if nothing is left to happen."""
         ready: list[Task] = [partial(self._run, m, m.control.popleft) for m in self.alive if m.control]
         for machine in self.alive:
             ready += [
                 partial(self._run, machine, partial(_take, machine.tasks, i)) for i in range(len(machine.tasks))
             ]
-            ready += [partial(machine.go_on, waiter) for waiter in machine.waiting if waiter.future.done()]
+            ready += [partial(machine.resume, waiter) for waiter in machine.waiting if waiter.future.done()]
         ready += [partial(self._arrive, flight) for flight in self.flights]
         ready += [partial(self._notice, *notice) for notice in self._notices]
         if self._timers and (not ready or self.chance.happens(3)):
@@ -332,11 +333,11 @@ class World:
         return True
 
     def settle(self) -> None:
-        """Lets everything happen that will."""
-        for _ in range(MANY):
+        """Has things happen until nothing is left to happen."""
+        for _ in range(MAX_STEPS):
             if not self.step():
                 return
-        raise AssertionError("it never comes to rest")
+        raise AssertionError(f"something is left to happen after {MAX_STEPS} steps")
 
     def _run(self, machine: Machine, take: Callable[[], Task]) -> None:
         task = take()
@@ -384,7 +385,7 @@ class World:
         return ticket
 
     def withdraw(self, target: Machine, ticket: int) -> bool:
-        """Takes a message back that has not left yet, as some of those on their way have not."""
+        """Takes a message back, if it has not been sent yet: some of those in flight count as not sent."""
         here = [flight for flight in self.flights if flight.target is target and flight.ticket == ticket]
         if not here or self.chance.pick(2):
             return False
@@ -409,7 +410,7 @@ class World:
             self.flights.remove(flight)
         if any(other.source is flight.source and other.target is flight.target for other in earlier):
             self.counts["reordered control messages" if flight.unreliable else "reordered calls and answers"] += 1
-        self.link(flight.target, flight.source)
+        self.connect(flight.target, flight.source)
         envelope = agent_pb2.Envelope()
         envelope.CopyFrom(flight.envelope)
         listener = flight.target.network.listener
@@ -423,12 +424,12 @@ class World:
             listener.on_message(flight.source.info, envelope, lambda payload: payload.inline)
 
     def refused(self, envelope: agent_pb2.Envelope) -> None:
-        """A message will not be read."""
+        """Notes that a message is rejected."""
 
     # Death.
 
     def kill(self, victim: Machine) -> None:
-        """Ends a worker. What it has sent may still arrive."""
+        """Kills a worker. Messages that it has sent may still arrive."""
         victim.alive = False
         self.killed.add(victim.info.id)
         self.flights = [
@@ -445,10 +446,10 @@ class World:
         victim.tasks.clear()
         victim.control.clear()
         for waiter in list(victim.waiting):
-            victim.go_on(waiter)
+            victim.resume(waiter)
 
-    def link(self, knower: Machine, known: Machine) -> None:
-        """There is a connection now: the one learns when the other dies, or has."""
+    def connect(self, knower: Machine, known: Machine) -> None:
+        """Connects two workers: the first notices when the second dies, or that it has died."""
         if (knower, known) not in self._links and knower is not known:
             self._links.add((knower, known))
             if not known.alive:

@@ -1,4 +1,4 @@
-"""Random schedules of making, passing on and dropping references, over a network that misbehaves."""
+"""Random programs make, pass on and drop references over a network that loses and repeats control messages."""
 
 import gc
 import random
@@ -16,7 +16,7 @@ from tests.bad_network import BadNetwork, hurry
 from tests.remote_functions import add, wait_until
 
 kept: dict[int, list[rpc.RRef]] = {}
-"""By agent."""
+"""By the id of the agent's worker."""
 
 
 def keep(rref: rpc.RRef) -> None:
@@ -24,7 +24,7 @@ def keep(rref: rpc.RRef) -> None:
 
 
 def run_schedule(agents, seed: int, steps: int) -> None:
-    """Every reference that is held must give its value, at any time; at the end nothing may be left."""
+    """Runs a program; checks that every reference gives its value at any time."""
     chance = random.Random(seed)
     values: dict[tuple[int, int], int] = {}
     futures = []
@@ -79,18 +79,18 @@ def test_no_early_delete_and_no_leak(agents, monkeypatch, seed):
     wait_until(clean, 60)
 
 
-def test_a_question_that_has_answered_itself_is_no_failure(agents, caplog):
-    """The owner asks whether a value will be created; meanwhile it has been, and has been deleted."""
+def test_asking_for_a_value_that_has_been_deleted_meanwhile_is_no_failure(agents, caplog):
+    """The owner asks whether a value will be created that has been created and deleted meanwhile."""
     creator, owner = agents(2)
     identifier = GlobalId(creator.info.id, 1000)
-    owner.extension(References)._ask_creator(OwnedValue(identifier))
+    owner.extension(References).values.ask_creator(OwnedValue(identifier))
     wait_until(lambda: owner.control.pending() == 0 and owner.control._numbers[creator.info.id])
     assert not caplog.records
 
 
-def test_a_value_that_cannot_come_is_told(agents, caplog):
+def test_waiting_for_a_value_that_will_not_be_created_fails(agents, caplog):
     creator, owner = agents(2)
     entry = owner.extension(References).entry(GlobalId(creator.info.id, 1000))
     with pytest.raises(RRefError, match="is gone: 'agent1' has deleted the value"):
         entry.wait(60)
-    wait_until(lambda: "a message names a value that cannot come any more: reference" in caplog.text)
+    wait_until(lambda: "a message names a value that will not be created: reference" in caplog.text)

@@ -1,4 +1,4 @@
-"""References, as users see them."""
+"""References as programs use them."""
 
 import pickle
 import re
@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
-from gradwire.rref.proxy import call_with_values
+from gradwire.rref.api import call_with_values
 
 from tests.remote_functions import add, assert_clean, set_event, wait_for, wait_until
 
@@ -38,7 +38,7 @@ def local(rref: rpc.RRef) -> object:
 
 
 def pass_on(rref: rpc.RRef, names: list[str]) -> object:
-    """Sends a reference around."""
+    """Passes a reference from worker to worker; the last one fetches the value."""
     if not names:
         return rref.to_here()
     return rpc.rpc_sync(names[0], pass_on, (rref, names[1:]))
@@ -96,7 +96,7 @@ def failing() -> None:
     raise ValueError("no value")
 
 
-def test_a_reference_says_what_it_refers_to(trio):
+def test_the_repr_of_a_reference(trio):
     def check() -> None:
         rref = rpc.remote("worker1", torch.nn.Linear, (2, 3))
         identifier = "owner='worker1', id={}.{}".format(*rref._handle.fork.reference)
@@ -133,7 +133,7 @@ def test_a_reference_says_what_it_refers_to(trio):
     trio.run(check)
 
 
-def test_a_reference_that_has_outlived_its_agent_can_be_shown(workers):
+def test_the_repr_of_a_reference_that_has_outlived_its_agent(workers):
     a, b = workers.rpc(2)
 
     def check() -> str:
@@ -230,7 +230,7 @@ def test_proxies(trio):
 
 
 def test_a_fetch_that_overtakes_its_creation(trio):
-    """The call's large argument travels apart; the request for its result does not."""
+    """The large argument of the call is sent on a connection of its own, the fetch in the envelope."""
 
     def check() -> None:
         for _ in range(3):
@@ -257,7 +257,7 @@ def test_methods_may_have_any_name(trio):
 
 
 def total(counters: list[Counter], amount: int) -> tuple[int, int]:
-    """Of counters that are here; and how many forks their owner knows of."""
+    """Adds to counters of this worker; returns their sum, and how many forks it counts."""
     return sum(counter.add(amount) for counter in counters), rpc.debug_info()["num_forks"]
 
 

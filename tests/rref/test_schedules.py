@@ -1,4 +1,4 @@
-"""The protocol of references under every kind of schedule; `make schedules` runs 10,000 of them."""
+"""The protocol of references under random schedules, of which `make schedules` runs 10,000."""
 
 import gc
 import logging
@@ -33,7 +33,7 @@ from tests.rref.simulation import Chance, Machine
 
 SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "400"))
 COLLECT_EVERY = 50
-"""Schedules between two runs of the garbage collector, which would else have its own say in what happens when."""
+"""Schedules between two runs of the garbage collector, which runs only there so that schedules can be repeated."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_random_schedules_neither_leak_nor_delete_early(capsys):
     assert counts["values freed"] > SCHEDULES
 
 
-# What random schedules have found, one by one. Without bytes to choose by, everything happens in order.
+# Schedules that once failed, one by one. A Chance without bytes has everything happen in order.
 
 
 def start(size: int) -> Schedule:
@@ -97,7 +97,7 @@ def start(size: int) -> Schedule:
 
 
 def on(machine: Machine, function, *args):
-    """Runs a part of the program of one worker."""
+    """Calls a function as a part of the program of one worker."""
     with holder.using(machine.agent):
         return function(*args)
 
@@ -110,7 +110,7 @@ def create(schedule: Schedule, machine: Machine, owner: Machine, *args, timeout:
 
 
 def hold_back(schedule: Schedule, kind: int) -> list:
-    """Takes the envelopes of one type out of the network, once there are any."""
+    """Steps until envelopes of a type are in flight, takes them off the network and returns them."""
     while not any(flight.envelope.type == kind for flight in schedule.flights):
         assert schedule.step()
     taken = [flight for flight in schedule.flights if flight.envelope.type == kind]
@@ -134,8 +134,7 @@ def test_a_fetch_that_is_overtaken_by_the_end_of_its_reference():
     rref = create(schedule, user, owner)
     schedule.settle()
     fetch = user.agent.request(
-        owner.info,
-        Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=1.0, keep=rref._handle.fork.hold),
+        owner.info, Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=1.0, keep=rref._handle.lease)
     )
     late = hold_back(schedule, MessageType.RREF_FETCH)
     until_timeouts(schedule, 1.0)
@@ -162,7 +161,7 @@ def test_a_call_by_proxy_that_is_overtaken_by_the_end_of_its_reference():
     assert_nothing_left(schedule)
 
 
-def test_a_creation_that_comes_after_its_timeout():
+def test_a_creation_that_arrives_after_its_timeout():
     schedule = start(2)
     user, owner = schedule.machines
     rref = create(schedule, user, owner, timeout=1.0)
@@ -176,18 +175,18 @@ def test_a_creation_that_comes_after_its_timeout():
     assert_nothing_left(schedule)
 
 
-def test_references_that_are_all_given_up_while_a_creation_is_on_its_way():
+def test_all_references_are_released_while_a_creation_is_in_flight():
     schedule = start(2)
     user, owner = schedule.machines
     rref = create(schedule, user, owner, timeout=1.0)
     late = hold_back(schedule, MessageType.RREF_CREATE)
     until_timeouts(schedule, 1.0)
-    with pytest.raises(RpcTimeoutError, match="giving up references"):
-        user.agent.extension(References).give_up_all(0.01)
+    with pytest.raises(RpcTimeoutError, match="deleting references"):
+        user.agent.extension(References).release_all(0.01)
     schedule.settle()
     schedule.flights += late
     assert_nothing_left(schedule)
-    with pytest.raises(RRefError, match="given up"):
+    with pytest.raises(RRefError, match="has been deleted"):
         on(user, rref.to_here)
 
 
@@ -221,7 +220,7 @@ def test_a_creation_here_that_is_refused():
 
 
 def test_a_reference_to_a_value_that_died_with_its_parent():
-    """A user passes its reference to the owner before the owner has counted it, and its parent dies."""
+    """A user passes its reference to the owner before the owner has counted the fork, and the parent dies."""
     schedule = start(3)
     owner, parent, user = schedule.machines
     parent.held.append(create(schedule, parent, owner))
@@ -242,8 +241,8 @@ def test_a_reference_to_a_value_that_died_with_its_parent():
     assert_nothing_left(schedule)
 
 
-def test_a_fork_that_comes_after_its_value_is_gone_with_a_lost_worker():
-    """The owner asks the creator, and does not wait for a creation that came long ago."""
+def test_a_fork_that_arrives_after_its_value_was_deleted_with_a_lost_worker():
+    """The owner asks the creator, and does not wait for a creation that arrived long ago."""
     schedule = start(3)
     owner, creator, user = schedule.machines
     rref = create(schedule, creator, owner)
@@ -284,7 +283,7 @@ def test_the_loss_of_a_creator_is_noticed_by_an_owner_it_never_reached():
 
 
 def test_an_answer_with_a_reference_to_a_value_of_a_dead_owner():
-    """The caller is told, rather than left waiting."""
+    """The caller gets an error instead of waiting."""
     schedule = start(3)
     owner, caller, called = schedule.machines
     rref = create(schedule, caller, owner)
@@ -311,7 +310,7 @@ def test_a_value_is_there_as_long_as_a_reference_to_it():
 
 
 def test_a_refused_control_message_keeps_nothing_of_what_refused_it():
-    """Its outcome is kept for repetitions, also where no message follows that acknowledges it."""
+    """Its outcome is kept for repetitions, even if no later message acknowledges it."""
     schedule = start(2)
     sender, listener = schedule.machines
     payloads = []
@@ -330,8 +329,8 @@ def test_a_refused_control_message_keeps_nothing_of_what_refused_it():
     assert [payload() for payload in payloads] == [None]
 
 
-def test_a_call_that_comes_while_its_worker_closes():
-    """Nobody confirms its reference any longer, so it does not wait for that."""
+def test_a_call_that_arrives_while_its_worker_closes():
+    """Its reference is not going to be confirmed, so it does not wait for that."""
     schedule = start(3)
     owner, parent, user = schedule.machines
     rref = create(schedule, parent, owner)
@@ -345,7 +344,7 @@ def test_a_call_that_comes_while_its_worker_closes():
     assert not user.waiting
 
 
-def test_nobody_waits_for_a_value_of_a_closed_worker():
+def test_waiting_for_a_value_of_a_closed_worker_fails():
     schedule = start(2)
     user, owner = schedule.machines
     rref = create(schedule, user, owner)
@@ -360,7 +359,7 @@ def test_nobody_waits_for_a_value_of_a_closed_worker():
 
 
 def test_a_value_that_could_not_be_made_keeps_no_arguments():
-    """Its error tells where it was raised, but keeps no frames of the call."""
+    """Its error has the traceback as text, and keeps no frames of the call."""
     schedule = start(2)
     user, owner = schedule.machines
     argument = create(schedule, user, owner)

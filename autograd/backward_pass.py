@@ -1,0 +1,279 @@
+"""The state of backward passes on one worker.
+
+A pass over several workers is one `BackwardPass` on each of them. It exists from the first message about the pass:
+gradients, or the news that it has failed elsewhere, may arrive before the request to run this worker's part. The
+nodes of the graph find the running pass through their context.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import final
+
+from ..errors import AutogradError, RpcTimeoutError, UnknownContextError
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import MessageType
+from ..rpc.execution.kept_errors import copy_error
+from .closure import SendId
+from .compression import TensorGradients, compress
+from .partial import PartialGradients
+
+__all__ = ["BackwardPass", "GradientFuture", "PassId", "Passes"]
+
+PassId = tuple[int, int]
+"""The id of the worker whose program called `backward`, and the number of the pass there."""
+
+
+@final
+class GradientFuture:
+    """The gradients of one message, for which its gate waits. Only the first result counts."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[TensorGradients | Exception] = queue.SimpleQueue()
+        self.has_gradients = False
+
+    def put(self, result: TensorGradients | Exception) -> None:
+        """Sets the gradients, or the error that the gate raises."""
+        self.has_gradients = self.has_gradients or not isinstance(result, Exception)
+        self._queue.put(result)
+
+    def wait(self, seconds: float | None) -> TensorGradients:
+        """Returns the gradients. Raises the error, or queue.Empty after `seconds`."""
+        result = self._queue.get(timeout=seconds)
+        if isinstance(result, Exception):
+            raise copy_error(result)  # several gates may raise it
+        return result
+
+
+@final
+class BackwardPass:
+    """This worker's part of one backward pass. Safe to use from any thread."""
+
+    def __init__(self, agent: RpcAgent, context_id: int, identifier: PassId) -> None:
+        self.id = identifier
+        self._agent = agent
+        self._context_id = context_id
+        self._lock = threading.Lock()
+        self._futures: dict[int, GradientFuture] = {}
+        """By message id."""
+        self._error: Exception | None = None
+        self._awaited: Mapping[int, int] = {}
+        self._timeout = 0.0
+        self._deadline = 0.0
+        """In terms of `time.monotonic`."""
+        self._partial: PartialGradients | None = None
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the pass has failed, on whatever worker."""
+        return self._error is not None
+
+    def start(self, awaited: Mapping[int, int], timeout: float, partial: PartialGradients | None) -> None:
+        """Prepares the pass for gates that wait. See `Passes.begin`."""
+        with self._lock:
+            if self._error is not None:
+                raise copy_error(self._error)
+            self._awaited, self._partial = awaited, partial
+            self._timeout, self._deadline = timeout, time.monotonic() + timeout
+
+    def finish(self) -> None:
+        """Drops all gradients."""
+        with self._lock:
+            self._futures.clear()
+            self._awaited, self._partial = {}, None
+
+    def abort(self, error: Exception) -> None:
+        """Fails everything that waits, or will wait, for gradients. The first error counts."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+                for future in self._futures.values():
+                    future.put(error)
+
+    def set_gradients(self, message_id: int, gradients: TensorGradients) -> None:
+        """Passes the gradients that the receiver of a message has sent to the message's gate."""
+        with self._lock:
+            if self._error is None:
+                self._future(message_id).put(gradients)
+
+    def wait_for_gradients(self, message_id: int) -> TensorGradients:
+        """Returns the gradients of the tensors of a message that this worker sent. Called by its gate.
+
+        Raises:
+            RpcTimeoutError: they did not arrive within the timeout of the pass.
+            Exception: the pass has failed.
+        """
+        with self._lock:
+            future = self._future(message_id)
+        seconds = max(0.0, self._deadline - time.monotonic()) if self._timeout else None
+        try:
+            with self._agent.blocking():
+                return future.wait(seconds)
+        except queue.Empty:
+            raise RpcTimeoutError(
+                self._agent.worker(self._awaited[message_id]).name,
+                self._timeout,
+                f"a backward pass of autograd context {self._context_id}, in which worker "
+                f"{self._agent.info.name!r} waits for the gradients of its message {message_id} to worker",
+            ) from None
+
+    def send_gradients(self, send: SendId, gradients: TensorGradients) -> None:
+        """Sends the gradients of the tensors of a received message to its sender. Called by its `RecvRpc` node."""
+        if self._partial is not None:
+            complete = self._partial.add(send, gradients)
+            if complete is None:
+                return
+            gradients = complete
+        sender, message_id = send
+        value = (self._context_id, self.id, message_id, compress(gradients))
+        self._agent.post(self._agent.worker(sender), MessageType.GRADIENTS, value)
+
+    def needed_workers(self) -> set[int]:
+        """Returns the ids of the workers without which the pass cannot go on here.
+
+        These are the one that called `backward`, and those that have gradients to send to this one.
+        """
+        caller, _ = self.id
+        with self._lock:
+            return {caller} | {
+                worker
+                for message_id, worker in self._awaited.items()
+                if (future := self._futures.get(message_id)) is None or not future.has_gradients
+            }
+
+    def _future(self, message_id: int) -> GradientFuture:
+        future = self._futures.get(message_id)
+        if future is None:
+            future = self._futures[message_id] = GradientFuture()
+            if self._error is not None:
+                future.put(self._error)
+        return future
+
+
+@final
+class Passes:
+    """The backward passes of one context on this worker. At most one of them runs. Safe to use from any thread."""
+
+    def __init__(self, agent: RpcAgent, context_id: int, on_closed: Callable[[], None]) -> None:
+        """Makes them.
+
+        Args:
+            agent: this worker's.
+            context_id: the id of the context.
+            on_closed: called once `close` has been called and no pass runs.
+        """
+        self._agent = agent
+        self._context_id = context_id
+        self._on_closed: Callable[[], None] | None = on_closed
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._passes: dict[PassId, BackwardPass] = {}
+        """Those that have not ended here, and those that have failed: more messages of them may arrive."""
+        self._running: BackwardPass | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass runs on this worker."""
+        return self._running is not None
+
+    def running(self) -> BackwardPass:
+        """Returns the running pass. Raises AutogradError if there is none."""
+        running = self._running
+        if running is None:
+            raise AutogradError(
+                f"a tensor of autograd context {self._context_id} was differentiated outside of its backward "
+                "pass: use gradwire.autograd.backward(context_id, [loss])"
+            )
+        return running
+
+    def begin(
+        self,
+        identifier: PassId,
+        awaited: Mapping[int, int],
+        timeout: float,
+        partial: PartialGradients | None = None,
+    ) -> BackwardPass:
+        """Makes a pass the running one.
+
+        Args:
+            identifier: the pass.
+            awaited: the messages whose gates take part, and the worker that will send the gradients of each.
+            timeout: seconds from now for which gates wait, 0 for no timeout.
+            partial: sums up the gradients of received messages, where they arrive in parts.
+
+        Raises:
+            UnknownContextError: the context has ended.
+            AutogradError: another pass of the context is running, or this one has failed on another worker.
+            WorkerLostError: a worker that the pass needs is lost.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise UnknownContextError(self._context_id, self._agent.info.name)
+            if self._running is not None:
+                raise AutogradError(
+                    f"two backward passes of context {self._context_id} run on worker {self._agent.info.name!r} "
+                    "at the same time: run them one after the other, or in contexts of their own"
+                )
+            begun = self._get(identifier)
+            begun.start(awaited, timeout, partial)
+            self._running = begun
+        # A worker that is lost from now on makes `on_worker_lost` abort the pass.
+        for worker in begun.needed_workers():
+            if (end := self._agent.end_of(worker)) is not None:
+                self.end(begun)
+                raise end.as_error(self._agent.worker(worker).name)
+        return begun
+
+    def end(self, running: BackwardPass) -> None:
+        """Ends the running pass on this worker."""
+        with self._lock:
+            self._running = None
+            running.finish()
+            if not running.is_aborted:
+                self._passes.pop(running.id, None)
+            is_closed = self._is_closed
+        if is_closed:
+            self._finish_closing()
+
+    def abort(self, identifier: PassId, error: Exception) -> None:
+        """Fails everything that waits, or will wait, for gradients of a pass."""
+        with self._lock:
+            aborted = self._get(identifier)
+            aborted.abort(error)
+            if aborted is not self._running:  # it has ended here, or never begins
+                aborted.finish()
+
+    def set_gradients(self, identifier: PassId, message_id: int, gradients: TensorGradients) -> None:
+        """Passes the gradients that the receiver of a message has sent to the message's gate."""
+        with self._lock:
+            receiving = self._get(identifier)
+        receiving.set_gradients(message_id, gradients)
+
+    def on_worker_lost(self, worker: int, error: Exception) -> None:
+        """Aborts the running pass if it cannot go on without a worker."""
+        with self._lock:
+            if self._running is not None and worker in self._running.needed_workers():
+                self._running.abort(error)
+
+    def close(self) -> None:
+        """Aborts the running pass and refuses others, because the context has ended."""
+        with self._lock:
+            self._is_closed = True
+            running = self._running
+            if running is not None:
+                running.abort(UnknownContextError(self._context_id, self._agent.info.name))
+        if running is None:
+            self._finish_closing()
+
+    def _finish_closing(self) -> None:
+        self._passes.clear()
+        on_closed, self._on_closed = self._on_closed, None  # ends a reference cycle with the context
+        if on_closed is not None:
+            on_closed()
+
+    def _get(self, identifier: PassId) -> BackwardPass:
+        found = self._passes.get(identifier)
+        if found is None:
+            found = self._passes[identifier] = BackwardPass(self._agent, self._context_id, identifier)
+        return found

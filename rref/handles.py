@@ -1,0 +1,187 @@
+"""The handles of RRefs: the owner's handle to a value, and a user's handle to a fork of a reference to it."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from ..errors import RRefError
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.extension import Extension
+from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.execution.futures import Future, error_of
+from ..rpc.execution.kept_errors import copy_error
+from .ids import GlobalId
+from .owner_table import OwnedValue
+
+__all__ = ["CreationCall", "Fork", "Lease", "OwnerHandle", "ReferenceExtension", "UserHandle", "references_of"]
+
+CreationCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""The function that makes a value, its positional arguments and its named ones."""
+
+
+@final
+class Lease:
+    """Keeps a fork from being deleted: shared by the program's reference and by requests in flight."""
+
+    __slots__ = ("__weakref__", "_on_released")
+
+    def __init__(self, on_released: Callable[[], None]) -> None:
+        """Args: on_released: called by a finalizer, when nothing refers to the lease any more. Takes no lock."""
+        self._on_released = on_released
+
+    def __del__(self) -> None:
+        self._on_released()
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Fork:
+    """A fork on the worker that holds it. Changes on the control thread only."""
+
+    reference: GlobalId
+    """The id of the reference, which is that of the value."""
+    id: GlobalId
+    owner: WorkerInfo
+    is_creator: bool = False
+    """Whether this worker has created the value by `remote`."""
+    is_confirmed: bool = False
+    """Whether the owner is known to have counted the fork."""
+    error: Exception | None = None
+    """Why it will never be confirmed."""
+    lease: Lease | None = None
+    """None once the program has dropped the reference."""
+    is_dropped: bool = False
+    """Whether the lease has been released."""
+    creation: Future[Any] | None = None
+    """On the creator: done when the call that makes the value has ended."""
+
+    def state(self) -> str:
+        """Returns the state in words: `pending`, `unconfirmed`, `confirmed`, `deleted` or `failed: ...`."""
+        error = self.error
+        if error is None and self.creation is not None and self.creation.done():
+            error = error_of(self.creation)
+        if error is not None:
+            return f"failed: {type(error).__name__}"
+        if self.lease is None:
+            return "deleted"
+        return "confirmed" if self.is_confirmed else "pending" if self.is_creator else "unconfirmed"
+
+
+@final
+class OwnerHandle:
+    """A handle on the owner of a value. Keeps the value."""
+
+    __slots__ = ("agent", "creation", "entry")
+
+    def __init__(self, agent: RpcAgent, entry: OwnedValue, creation: Future[Any] | None = None) -> None:
+        """Makes a handle.
+
+        Args:
+            agent: this worker's.
+            entry: the value.
+            creation: done when the call that makes the value has ended, if this handle is from `remote`.
+        """
+        self.agent = agent
+        self.entry = entry
+        self.creation = creation
+
+    @property
+    def id(self) -> GlobalId:
+        """The id of the value."""
+        return self.entry.id
+
+    @property
+    def owner(self) -> WorkerInfo:
+        """The worker that owns the value."""
+        return self.agent.info
+
+    @property
+    def lease(self) -> object:
+        """What a request that names the value keeps until it has ended."""
+        return self.entry
+
+    def check_usable(self, rref: object, use: str) -> None:  # noqa: ARG002 - as in UserHandle
+        """Raises the error that has kept the value from being made; not one that its function raised."""
+        if (error := _failure_of(self.creation)) is not None:
+            raise copy_error(error) from error.__cause__
+
+
+@final
+class UserHandle:
+    """A handle on a worker that does not own the value. Keeps the fork."""
+
+    __slots__ = ("agent", "fork")
+
+    def __init__(self, agent: RpcAgent, fork: Fork) -> None:
+        self.agent = agent
+        self.fork = fork
+
+    @property
+    def id(self) -> GlobalId:
+        """The id of the value."""
+        return self.fork.reference
+
+    @property
+    def owner(self) -> WorkerInfo:
+        """The worker that owns the value."""
+        return self.fork.owner
+
+    @property
+    def lease(self) -> object:
+        """What a request that names the value keeps until it has ended."""
+        return self.fork.lease
+
+    @property
+    def creation(self) -> Future[Any] | None:
+        """Done when the call that makes the value has ended, if this handle is from `remote`."""
+        return self.fork.creation
+
+    def check_usable(self, rref: object, use: str) -> None:
+        """Raises the error that keeps the reference from being used.
+
+        Args:
+            rref: the reference, for the error's message.
+            use: what it is used for, for the error's message.
+        """
+        if self.fork.lease is None:
+            raise RRefError(f"{rref} has been deleted. Cannot call {use} on it after deletion.")
+        # The control thread may not know yet of a creation that has just failed.
+        error = self.fork.error or _failure_of(self.fork.creation)
+        if error is not None:
+            raise copy_error(error) from error.__cause__
+
+    def __del__(self) -> None:
+        self.fork.lease = None
+
+
+class ReferenceExtension(Extension):
+    """What RRefs need of the extension that implements the protocol of references."""
+
+    @abstractmethod
+    def own(self, value: Any) -> OwnerHandle:
+        """Returns a handle to a value that is given to this worker."""
+
+    @abstractmethod
+    def create(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> OwnerHandle | UserHandle:
+        """Has a worker run a call and own the result; returns a handle to it at once.
+
+        Args:
+            owner: the worker.
+            call: the call.
+            timeout: seconds within which the call must end, 0 for no timeout, None for that of the options.
+        """
+
+    @abstractmethod
+    def entry(self, identifier: GlobalId) -> OwnedValue:
+        """Returns the entry of a value that this worker owns. Raises RRefError as `OwnerTable.get`."""
+
+
+def references_of(agent: RpcAgent) -> ReferenceExtension:
+    """Returns the extension of an agent that implements the protocol of references."""
+    return agent.extension(ReferenceExtension)  # type: ignore[type-abstract]
+
+
+def _failure_of(creation: Future[Any] | None) -> Exception | None:
+    """Returns why a value could not be made, if that is known."""
+    return error_of(creation) if creation is not None and creation.done() else None

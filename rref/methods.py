@@ -1,0 +1,127 @@
+"""Calls that name values by their ids, which makes no forks, and the functions that they run on the owner."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..rpc.call_handler import run_function
+from ..rpc.calls import send_call
+from ..rpc.contracts.agent import Destination, current_agent
+from ..rpc.contracts.arguments import check_call, check_timeout
+from ..rpc.execution.futures import Future
+from ..rpc.profiling.extension import RPCExecMode, profiled_call
+from .handles import OwnerHandle, UserHandle, references_of
+from .ids import GlobalId
+
+__all__ = ["call_method", "check_attribute", "create_value", "request_method", "request_type", "send_with_values"]
+
+USER_CODE_CALLERS = ("_require_attribute", "_run_method")
+"""See gradwire.rpc.wire.tracebacks."""
+
+Handle = OwnerHandle | UserHandle
+
+
+def create_value(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+) -> Handle:
+    """Has a worker run a function and own the result; returns a handle to it. See `gradwire.rpc.remote`."""
+    agent = current_agent()
+    owner = agent.worker(to)
+    call = check_call(func, args, kwargs)
+    seconds = check_timeout(timeout)
+    with profiled_call(agent, RPCExecMode.REMOTE, func, owner):
+        return references_of(agent).create(owner, call, seconds)
+
+
+def request_method(
+    handle: Handle,
+    mode: RPCExecMode,
+    timeout: float,
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Future[Any]:
+    """Calls a method of a value on its owner; returns a future of the result."""
+    return _request(handle, _call_method_by_id, (name, args, kwargs), timeout, mode, name)
+
+
+def request_type(handle: Handle, timeout: float) -> Future[type]:
+    """Asks the owner of a value for its type; returns a future of it."""
+    return _request(handle, _rref_typeof_on_owner, (), timeout)
+
+
+def check_attribute(handle: Handle, name: str, timeout: float) -> None:
+    """Asks the owner of a value whether it has an attribute. Raises AttributeError if it has not."""
+    _request(handle, _require_attribute, (name,), timeout).wait()
+
+
+def send_with_values(handles: Sequence[Handle], function: Callable[..., Any], args: Sequence[Any]) -> Future[Any]:
+    """Calls `function(values, *args)` on the worker that owns all values; returns a future of the result."""
+    identifiers = [tuple(handle.id) for handle in handles]
+    leases = [handle.lease for handle in handles]
+    return send_call(handles[0].owner, _call_with_values, (identifiers, function, args), keep=leases)
+
+
+def _request(
+    handle: Handle,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    mode: RPCExecMode = RPCExecMode.ASYNC,
+    name: str | None = None,
+) -> Future[Any]:
+    """Calls `function(id of the value, *args)` on the owner."""
+    return send_call(
+        handle.owner,
+        function,
+        (tuple(handle.id), *args),
+        timeout=timeout,
+        mode=mode,
+        keep=handle.lease,
+        name=name,
+    )
+
+
+# On the owner.
+
+
+def call_method(rref: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a method of the value of a reference."""
+    return _run_method(rref.local_value(), name, args, kwargs)
+
+
+def _call_method_by_id(
+    identifier: tuple[int, int], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    return _run_method(_value(identifier), name, args, kwargs)
+
+
+def _call_with_values(
+    identifiers: Sequence[tuple[int, int]], function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
+    return function([_value(identifier) for identifier in identifiers], *args)
+
+
+def _run_method(value: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    method = getattr(value, name)
+    if not callable(method) and not args and not kwargs:
+        return method
+    return run_function(method, args, kwargs)
+
+
+def _rref_typeof_on_owner(identifier: tuple[int, int]) -> type:
+    return type(_value(identifier))
+
+
+def _require_attribute(identifier: tuple[int, int], name: str) -> None:
+    getattr(_value(identifier), name)
+
+
+def _value(identifier: tuple[int, int]) -> Any:
+    agent = current_agent()
+    entry = references_of(agent).entry(GlobalId(*identifier))
+    with agent.blocking():
+        return entry.wait(0)

@@ -1,0 +1,128 @@
+"""Anomaly mode, activation checkpointing and autocast across workers."""
+
+import pytest
+import torch
+from gradwire import autograd, rpc
+from gradwire.errors import RemoteError
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import remote_functions
+from tests.autograd.test_features import leaf
+from tests.remote_functions import assert_clean
+
+
+@pytest.fixture
+def trio(workers):
+    """Three workers; the test runs on the first. Afterwards no context is left on any."""
+    started = workers.rpc(3)
+    yield started[0]
+    workers.each(started, assert_clean)
+
+
+def anomaly_here() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def undefined_gradient(x: torch.Tensor) -> torch.Tensor:
+    return torch.sqrt(x * 0) * 0
+
+
+class Anomaly(torch.autograd.Function):
+    """Records the anomaly mode in which its backward runs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        remote_functions.kept.append(anomaly_here())
+        return gradient
+
+
+def note_anomaly(x: torch.Tensor) -> torch.Tensor:
+    return Anomaly.apply(x)
+
+
+def kept() -> list[object]:
+    return remote_functions.kept
+
+
+def test_calls_and_passes_run_in_the_callers_anomaly_mode(trio):
+    def check() -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            for check_nan in (True, False):
+                with torch.autograd.set_detect_anomaly(True, check_nan=check_nan):
+                    assert rpc.rpc_sync("worker1", anomaly_here) == (True, check_nan)
+                    loss = rpc.rpc_sync("worker1", note_anomaly, (x,)).sum()
+                    autograd.backward(context_id, [loss])
+                assert rpc.rpc_sync("worker1", anomaly_here)[0] is False
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", note_anomaly, (x,)).sum()])
+        modes = rpc.rpc_sync("worker1", kept)
+        assert modes[:2] == [(True, True), (True, False)]
+        assert modes[2][0] is False
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", undefined_gradient, (x,)).sum()
+            autograd.backward(context_id, [loss], retain_graph=True)
+            assert autograd.get_gradients(context_id)[x].isnan().all()
+            with (
+                torch.autograd.set_detect_anomaly(True),
+                pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values") as caught,
+            ):
+                autograd.backward(context_id, [loss])
+            cause = caught.value.__cause__
+            assert isinstance(cause, RemoteError)
+            assert cause.worker == "worker1"
+
+    trio.run(check)
+
+
+def checkpointed(x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+    return checkpoint(through_worker2, x, use_reentrant=use_reentrant)
+
+
+def through_worker2(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("worker2", torch.sin, (x,)).exp()
+
+
+def test_activation_checkpointing(trio):
+    """A checkpointed function may call another worker; the recomputation calls it again."""
+
+    def check() -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", checkpointed, (x, False)).sum()
+            autograd.backward(context_id, [loss])
+            expected = torch.autograd.grad(x.sin().exp().sum(), x)[0]
+            assert torch.allclose(autograd.get_gradients(context_id)[x], expected)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", checkpointed, (x, True)).sum()
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):
+                autograd.backward(context_id, [loss])
+
+    trio.run(check)
+
+
+def with_autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    outside = torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = nn.functional.linear(x, weight)
+    return y, outside
+
+
+def test_autocast_does_not_apply_to_called_functions(trio):
+    def check() -> None:
+        x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+        with autograd.context() as context_id:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y, outside = rpc.rpc_sync("worker1", with_autocast, (x, weight))
+            assert y.dtype == torch.bfloat16
+            assert not outside
+            autograd.backward(context_id, [y.sum()])
+            found = autograd.get_gradients(context_id)
+            assert found[x].dtype == torch.float32
+            assert torch.equal(found[weight], torch.full((3, 4), 2.0))
+
+    trio.run(check)
