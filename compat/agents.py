@@ -96,7 +96,7 @@ def stop_current() -> None:
     agent = holder.get()
     if agent is not None:
         agent.shutdown(graceful=False, timeout=0)
-        holder.forget(agent)
+        holder.clear(agent)
 
 
 def set_current(agent: object) -> None:

@@ -139,7 +139,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None  # without the frames of the wait
     finally:
-        holder.forget(agent)
+        holder.clear(agent)
 
 
 def get_worker_info(worker_name: Destination | None = None) -> WorkerInfo:
@@ -266,7 +266,7 @@ def _leave_at_exit(agent: RpcAgent, earlier_error: BaseException | None) -> None
     """
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C again: some workers may not get the goodbye
         agent.leave_at_exit(WorkerEnd.of_this_process(earlier_error))
-    holder.forget(agent)
+    holder.clear(agent)
 
 
 def _choose_backend(

@@ -237,7 +237,7 @@ class CurrentAgent:
         self._default = agent
         self._afterwards = afterwards
 
-    def forget(self, agent: RpcAgent) -> None:
+    def clear(self, agent: RpcAgent) -> None:
         """Removes the agent of the process, if it is this one."""
         if self._default is agent:
             self._default = None

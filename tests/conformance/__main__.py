@@ -38,7 +38,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="conformance-") as logs:
         run = TestRun(
             stock=arguments.stock,
-            jobs=arguments.jobs,
+            parallel=arguments.jobs,
             timeout=arguments.timeout,
             words=tuple(arguments.k),
             logs=Path(logs),

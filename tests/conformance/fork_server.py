@@ -60,7 +60,7 @@ class TestRun:
     """The options of a run.
 
     stock: whether to use torch's own agent instead of gradwire.
-    jobs: number of tests that run at the same time.
+    parallel: number of tests that run at the same time.
     timeout: seconds for one test.
     words: run the tests with one of these in "Suite.test"; all if empty.
     logs: a folder for the output of each test.
@@ -68,7 +68,7 @@ class TestRun:
     """
 
     stock: bool
-    jobs: int
+    parallel: int
     timeout: int
     words: tuple[str, ...]
     logs: Path
@@ -94,9 +94,9 @@ def run_module(module: Module, run: TestRun, report: Connection) -> None:
     gc.freeze()
     waiting = [name for name in tests if not run.words or any(word in name for word in run.words)]
     running: list[_RunningTest] = []
-    jobs = min(run.jobs, module.max_jobs or run.jobs)
+    parallel = min(run.parallel, module.max_parallel or run.parallel)
     while waiting or running:
-        while waiting and len(running) < jobs:
+        while waiting and len(running) < parallel:
             name = waiting.pop(0)
             running.append(_RunningTest(name, tests[name], run))
         wait([test.sentinel for test in running], timeout=1)

@@ -27,14 +27,14 @@ class Module:
     fixture: the module and the class of torch's fixture, which sets the backend and its options.
     suites: names of classes in `torch.testing._internal.distributed.rpc_utils`.
     max_gpus: tests that need more GPUs are left out.
-    max_jobs: the highest number of tests that run at the same time.
+    max_parallel: the highest number of tests that run at the same time.
     """
 
     name: str
     fixture: tuple[str, str]
     suites: tuple[str, ...]
     max_gpus: int | None = None
-    max_jobs: int | None = None
+    max_parallel: int | None = None
 
 
 MODULES = (
@@ -67,7 +67,7 @@ MODULES = (
             "CudaDdpComparisonTest",
         ),
         max_gpus=1,
-        max_jobs=4,  # each has four workers with some 500 MiB of GPU memory, beside its tensors
+        max_parallel=4,  # each has four workers with some 500 MiB of GPU memory, beside its tensors
     ),
     Module(
         "faulty",
