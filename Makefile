@@ -87,11 +87,11 @@ types-tests: $(READY)  ## types of the tests, examples and benchmarks, less stri
 	done
 	cd $(VENV)/lint && MYPYPATH=. ../bin/mypy --config-file ../../tests/mypy.ini -p tests -p examples -p benchmarks
 
-coverage: $(READY)  ## the tests, and how much of the package they run: out/coverage, with a floor
-	rm -f .coverage .coverage.*
+coverage: $(READY)  ## the tests, and how much of the package they run, with a floor: out/coverage/html
+	rm -rf out/coverage && mkdir -p out/coverage
 	$(BIN)/coverage run -m pytest -n $(TEST_PROCESSES) --dist worksteal
 	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage html --quiet --directory out/coverage
+	$(BIN)/coverage html --quiet --directory out/coverage/html
 	$(BIN)/coverage report
 
 proto: $(READY)  ## regenerate proto/v1 from the .proto files
@@ -104,4 +104,4 @@ hooks: $(READY)  ## check every commit with pre-commit
 	$(BIN)/pre-commit install
 
 clean:           ## remove what make has built
-	rm -rf $(VENV) build dist out *.egg-info .coverage .coverage.*
+	rm -rf $(VENV) build dist out *.egg-info
