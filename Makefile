@@ -85,7 +85,7 @@ types-tests: $(READY)  ## types of the tests, examples and benchmarks, less stri
 	for each in gradwire=. tests=tests examples=examples benchmarks=benchmarks; do \
 	    ln -sfn "$(CURDIR)/$${each#*=}" $(VENV)/lint/$${each%%=*}; \
 	done
-	cd $(VENV)/lint && MYPYPATH=. ../bin/mypy --config-file ../../tests/mypy.ini -p tests -p examples -p benchmarks
+	cd $(VENV)/lint && MYPYPATH=. ../bin/mypy --config-file ../../tests/mypy.toml -p tests -p examples -p benchmarks
 
 coverage: $(READY)  ## the tests, and how much of the package they run, with a floor: out/coverage/html
 	rm -rf out/coverage && mkdir -p out/coverage

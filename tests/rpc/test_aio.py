@@ -263,7 +263,7 @@ def test_calls_to_oneself_are_cancelled_too(workers):
 def test_shutdown_after_cancelling(workers):
     a, b = workers.rpc(2)
 
-    def cancel() -> rpc.Future:
+    def cancel() -> None:
         future = rpc.rpc_async("worker1", wait_for, ("shutdown",))
         future.cancel()
         remote_functions.kept.append(future)
