@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d import FileStore, PrefixStore, register_engine
+from gradwire.c10d import FileStore, PrefixStore
 from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import RankLostError
 
-from tests.c10d.fake_nccl import make_engine
+import tests.c10d.fake_nccl  # noqa: F401 - registers its engine, in workers too
 from tests.c10d.members import everywhere
 
 BACKENDS = ["gradwire_shm", "gradwire_gloo", "gradwire_mpi", "fake_nccl"]
@@ -31,7 +31,6 @@ here: dict[str, Any] = {}
 
 
 def open_store(path: Path, rank: int, size: int) -> None:
-    register_engine("fake_nccl", make_engine, devices=["cpu"])
     torch.set_num_threads(1)
     here.update(store=FileStore(str(path), size), rank=rank, size=size)
 

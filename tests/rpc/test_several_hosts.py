@@ -17,7 +17,6 @@ from gradwire.errors import RendezvousError, RpcError
 from gradwire.optim import DistributedOptimizer
 from torch import distributed
 
-from examples import parameter_server
 from tests.hosts import NETWORK, Network
 from tests.remote_functions import add
 from tests.workers import Pending, Worker
@@ -262,6 +261,8 @@ def test_an_unmodified_program_for_torch(hosts):
 
 
 def run_example(rank: int, variables: dict[str, str]) -> str:
+    from examples import parameter_server  # imports scikit-learn: 0.7 s in each worker of this module
+
     os.environ.update(variables, RANK=str(rank))
     sys.argv = ["parameter_server.py", "--epochs", "1", "--quiet", "--insecure"]
     torch.set_num_threads(1)

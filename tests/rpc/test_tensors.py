@@ -94,12 +94,6 @@ def compressed(tensor: Tensor) -> list[Any]:
     return [tensor.layout, indices[0].dtype, tensor.shape, tensor.requires_grad, *parts]
 
 
-@pytest.fixture
-def pair(workers):
-    """Starts two workers, and returns the first one, on which the test runs."""
-    return workers.rpc(2)[0]
-
-
 def check_kinds(make: Callable[[str], Tensor], names: list[str], describe: Callable[[Tensor], list[Any]]) -> None:
     warnings.simplefilter("ignore")
     for name in names:
@@ -112,21 +106,21 @@ def check_kinds(make: Callable[[str], Tensor], names: list[str], describe: Calla
             assert describe(rpc.rpc_sync("worker1", make, (name,)).detach())[:3] == expected[:3]
 
 
-def test_quantized_tensors(pair):
-    pair.run(check_kinds, quantized, list(QUANTIZED), quantization)
+def test_quantized_tensors(two_workers):
+    two_workers[0].run(check_kinds, quantized, list(QUANTIZED), quantization)
 
 
-def test_sparse_tensors(pair):
-    pair.run(check_kinds, sparse, list(SPARSE), compressed)
+def test_sparse_tensors(two_workers):
+    two_workers[0].run(check_kinds, sparse, list(SPARSE), compressed)
 
 
-def test_quantized_tensors_keep_their_strides(pair):
+def test_quantized_tensors_keep_their_strides(two_workers):
     def check() -> None:
         for name in ("transposed", "channels"):
             received = rpc.rpc_sync("worker1", quantized, (name,))
             assert received.stride() == quantized(name).stride()
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def quantization_despite_warnings(tensor: Tensor) -> list[Any]:
@@ -154,17 +148,17 @@ def quantized_model() -> nn.Module:
 
 
 @pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs fbgemm")
-def test_quantized_modules(pair):
+def test_quantized_modules(two_workers):
     def check() -> None:
         x = torch.ones(1, 2)
         expected = quantized_model()(x)
         assert torch.equal(rpc.rpc_sync("worker1", quantized_model)(x), expected)
         assert torch.equal(rpc.rpc_sync("worker1", quantized_model().forward, (x,)), expected)
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_dtypes_that_torch_only_stores(pair):
+def test_dtypes_that_torch_only_stores(two_workers):
     def check() -> None:
         for dtype in BYTES:
             carrier = torch.int16 if dtype.itemsize == 2 else torch.uint8
@@ -174,14 +168,14 @@ def test_dtypes_that_torch_only_stores(pair):
                 assert received.dtype == dtype
                 assert torch.equal(received.view(carrier), sent)
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def on_meta() -> Tensor:
     return torch.empty(2, 3, device="meta").t()
 
 
-def test_tensors_without_elements_on_meta(pair):
+def test_tensors_without_elements_on_meta(two_workers):
     def check() -> None:
         received = rpc.rpc_sync("worker1", on_meta)
         assert (received.device.type, received.shape, received.stride()) == ("meta", (3, 2), (1, 3))
@@ -189,7 +183,7 @@ def test_tensors_without_elements_on_meta(pair):
         assert all(isinstance(p, nn.Parameter) and p.is_meta and p.requires_grad for p in model.parameters())
         assert rpc.rpc_sync("worker1", identity, ([on_meta(), on_meta()],))[1].is_meta
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def yields() -> Iterator[int]:
@@ -220,7 +214,7 @@ def returns(name: str) -> object:
     raise AssertionError(name)
 
 
-def test_errors_for_unsendable_values_say_what_to_do(pair):
+def test_errors_for_unsendable_values_say_what_to_do(two_workers):
     def check() -> None:
         for function, args, problem in (
             (yields, (), "the result cannot be sent: it is a generator: call the function by rpc_stream"),
@@ -244,16 +238,16 @@ def test_errors_for_unsendable_values_say_what_to_do(pair):
             rpc.rpc_sync("worker1", identity, ([1, yields()],))
         assert list(rpc.rpc_stream("worker1", yields)) == [1]
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_storages(pair):
+def test_storages(two_workers):
     def check() -> None:
         received = rpc.rpc_sync("worker1", returns, ("storage",))
         assert type(received) is torch.UntypedStorage
         assert torch.empty(0).set_(received).tolist() == [0, 1, 2]
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def halves() -> list[Tensor]:
@@ -278,7 +272,7 @@ class TiedByMemory(nn.Module):
         self.second = nn.Parameter(self.first.data.t())
 
 
-def test_tensors_that_share_memory_share_it_where_they_arrive(pair):
+def test_tensors_that_share_memory_share_it_where_they_arrive(two_workers):
     def check() -> None:
         expected = [[1, 1, 0, 5], [[1, 0], [1, 5]], [1, 1, 1]]
         assert fill(*halves()) == expected
@@ -292,7 +286,7 @@ def test_tensors_that_share_memory_share_it_where_they_arrive(pair):
             expected
         ] * 2
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def change_in_place(first: Tensor, whole: Tensor) -> Tensor:
@@ -300,7 +294,7 @@ def change_in_place(first: Tensor, whole: Tensor) -> Tensor:
     return first.sum() + 10 * whole.square().sum()
 
 
-def test_tensors_that_gradients_flow_through_do_not_share_memory(pair):
+def test_tensors_that_gradients_flow_through_do_not_share_memory(two_workers):
     def check() -> None:
         whole = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -309,7 +303,7 @@ def test_tensors_that_gradients_flow_through_do_not_share_memory(pair):
             autograd.backward(context_id, [loss])
             assert autograd.get_gradients(context_id)[whole].tolist() == [22, 22, 20]
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def change_by_weight(row: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
@@ -317,7 +311,7 @@ def change_by_weight(row: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
     return whole.sum()
 
 
-def test_autograd_records_views_that_share_memory(pair):
+def test_autograd_records_views_that_share_memory(two_workers):
     def check() -> None:
         whole, weight = torch.ones(2, 3), torch.full((), 5.0, requires_grad=True)
         with autograd.context() as context_id:
@@ -326,7 +320,7 @@ def test_autograd_records_views_that_share_memory(pair):
             autograd.backward(context_id, [loss])
             assert autograd.get_gradients(context_id)[weight].item() == 3
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def round_trip(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
