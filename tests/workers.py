@@ -189,15 +189,25 @@ class Workers:
         return [p.result() for p in pending]
 
     def rpc(self, count: int, **options: Any) -> list[Worker]:
-        """Starts `count` workers that form an RPC group; they are named worker0, worker1, …"""
+        """Starts `count` workers that form an RPC group; they are named worker0, worker1, …
+
+        Args:
+            count: the number of workers.
+            options: of RpcBackendOptions.
+        """
         started = self(count)
+        self.join_rpc(started, **options)
+        return started
+
+    def join_rpc(self, members: Sequence[Worker], **options: Any) -> None:
+        """Has workers form an RPC group; options are those of RpcBackendOptions."""
         url = f"file://{self.folder / 'rendezvous'}"
         pending = [
-            worker.start(_init_rpc, worker.name, rank, count, url, options) for rank, worker in enumerate(started)
+            worker.start(_init_rpc, worker.name, rank, len(members), url, options)
+            for rank, worker in enumerate(members)
         ]
         for p in pending:
             p.result()
-        return started
 
     def stop(self) -> None:
         """Ends all of them."""

@@ -105,20 +105,22 @@ def hop(x: torch.Tensor) -> torch.Tensor:
     return x * 1.01
 
 
+header_sizes: list[int] = []
+"""Bytes of the autograd headers that this worker has sent since `measure_headers`."""
+
+
 def measure_headers() -> None:
-    """Records the size in bytes of the largest autograd header that this worker sends."""
     on_send = Autograd.on_send
-    Autograd.largest = 0
 
     def measured(self: Autograd, message: Outgoing) -> None:
         on_send(self, message)
-        Autograd.largest = max(Autograd.largest, message.envelope.autograd.ByteSize())
+        header_sizes.append(message.envelope.autograd.ByteSize())
 
     Autograd.on_send = measured
 
 
 def largest_header() -> int:
-    return Autograd.largest
+    return max(header_sizes, default=0)
 
 
 def send_at_most(limit: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
+from gradwire.rpc.contracts.messages import Extension, Incoming, register_extension
 from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
@@ -350,25 +351,27 @@ def test_torch_is_restored(workers):
     assert 1 in a.run(leave_within_a_profile)
 
 
-def test_without_a_profile_nothing_is_sent(workers):
-    def profiled_messages():
-        from gradwire.rpc.contracts.agent import current_agent
-        from gradwire.rpc.profiling.extension import Profiling
+answers_with_profile: list[bool] = []
 
-        profiling = current_agent().extension(Profiling)
-        seen = []
-        on_receive = profiling.on_receive
-        profiling.on_receive = lambda message: (
-            seen.append(message.envelope.HasField("profile")),
-            on_receive(message),
-        )
+
+class ProfileHeaders(Extension):
+    """Records of each answer that this worker receives whether it brings a profile."""
+
+    def on_receive(self, message: Incoming) -> None:
+        answers_with_profile.append(message.envelope.HasField("profile"))
+
+
+def test_without_a_profile_nothing_is_sent(workers):
+    def call_without_and_within_a_profile() -> list[bool]:
         rpc.rpc_sync("worker1", remote_functions.torch_operations)
         with profiler_legacy.profile():
             rpc.rpc_sync("worker1", remote_functions.torch_operations)
-        return seen
+        return answers_with_profile
 
-    a, _ = workers.rpc(2)
-    assert a.run(profiled_messages) == [False, True]
+    a, b = workers(2)
+    a.run(register_extension, ProfileHeaders)
+    workers.join_rpc([a, b])
+    assert a.run(call_without_and_within_a_profile) == [False, True]
 
 
 def results(profile: rpc.RRef) -> list:
