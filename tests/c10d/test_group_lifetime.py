@@ -23,8 +23,8 @@ import tests.c10d.fake_nccl  # noqa: F401 - registers its engine, in workers too
 from tests.c10d.members import everywhere
 
 BACKENDS = ["gradwire_shm", "gradwire_gloo", "gradwire_mpi", "fake_nccl"]
-TOLD_SECONDS = 2.0
-"""So long others may take to hear that a rank has dropped its group."""
+TOLD_SECONDS = 15.0
+"""How long the others may take to hear that a rank has dropped its group; their operations time out after 60 s."""
 
 here: dict[str, Any] = {}
 """Objects that a worker process keeps between the functions that it runs."""

@@ -278,7 +278,7 @@ def test_a_waiting_rank_uses_little_processor_time(group):
     threading.Event().wait(3)  # the wait that is measured
     second.run(dist.barrier)
     used, waited = waiting.result()
-    assert waited > 2.5
+    assert waited > 1, "the barrier began too late to be measured"
     assert used < 0.1 * waited
 
 
