@@ -7,7 +7,8 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.contracts.messages import Extension, Incoming, register_extension
+from gradwire.rpc.contracts.extension import Extension, register_extension
+from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
