@@ -2,14 +2,14 @@
 
 import json
 import threading
+from unittest import mock
 
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.contracts.extension import Extension, register_extension
 from gradwire.rpc.contracts.messages import Incoming
-from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
+from gradwire.rpc.profiling.extension import REMOTE_PREFIX, Profiling, RPCExecMode, build_rpc_profiling_key
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
 
@@ -352,27 +352,22 @@ def test_torch_is_restored(workers):
     assert 1 in a.run(leave_within_a_profile)
 
 
-answers_with_profile: list[bool] = []
+def test_without_a_profile_nothing_is_sent(two_workers):
+    def profiles_in_answers() -> list[bool]:
+        seen = []
+        on_receive = Profiling.on_receive
 
+        def record(self: Profiling, message: Incoming) -> None:
+            seen.append(message.envelope.HasField("profile"))
+            on_receive(self, message)
 
-class ProfileHeaders(Extension):
-    """Records of each answer that this worker receives whether it brings a profile."""
-
-    def on_receive(self, message: Incoming) -> None:
-        answers_with_profile.append(message.envelope.HasField("profile"))
-
-
-def test_without_a_profile_nothing_is_sent(workers):
-    def call_without_and_within_a_profile() -> list[bool]:
-        rpc.rpc_sync("worker1", remote_functions.torch_operations)
-        with profiler_legacy.profile():
+        with mock.patch.object(Profiling, "on_receive", record):
             rpc.rpc_sync("worker1", remote_functions.torch_operations)
-        return answers_with_profile
+            with profiler_legacy.profile():
+                rpc.rpc_sync("worker1", remote_functions.torch_operations)
+        return seen
 
-    a, b = workers(2)
-    a.run(register_extension, ProfileHeaders)
-    workers.join_rpc([a, b])
-    assert a.run(call_without_and_within_a_profile) == [False, True]
+    assert two_workers[0].run(profiles_in_answers) == [False, True]
 
 
 def results(profile: rpc.RRef) -> list:
