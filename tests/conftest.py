@@ -42,6 +42,29 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoPackage())
 
 
+LONG_MODULES = frozenset(
+    {
+        "test_conformance.py",
+        "test_docs.py",
+        "test_example_programs.py",
+        "test_examples.py",
+        "test_launch.py",
+        "test_main.py",
+        "test_programs.py",
+        "test_quiet.py",
+        "test_quiet_runs.py",
+        "test_several_hosts.py",
+        "test_types.py",
+    }
+)
+"""Modules whose tests start programs: they take 5 to 30 s each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts long tests first, so that at the end of a parallel run no process waits for one that began late."""
+    items.sort(key=lambda item: item.path.name not in LONG_MODULES)
+
+
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
     """Starts worker processes, which end with the test: `workers(2)`, or `workers.rpc(2)` in an RPC group."""
