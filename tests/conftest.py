@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 LONG_MODULES = frozenset(
     {
+        "test_benchmarks.py",
         "test_conformance.py",
         "test_docs.py",
         "test_example_programs.py",
