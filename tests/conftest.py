@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 from tests.c10d.members import join_all  # noqa: E402
-from tests.hosts import Network, why_not  # noqa: E402
+from tests.hosts import Network, why_unavailable  # noqa: E402
 from tests.remote_functions import assert_clean  # noqa: E402
 from tests.workers import Worker, Workers  # noqa: E402
 
@@ -121,7 +121,7 @@ def group(group_on: Callable[..., list[Worker]], request: pytest.FixtureRequest)
 @pytest.fixture
 def hosts(workers: Workers) -> Callable[..., Network]:
     """Starts workers on simulated hosts: `hosts(2, 1)` puts two on the first and one on the second."""
-    if reason := why_not():
+    if reason := why_unavailable():
         pytest.skip(reason)
     return lambda *counts, **options: Network(workers, counts, **options)
 

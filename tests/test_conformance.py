@@ -1,4 +1,4 @@
-"""The runner of torch's suites: that it runs them, and tells good from bad."""
+"""The runner of torch's RPC suites runs them, and its report tells expected failures from unexpected ones."""
 
 import functools
 import re

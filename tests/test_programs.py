@@ -1,4 +1,4 @@
-"""The table of programs on torch's agent and on gradwire: that it runs them, and tells differences."""
+"""`make programs` runs programs on torch's agent and on gradwire, and its table shows the differences."""
 
 import os
 import subprocess

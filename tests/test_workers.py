@@ -1,4 +1,4 @@
-"""The helper that every other test stands on."""
+"""The worker processes of the other tests: tests/workers.py."""
 
 import os
 
