@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -57,32 +58,45 @@ def test_equal_calls_pass_the_check(workers, group):
     assert workers.each(group(check_calls=True), agree) == [[27.0, 27.0]] * SIZE
 
 
-def call_otherwise(how: str) -> str:
-    tensor = torch.ones(4 if how == "shape" and dist.get_rank() == 1 else 3)
+def call_otherwise(odd_call: Callable[[], None]) -> str:
+    """Rank 1 makes another call than the others."""
     with pytest.raises(CollectiveMismatchError) as caught:
-        if dist.get_rank() == 1 and how == "operation":
-            dist.broadcast(tensor, 0)
-        elif dist.get_rank() == 1 and how == "reduction":
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        elif dist.get_rank() == 1 and how == "dtype":
-            dist.all_reduce(tensor.double())
+        if dist.get_rank() == 1:
+            odd_call()
         else:
-            dist.all_reduce(tensor)
+            dist.all_reduce(torch.ones(3))
     assert caught.value.ranks == [1]
     return str(caught.value)
 
 
+def another_operation() -> None:
+    dist.broadcast(torch.ones(3), 0)
+
+
+def another_reduction() -> None:
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX)
+
+
+def another_shape() -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def another_dtype() -> None:
+    dist.all_reduce(torch.ones(3, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(
-    ("how", "odd"),
+    ("odd_call", "odd"),
     [
-        ("operation", r"broadcast\(dtype=float32, shapes=\[\[3\]\], root=0\)"),
-        ("reduction", r"all_reduce\(dtype=float32, shapes=\[\[3\]\], reduction=max\)"),
-        ("shape", r"all_reduce\(dtype=float32, shapes=\[\[4\]\], reduction=sum\)"),
-        ("dtype", r"all_reduce\(dtype=float64, shapes=\[\[3\]\], reduction=sum\)"),
+        (another_operation, r"broadcast\(dtype=float32, shapes=\[\[3\]\], root=0\)"),
+        (another_reduction, r"all_reduce\(dtype=float32, shapes=\[\[3\]\], reduction=max\)"),
+        (another_shape, r"all_reduce\(dtype=float32, shapes=\[\[4\]\], reduction=sum\)"),
+        (another_dtype, r"all_reduce\(dtype=float64, shapes=\[\[3\]\], reduction=sum\)"),
     ],
+    ids=["operation", "reduction", "shape", "dtype"],
 )
-def test_the_odd_rank_is_named_with_its_call_and_line(workers, group, how, odd):
-    texts = workers.each(group(check_calls=True), call_otherwise, how)
+def test_the_odd_rank_is_named_with_its_call_and_line(workers, group, odd_call, odd):
+    texts = workers.each(group(check_calls=True), call_otherwise, odd_call)
     assert len(set(texts)) == 1
     assert re.search(rf"rank 1: {odd} at .*test_debug.py:\d+$", texts[0]), texts[0]
     assert re.search(r"ranks 0, 2: all_reduce\(.*\) at .*test_debug.py:\d+", texts[0])

@@ -198,40 +198,51 @@ async def asynchronous() -> None:
     pass
 
 
-def returns(name: str) -> object:
-    if name == "storage":
-        return torch.arange(3.0).untyped_storage()
-    if name == "mkldnn":
-        return torch.ones(2, 2).to_mkldnn()
-    if name == "nested":
-        return {"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}
-    if name == "future":
-        return torch.futures.Future()
-    if name == "no quantizer":
-        return torch.empty(2, dtype=torch.qint8)
-    if name == "sparse on meta":
-        return torch.sparse_coo_tensor(size=(2, 2), device="meta")
-    raise AssertionError(name)
+def an_mkldnn_tensor() -> torch.Tensor:
+    return torch.ones(2, 2).to_mkldnn()
 
 
-def test_errors_for_unsendable_values_say_what_to_do(two_workers):
+def a_nested_tensor() -> dict[str, torch.Tensor]:
+    return {"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}
+
+
+def a_future() -> torch.futures.Future:
+    return torch.futures.Future()
+
+
+def a_quantized_tensor_without_scale() -> torch.Tensor:
+    return torch.empty(2, dtype=torch.qint8)
+
+
+def a_sparse_tensor_on_meta() -> torch.Tensor:
+    return torch.sparse_coo_tensor(size=(2, 2), device="meta")
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (yields, "the result cannot be sent: it is a generator: call the function by rpc_stream"),
+        (yields_asynchronously, "it is an asynchronous generator: .*rpc_stream"),
+        (asynchronous, "it is a coroutine, .* asyncio.run"),
+        (a_future, "Can not pickle torch.futures.Future: wait for it, .*async_execution"),
+        (an_mkldnn_tensor, r"layout torch._mkldnn: send tensor.to_dense\(\)"),
+        (a_nested_tensor, r"the result\['a'\] .* nested tensor .*torch.jagged"),
+        (a_quantized_tensor_without_scale, "quantized tensor without scale"),
+        (a_sparse_tensor_on_meta, "sparse tensor on meta"),
+    ],
+)
+def test_errors_for_unsendable_values_say_what_to_do(two_workers, function, problem):
     def check() -> None:
-        for function, args, problem in (
-            (yields, (), "the result cannot be sent: it is a generator: call the function by rpc_stream"),
-            (yields_asynchronously, (), "it is an asynchronous generator: .*rpc_stream"),
-            (asynchronous, (), "it is a coroutine, .* asyncio.run"),
-            (returns, ("future",), "Can not pickle torch.futures.Future: wait for it, .*async_execution"),
-            (returns, ("mkldnn",), r"layout torch._mkldnn: send tensor.to_dense\(\)"),
-            (returns, ("nested",), r"the result\['a'\] .* nested tensor .*torch.jagged"),
-            (returns, ("no quantizer",), "quantized tensor without scale"),
-            (returns, ("sparse on meta",), "sparse tensor on meta"),
-        ):
-            for run in (
-                lambda f, a: rpc.rpc_sync("worker1", f, a),
-                lambda f, a: rpc.remote("worker1", f, a).to_here(),
-            ):
-                with pytest.raises(SerializationError, match=problem):
-                    run(function, args)
+        with pytest.raises(SerializationError, match=problem):
+            rpc.rpc_sync("worker1", function)
+        with pytest.raises(SerializationError, match=problem):
+            rpc.remote("worker1", function).to_here()
+
+    two_workers[0].run(check)
+
+
+def test_a_generator_is_found_within_arguments(two_workers):
+    def check() -> None:
         with pytest.raises(
             SerializationError, match=r"args\[0\]\[1\] cannot be sent: it is a generator: .*rpc_stream"
         ):
@@ -241,11 +252,15 @@ def test_errors_for_unsendable_values_say_what_to_do(two_workers):
     two_workers[0].run(check)
 
 
+def a_storage() -> torch.UntypedStorage:
+    return torch.arange(3.0).untyped_storage()
+
+
 def test_storages(two_workers):
     def check() -> None:
-        received = rpc.rpc_sync("worker1", returns, ("storage",))
-        assert type(received) is torch.UntypedStorage
-        assert torch.empty(0).set_(received).tolist() == [0, 1, 2]
+        came = rpc.rpc_sync("worker1", a_storage)
+        assert type(came) is torch.UntypedStorage
+        assert torch.empty(0).set_(came).tolist() == [0, 1, 2]
 
     two_workers[0].run(check)
 
