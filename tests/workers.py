@@ -114,7 +114,7 @@ class Worker:
     def start(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Pending[T]:
         """Has the worker run `function(*args, **kwargs)` after what it was given before. Returns at once."""
         number = next(self._numbers)
-        self._connection.send_bytes(cloudpickle.dumps((number, function, args, kwargs)))
+        self._connection.send_bytes(pickle.dumps((number, cloudpickle.dumps((function, args, kwargs)))))
         return Pending(self, number)
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -257,10 +257,10 @@ def _worker_main(connection: Connection, log: str) -> None:
 
 
 def _run_command(message: bytes) -> bytes:
-    """Runs a pickled (number, function, args, kwargs); returns (number, succeeded, value or error, traceback)."""
-    number = -1
+    """Runs a numbered function; returns the pickled (number, succeeded, value or error, traceback)."""
+    number, command = pickle.loads(message)
     try:
-        number, function, args, kwargs = pickle.loads(message)
+        function, args, kwargs = pickle.loads(command)
         return cloudpickle.dumps((number, True, function(*args, **kwargs), ""))
     except BaseException as error:
         text = traceback.format_exc()
