@@ -258,9 +258,9 @@ def a_storage() -> torch.UntypedStorage:
 
 def test_storages(two_workers):
     def check() -> None:
-        came = rpc.rpc_sync("worker1", a_storage)
-        assert type(came) is torch.UntypedStorage
-        assert torch.empty(0).set_(came).tolist() == [0, 1, 2]
+        received = rpc.rpc_sync("worker1", a_storage)
+        assert type(received) is torch.UntypedStorage
+        assert torch.empty(0).set_(received).tolist() == [0, 1, 2]
 
     two_workers[0].run(check)
 
