@@ -135,6 +135,7 @@ def make_and_destroy(path: Path, rank: int, backend: str) -> tuple[int, list[int
     for _ in range(3):
         alive.append(weakref.ref(dist.new_group()))
     alive.append(weakref.ref(dist.group.WORLD))
+    here["store"].barrier("made", 2)  # a group must not end while the other rank is still connecting it
     dist.destroy_process_group()
     left = sum(each() is not None for each in alive)
     return left, remaining_resources(before)
