@@ -20,7 +20,7 @@ from tests.remote_functions import add, wait_until
 from tests.workers import Worker
 
 ALL_RAISE_TIMEOUT_S = 30.0
-"""Seconds in which all workers must have raised. Joining times out after 50; an idle machine takes less than one."""
+"""Seconds in which all workers must have raised: less than one on an idle machine. Joining times out after 50."""
 
 STORE_PREFIX = "gradwire/rendezvous/rpc"
 
