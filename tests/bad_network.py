@@ -1,4 +1,4 @@
-"""A network that misbehaves, for what must work all the same."""
+"""A network that loses, repeats and reorders messages, for protocols that must work all the same."""
 
 import random
 from collections.abc import Sequence
@@ -12,14 +12,20 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has control messages be repeated soon."""
+    """Makes agents of this process repeat unacknowledged control messages within milliseconds."""
     monkeypatch.setattr(control, "ATTEMPT_TIMEOUT_S", 0.05)
     monkeypatch.setattr(control, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(control, "MAX_PAUSE_S", 0.02)
 
 
 class BadNetwork:
-    """Loses, doubles and delays envelopes of these types that an agent sends."""
+    """Loses, repeats and delays a share of the envelopes that an agent sends.
+
+    Args:
+        agent: its envelopes go through this network from now on.
+        seed: of the random choices.
+        kinds: the message types that may be lost, repeated or delayed; others are sent as they are.
+    """
 
     def __init__(self, agent: GrpcAgent, seed: int, kinds: Sequence[int]) -> None:
         self._network = agent._network

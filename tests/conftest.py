@@ -1,7 +1,8 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests: worker processes, alone and in groups, hosts, and agents in the test's own process."""
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from gradwire.c10d import HashStore
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.contracts.agent import is_initialized
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
@@ -18,14 +20,16 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from tests.hosts import Network, why_not  # noqa: E402
-from tests.workers import Workers  # noqa: E402
+from tests.c10d.members import join_all  # noqa: E402
+from tests.hosts import Network, why_unavailable  # noqa: E402
+from tests.remote_functions import assert_clean  # noqa: E402
+from tests.workers import Worker, Workers  # noqa: E402
 
 
 class RootIsNoPackage:
-    """Has pytest take the repository root for a folder, although its `__init__.py` is that of gradwire.
+    """Makes pytest collect the repository root as a plain folder, although it holds gradwire's `__init__.py`.
 
-    pytest would import it a second time, by the name of the folder, which need not be one for a module.
+    pytest would import the package a second time under the name of the folder, which need not be an identifier.
     """
 
     @pytest.hookimpl(tryfirst=True)
@@ -34,22 +38,90 @@ class RootIsNoPackage:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers a plugin, since the hooks of this file itself are not asked about the folder above."""
+    """Registers `RootIsNoPackage`: the hooks of a conftest.py do not apply to the folder above its own."""
     config.pluginmanager.register(RootIsNoPackage())
+
+
+LONG_MODULES = frozenset(
+    {
+        "test_benchmarks.py",
+        "test_conformance.py",
+        "test_docs.py",
+        "test_example_programs.py",
+        "test_examples.py",
+        "test_launch.py",
+        "test_main.py",
+        "test_programs.py",
+        "test_quiet.py",
+        "test_quiet_runs.py",
+        "test_several_hosts.py",
+        "test_types.py",
+    }
+)
+"""Modules whose tests start programs: they take 5 to 30 s each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts long tests first, so that at the end of a parallel run no process waits for one that began late."""
+    items.sort(key=lambda item: item.path.name not in LONG_MODULES)
 
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
-    """Starts worker processes; all of them end with the test."""
-    group = Workers(tmp_path)
-    yield group
-    group.stop()
+    """Starts worker processes, which end with the test: `workers(2)`, or `workers.rpc(2)` in an RPC group."""
+    started = Workers(tmp_path)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def two_workers(workers: Workers) -> Iterator[list[Worker]]:
+    """Two workers in an RPC group, worker0 and worker1; after the test nothing is left on them."""
+    yield from _clean_rpc_group(workers, 2)
+
+
+@pytest.fixture
+def three_workers(workers: Workers) -> Iterator[list[Worker]]:
+    """Three workers in an RPC group, worker0 to worker2; after the test nothing is left on them."""
+    yield from _clean_rpc_group(workers, 3)
+
+
+def _clean_rpc_group(workers: Workers, count: int) -> Iterator[list[Worker]]:
+    started = workers.rpc(count)
+    yield started
+    workers.each([worker for worker in started if worker.process.is_alive()], _assert_clean_if_joined)
+
+
+def _assert_clean_if_joined() -> None:
+    if is_initialized():  # the test may have shut the worker down
+        assert_clean()
+
+
+@pytest.fixture
+def group_on(workers: Workers, tmp_path: Path) -> Callable[..., list[Worker]]:
+    """Starts workers in a process group: `group_on("gradwire_shm", 2)` returns [worker, worker].
+
+    Its operations time out after the third argument, in seconds, if there is one.
+    """
+
+    def start(backend: str, size: int, seconds: float | None = None) -> list[Worker]:
+        members = workers(size)
+        join_all(members, tmp_path / "store", backend, seconds)
+        return members
+
+    return start
+
+
+@pytest.fixture
+def group(group_on: Callable[..., list[Worker]], request: pytest.FixtureRequest) -> Callable[..., list[Worker]]:
+    """Starts workers in a process group on the module's `BACKEND`, else gradwire_shm: `group(2)`."""
+    return partial(group_on, getattr(request.module, "BACKEND", "gradwire_shm"))
 
 
 @pytest.fixture
 def hosts(workers: Workers) -> Callable[..., Network]:
-    """Hosts with so many workers each, for what depends on the network: `hosts(2, 1)`."""
-    if reason := why_not():
+    """Starts workers on simulated hosts: `hosts(2, 1)` puts two on the first and one on the second."""
+    if reason := why_unavailable():
         pytest.skip(reason)
     return lambda *counts, **options: Network(workers, counts, **options)
 
@@ -67,7 +139,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
-    """Several agents in this process, for what is easier to watch from inside."""
+    """Starts RPC agents in the test's own process, for tests that look inside them: `agents(2)`."""
     made: list[GrpcAgent] = []
     store = HashStore()
 

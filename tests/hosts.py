@@ -1,14 +1,14 @@
-"""Several hosts, in one: worker processes in namespaces of their own, joined by a virtual switch.
+"""Simulated hosts: worker processes in network namespaces of their own, joined by a virtual switch.
 
     def test_a_sum(hosts):
         net = hosts(2, 1)                        # two workers on the first host, one on the second
         a, b, c = net.workers
-        net.unplug(1)                            # the second host vanishes without a word
+        net.unplug(1)                            # the second host can no longer be reached
 
-A host has its own network, host name, /dev/shm and boot id. Its name leads to its loopback address and is unknown
-to the others, as on a fresh Debian. What it does share is the PID namespace, /tmp, and the user.
+A host has its own network, host name, /dev/shm and boot id. Its name resolves to its loopback address and is
+unknown on the others, as on a fresh Debian. All hosts share the PID namespace, /tmp, and the user.
 
-Namespaces are held by the processes in them and by nothing else, so nothing is left however a test ends.
+The kernel removes a namespace with the last process in it, so nothing is left however a test ends.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ from pathlib import Path
 
 from tests.workers import Worker, Workers
 
-__all__ = ["MEMORY", "NETWORK", "Network", "separate", "why_not"]
+__all__ = ["MEMORY", "NETWORK", "Network", "separate", "why_unavailable"]
 
 _NEW = {"net": 0x40000000, "mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000}
 """The flags of unshare(2) and setns(2), by the names in /proc/self/ns."""
 
 NETWORK = frozenset({"net", "uts"})
 MEMORY = frozenset({"mnt", "ipc"})
-"""What containers of one machine may have each for itself."""
+"""Namespaces that containers of one machine may each have of their own, or share."""
 
 _BIND, _REC, _PRIVATE = 0x1000, 0x4000, 0x40000
 """Flags of mount(2)."""
@@ -45,9 +45,12 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 class Network:
-    """Hosts 10.91.0.1, 10.91.0.2, and so on, with so many workers on each.
+    """Hosts with the addresses 10.91.0.1, 10.91.0.2, and so on.
 
-    own: what they do not share. Only the NETWORK makes them containers of one machine.
+    Args:
+        workers: starts the workers, and one more process for the switch.
+        counts: the number of workers on each host.
+        own: the namespaces that hosts do not share; `NETWORK` alone makes them containers of one machine.
     """
 
     def __init__(self, workers: Workers, counts: tuple[int, ...], own: frozenset[str] = NETWORK | MEMORY) -> None:
@@ -66,40 +69,41 @@ class Network:
                 *("ip", "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", str(first.pid))
             )
             self._in_switch("ip", "link", "set", end, "master", "bridge", "up")
-            self._on(number, "ip", "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
-            self._on(number, "ip", "link", "set", "lo", "up")
-            self._on(number, "ip", "link", "set", "eth0", "up")
+            self.run_on(number, "ip", "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+            self.run_on(number, "ip", "link", "set", "lo", "up")
+            self.run_on(number, "ip", "link", "set", "eth0", "up")
 
     @property
     def workers(self) -> list[Worker]:
-        """All workers, host by host."""
+        """All workers, in the order of their hosts."""
         return [worker for host in self.hosts for worker in host]
 
     def address(self, host: int) -> str:
-        """Of a host's only interface, eth0."""
+        """Returns the address of a host's only interface, eth0."""
         return f"10.91.0.{host + 1}"
 
     def unplug(self, host: int) -> None:
-        """From now on what is sent to this host, and by it, is lost."""
+        """Cuts the host off: from now on all packets to it and from it are lost."""
         self._in_switch("ip", "link", "set", f"port{host}", "down")
 
     def delay(self, host: int, seconds: float) -> None:
-        """From now on what this host sends arrives so much later, and so does what is sent to it."""
-        self._switch.run(_lengthen, f"port{host}", seconds)
+        """Adds a latency, in seconds, to each packet to the host and to each from it."""
+        self._switch.run(_add_latency, f"port{host}", seconds)
 
     def add_route(self, host: int) -> None:
         """Gives a host a default route."""
-        self._on(host, "ip", "route", "add", "default", "dev", "eth0")
+        self.run_on(host, "ip", "route", "add", "default", "dev", "eth0")
 
-    def _on(self, host: int, *command: str) -> None:
-        _run_in(self.hosts[host][0], *command)
+    def run_on(self, host: int, *command: str) -> None:
+        """Runs a command in the network namespace of a host."""
+        _run_in_network_of(self.hosts[host][0], *command)
 
     def _in_switch(self, *command: str) -> None:
-        _run_in(self._switch, *command)
+        _run_in_network_of(self._switch, *command)
 
 
-def why_not() -> str:
-    """Why there can be no hosts here; empty if there can."""
+def why_unavailable() -> str:
+    """Returns why hosts cannot be simulated on this machine; empty if they can."""
     try:
         made = subprocess.run(
             ["unshare", "--net", "--mount", "--uts", "--ipc", "ip", "tuntap", "add", "end0", "mode", "tap"],
@@ -112,16 +116,16 @@ def why_not() -> str:
     return f"no network namespaces may be made here: {made.stderr.strip()}" if made.returncode else ""
 
 
-def _run_in(worker: Worker, *command: str) -> None:
-    """Runs a command in a worker's network, whatever the worker does meanwhile."""
+def _run_in_network_of(worker: Worker, *command: str) -> None:
+    """Runs a command in the network namespace of a worker, which may be busy meanwhile."""
     subprocess.run(["nsenter", "--net", f"--target={worker.pid}", *command], check=True, timeout=20)
 
 
-# What follows is run by workers, before anything else.
+# The functions below run on workers, before anything else does.
 
 
 def separate(name: str, folder: Path, own: frozenset[str]) -> None:
-    """Makes this process the first one on a new host."""
+    """Moves this process to a new host, as its first."""
     _call("unshare", sum(_NEW[each] for each in own))
     if "uts" in own:
         socket.sethostname(name)
@@ -139,15 +143,15 @@ def separate(name: str, folder: Path, own: frozenset[str]) -> None:
 
 
 def _enter(pid: int, own: frozenset[str]) -> None:
-    """Moves this process to the host of another."""
+    """Moves this process to the host of process `pid`."""
     for name in own:
         namespace = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY)
         _call("setns", namespace, _NEW[name])
         os.close(namespace)
 
 
-def _lengthen(port: str, seconds: float) -> None:
-    """Puts a cable that takes so long between a port and the bridge: two interfaces, and threads between them."""
+def _add_latency(port: str, seconds: float) -> None:
+    """Puts two interfaces between a port and the bridge, with threads that carry frames between them, delayed."""
     near, far = _tap(f"{port}-near"), _tap(f"{port}-far")
     for command in (
         f"link add {port}-slow up type bridge",
@@ -158,24 +162,24 @@ def _lengthen(port: str, seconds: float) -> None:
         subprocess.run(["ip", *command.split()], check=True)
     for source, target in ((near, far), (far, near)):
         frames: Frames = queue.SimpleQueue()
-        threading.Thread(target=_take, args=(source, frames, seconds), daemon=True).start()
-        threading.Thread(target=_give, args=(target, frames), daemon=True).start()
+        threading.Thread(target=_read_frames, args=(source, frames, seconds), daemon=True).start()
+        threading.Thread(target=_write_frames, args=(target, frames), daemon=True).start()
 
 
 def _tap(name: str) -> int:
-    """A network interface that is a file here."""
+    """Creates a TAP interface; returns the file descriptor for its frames."""
     tap = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(tap, _SET_INTERFACE, struct.pack("16sH", name.encode(), _TAP))
     return tap
 
 
-def _take(source: int, frames: Frames, seconds: float) -> None:
+def _read_frames(source: int, frames: Frames, seconds: float) -> None:
     while True:
         frame = os.read(source, 2**16)
         frames.put((time.monotonic() + seconds, frame))
 
 
-def _give(target: int, frames: Frames) -> None:
+def _write_frames(target: int, frames: Frames) -> None:
     while True:
         due, frame = frames.get()
         time.sleep(max(0.0, due - time.monotonic()))

@@ -1,9 +1,9 @@
-"""Runs `make test` on several releases of torch, each in an environment of its own, and prints what came out.
+"""Runs `make test` on several releases of torch, each in an environment of its own, and prints a table of results.
 
 python -m tests.matrix 2.11.0 2.15.0
 
-Environments are `.venv/torch-VERSION`; that of the release in requirements-torch.txt is `.venv` itself. What a run
-prints is also in `test.log` there.
+Environments are `.venv/torch-VERSION`; that of the release in requirements-torch.txt is `.venv` itself. The output
+of a run is also kept there, in `test.log`.
 """
 
 import argparse
@@ -23,14 +23,14 @@ COUNTS = ("passed", "failed", "errors", "skipped")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a run ended: its exit status, and the last line of pytest."""
+    """The result of one run: the release of torch, the exit status of make, and the last line of pytest."""
 
     torch: str
     status: int
     last: str
 
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """Returns the row of the table."""
         counts = {
             "errors" if kind.startswith("error") else kind: number
             for number, kind in re.findall(r"(\d+) (passed|failed|errors?|skipped)", self.last)
@@ -41,7 +41,7 @@ class Result:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results, one release a line."""
+    """Returns the results as text, one release a line."""
     rows = [["torch", *COUNTS, "time"], *(result.cells() for result in results)]
     return "\n".join("".join(f"{cell:>14}" for cell in row) for row in rows)
 

@@ -1,4 +1,4 @@
-"""A module with all kinds of tensors, for tests of what arrives of it."""
+"""A module with every kind of tensor that a module can have, for tests that send modules to other workers."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ __all__ = ["Mixed"]
 
 
 class Mixed(nn.Module):
-    """Has whatever tensors a module can have; two of its layers share a weight."""
+    """Has parameters, a frozen parameter, a buffer, and a plain tensor; two of its layers share a weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""What correct programs print on stderr: nothing that torch's own agent would not print.
+"""Checks that correct programs print nothing on stderr that they do not print on torch's own agent.
 
     python -m tests.quiet_runs --runs 100
 
-runs two programs written for torch.distributed.rpc (a parameter server and a pipeline) on gradwire and a few times
-on torch's agent, whose lines are allowed; and gradwire's own example of a parameter server, which is to print
-nothing. The processes of a run are forked from one that has torch loaded, and end as those of a script do: with
-the interpreter. `--spawned` also runs the scripts as a user does, which takes several seconds each.
+runs two programs for torch.distributed.rpc (a parameter server and a pipeline) on gradwire, and a few times on
+torch's agent, whose lines are allowed; and gradwire's example of a parameter server, which must print nothing.
+The processes of a run are forked from one that has torch loaded, and end with their interpreter, as those of a
+script do. `--spawned` also runs the scripts as a user does, which takes several seconds each.
 """
 
 import argparse
@@ -33,22 +33,22 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = ("tests.compat.programs.parameter_server", "tests.compat.programs.pipeline")
 EXAMPLE = "examples.parameter_server"
 
-STOCK_RUNS = 5
-"""How often torch's agent runs a program: what it prints, it prints each time."""
+MAX_TORCH_RUNS = 5
+"""How often torch's agent runs a program at most: it prints the same each time."""
 
-RUN_SECONDS = 100.0
-"""The longest that a run may take."""
+RUN_TIMEOUT_S = 100.0
+"""How long a run may take before it is killed."""
 
 
 @dataclass
 class Report:
-    """What some runs of one program have printed.
+    """The output of some runs of one program.
 
     program: the name of its module.
     agent: "gradwire", "torch", or "example" for one that needs no layer.
     runs: how many there were.
-    failed: what went wrong in those that failed.
-    lines: what was printed on stderr, with numbers and addresses left out, and how often.
+    failed: the exit status, or the stderr, of each run that failed.
+    lines: how often each line was printed on stderr, with "#" for numbers and addresses.
     """
 
     program: str
@@ -77,14 +77,14 @@ def quiet_runs(program: str, agent: str, runs: int) -> Report:
 
 
 def spawned_runs(program: str, agent: str, runs: int) -> Report:
-    """Runs a program `runs` times as a user does."""
+    """Runs a program `runs` times as a user does, in new interpreters."""
     report = Report(program, agent, runs)
     path = str(ROOT.joinpath(*program.split(".")).with_suffix(".py"))
     layer = ["-m", "gradwire.compat"] if agent == "gradwire" else []
     arguments = ["--epochs", "1", "--quiet"] if agent == "example" else []
     for _ in range(runs):
         command = [sys.executable, *layer, path, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
         report.add(done.stderr)
         if done.returncode:
             report.failed.append(done.stderr)
@@ -92,7 +92,7 @@ def spawned_runs(program: str, agent: str, runs: int) -> Report:
 
 
 def new_lines(report: Report, allowed: Report | None) -> dict[str, int]:
-    """The lines that torch's agent does not print, and how often each came."""
+    """Returns the lines that torch's agent does not print, and how often each was printed."""
     known = allowed.lines if allowed is not None else {}
     return {line: count for line, count in report.lines.items() if line not in known}
 
@@ -101,7 +101,7 @@ def _shape(line: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+", "#", line.strip())
 
 
-# In the process from which those of a run are forked.
+# In the process from which the processes of a run are forked.
 
 
 def serve(program: str, agent: str, runs: int, folder: Path) -> None:
@@ -132,7 +132,7 @@ def serve(program: str, agent: str, runs: int, folder: Path) -> None:
 
 
 def _example_part(module: object) -> tuple[Callable[[int, int], None], int]:
-    """What a process of the example does."""
+    """Returns the function that a process of the example runs, and how many processes there are."""
     sys.argv = [EXAMPLE, "--epochs", "1", "--trainers", "2", "--quiet"]
     arguments = module.parse_arguments()  # type: ignore[attr-defined]
     size = 2 + arguments.trainers
@@ -153,10 +153,10 @@ def _write_to(path: Path) -> None:
 
 
 def _status_of(child: int) -> int:
-    """The exit code of a process, which is killed if it takes too long."""
+    """Waits for a process, which is killed after RUN_TIMEOUT_S, and returns its exit code."""
     descriptor = os.pidfd_open(child)
     try:
-        if not select.select([descriptor], [], [], RUN_SECONDS)[0]:
+        if not select.select([descriptor], [], [], RUN_TIMEOUT_S)[0]:
             os.kill(child, signal.SIGKILL)
     finally:
         os.close(descriptor)
@@ -176,7 +176,7 @@ def main() -> int:
         for way, count in ((quiet_runs, runs.runs), (spawned_runs, runs.spawned)):
             if not count:
                 continue
-            allowed = way(program, "torch", min(count, STOCK_RUNS)) if agent == "gradwire" else None
+            allowed = way(program, "torch", min(count, MAX_TORCH_RUNS)) if agent == "gradwire" else None
             started = time.monotonic()
             report = way(program, agent, count)
             extra = new_lines(report, allowed)

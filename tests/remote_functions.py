@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import inspect
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +14,8 @@ from gradwire import rpc
 
 events: dict[str, threading.Event] = {}
 kept: list[Any] = []
-"""Of the worker that this runs on. Functions that tests define inside themselves travel with copies of their
-globals, so they must say `remote_functions.kept`."""
+"""Values that `keep` keeps on this worker. A function that a test defines inside itself travels with copies of its
+globals, so it must write `remote_functions.kept`."""
 
 
 def identity(value: Any) -> Any:
@@ -37,8 +39,8 @@ def event(name: str) -> threading.Event:
 
 
 def wait_for(name: str) -> str:
-    """Blocks a thread of this worker until `set_event(name)` comes."""
-    assert event(name).wait(60), f"nobody set {name}"
+    """Blocks a thread of this worker until `set_event(name)` runs on it; fails after 60 s."""
+    assert event(name).wait(60), f"no set_event({name!r}) ran on this worker within 60 s"
     return name
 
 
@@ -47,21 +49,28 @@ def set_event(name: str) -> None:
 
 
 def keep(value: Any) -> int:
-    """Keeps a value on this worker for good."""
+    """Keeps a value alive on this worker until its process ends. Returns how many are kept."""
     kept.append(value)
     return len(kept)
 
 
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
-    """For what changes without telling anybody, such as counts after garbage collection."""
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Polls until `condition()` is true, for state without an event, such as counts after garbage collection."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, f"after {seconds:g} s this is still not true: {_source_of(condition)}"
         time.sleep(0.005)
 
 
+def _source_of(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(function).strip()
+    except (OSError, TypeError):
+        return repr(function)
+
+
 def counts() -> dict[str, int]:
-    """What should be zero on an idle worker."""
+    """Returns what this worker's RPC agent keeps; all of it is zero on an idle worker."""
     info = rpc.debug_info()
     names = (
         "agent.client_active_calls",
@@ -79,7 +88,7 @@ def counts() -> dict[str, int]:
 
 
 def assert_clean() -> None:
-    """Waits until nothing lives on this worker."""
+    """Waits until this worker keeps no calls, references, contexts or streams; fails after 20 s."""
 
     def clean() -> bool:
         gc.collect()  # a reference in the frames of a traceback goes with the next collection
@@ -92,7 +101,7 @@ def assert_clean() -> None:
 
 
 def torch_operations(*, scope: bool = False) -> torch.Tensor:
-    """Some operations for profilers to see."""
+    """Runs a few operations of torch, for profilers to record."""
     with torch.autograd.profiler.record_function("a scope") if scope else contextlib.nullcontext():
         ones = torch.ones(8)
         return torch.mul(torch.add(ones, ones), ones).relu()
@@ -105,5 +114,5 @@ def many_operations(count: int) -> None:
 
 
 def die() -> None:
-    """Ends this worker's process on the spot."""
+    """Ends this worker's process at once, without any clean-up."""
     os._exit(3)

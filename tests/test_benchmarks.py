@@ -1,4 +1,4 @@
-"""The benchmarks run, and both systems compute the same. How fast they are is not looked at."""
+"""The benchmarks run, and both systems compute the same. Their times are not checked."""
 
 import json
 import subprocess

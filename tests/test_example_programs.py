@@ -1,4 +1,4 @@
-"""Examples in small. Their `main` starts the roles, but forked from the tests' server, which takes no time."""
+"""The examples with small sizes. Their processes are forked from the fork server of the tests, for speed."""
 
 import math
 import re

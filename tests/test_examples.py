@@ -1,4 +1,4 @@
-"""The examples run as a user runs them, and end well also when a worker dies."""
+"""The examples run as a user runs them, and report a worker that dies."""
 
 import os
 import re

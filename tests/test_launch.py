@@ -1,4 +1,4 @@
-"""launch.spawn: the processes of a script on its own."""
+"""`launch.spawn` starts the processes of a script, and reports the one that failed first."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""`python -m gradwire` says what there is."""
+"""`python -m gradwire` lists versions, engines and commands."""
 
 import re
 import subprocess

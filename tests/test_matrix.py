@@ -1,4 +1,4 @@
-"""The tests on several releases of torch: which commands run, and what the table says."""
+"""`make matrix` runs the right commands, and its table has the right numbers."""
 
 import os
 from pathlib import Path

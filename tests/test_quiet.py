@@ -1,4 +1,4 @@
-"""A program that makes an error of every warning runs: what torch warns of, gradwire does not do for its users."""
+"""A program that turns warnings into errors runs: gradwire does not do what torch deprecates."""
 
 import subprocess
 import sys

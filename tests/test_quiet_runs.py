@@ -1,4 +1,4 @@
-"""Correct programs print nothing that torch's own agent would not print: `python -m tests.quiet_runs` in short."""
+"""Correct programs print nothing that torch's agent does not print: a few runs of `python -m tests.quiet_runs`."""
 
 import pytest
 

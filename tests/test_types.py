@@ -1,4 +1,4 @@
-"""What a type checker tells the users of gradwire."""
+"""mypy finds the errors, and only those, in a program that uses gradwire."""
 
 import re
 import subprocess

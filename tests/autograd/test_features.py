@@ -9,22 +9,14 @@ import torch
 from gradwire import autograd, rpc
 from torch import nn
 
-from tests.remote_functions import add, assert_clean, identity, multiply
-
-
-@pytest.fixture
-def trio(workers):
-    """Three workers; the test runs on the first. Afterwards no context is left on any."""
-    started = workers.rpc(3)
-    yield started[0]
-    workers.each(started, assert_clean)
+from tests.remote_functions import add, identity, multiply
 
 
 def leaf(*values: float) -> torch.Tensor:
     return torch.tensor(values or (1.0, 2.0, 3.0), dtype=torch.float64, requires_grad=True)
 
 
-def test_hooks_on_tensors_and_nodes(trio):
+def test_hooks_on_tensors_and_nodes(three_workers):
     def check() -> None:
         x = leaf()
         x.register_hook(lambda gradient: 10 * gradient)
@@ -42,10 +34,10 @@ def test_hooks_on_tensors_and_nodes(trio):
         assert seen == ["received", "node"]
         assert x.grad is None
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_hooks_of_accumulation_nodes(trio):
+def test_hooks_of_accumulation_nodes(three_workers):
     def check() -> None:
         x = leaf()
         node = torch.autograd.graph.get_gradient_edge(x).node
@@ -61,10 +53,10 @@ def test_hooks_of_accumulation_nodes(trio):
         assert inputs == ()
         assert torch.equal(output, 10 * x)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_post_accumulate_hooks_see_the_contexts_gradient(trio):
+def test_post_accumulate_hooks_see_the_contexts_gradient(three_workers):
     def check() -> None:
         x, y = leaf(), leaf()
         x.grad = torch.full_like(x, 7)
@@ -89,10 +81,10 @@ def test_post_accumulate_hooks_see_the_contexts_gradient(trio):
         assert y.grad is None
         assert torch.equal(y, torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_hook_may_run_a_pass_in_another_context(trio):
+def test_a_hook_may_run_a_pass_in_another_context(three_workers):
     def check() -> None:
         x, y = leaf(), leaf()
         seen = []
@@ -109,7 +101,7 @@ def test_a_hook_may_run_a_pass_in_another_context(trio):
             assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
         assert torch.equal(seen[0], 6 * y)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 leaves_with_hooks: list[torch.Tensor] = []
@@ -131,7 +123,7 @@ def pass_over_that_of(worker: str, index: int) -> torch.Tensor:
     return rpc.rpc_sync(worker, pass_over, (index,))
 
 
-def test_a_hook_may_call_a_worker_that_runs_a_pass_on_this_one(trio):
+def test_a_hook_may_call_a_worker_that_runs_a_pass_on_this_one(three_workers):
     def check() -> None:
         x, y = leaf(), leaf()
         keep(x, y)
@@ -143,10 +135,10 @@ def test_a_hook_may_call_a_worker_that_runs_a_pass_on_this_one(trio):
         assert torch.equal(pass_over(0), 2 * x)
         assert torch.equal(seen[0], 6 * y)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_leaf_in_two_contexts_has_the_gradient_of_one_while_its_hooks_run(trio):
+def test_a_leaf_in_two_contexts_has_the_gradient_of_one_while_its_hooks_run(three_workers):
     def check() -> None:
         x = leaf()
         in_hook, other_is_here = threading.Event(), threading.Event()
@@ -178,10 +170,10 @@ def test_a_leaf_in_two_contexts_has_the_gradient_of_one_while_its_hooks_run(trio
             assert torch.equal(second.result(), torch.full_like(x, 10))
         assert x.grad is None
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_an_error_in_a_hook_ends_the_pass(trio):
+def test_an_error_in_a_hook_ends_the_pass(three_workers):
     def check() -> None:
         x = leaf()
 
@@ -199,7 +191,7 @@ def test_an_error_in_a_hook_ends_the_pass(trio):
             autograd.backward(context_id, [rpc.rpc_sync("worker1", multiply, (x, x)).sum()])
             assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 class Stash(torch.autograd.Function):
@@ -222,7 +214,7 @@ class Stash(torch.autograd.Function):
         return gradient, None
 
 
-def test_gradients_are_stolen_unless_something_else_refers_to_them(trio):
+def test_gradients_are_stolen_unless_something_else_refers_to_them(three_workers):
     def check() -> None:
         for keep in (False, True):
             x = leaf()
@@ -238,14 +230,14 @@ def test_gradients_are_stolen_unless_something_else_refers_to_them(trio):
             assert torch.equal(found[y], 4 * (x + y))
             assert found[y].is_contiguous()
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def weighted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (x.to(dtype) * 2).real.sum()
 
 
-def test_dtypes(trio):
+def test_dtypes(three_workers):
     """Gradients have the dtype of their leaf, whatever the dtype of the computation."""
 
     def check() -> None:
@@ -260,7 +252,7 @@ def test_dtypes(trio):
                 assert torch.equal(found, torch.full_like(x, 2))
                 assert found.dtype == dtype
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 @dataclass
@@ -273,7 +265,7 @@ def combine(batch: Batch) -> Batch:
     return Batch(batch.inputs * 2, {"sums": [batch.inputs + batch.extra["more"][0], torch.ones(3)]})
 
 
-def test_dataclasses(trio):
+def test_dataclasses(three_workers):
     def check() -> None:
         x, y = leaf(), leaf()
         with autograd.context() as context_id:
@@ -283,7 +275,7 @@ def test_dataclasses(trio):
             assert torch.equal(found[x], 2 * (x + y) + 2 * x)
             assert torch.equal(found[y], 2 * x)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def look_up(table: rpc.RRef, indices: torch.Tensor, sparse: bool) -> torch.Tensor:
@@ -299,7 +291,7 @@ def gradient_of(table: rpc.RRef, context_id: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True), (False, False)])
-def test_sparse_and_dense_gradients_add_up(trio, kinds):
+def test_sparse_and_dense_gradients_add_up(three_workers, kinds):
     """As in torch, the sum of sparse and dense gradients is dense."""
 
     def check() -> None:
@@ -313,14 +305,14 @@ def test_sparse_and_dense_gradients_add_up(trio, kinds):
         expected = torch.zeros(5, 2).index_add(0, torch.tensor([1, 3, 3]), torch.full((3, 2), 2.0))
         assert torch.equal(found.to_dense(), expected)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def rref_loss(x: torch.Tensor) -> torch.Tensor:
     return (rpc.rpc_sync("worker2", multiply, (x, x)) * 2).sum()
 
 
-def test_a_pass_from_a_reference(trio):
+def test_a_pass_from_a_reference(three_workers):
     def check() -> None:
         x = leaf()
         with autograd.context() as context_id:
@@ -329,7 +321,7 @@ def test_a_pass_from_a_reference(trio):
             rref.backward(context_id)
             assert torch.equal(autograd.get_gradients(context_id)[x], 8 * x)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def parts(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -350,7 +342,7 @@ class Zeros(torch.autograd.Function):
         return torch._efficientzerotensor((1000, 100), dtype=torch.float64)
 
 
-def test_gradients_known_to_be_zero_are_not_sent(trio):
+def test_gradients_known_to_be_zero_are_not_sent(three_workers):
     """Nor are gradients that repeat one number. Sent in full they take 800,000 bytes."""
 
     def sent_by_worker1() -> int:
@@ -382,10 +374,10 @@ def test_gradients_known_to_be_zero_are_not_sent(trio):
             autograd.backward(context_id, [loss])
             assert sent_by_worker1() - before > nbytes
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_an_unused_tensor_has_no_gradient_of_zeros(trio):
+def test_an_unused_tensor_has_no_gradient_of_zeros(three_workers):
     """A leaf that only an unused tensor of a message depends on has no gradient."""
 
     def check() -> None:
@@ -395,4 +387,4 @@ def test_an_unused_tensor_has_no_gradient_of_zeros(trio):
             autograd.backward(context_id, [used.sum()])
             assert set(autograd.get_gradients(context_id)) == {x}
 
-    trio.run(check)
+    three_workers[0].run(check)

@@ -2,7 +2,6 @@
 
 import gc
 
-import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.autograd.context import Context
@@ -109,15 +108,7 @@ def check_against_one_process(distributed, local, leaves) -> None:
             assert (found[x] - gradient).abs().max() <= TOLERANCE
 
 
-@pytest.fixture
-def trio(workers):
-    """Three workers; the test runs on the first. Afterwards no context is left on any."""
-    started = workers.rpc(3)
-    yield started[0]
-    workers.each(started, assert_clean)
-
-
-def test_a_model_spread_over_three_workers(trio):
+def test_a_model_spread_over_three_workers(three_workers):
     """The model sends a tensor to two workers, and has a call that nests a -> b -> c -> a."""
 
     def check() -> float:
@@ -148,7 +139,7 @@ def test_a_model_spread_over_three_workers(trio):
         assert worst <= TOLERANCE
         return worst
 
-    print(f"largest difference {trio.run(check):.1e}")
+    print(f"largest difference {three_workers[0].run(check):.1e}")
 
 
 def nested_call(h: torch.Tensor) -> torch.Tensor:
@@ -160,7 +151,7 @@ def nested_call_on_c(h: torch.Tensor) -> torch.Tensor:
     return rpc.rpc_sync("worker0", multiply, (h.exp(), h)) * h
 
 
-def test_shapes_of_graphs(trio):
+def test_shapes_of_graphs(three_workers):
     def check() -> None:
         b, c, me = "worker1", "worker2", "worker0"
         call = rpc.rpc_sync
@@ -217,10 +208,10 @@ def test_shapes_of_graphs(trio):
             print(name)
             check_against_one_process(distributed, local, [leaf(), leaf()])
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_long_chain_back_and_forth(trio):
+def test_a_long_chain_back_and_forth(three_workers):
     def check() -> None:
         def chain(hop):
             def run(x, y):
@@ -234,10 +225,10 @@ def test_a_long_chain_back_and_forth(trio):
             chain(lambda x, y: rpc.rpc_sync("worker1", multiply, (x, y))), chain(multiply), [leaf(), leaf()]
         )
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_every_node_runs_once(trio):
+def test_every_node_runs_once(three_workers):
     def check() -> int:
         x = leaf()
         with autograd.context() as context_id:
@@ -246,10 +237,10 @@ def test_every_node_runs_once(trio):
             autograd.backward(context_id, [loss])
         return Runs.count
 
-    assert trio.run(check) == 1
+    assert three_workers[0].run(check) == 1
 
 
-def test_messages_that_the_loss_does_not_depend_on_do_not_hang(trio):
+def test_messages_that_the_loss_does_not_depend_on_do_not_hang(three_workers):
     def check() -> None:
         x, y = leaf(), leaf()
         with autograd.context() as context_id:
@@ -260,7 +251,7 @@ def test_messages_that_the_loss_does_not_depend_on_do_not_hang(trio):
             assert torch.equal(autograd.get_gradients(context_id)[x], y)
             assert unused.requires_grad
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def process(x: torch.Tensor) -> int:
@@ -268,7 +259,7 @@ def process(x: torch.Tensor) -> int:
     return x.numel()
 
 
-def test_containers_and_tensors_without_grad(trio):
+def test_containers_and_tensors_without_grad(three_workers):
     def check() -> None:
         x = leaf()
         with autograd.context() as context_id:
@@ -280,10 +271,10 @@ def test_containers_and_tensors_without_grad(trio):
             expected = 2 * x.sin() + 2 * x * x.cos()
             assert torch.allclose(autograd.get_gradients(context_id)[x], expected)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_values_behind_references(trio):
+def test_values_behind_references(three_workers):
     def check() -> None:
         x = leaf()
         with autograd.context() as context_id:
@@ -292,14 +283,14 @@ def test_values_behind_references(trio):
             autograd.backward(context_id, [loss])
             assert torch.allclose(autograd.get_gradients(context_id)[x], 4 * x)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def fetch_and_sum(rref: rpc.RRef) -> torch.Tensor:
     return rref.to_here().sum()
 
 
-def test_parameters_and_modules_as_arguments(trio):
+def test_parameters_and_modules_as_arguments(three_workers):
     def check() -> None:
         layer = nn.Linear(3, 2).double()
         x = leaf()
@@ -311,10 +302,10 @@ def test_parameters_and_modules_as_arguments(trio):
         for variable, gradient in zip((x, layer.weight, layer.bias), expected, strict=True):
             assert torch.allclose(found[variable], gradient)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_sparse_gradients(trio):
+def test_sparse_gradients(three_workers):
     def check() -> None:
         table = rpc.remote("worker1", nn.Embedding, (10, 4), {"sparse": True})
         weight = table.to_here().weight.detach().clone()
@@ -327,10 +318,10 @@ def test_sparse_gradients(trio):
         expected = torch.zeros(10, 4).index_add(0, indices, 2 * weight[indices])
         assert torch.allclose(gradient.to_dense(), expected)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_function_that_keeps_a_variable_is_no_leaf(trio):
+def test_a_function_that_keeps_a_variable_is_no_leaf(three_workers):
     def check() -> None:
         x = leaf()
         with autograd.context() as context_id:
@@ -338,7 +329,7 @@ def test_a_function_that_keeps_a_variable_is_no_leaf(trio):
             autograd.backward(context_id, [loss])
             assert torch.equal(autograd.get_gradients(context_id)[x], torch.full_like(x, 2))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 class Keeps(torch.autograd.Function):
@@ -364,7 +355,7 @@ def live_contexts() -> int:
     return sum(isinstance(each, Context) for each in gc.get_objects())
 
 
-def test_an_ended_context_frees_its_graph(trio):
+def test_an_ended_context_frees_its_graph(three_workers):
     def check() -> None:
         for _ in range(10):
             with autograd.context() as context_id:
@@ -375,10 +366,10 @@ def test_an_ended_context_frees_its_graph(trio):
         assert live_contexts() <= 1
         assert rpc.rpc_sync("worker1", live_contexts) <= 1
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_several_passes_in_one_context(trio):
+def test_several_passes_in_one_context(three_workers):
     def check() -> None:
         x, y = leaf(), leaf()
         with autograd.context() as context_id:
@@ -393,10 +384,10 @@ def test_several_passes_in_one_context(trio):
             autograd.backward(context_id, roots)
             assert torch.allclose(autograd.get_gradients(context_id)[x], 2 * y)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_no_grad_is_respected(trio):
+def test_no_grad_is_respected(three_workers):
     def check() -> None:
         x = leaf()
         with autograd.context() as context_id:
@@ -406,10 +397,10 @@ def test_no_grad_is_respected(trio):
             autograd.backward(context_id, [loss])
             assert torch.allclose(autograd.get_gradients(context_id)[x], cut)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_contexts_on_many_threads(trio):
+def test_contexts_on_many_threads(three_workers):
     def check() -> None:
         from concurrent.futures import ThreadPoolExecutor
 
@@ -424,7 +415,7 @@ def test_contexts_on_many_threads(trio):
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(one, range(16)))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def test_a_sparse_leaf_that_is_sent_after_a_message_was_received(workers):

@@ -18,10 +18,9 @@ HEADER_BYTES = 4096
 
 
 @pytest.fixture
-def trio(workers):
-    """Three workers; the test runs on the first. Afterwards a pass succeeds, and no context is left on any."""
-    started = workers.rpc(3)
-    yield started[0]
+def three_workers(three_workers):
+    """Three workers in an RPC group; after the test another backward pass succeeds."""
+    yield three_workers
 
     def one_more() -> None:
         x = torch.ones(3, requires_grad=True)
@@ -30,8 +29,7 @@ def trio(workers):
             autograd.backward(context_id, [loss])
             assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 6.0))
 
-    started[0].run(one_more)
-    workers.each(started, assert_clean)
+    three_workers[0].run(one_more)
 
 
 def relay(x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +42,7 @@ def relay_and_forget(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["smart", "fast"])
-def test_modes_agree_if_all_messages_take_part(trio, mode):
+def test_modes_agree_if_all_messages_take_part(three_workers, mode):
     def check() -> None:
         x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -55,10 +53,10 @@ def test_modes_agree_if_all_messages_take_part(trio, mode):
             assert torch.allclose(found[x], 2 * 12 * x * y)
             assert torch.allclose(found[y], 2 * 6 * x * x)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_fast_waits_for_a_message_that_takes_no_part_and_smart_does_not(trio):
+def test_fast_waits_for_a_message_that_takes_no_part_and_smart_does_not(three_workers):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -69,10 +67,10 @@ def test_fast_waits_for_a_message_that_takes_no_part_and_smart_does_not(trio):
             autograd.backward(context_id, [loss], mode="smart")
             assert torch.equal(autograd.get_gradients(context_id)[x], 2 * x)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_fast_waits_for_messages_among_other_workers(trio):
+def test_fast_waits_for_messages_among_other_workers(three_workers):
     """The message that takes no part is between other workers, so the caller has to ask for it."""
 
     def check() -> None:
@@ -85,10 +83,10 @@ def test_fast_waits_for_messages_among_other_workers(trio):
             autograd.backward(context_id, [loss])
             assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 3.0))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_wrong_modes_and_timeouts(trio):
+def test_wrong_modes_and_timeouts(three_workers):
     def check() -> None:
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -100,27 +98,29 @@ def test_wrong_modes_and_timeouts(trio):
                     autograd.backward(context_id, [loss], timeout=timeout)
             autograd.backward(context_id, [loss])
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def hop(x: torch.Tensor) -> torch.Tensor:
     return x * 1.01
 
 
+header_sizes: list[int] = []
+"""Bytes of the autograd headers that this worker has sent since `measure_headers`."""
+
+
 def measure_headers() -> None:
-    """Records the size in bytes of the largest autograd header that this worker sends."""
     on_send = Autograd.on_send
-    Autograd.largest = 0
 
     def measured(self: Autograd, message: Outgoing) -> None:
         on_send(self, message)
-        Autograd.largest = max(Autograd.largest, message.envelope.autograd.ByteSize())
+        header_sizes.append(message.envelope.autograd.ByteSize())
 
     Autograd.on_send = measured
 
 
 def largest_header() -> int:
-    return Autograd.largest
+    return max(header_sizes, default=0)
 
 
 def send_at_most(limit: int) -> None:

@@ -80,14 +80,8 @@ def are_leaves(value: nn.Module | torch.optim.Optimizer) -> bool:
     return all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in parameters)
 
 
-@pytest.fixture
-def pair(workers):
-    """Two workers; the test runs on the first."""
-    return workers.rpc(2)[0]
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-def test_a_module_arrives_with_its_parameters(pair, inside):
+def test_a_module_arrives_with_its_parameters(two_workers, inside):
     def check() -> None:
         for to in ("worker0", "worker1"):
             rpc.rpc_sync(to, check_here, (Tied(),))
@@ -101,10 +95,10 @@ def test_a_module_arrives_with_its_parameters(pair, inside):
         with autograd.context():
             check()
 
-    pair.run(check_inside if inside else check)
+    two_workers[0].run(check_inside if inside else check)
 
 
-def test_gradients_stay_with_the_copy_of_a_module_but_flow_through_its_other_tensors(pair):
+def test_gradients_stay_with_the_copy_of_a_module_but_flow_through_its_other_tensors(two_workers):
     def check() -> None:
         trained = {"first.weight", "rows.weight"}
         with autograd.context() as context_id:
@@ -117,10 +111,10 @@ def test_gradients_stay_with_the_copy_of_a_module_but_flow_through_its_other_ten
             autograd.backward(context_id, [rpc.rpc_sync("worker1", loss_of, (model,))])
             assert names_with_gradients(context_id, model) == {"scale"}
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_training_a_fetched_model_equals_training_it_here(pair):
+def test_training_a_fetched_model_equals_training_it_here(two_workers):
     def check() -> None:
         losses = []
         for fetch in (Tied, rpc.remote("worker1", Tied).to_here):
@@ -138,10 +132,10 @@ def test_training_a_fetched_model_equals_training_it_here(pair):
         assert losses[:3] == losses[3:]
         assert losses[0] != losses[2]
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_a_parameter_beside_its_module_is_that_of_the_module(pair):
+def test_a_parameter_beside_its_module_is_that_of_the_module(two_workers):
     def check() -> None:
         with autograd.context():
             model = Tied()
@@ -150,10 +144,10 @@ def test_a_parameter_beside_its_module_is_that_of_the_module(pair):
             assert rpc.rpc_sync("worker1", same_parameters, (model, optimizer))
             assert rpc.rpc_sync("worker1", are_leaves, (optimizer,))
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_modules_of_torch_arrive_whole(pair):
+def test_modules_of_torch_arrive_whole(two_workers):
     def check() -> None:
         with autograd.context():
             for model in (
@@ -170,10 +164,10 @@ def test_modules_of_torch_arrive_whole(pair):
                 assert [type(p) for p in back.parameters()] == [type(p) for p in model.parameters()]
             assert rpc.rpc_sync("worker1", identity, (nn.LSTM(2, 2),))(torch.ones(1, 2))[0].shape == (1, 2)
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_gradients_flow_through_a_parameter_by_itself(pair):
+def test_gradients_flow_through_a_parameter_by_itself(two_workers):
     def check() -> None:
         with autograd.context() as context_id:
             parameter = nn.Parameter(torch.ones(2))
@@ -184,10 +178,10 @@ def test_gradients_flow_through_a_parameter_by_itself(pair):
         assert rpc.rpc_sync("worker1", are_leaves, (nn.ParameterList([parameter]),))
         assert type(rpc.rpc_sync("worker1", identity, (parameter,))) is nn.Parameter
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_attributes_of_parameters_travel(pair):
+def test_attributes_of_parameters_travel(two_workers):
     def check() -> None:
         module = nn.Module()
         module.weight = marked()
@@ -197,4 +191,4 @@ def test_attributes_of_parameters_travel(pair):
             assert mark_of(rpc.rpc_sync("worker1", marked)) == 3
             assert mark_of(rpc.rpc_sync("worker1", identity, (module,)).weight) == 3
 
-    pair.run(check)
+    two_workers[0].run(check)

@@ -9,15 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import remote_functions
 from tests.autograd.test_features import leaf
-from tests.remote_functions import assert_clean
-
-
-@pytest.fixture
-def trio(workers):
-    """Three workers; the test runs on the first. Afterwards no context is left on any."""
-    started = workers.rpc(3)
-    yield started[0]
-    workers.each(started, assert_clean)
 
 
 def anomaly_here() -> tuple[bool, bool]:
@@ -49,7 +40,7 @@ def kept() -> list[object]:
     return remote_functions.kept
 
 
-def test_calls_and_passes_run_in_the_callers_anomaly_mode(trio):
+def test_calls_and_passes_run_in_the_callers_anomaly_mode(three_workers):
     def check() -> None:
         x = leaf()
         with autograd.context() as context_id:
@@ -76,7 +67,7 @@ def test_calls_and_passes_run_in_the_callers_anomaly_mode(trio):
             assert isinstance(cause, RemoteError)
             assert cause.worker == "worker1"
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def checkpointed(x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
@@ -87,7 +78,7 @@ def through_worker2(x: torch.Tensor) -> torch.Tensor:
     return rpc.rpc_sync("worker2", torch.sin, (x,)).exp()
 
 
-def test_activation_checkpointing(trio):
+def test_activation_checkpointing(three_workers):
     """A checkpointed function may call another worker; the recomputation calls it again."""
 
     def check() -> None:
@@ -102,7 +93,7 @@ def test_activation_checkpointing(trio):
             with pytest.raises(RuntimeError, match="use_reentrant=False"):
                 autograd.backward(context_id, [loss])
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def with_autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -112,7 +103,7 @@ def with_autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, 
     return y, outside
 
 
-def test_autocast_does_not_apply_to_called_functions(trio):
+def test_autocast_does_not_apply_to_called_functions(three_workers):
     def check() -> None:
         x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4, requires_grad=True)
         with autograd.context() as context_id:
@@ -125,4 +116,4 @@ def test_autocast_does_not_apply_to_called_functions(trio):
             assert found[x].dtype == torch.float32
             assert torch.equal(found[weight], torch.full((3, 4), 2.0))
 
-    trio.run(check)
+    three_workers[0].run(check)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gradwire.c10d import Store
+from gradwire.c10d import Store, register_engine
 from gradwire.c10d.engines import Setup
 from gradwire.c10d.engines.nccl import NcclEngine
 from gradwire.c10d.stores.prefix import PrefixStore
@@ -289,3 +289,6 @@ def make_engine(setup: Setup) -> NcclEngine:
     """Creates an engine on these fakes, for groups of processes."""
     library = StoreNccl(PrefixStore("nccl", setup.store))
     return NcclEngine(setup, library=library, gpus=CpuGpus(f"process {setup.global_ranks[setup.rank]}"))
+
+
+register_engine("fake_nccl", make_engine, devices=["cpu"])

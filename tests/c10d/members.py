@@ -1,5 +1,7 @@
 """Ranks of a process group, each in a worker process, and functions that tests of all engines run on them."""
 
+import importlib
+import itertools
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -16,20 +18,30 @@ from tests.workers import Worker
 
 MIB = 2**20
 
+JOIN_TIMEOUT = timedelta(seconds=300)
+"""Of forming a group, and of its operations unless a test says otherwise. Tests end before that."""
+
+TEST_ENGINES = {"fake_nccl": "tests.c10d.fake_nccl", "slow_store": "tests.c10d.store_engine"}
+"""The modules that register engines of the tests, by backend."""
+
 opened: list[Any] = []
 """Stores of this process's groups, which must stay open."""
 
 
-def join(path: Path, rank: int, size: int, backend: str, seconds: float) -> None:
-    """Makes the default group of a worker process."""
+def join(path: Path, rank: int, size: int, backend: str, seconds: float | None = None) -> None:
+    """Makes the default process group of this worker process, whose operations time out after `seconds`."""
+    if backend in TEST_ENGINES:
+        importlib.import_module(TEST_ENGINES[backend])
     store = FileStore(str(path), size)
     opened.append(store)
     torch.set_num_threads(1)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=JOIN_TIMEOUT)
+    if seconds is not None:
+        dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
 
 
-def join_all(members: Sequence[Worker], path: Path, backend: str, seconds: float = 300) -> None:
-    """Makes the default group of these workers."""
+def join_all(members: Sequence[Worker], path: Path, backend: str, seconds: float | None = None) -> None:
+    """Makes the default process group of these workers, whose operations time out after `seconds`."""
     pending = [each.start(join, path, rank, len(members), backend, seconds) for rank, each in enumerate(members)]
     for each in pending:
         each.result()
@@ -63,14 +75,13 @@ def wrong_cells() -> list[str]:
 
 
 def reduce_until_it_fails(dies: int) -> None:
-    """All ranks reduce 64 MiB; one is killed when the third time has begun."""
+    """All ranks reduce 64 MiB again and again; one is killed when the third time has begun."""
     tensor = torch.ones(16 * MIB)
-    for _ in range(2):
-        dist.all_reduce(tensor)
-    work = dist.all_reduce(tensor, async_op=True)
-    if dist.get_rank() == dies:
-        os.kill(os.getpid(), signal.SIGKILL)
-    work.wait()
+    for number in itertools.count(1):
+        work = dist.all_reduce(tensor, async_op=True)
+        if dist.get_rank() == dies and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work.wait()  # on a loaded machine the others may have finished the third, but not the fourth
 
 
 def receive(source: int | None, tag: int = 0) -> tuple[int, float]:

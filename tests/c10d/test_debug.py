@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -57,38 +58,52 @@ def test_equal_calls_pass_the_check(workers, group):
     assert workers.each(group(check_calls=True), agree) == [[27.0, 27.0]] * SIZE
 
 
-def call_otherwise(how: str) -> str:
-    tensor = torch.ones(4 if how == "shape" and dist.get_rank() == 1 else 3)
+def call_otherwise(odd_call: Callable[[], None]) -> str:
+    """Rank 1 makes another call than the others."""
     with pytest.raises(CollectiveMismatchError) as caught:
-        if dist.get_rank() == 1 and how == "operation":
-            dist.broadcast(tensor, 0)
-        elif dist.get_rank() == 1 and how == "reduction":
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        elif dist.get_rank() == 1 and how == "dtype":
-            dist.all_reduce(tensor.double())
+        if dist.get_rank() == 1:
+            odd_call()
         else:
-            dist.all_reduce(tensor)
+            dist.all_reduce(torch.ones(3))
     assert caught.value.ranks == [1]
     return str(caught.value)
 
 
+def another_operation() -> None:
+    dist.broadcast(torch.ones(3), 0)
+
+
+def another_reduction() -> None:
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX)
+
+
+def another_shape() -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def another_dtype() -> None:
+    dist.all_reduce(torch.ones(3, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(
-    ("how", "odd"),
+    ("odd_call", "odd"),
     [
-        ("operation", r"broadcast\(dtype=float32, shapes=\[\[3\]\], root=0\)"),
-        ("reduction", r"all_reduce\(dtype=float32, shapes=\[\[3\]\], reduction=max\)"),
-        ("shape", r"all_reduce\(dtype=float32, shapes=\[\[4\]\], reduction=sum\)"),
-        ("dtype", r"all_reduce\(dtype=float64, shapes=\[\[3\]\], reduction=sum\)"),
+        (another_operation, r"broadcast\(dtype=float32, shapes=\[\[3\]\], root=0\)"),
+        (another_reduction, r"all_reduce\(dtype=float32, shapes=\[\[3\]\], reduction=max\)"),
+        (another_shape, r"all_reduce\(dtype=float32, shapes=\[\[4\]\], reduction=sum\)"),
+        (another_dtype, r"all_reduce\(dtype=float64, shapes=\[\[3\]\], reduction=sum\)"),
     ],
+    ids=["operation", "reduction", "shape", "dtype"],
 )
-def test_the_odd_rank_is_named_with_its_call_and_line(workers, group, how, odd):
-    texts = workers.each(group(check_calls=True), call_otherwise, how)
+def test_the_odd_rank_is_named_with_its_call_and_line(workers, group, odd_call, odd):
+    texts = workers.each(group(check_calls=True), call_otherwise, odd_call)
     assert len(set(texts)) == 1
     assert re.search(rf"rank 1: {odd} at .*test_debug.py:\d+$", texts[0]), texts[0]
     assert re.search(r"ranks 0, 2: all_reduce\(.*\) at .*test_debug.py:\d+", texts[0])
 
 
 def stay_away() -> str | None:
+    dist.barrier()
     if dist.get_rank() == 2:
         return None
     with pytest.raises(CollectiveTimeoutError) as caught:
@@ -97,8 +112,8 @@ def stay_away() -> str | None:
 
 
 def test_who_does_not_call_is_named(workers, group):
-    texts = workers.each(group(seconds=0.5, check_calls=True), stay_away)
-    assert re.search(r"all_reduce \(collective 1 of the group\) timed out after 0.5 s, .*rank 2", texts[0])
+    texts = workers.each(group(seconds=2, check_calls=True), stay_away)
+    assert re.search(r"all_reduce \(collective 2 of the group\) timed out after 2 s, .*rank 2", texts[0])
 
 
 def skip_a_barrier(late: tuple[int, ...]) -> str | None:
@@ -107,7 +122,7 @@ def skip_a_barrier(late: tuple[int, ...]) -> str | None:
     if dist.get_rank() in late:
         return None
     with pytest.raises(CollectiveTimeoutError) as caught:
-        dist_barrier(timeout=0.3)
+        dist_barrier(timeout=1.5)
     return str(caught.value)
 
 
@@ -116,7 +131,7 @@ def test_monitored_barrier_names_every_missing_rank(workers, group, late, named)
     texts = workers.each(group(), skip_a_barrier, late)
     assert f"waiting for {named}. " in texts[0]
     # In torch's words, which say of the first missing rank only, unless they are asked for all.
-    assert "Rank 0 timed out in monitoredBarrier after 300 ms: Rank 1 failed to pass monitoredBarrier" in texts[0]
+    assert "Rank 0 timed out in monitoredBarrier after 1500 ms: Rank 1 failed to pass monitoredBarrier" in texts[0]
     if len(late) == 1:
         assert "Rank 2 successfully reached monitoredBarrier, but received errors while waiting" in texts[2]
 

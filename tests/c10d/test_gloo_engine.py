@@ -2,12 +2,12 @@
 
 import socket
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from gradwire.c10d import PrefixStore, TCPStore
+from gradwire.c10d.engines.gloo import engine as gloo_engine
 from gradwire.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,
@@ -34,15 +34,12 @@ from tests.c10d.members import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
-
-@pytest.fixture
-def members(group_on):
-    """Starts workers in a group on this engine: `members(3)`."""
-    return partial(group_on, "gradwire_gloo", seconds=300)
+BACKEND = "gradwire_gloo"
+"""What the fixture `group` makes."""
 
 
-def test_every_operation_on_every_dtype(members):
-    assert everywhere(members(2), wrong_cells) == [[], []]
+def test_every_operation_on_every_dtype(group):
+    assert everywhere(group(2), wrong_cells) == [[], []]
 
 
 def exchange_with_itself() -> float:
@@ -55,13 +52,19 @@ def exchange_with_itself() -> float:
     return total()
 
 
-def test_messages_to_itself_are_refused(members):
-    assert everywhere(members(2), exchange_with_itself) == [1.0, 1.0]
+def test_messages_to_itself_are_refused(group):
+    assert everywhere(group(2), exchange_with_itself) == [1.0, 1.0]
+
+
+def allow_late_notices() -> None:
+    """Has this worker wait long for the failure detector, which on a busy machine may take more than a second."""
+    gloo_engine.FAILURE_REASON_TIMEOUT_S = 30.0
 
 
 @pytest.mark.parametrize("dies", [0, 2])
-def test_a_killed_rank_fails_the_others_in_the_middle(members, dies):
-    started = members(3)
+def test_a_killed_rank_fails_the_others_in_the_middle(group, dies):
+    started = group(3)
+    everywhere(started, allow_late_notices)
     pending = [member.start(reduce_until_it_fails, dies) for member in started]
     for rank, each in enumerate(pending):
         if rank != dies:
@@ -71,8 +74,9 @@ def test_a_killed_rank_fails_the_others_in_the_middle(members, dies):
 
 
 @pytest.mark.parametrize("source", [1, None])
-def test_a_death_wakes_ranks_that_wait_for_others(members, source):
-    first, second, third = members(3)
+def test_a_death_wakes_ranks_that_wait_for_others(group, source):
+    first, second, third = group(3)
+    first.run(allow_late_notices)
     waiting = first.start(receive, source)
     assert everywhere([second, third], dist.get_rank) == [1, 2]
     third.kill()
@@ -82,16 +86,16 @@ def test_a_death_wakes_ranks_that_wait_for_others(members, source):
         first.run(total)
 
 
-def test_a_departed_rank_is_not_waited_for(members):
-    first, second = members(2)
+def test_a_departed_rank_is_not_waited_for(group):
+    first, second = group(2)
     waiting = first.start(total)
     second.run(leave)
     with pytest.raises(RankLostError, match="left the group"):
         waiting.result()
 
 
-def test_other_ranks_can_exchange_messages_after_one_has_left(members):
-    first, second, third = members(3)
+def test_other_ranks_can_exchange_messages_after_one_has_left(group):
+    first, second, third = group(3)
     third.run(leave)
     waiting = first.start(receive, 1)
     second.run(send, 0)
@@ -100,8 +104,8 @@ def test_other_ranks_can_exchange_messages_after_one_has_left(members):
         first.run(total)
 
 
-def test_a_timeout_fails_the_group_until_it_is_created_again(members, tmp_path):
-    started = members(2)
+def test_a_timeout_fails_the_group_until_it_is_created_again(group, tmp_path):
+    started = group(2)
     with pytest.raises(CollectiveTimeoutError, match="allreduce timed out after 0.2 s"):
         started[0].run(reduce_within, 0.2)
     with pytest.raises(CollectiveTimeoutError):
@@ -121,22 +125,22 @@ def abort_while_waiting(source: int | None) -> None:
 
 
 @pytest.mark.parametrize("source", [1, None])
-def test_abort_wakes_waiting_threads(members, source):
-    first, _ = members(2)
+def test_abort_wakes_waiting_threads(group, source):
+    first, _ = group(2)
     with pytest.raises(GroupAbortedError):
         first.run(abort_while_waiting, source)
 
 
-def test_subgroups(members):
-    assert everywhere(members(3), sum_in_group_of, 0, 2) == [2.0, None, 2.0]
+def test_subgroups(group):
+    assert everywhere(group(3), sum_in_group_of, 0, 2) == [2.0, None, 2.0]
 
 
-def test_inputs_and_outputs_may_share_memory(members):
-    assert everywhere(members(2), collect_in_place) == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]]
+def test_inputs_and_outputs_may_share_memory(group):
+    assert everywhere(group(2), collect_in_place) == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]]
 
 
-def test_a_future_is_resolved_without_a_wait(members):
-    assert everywhere(members(2), future_of_a_sum) == [6.0, 6.0]
+def test_a_future_is_resolved_without_a_wait(group):
+    assert everywhere(group(2), future_of_a_sum) == [6.0, 6.0]
 
 
 def premultiplied() -> list[float]:
@@ -145,8 +149,8 @@ def premultiplied() -> list[float]:
     return tensor.tolist()
 
 
-def test_premultiplied_sums(members):
-    assert everywhere(members(2), premultiplied) == [[1.5, 1.5]] * 2
+def test_premultiplied_sums(group):
+    assert everywhere(group(2), premultiplied) == [[1.5, 1.5]] * 2
 
 
 def join_on(kind: str, rank: int, port: int) -> float:

@@ -15,23 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d import FileStore, PrefixStore, register_engine
+from gradwire.c10d import FileStore, PrefixStore
 from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.errors import RankLostError
 
-from tests.c10d.fake_nccl import make_engine
+import tests.c10d.fake_nccl  # noqa: F401 - registers its engine, in workers too
 from tests.c10d.members import everywhere
 
 BACKENDS = ["gradwire_shm", "gradwire_gloo", "gradwire_mpi", "fake_nccl"]
-TOLD_SECONDS = 2.0
-"""So long others may take to hear that a rank has dropped its group."""
+TOLD_SECONDS = 15.0
+"""How long the others may take to hear that a rank has dropped its group; their operations time out after 60 s."""
 
 here: dict[str, Any] = {}
 """Objects that a worker process keeps between the functions that it runs."""
 
 
 def open_store(path: Path, rank: int, size: int) -> None:
-    register_engine("fake_nccl", make_engine, devices=["cpu"])
     torch.set_num_threads(1)
     here.update(store=FileStore(str(path), size), rank=rank, size=size)
 
@@ -136,6 +135,7 @@ def make_and_destroy(path: Path, rank: int, backend: str) -> tuple[int, list[int
     for _ in range(3):
         alive.append(weakref.ref(dist.new_group()))
     alive.append(weakref.ref(dist.group.WORLD))
+    here["store"].barrier("made", 2)  # a group must not end while the other rank is still connecting it
     dist.destroy_process_group()
     left = sum(each() is not None for each in alive)
     return left, remaining_resources(before)

@@ -9,7 +9,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,20 +48,17 @@ from gradwire.c10d.engines.mpi import pmi as pmi_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
-
-@pytest.fixture
-def members(group_on):
-    """Starts workers in a group on this engine: `members(3)`."""
-    return partial(group_on, "gradwire_mpi", seconds=300)
+BACKEND = "gradwire_mpi"
+"""What the fixture `group` makes."""
 
 
-def test_every_operation_on_every_dtype(members):
-    assert everywhere(members(2), wrong_cells) == [[], []]
+def test_every_operation_on_every_dtype(group):
+    assert everywhere(group(2), wrong_cells) == [[], []]
 
 
 @pytest.mark.parametrize("dies", [0, 2])
-def test_a_killed_rank_fails_the_others_in_the_middle(members, tmp_path, dies):
-    started = members(3)
+def test_a_killed_rank_fails_the_others_in_the_middle(group, tmp_path, dies):
+    started = group(3)
     pending = [member.start(reduce_until_it_fails, dies) for member in started]
     left = [member for rank, member in enumerate(started) if rank != dies]
     for rank, each in enumerate(pending):
@@ -76,8 +72,8 @@ def test_a_killed_rank_fails_the_others_in_the_middle(members, tmp_path, dies):
 
 
 @pytest.mark.parametrize("source", [1, None])
-def test_a_death_wakes_ranks_that_wait_for_others(members, source):
-    first, second, third = members(3)
+def test_a_death_wakes_ranks_that_wait_for_others(group, source):
+    first, second, third = group(3)
     waiting = first.start(receive, source)
     assert everywhere([second, third], dist.get_rank) == [1, 2]
     third.kill()
@@ -85,16 +81,16 @@ def test_a_death_wakes_ranks_that_wait_for_others(members, source):
         waiting.result()
 
 
-def test_a_departed_rank_is_not_waited_for(members):
-    first, second = members(2)
+def test_a_departed_rank_is_not_waited_for(group):
+    first, second = group(2)
     waiting = first.start(total)
     second.run(leave)
     with pytest.raises(RankLostError, match="left the group"):
         waiting.result()
 
 
-def test_a_timeout_fails_the_group_until_it_is_created_again(members, tmp_path):
-    started = members(2)
+def test_a_timeout_fails_the_group_until_it_is_created_again(group, tmp_path):
+    started = group(2)
     with pytest.raises(CollectiveTimeoutError, match="all_reduce timed out after 0.2 s"):
         started[0].run(reduce_within, 0.2)
     with pytest.raises(CollectiveTimeoutError):
@@ -111,14 +107,14 @@ def abort_while_waiting() -> None:
     work.wait()
 
 
-def test_abort_wakes_waiting_threads(members):
-    first, _ = members(2)
+def test_abort_wakes_waiting_threads(group):
+    first, _ = group(2)
     with pytest.raises(GroupAbortedError):
         first.run(abort_while_waiting)
 
 
-def test_subgroups_and_later_groups(members, tmp_path):
-    started = members(3)
+def test_subgroups_and_later_groups(group, tmp_path):
+    started = group(3)
     assert everywhere(started, sum_in_group_of, 0, 2) == [2.0, None, 2.0]
     assert everywhere(started, sum_in_group_of, 1, 2) == [None, 3.0, 3.0]
     everywhere(started, leave)
@@ -127,20 +123,20 @@ def test_subgroups_and_later_groups(members, tmp_path):
     assert everywhere(others, total) == [1.0, 1.0]
 
 
-def test_a_process_is_in_one_world_only(members, workers, tmp_path):
-    started = members(2)
+def test_a_process_is_in_one_world_only(group, workers, tmp_path):
+    started = group(2)
     everywhere(started, leave)
     mixed = [started[0], *workers(1)]
     with pytest.raises(ProcessGroupError, match="not in one MPI world"):
         join_all(mixed, tmp_path / "again", "gradwire_mpi")
 
 
-def test_inputs_and_outputs_may_share_memory(members):
-    assert everywhere(members(2), collect_in_place) == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]]
+def test_inputs_and_outputs_may_share_memory(group):
+    assert everywhere(group(2), collect_in_place) == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]]
 
 
-def test_a_future_is_resolved_without_a_wait(members):
-    assert everywhere(members(2), future_of_a_sum) == [6.0, 6.0]
+def test_a_future_is_resolved_without_a_wait(group):
+    assert everywhere(group(2), future_of_a_sum) == [6.0, 6.0]
 
 
 def send_and_wait_for_key(key: str) -> None:
@@ -157,8 +153,8 @@ def receive_and_set(key: str) -> float:
     return tensor.sum().item()
 
 
-def test_operations_that_nobody_waits_for_make_progress(members):
-    first, second = members(2)
+def test_operations_that_nobody_waits_for_make_progress(group):
+    first, second = group(2)
     sending = first.start(send_and_wait_for_key, "received")
     assert second.run(receive_and_set, "received") == 4 * MIB
     sending.result()
@@ -172,8 +168,8 @@ def processor_seconds_of_a_wait() -> float:
     return time.process_time() - began
 
 
-def test_an_idle_wait_uses_little_processor_time(members):
-    first, _ = members(2)
+def test_an_idle_wait_uses_little_processor_time(group):
+    first, _ = group(2)
     assert first.run(processor_seconds_of_a_wait) < 0.3
 
 
@@ -186,16 +182,16 @@ def send_more(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_messages_of_another_size_are_refused(members, count):
-    first, second = members(2)
+def test_messages_of_another_size_are_refused(group, count):
+    first, second = group(2)
     receiving = first.start(receive_into_less)
     second.run(send_more, count)
     with pytest.raises(ProcessGroupError, match="recv"):
         receiving.result()
 
 
-def test_tags_that_mpi_does_not_have_are_refused(members):
-    first, _ = members(2)
+def test_tags_that_mpi_does_not_have_are_refused(group):
+    first, _ = group(2)
     with pytest.raises(UnsupportedOperationError, match="tags from 0 to"):
         first.run(send, 1, 2**31 - 1)
 
@@ -238,8 +234,8 @@ def receive_too_much() -> None:
     dist.recv(torch.empty(300))
 
 
-def test_large_tensors_are_divided_before_mpi_4(members):
-    started = members(2)
+def test_large_tensors_are_divided_before_mpi_4(group):
+    started = group(2)
     everywhere(started, limit_counts)
     assert everywhere(started, exchange_in_pieces) == [[True] * 6] * 2
     for each in started:
@@ -293,8 +289,8 @@ def test_no_address_is_needed_under_mpiexec(tmp_path, monkeypatch):
     assert [(tmp_path / f"result{rank}").read_text() for rank in range(2)] == ["2 2"] * 2
 
 
-def test_workers_exit_cleanly(members):
-    started = members(2)
+def test_workers_exit_cleanly(group):
+    started = group(2)
     for member in started:
         member._connection.send_bytes(b"")  # it returns from its main function
     for member in started:

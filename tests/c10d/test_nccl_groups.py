@@ -1,6 +1,5 @@
 """Groups on the NCCL engine with fakes: torch's own functions, and several GPUs for each process."""
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d import FileStore, register_engine
 
-from tests.c10d.fake_nccl import make_engine
+from tests.c10d.members import everywhere
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
-
-def join(path: Path, rank: int, size: int) -> None:
-    register_engine("fake_nccl", make_engine, devices=["cpu"])
-    globals()["store"] = FileStore(str(path), size)
-    dist.init_process_group(
-        "fake_nccl", store=globals()["store"], rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-
-
-@pytest.fixture
-def group(workers, tmp_path):
-    members = workers(2)
-    for started in [member.start(join, tmp_path / "store", rank, 2) for rank, member in enumerate(members)]:
-        started.result()
-    return members
+BACKEND = "fake_nccl"
+"""What the fixture `group` makes."""
 
 
 def outcomes(dtypes: list[torch.dtype]) -> dict[str, str]:
@@ -46,8 +31,7 @@ def outcomes(dtypes: list[torch.dtype]) -> dict[str, str]:
 
 @pytest.mark.parametrize("dtypes", [[torch.float32, torch.bool], [torch.uint16, torch.complex64]], ids=str)
 def test_all_operations_of_torch_come_out_right(group, dtypes):
-    results = [pending.result() for pending in [member.start(outcomes, dtypes) for member in group]]
-    assert results == [{}, {}]
+    assert everywhere(group(2), outcomes, dtypes) == [{}, {}]
 
 
 def trained(names: list[str]) -> list[list[torch.Tensor]]:
@@ -64,8 +48,11 @@ def trained_on_gloo(path: Path, rank: int, names: list[str]) -> list[list[torch.
 
 def test_what_torch_builds_on_groups_trains_as_on_gloo(group, tmp_path):
     names = ["ddp", "ddp_sparse", "fsdp2", "pipeline_1f1b"]
-    ours = [pending.result() for pending in [member.start(trained, names) for member in group]]
-    started = [member.start(trained_on_gloo, tmp_path / "gloo", rank, names) for rank, member in enumerate(group)]
+    members = group(2)
+    ours = everywhere(members, trained, names)
+    started = [
+        member.start(trained_on_gloo, tmp_path / "gloo", rank, names) for rank, member in enumerate(members)
+    ]
     torch.testing.assert_close(ours, [pending.result() for pending in started])
 
 
@@ -76,7 +63,7 @@ def premultiplied() -> list[float]:
 
 
 def test_premultiplied_sums(group):
-    results = [pending.result() for pending in [member.start(premultiplied) for member in group]]
+    results = everywhere(group(2), premultiplied)
     assert results == [[1.0, 2.0]] * 2
 
 
@@ -88,7 +75,7 @@ def sum_sparse() -> list[float]:
 
 
 def test_sparse_tensors(group):
-    results = [pending.result() for pending in [member.start(sum_sparse) for member in group]]
+    results = everywhere(group(2), sum_sparse)
     assert results == [[1.0, 1.0, 4.0, 0.0]] * 2
 
 
@@ -130,7 +117,7 @@ def use_two_gpus() -> dict[str, Any]:
 
 
 def test_processes_with_two_gpus_each(group):
-    first, second = [pending.result() for pending in [member.start(use_two_gpus) for member in group]]
+    first, second = everywhere(group(2), use_two_gpus)
     assert first["calls"] == [
         ("groupStart",),
         ("NcclCommunicator", 4),
@@ -164,5 +151,4 @@ def refuse_for_several_gpus() -> None:
 
 
 def test_tensors_that_do_not_fit_are_refused_and_the_group_goes_on(group):
-    for pending in [member.start(refuse_for_several_gpus) for member in group]:
-        pending.result()
+    everywhere(group(2), refuse_for_several_gpus)

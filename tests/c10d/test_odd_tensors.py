@@ -9,14 +9,13 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.c10d.members import everywhere, join_all
+from tests.c10d.members import everywhere
 
 
 @pytest.fixture(params=["gradwire_shm", "gradwire_gloo", "gradwire_mpi"])
-def members(request, workers, tmp_path):
-    started = workers(2)
-    join_all(started, tmp_path / "store", request.param, 30)
-    return started
+def members(request, group_on):
+    """Two workers in a group, on one engine after another."""
+    return group_on(request.param, 2)
 
 
 def reduce_inference_tensors() -> tuple[float, list[float]]:

@@ -9,46 +9,21 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.c10d import FileStore, register_engine
+from gradwire.c10d import register_engine
 from gradwire.c10d.engines import Engine
 from gradwire.c10d.reductions import Reduction
 from gradwire.errors import GroupAbortedError, UnsupportedOperationError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.c10d.members import everywhere, join, join_all
 from tests.c10d.store_engine import StoreEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
 
-def join(path: Path, rank: int, size: int, backend: str, seconds: float = 30) -> None:
-    import tests.c10d.store_engine
-
-    assert tests.c10d.store_engine
-    globals()["store"] = FileStore(str(path), size)
-    dist.init_process_group(backend, store=globals()["store"], rank=rank, world_size=size)
-    dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
-
-
-@pytest.fixture
-def group(workers, tmp_path):
-    """Starts workers in a group; `group(2)` is [worker, worker]."""
-
-    def start(size: int, backend: str = "slow_store", **options: float):
-        members = workers(size)
-        started = [
-            member.start(join, tmp_path / "store", rank, size, backend, **options)
-            for rank, member in enumerate(members)
-        ]
-        for each in started:
-            each.result()
-        return members
-
-    return start
-
-
-def everywhere(members, function, *args):
-    return [pending.result() for pending in [member.start(function, *args) for member in members]]
+BACKEND = "slow_store"
+"""What the fixture `group` makes."""
 
 
 def sum_of_ranks() -> list[float]:
@@ -142,11 +117,7 @@ def test_a_failed_group_stays_failed_and_can_be_made_again(group, tmp_path):
     members = group(2, seconds=0.3)
     assert "timed out" in members[0].run(reduce_alone)
     everywhere(members, dist.destroy_process_group)
-    again = [
-        member.start(join, tmp_path / "another", rank, 2, "slow_store") for rank, member in enumerate(members)
-    ]
-    for each in again:
-        each.result()
+    join_all(members, tmp_path / "another", BACKEND)
     assert everywhere(members, sum_of_ranks) == [[2.0] * 3] * 2
 
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ from tests.c10d.members import everywhere, numbers
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
 SUM = Reduction("sum")
-
-
-@pytest.fixture
-def group(group_on):
-    """Starts workers in a group; `group(2)` is [worker, worker]."""
-    return partial(group_on, "gradwire_shm")
 
 
 def in_order_of_ranks(tensors: Sequence[Tensor], reduction: Reduction = SUM) -> Tensor:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ from tests.c10d.members import everywhere, numbers, total
 from tests.workers import Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
-
-
-@pytest.fixture
-def group(group_on):
-    """Starts workers in a group; `group(2)` is [worker, worker]."""
-    return partial(group_on, "gradwire_shm")
 
 
 def results_of(pending: Sequence[Any]) -> list[Any]:
@@ -285,7 +278,7 @@ def test_a_waiting_rank_uses_little_processor_time(group):
     threading.Event().wait(3)  # the wait that is measured
     second.run(dist.barrier)
     used, waited = waiting.result()
-    assert waited > 2.5
+    assert waited > 1, "the barrier began too late to be measured"
     assert used < 0.1 * waited
 
 

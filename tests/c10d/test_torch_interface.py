@@ -15,7 +15,7 @@ from gradwire.c10d.point_to_point import PointToPoint
 from gradwire.errors import UnsupportedOperationError
 from gradwire.torch_internals import HAS_PYTHON_BACKENDS, TorchBackend, backend_names
 
-from tests.c10d.members import everywhere, join_all
+from tests.c10d.members import everywhere
 
 from_2_14 = pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="torch has no interface for backends before 2.14")
 
@@ -54,13 +54,6 @@ def test_torch_finds_an_engine_without_an_import(tmp_path, backend):
     assert done.stdout.split() == ["gradwire.c10d.process_group", backend, "[1.0,", "1.0]"], done.stderr
 
 
-@pytest.fixture
-def three(workers, tmp_path):
-    members = workers(3)
-    join_all(members, tmp_path / "met", "gradwire_shm")
-    return members
-
-
 def operate_from_below() -> tuple[list[float], str]:
     """As C++ starts operations: through the dispatcher, and the backend of the group."""
     world = dist.group.WORLD
@@ -73,8 +66,8 @@ def operate_from_below() -> tuple[list[float], str]:
 
 
 @from_2_14
-def test_operations_that_cpp_starts_reach_the_group(three):
-    assert everywhere(three, operate_from_below) == [([1.0, 1.0], "GroupBackend")] * 3
+def test_operations_that_cpp_starts_reach_the_group(group):
+    assert everywhere(group(3), operate_from_below) == [([1.0, 1.0], "GroupBackend")] * 3
 
 
 def test_a_backend_forwards_every_operation_that_cpp_calls():
@@ -103,10 +96,10 @@ def describe_backend() -> dict[str, object]:
 
 
 @from_2_14
-def test_a_backend_tells_what_it_supports(three):
+def test_a_backend_tells_what_it_supports(group):
     options = ("gradwire_shm", timedelta(seconds=300))
     told = {"supports_splitting": True, "options": options, "name": "gradwire_shm"}
-    assert three[0].run(describe_backend) == told
+    assert group(3)[0].run(describe_backend) == told
 
 
 def gather_into_one() -> list[float]:
@@ -122,8 +115,8 @@ def gather_into_one() -> list[float]:
 WHOLE = [0.0, 10.0, 1.0, 11.0, 2.0, 12.0]
 
 
-def test_tensors_are_gathered_into_one(three):
-    assert everywhere(three, gather_into_one) == [[], [], WHOLE]
+def test_tensors_are_gathered_into_one(group):
+    assert everywhere(group(3), gather_into_one) == [[], [], WHOLE]
 
 
 def gather_into_one_by_torch() -> list[list[float]] | None:
@@ -134,14 +127,14 @@ def gather_into_one_by_torch() -> list[list[float]] | None:
 
 
 @from_2_14
-def test_torchs_own_function_gathers_into_one(three):
-    assert everywhere(three, gather_into_one_by_torch) == [None, WHOLE, None]
+def test_torchs_own_function_gathers_into_one(group):
+    assert everywhere(group(3), gather_into_one_by_torch) == [None, WHOLE, None]
 
 
 def gather_into_too_little() -> None:
     dist.group.WORLD.gather_single(torch.zeros(5), torch.zeros(2))
 
 
-def test_one_tensor_must_hold_all(three):
+def test_one_tensor_must_hold_all(group):
     with pytest.raises(ValueError, match="must have 3 times the elements of the input, but they have 5 and 2"):
-        three[0].run(gather_into_too_little)
+        group(3)[0].run(gather_into_too_little)

@@ -11,31 +11,16 @@ from gradwire.nn import functional as F
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from tests.c10d.members import join_all
+
 Inputs = list[list[Tensor]]
 """The tensors of each rank."""
 
 
-def join(url: str, rank: int, size: int) -> None:
-    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
-
-
-@pytest.fixture(params=[2, 3])
-def group(workers, request):
-    """Starts processes that form a Gloo group."""
-    return start(workers, request.param)
-
-
-@pytest.fixture
-def trio(workers):
-    return start(workers, 3)
-
-
-def start(workers: Any, size: int) -> list[Any]:
-    started = workers(size)
-    url = f"file://{workers.folder / 'group'}"
-    for pending in [worker.start(join, url, rank, size) for rank, worker in enumerate(started)]:
-        pending.result()
-    return started
+@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+def gloo_group(group_on, request):
+    """Workers in a group on torch's Gloo."""
+    return group_on("gloo", request.param)
 
 
 def tensor(*shape: int, seed: int) -> Tensor:
@@ -145,64 +130,64 @@ def zeros_like(tensors: Any) -> list[Tensor]:
     return [torch.zeros_like(each) for each in tensors]
 
 
-def test_broadcast(group):
+def test_broadcast(gloo_group):
     compare(
-        group,
+        gloo_group,
         lambda mine, size, rank: F.broadcast(mine[0], 1),
         lambda everything: [everything[1][0] for _ in everything],
     )
 
 
-def test_gather(group):
+def test_gather(gloo_group):
     def simulated(everything: Inputs) -> list[list[Tensor]]:
         parts = [mine[0] for mine in everything]
         return [parts if rank == 1 else zeros_like(parts) for rank in range(len(everything))]
 
-    compare(group, lambda mine, size, rank: F.gather(mine[0], 1), simulated)
+    compare(gloo_group, lambda mine, size, rank: F.gather(mine[0], 1), simulated)
 
 
-def test_scatter(group):
+def test_scatter(gloo_group):
     compare(
-        group,
+        gloo_group,
         lambda mine, size, rank: F.scatter(mine, 1),
         lambda everything: everything[1],
         lambda size: size,
     )
 
 
-def test_all_gather(group):
+def test_all_gather(gloo_group):
     compare(
-        group,
+        gloo_group,
         lambda mine, size, rank: F.all_gather(mine[0]),
         lambda everything: [[mine[0] for mine in everything] for _ in everything],
     )
 
 
-def test_all_gather_into_one_tensor(group):
+def test_all_gather_into_one_tensor(gloo_group):
     compare(
-        group,
+        gloo_group,
         lambda mine, size, rank: F._all_gather_base(mine[0].new_empty(3 * size, 4), mine[0]),
         lambda everything: [torch.cat([mine[0] for mine in everything]) for _ in everything],
     )
 
 
-def test_reduce(group):
+def test_reduce(gloo_group):
     for op in OPS:
 
         def simulated(everything: Inputs, op: Any = op) -> list[Tensor]:
             total = reduced([mine[0] for mine in everything], op)
             return [total if rank == 1 else torch.zeros_like(total) for rank in range(len(everything))]
 
-        compare(group, lambda mine, size, rank, op=op: F.reduce(mine[0], 1, op), simulated)
+        compare(gloo_group, lambda mine, size, rank, op=op: F.reduce(mine[0], 1, op), simulated)
 
 
 def all_reduced(op: Any) -> Callable[[Inputs], list[Tensor]]:
     return lambda everything: [reduced([mine[0] for mine in everything], op)] * len(everything)
 
 
-def test_all_reduce(group):
+def test_all_reduce(gloo_group):
     for op in OPS:
-        compare(group, lambda mine, size, rank, op=op: F.all_reduce(mine[0], op), all_reduced(op))
+        compare(gloo_group, lambda mine, size, rank, op=op: F.all_reduce(mine[0], op), all_reduced(op))
 
 
 def with_ties_and_zeros(size: int, rank: int, count: int = 1) -> list[Tensor]:
@@ -211,20 +196,20 @@ def with_ties_and_zeros(size: int, rank: int, count: int = 1) -> list[Tensor]:
     return [values[:, rank].clone()]
 
 
-def test_ties_and_zeros(group):
+def test_ties_and_zeros(gloo_group):
     for op in (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
         compare(
-            group,
+            gloo_group,
             lambda mine, size, rank, op=op: F.all_reduce(mine[0], op),
             all_reduced(op),
             makers=[with_ties_and_zeros],
         )
 
 
-def test_reduce_scatter(group):
+def test_reduce_scatter(gloo_group):
     for op in OPS:
         compare(
-            group,
+            gloo_group,
             lambda mine, size, rank, op=op: F.reduce_scatter(mine[0].new_empty(3, 4), mine, op),
             lambda everything, op=op: [reduced(list(parts), op) for parts in zip(*everything, strict=True)],
             lambda size: size,
@@ -235,7 +220,7 @@ def of_many_shapes(size: int, rank: int, count: int = 1) -> list[Tensor]:
     return [tensor(rank + 1, to, seed=10 * rank + to) for to in range(size)]  # one of them is empty
 
 
-def test_all_to_all(group):
+def test_all_to_all(gloo_group):
     def collective(mine: list[Tensor], size: int, rank: int) -> tuple[Tensor, ...]:
         outputs = [mine[0].new_empty(source + 1, rank) for source in range(size)]
         results = F.all_to_all(outputs, mine)
@@ -245,11 +230,11 @@ def test_all_to_all(group):
     def simulated(everything: Inputs) -> list[list[Tensor]]:
         return [[mine[rank] for mine in everything] for rank in range(len(everything))]
 
-    compare(group, collective, simulated, lambda size: size, [of_many_shapes])
+    compare(gloo_group, collective, simulated, lambda size: size, [of_many_shapes])
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_all_to_all_single(group, equal):
+def test_all_to_all_single(gloo_group, equal):
     def rows(size: int, source: int, to: int) -> int:
         return 2 if equal else source + 2 * to
 
@@ -275,10 +260,10 @@ def test_all_to_all_single(group, equal):
         ]
         return [torch.cat([parts[rank] for parts in sent]) for rank in range(size)]
 
-    compare(group, collective, simulated, makers=[make])
+    compare(gloo_group, collective, simulated, makers=[make])
 
 
-def test_some_of_the_processes(trio):
+def test_some_of_the_processes(workers, group_on):
     """Ranks are those among all processes, as everywhere in torch.distributed."""
 
     def check() -> None:
@@ -313,11 +298,10 @@ def test_some_of_the_processes(trio):
             ][rank - 1]
         )
 
-    for pending in [worker.start(check) for worker in trio]:
-        pending.result()
+    workers.each(group_on("gloo", 3), check)
 
 
-def test_integers_and_what_has_no_gradient(workers):
+def test_integers_and_what_has_no_gradient(workers, group_on):
     def check() -> None:
         rank = dist.get_rank()
         x = torch.tensor([1 << rank])
@@ -334,11 +318,10 @@ def test_integers_and_what_has_no_gradient(workers):
                 with pytest.raises(ValueError, match="has no gradient: use SUM, AVG, PRODUCT, MIN or MAX"):
                     call()
 
-    for pending in [worker.start(check) for worker in start(workers, 2)]:
-        pending.result()
+    workers.each(group_on("gloo", 2), check)
 
 
-def test_bad_arguments(workers):
+def test_bad_arguments(workers, group_on):
     """Found before anything is sent, so that no process waits for another."""
 
     def check() -> None:
@@ -360,11 +343,10 @@ def test_bad_arguments(workers):
         with pytest.raises(ValueError, match=r"output_tensor of shape \(4, 2\) is not contiguous"):
             F._all_gather_base(torch.ones(2, 4).t(), torch.ones(2, 2))
 
-    for pending in [worker.start(check) for worker in start(workers, 2)]:
-        pending.result()
+    workers.each(group_on("gloo", 2), check)
 
 
-def test_a_buffer_that_is_filled_again_too_early(workers):
+def test_a_buffer_that_is_filled_again_too_early(workers, group_on):
     """What a graph has saved is gone; as with any operation in place, the backward pass says so."""
 
     def check() -> None:
@@ -374,8 +356,7 @@ def test_a_buffer_that_is_filled_again_too_early(workers):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             first.backward()
 
-    for pending in [worker.start(check) for worker in start(workers, 2)]:
-        pending.result()
+    workers.each(group_on("gloo", 2), check)
 
 
 def scaled_sum(weight: float, x: Tensor) -> Tensor:
@@ -385,9 +366,7 @@ def scaled_sum(weight: float, x: Tensor) -> Tensor:
 def test_collectives_inside_remote_functions(workers):
     """In the backward pass of a context all workers run at once, so their collectives meet."""
     started = workers.rpc(3)
-    url = f"file://{workers.folder / 'group'}"
-    for pending in [worker.start(join, url, rank, 3) for rank, worker in enumerate(started)]:
-        pending.result()
+    join_all(started, workers.folder / "group", "gloo")
 
     def check() -> None:
         x = torch.tensor([1.0, 2.0], requires_grad=True)

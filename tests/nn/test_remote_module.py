@@ -77,7 +77,7 @@ def text(module: RemoteModule) -> str:
     return f"{module} {module(torch.ones(1), 5)} {'forward' in dir(module)}"
 
 
-def test_forward(trio):
+def test_forward(three_workers):
     def check() -> None:
         x = torch.ones(3)
         for where in ("worker1", "worker1/cpu", "rank:1", "rank:1/cpu", "worker0/cpu", "cpu"):
@@ -91,19 +91,19 @@ def test_forward(trio):
             assert isinstance(module, nn.Module)
             assert repr(module).startswith(f"RemoteModule({module.on}/cpu, ")
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_hooks_run_on_the_worker(trio):
+def test_hooks_run_on_the_worker(three_workers):
     def check() -> None:
         module = RemoteModule("worker1", Reverse, (1,))
         rpc.rpc_sync("worker1", hooked, (module.get_module_rref(),))
         assert module(torch.ones(1), 5)[-1] == "hooked"
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_the_module_itself(trio):
+def test_the_module_itself(three_workers):
     def check() -> None:
         module = RemoteModule("worker1", Reverse, (1,), {"second": 2})
         reference = module.get_module_rref()
@@ -111,10 +111,10 @@ def test_the_module_itself(trio):
         assert reference.owner_name() == "worker1"
         assert torch.equal(reference.to_here().weight, torch.tensor([1.0, 2.0]))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_parameters(trio):
+def test_parameters(three_workers):
     def check() -> None:
         module = RemoteModule("worker1", Mlp)
         expected = Mlp()
@@ -123,10 +123,10 @@ def test_parameters(trio):
             for a, b in zip(found, expected.parameters(recurse), strict=True):
                 assert torch.equal(a, b)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_training_equals_that_of_one_process(trio):
+def test_training_equals_that_of_one_process(three_workers):
     def check() -> None:
         local = nn.Sequential(Mlp(1), Mlp(2)).eval()
         modules = [RemoteModule("worker1", Mlp, (1,)).eval(), RemoteModule("worker2/cpu", Mlp, (2,)).eval()]
@@ -149,10 +149,10 @@ def test_training_equals_that_of_one_process(trio):
         for a, b in zip(parameters, local.parameters(), strict=True):
             assert torch.allclose(a.to_here(), b, atol=1e-6)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_training_mode(trio):
+def test_training_mode(three_workers):
     def check() -> None:
         module = RemoteModule("worker1", Mlp)
         parent = nn.Module()
@@ -171,10 +171,10 @@ def test_training_mode(trio):
         with pytest.raises(ValueError, match="boolean"):
             module.train("yes")
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_errors_of_the_module(trio):
+def test_errors_of_the_module(three_workers):
     def check() -> None:
         bad = RemoteModule("worker1/cpu", NotAModule, (1,))
         for use in (lambda: bad.forward(), lambda: bad.remote_parameters(), lambda: bad.eval()):
@@ -193,7 +193,7 @@ def test_errors_of_the_module(trio):
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'number'"):
             RemoteModule("worker1", Reverse, (1,))(torch.ones(1))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def test_a_lost_worker(workers):
@@ -216,7 +216,7 @@ def make_and_keep() -> None:
     remote_functions.kept.append(module)
 
 
-def test_bad_arguments(trio):
+def test_bad_arguments(three_workers):
     def check() -> None:
         for where in ("worker1/cuda:0/cuda:1", "/", "/cuda:0", "", "rank:x/cpu", "rank:/cpu"):
             with pytest.raises(
@@ -248,7 +248,7 @@ def test_bad_arguments(trio):
         ):
             RemoteModule("worker1", Reverse, (1,), _module_interface_cls=NotAModule)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def test_before_init_rpc():
@@ -288,7 +288,7 @@ UNSUPPORTED = {
 }
 
 
-def test_methods_that_are_not_supported(trio):
+def test_methods_that_are_not_supported(three_workers):
     def check() -> None:
         module = RemoteModule("worker1", Reverse, (1,))
         for name, args in UNSUPPORTED.items():
@@ -301,10 +301,10 @@ def test_methods_that_are_not_supported(trio):
             with pytest.raises(ValueError, match=f"Method ``{name}`` not .*use ``remote_parameters`` instead."):
                 getattr(module, name)()
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_modules_travel(trio):
+def test_modules_travel(three_workers):
     def check() -> None:
         module = RemoteModule("worker1", Reverse, (1,))
         module.note = "stays here"
@@ -321,10 +321,10 @@ def test_modules_travel(trio):
                 assert result[:2] == ("three", 3)
             assert rpc.rpc_sync(to, text, (module,)).endswith(", tensor([1.])) True")
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_modules_over_one_reference(trio):
+def test_modules_over_one_reference(three_workers):
     def check() -> None:
         first = RemoteModule("worker1", Mlp)
         second = rpc.rpc_sync(
@@ -340,10 +340,10 @@ def test_modules_over_one_reference(trio):
         mine = RemoteModule.init_from_module_rref("worker0", rpc.RRef(Mlp().eval()))
         assert torch.equal(mine(x), first(x))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_modules_pickle_only_in_calls(trio):
+def test_modules_pickle_only_in_calls(three_workers):
     def check() -> None:
         module = RemoteModule("worker1", Reverse, (1,))
         message = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
@@ -353,10 +353,10 @@ def test_modules_pickle_only_in_calls(trio):
         with pytest.raises(SerializationError, match=r"args\[1\].*Subclass not at all: send get_module_rref"):
             rpc.rpc_sync("worker1", forward, (1, Subclass("worker1", Reverse, (1,))))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_module_lives_as_long_as_it_is_used(trio):
+def test_a_module_lives_as_long_as_it_is_used(three_workers):
     def check() -> None:
         module = RemoteModule("worker1", Reverse, (1,))
         module(torch.ones(1), 2)
@@ -367,21 +367,21 @@ def test_a_module_lives_as_long_as_it_is_used(trio):
         del other
         wait_until(lambda: rpc.rpc_sync("worker1", rpc.debug_info)["num_owner_rrefs"] == 0)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_arguments_are_moved_to_the_device(trio):
+def test_arguments_are_moved_to_the_device(three_workers):
     def check() -> None:
         module = RemoteModule("worker1/meta", WhereAreWe)
         x = torch.ones(2)
         assert module(x, 1, more=x) == ["meta", "int", "meta"]
         assert RemoteModule("worker1/cpu", WhereAreWe)(x) == ["cpu"]
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_results_are_moved_to_the_cpu(trio):
+def test_results_are_moved_to_the_cpu(three_workers):
     def check() -> None:
         for where in ("worker1/cuda:0", "rank:1/cuda:0"):
             result = RemoteModule(where, Nested)({"a": torch.ones(2)})
@@ -393,7 +393,7 @@ def test_results_are_moved_to_the_cpu(trio):
             assert layer(torch.ones(5, 2)).device.type == "cpu"
             assert not layer.is_device_map_set
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

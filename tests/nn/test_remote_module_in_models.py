@@ -73,7 +73,7 @@ def check_hybrid(model: Hybrid) -> None:
         copy.deepcopy(model)
 
 
-def test_walks_find_no_parts(trio):
+def test_walks_find_no_parts(three_workers):
     def check() -> None:
         module = RemoteModule("worker1", Reverse, (1,))
         check_walks(module)
@@ -83,10 +83,10 @@ def test_walks_find_no_parts(trio):
         module.eval()
         assert rpc.rpc_sync("worker2", attributes, (module,))["training"] is False
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_part_of_another_module(trio):
+def test_a_part_of_another_module(three_workers):
     def check() -> None:
         torch.manual_seed(0)
         model = Hybrid()
@@ -96,4 +96,4 @@ def test_a_part_of_another_module(trio):
         check_hybrid(rpc.rpc_sync("worker2", Hybrid))
         assert "far.0" in dict(rpc.rpc_sync("worker2", remote_functions.identity, (model,)).named_modules())
 
-    trio.run(check)
+    three_workers[0].run(check)

@@ -66,12 +66,12 @@ def in_script_async(module: AsyncInterface, x: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def pair(workers):
-    """Starts two workers; the test runs on the first."""
-    return workers.rpc(2)[0]
+def two_workers(workers):
+    """Two workers in an RPC group. References stay on them, since torch.jit keeps the modules that it compiles."""
+    return workers.rpc(2)
 
 
-def test_compiled_code_calls_the_module(pair):
+def test_compiled_code_calls_the_module(two_workers):
     def check() -> None:
         modules = [RemoteModule("worker1", Scale, (f,), _module_interface_cls=Interface) for f in (2.0, 5.0)]
         x = torch.ones(1)
@@ -85,10 +85,10 @@ def test_compiled_code_calls_the_module(pair):
             assert torch.jit.script(in_script)(scripted, x).item() == factor + 2 + len("word")
             assert torch.jit.script(in_script_async)(scripted, x).item() == factor * 4
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_gradients_flow_through_compiled_code(pair):
+def test_gradients_flow_through_compiled_code(two_workers):
     def check() -> None:
         scripted = torch.jit.script(
             module := RemoteModule("worker1", Scale, (2.0,), _module_interface_cls=Interface)
@@ -102,10 +102,10 @@ def test_gradients_flow_through_compiled_code(pair):
                 found = rpc.rpc_sync("worker1", gradients, (context_id, module.module_rref))
                 assert found.item() == times
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_errors_in_compiled_code(pair):
+def test_errors_in_compiled_code(two_workers):
     def check() -> None:
         scripted = torch.jit.script(RemoteModule("worker1", Scale, (2.0,), _module_interface_cls=Interface))
         with pytest.raises(Exception, match="negative"):
@@ -117,26 +117,26 @@ def test_errors_in_compiled_code(pair):
         ):
             torch.jit.script(RemoteModule("worker1", Scale, (2.0,)))
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_a_module_that_is_compiled_already(pair):
+def test_a_module_that_is_compiled_already(two_workers):
     def check() -> None:
         module = RemoteModule("worker1", compiled, (2.0,), _module_interface_cls=Interface)
         assert torch.jit.script(module)(torch.ones(1), 1) == ("default", 1, torch.tensor([2.0]))
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_compiled_modules_can_be_sent(pair):
+def test_compiled_modules_can_be_sent(two_workers):
     def check() -> None:
         arrived = rpc.rpc_sync("worker1", identity, (compiled(3.0),))
         assert arrived(torch.ones(1), 1) == ("default", 1, torch.tensor([3.0]))
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_a_remote_module_is_sent_before_it_is_compiled(pair):
+def test_a_remote_module_is_sent_before_it_is_compiled(two_workers):
     def check() -> None:
         module = RemoteModule("worker1", Scale, (2.0,), _module_interface_cls=Interface)
         arrived = rpc.rpc_sync("worker1", identity, (module,))
@@ -149,4 +149,4 @@ def test_a_remote_module_is_sent_before_it_is_compiled(pair):
         del module, arrived, scripted
         gc.collect()
 
-    pair.run(check)
+    two_workers[0].run(check)

@@ -10,15 +10,15 @@ from tests.workers import Worker, Workers
 
 @pytest.fixture(scope="module")
 def shared_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    """Starts three workers, which end with the module."""
-    group = Workers(tmp_path_factory.mktemp("workers"))
-    group.rpc(3)
-    yield group
-    group.stop()
+    """Three workers in an RPC group, which end with the module."""
+    workers = Workers(tmp_path_factory.mktemp("workers"))
+    workers.rpc(3)
+    yield workers
+    workers.stop()
 
 
 @pytest.fixture
-def trio(shared_workers: Workers) -> Iterator[Worker]:
-    """Yields the first of three workers, and checks after the test that nothing is left on any of them."""
-    yield shared_workers.all[0]
+def three_workers(shared_workers: Workers) -> Iterator[list[Worker]]:
+    """Three workers in an RPC group; after the test nothing is left on them."""
+    yield shared_workers.all
     shared_workers.each(shared_workers.all, assert_clean)

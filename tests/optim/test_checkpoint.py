@@ -33,7 +33,7 @@ def weights_of(models: list[rpc.RRef]) -> list[torch.Tensor]:
     return [weight for model in models for weight in model.rpc_sync().weights()]
 
 
-def test_state_dicts_have_the_form_of_torchs(trio, tmp_path):
+def test_state_dicts_have_the_form_of_torchs(three_workers, tmp_path):
     """A torch optimizer over the same parameters can load it, and the other way round."""
 
     def check() -> None:
@@ -61,10 +61,10 @@ def test_state_dicts_have_the_form_of_torchs(trio, tmp_path):
             local_step(local, onward, step)
         assert_same_weights(models, local)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_state_is_a_copy(trio):
+def test_state_is_a_copy(three_workers):
     def check() -> None:
         models = spread(Layer, "worker0", "worker1")
         optimizer = make_optimizer(models)
@@ -77,7 +77,7 @@ def test_state_is_a_copy(trio):
         torch.testing.assert_close(saved["state"], before["state"], rtol=0, atol=0)
         assert saved["param_groups"] == before["param_groups"]
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_state_is_a_copy(trio):
         (torch.optim.SparseAdam, Table),
     ],
 )
-def test_loading_restores_the_state_with_any_owners(trio, optimizer_class, kind):
+def test_loading_restores_the_state_with_any_owners(three_workers, optimizer_class, kind):
     def check() -> None:
         models = spread(kind, "worker1", "worker2", "worker0")
         optimizer = make_optimizer(models, optimizer_class)
@@ -109,10 +109,10 @@ def test_loading_restores_the_state_with_any_owners(trio, optimizer_class, kind)
         assert [group["lr"] for group in resumed.param_groups] == [0.02, 0.5, 0.03]
         assert [train_step(others, resumed, step) for step in range(2, 5)] == losses
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_state_dict_that_does_not_fit_changes_nothing(trio):
+def test_a_state_dict_that_does_not_fit_changes_nothing(three_workers):
     def check() -> None:
         models = spread(Layer, "worker1", "worker2")
         optimizer = make_optimizer(models)
@@ -150,7 +150,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(trio):
         torch.testing.assert_close(after["state"], good["state"], rtol=0, atol=0)
         assert after["param_groups"] == good["param_groups"]
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 class KeepsGlobalState(torch.optim.SGD):
@@ -161,7 +161,7 @@ class KeepsGlobalState(torch.optim.SGD):
         self.state["count"] = {"steps": 1}
 
 
-def test_state_of_no_parameter_cannot_be_saved(trio):
+def test_state_of_no_parameter_cannot_be_saved(three_workers):
     def check() -> None:
         models = spread(Layer, "worker1")
         optimizer = DistributedOptimizer(KeepsGlobalState, parameters_of(models), lr=0.1)
@@ -169,7 +169,7 @@ def test_state_of_no_parameter_cannot_be_saved(trio):
         with pytest.raises(TypeError, match="KeepsGlobalState keeps the state 'count'"):
             optimizer.state_dict()
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 # A job that is killed.

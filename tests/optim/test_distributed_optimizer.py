@@ -56,7 +56,7 @@ def test_no_optimizer_of_torch_is_left_out():
     OPTIMIZERS,
     ids=[f"{c.__name__}-{k.__name__}" for c, _, k in OPTIMIZERS],
 )
-def test_steps_equal_those_of_one_process(trio, optimizer_class, options, kind):
+def test_steps_equal_those_of_one_process(three_workers, optimizer_class, options, kind):
     def check() -> None:
         local = [kind(0), kind(1), kind(2)]
         models = spread(kind, "worker1", "worker2", "worker0")
@@ -68,10 +68,10 @@ def test_steps_equal_those_of_one_process(trio, optimizer_class, options, kind):
                 models[0].rpc_sync().relocate()
         assert_same_weights(models, local)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_groups_spread_over_owners(trio):
+def test_groups_spread_over_owners(three_workers):
     def check() -> None:
         local = [Layer(0), Layer(1)]
         models = spread(Layer, "worker1", "worker2")
@@ -114,7 +114,7 @@ def test_groups_spread_over_owners(trio):
         for ours, torchs in zip(optimizer.param_groups, reference.param_groups, strict=True):
             assert {**ours, "params": None} == {**torchs, "params": None}
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def run_steps(models: list[rpc.RRef], steps: int) -> float:
@@ -123,7 +123,7 @@ def run_steps(models: list[rpc.RRef], steps: int) -> float:
     return [train_step(models, optimizer, 0) for _ in range(steps)][-1]
 
 
-def test_several_trainers_share_parameters(trio):
+def test_several_trainers_share_parameters(three_workers):
     def check() -> None:
         models = spread(Layer, "worker1", "worker2")
         first = run_steps(models, 1)
@@ -132,14 +132,14 @@ def test_several_trainers_share_parameters(trio):
         print(first, losses)
         assert all(loss < first / 4 for loss in losses)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def forward_on_both(used: rpc.RRef, unused: rpc.RRef) -> torch.Tensor:
     return used.rpc_sync().forward(torch.ones(1, 4)).sum()
 
 
-def test_parameters_without_a_gradient_stay(trio):
+def test_parameters_without_a_gradient_stay(three_workers):
     def check() -> None:
         used, unused = spread(Layer, "worker1", "worker2")
         frozen = rpc.remote("worker2", torch.ones, (3,))
@@ -154,7 +154,7 @@ def test_parameters_without_a_gradient_stay(trio):
         assert torch.equal(frozen.to_here(), torch.ones(3))
         assert not torch.equal(used.rpc_sync().weights()[0], before[0][0])
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 class Owned(Model):
@@ -168,7 +168,7 @@ class Owned(Model):
         return [rpc.RRef(self.leaf), rpc.RRef(self.leaf * 2), rpc.RRef("a string"), rpc.RRef(self.leaf)]
 
 
-def test_bad_arguments(trio):
+def test_bad_arguments(three_workers):
     def check() -> None:
         leaf, result, text, again = rpc.remote("worker1", Owned).rpc_sync().bad_rrefs()
         sgd = torch.optim.SGD
@@ -209,10 +209,10 @@ def test_bad_arguments(trio):
         assert "params_rref[0]" in notes
         assert "'worker1'" in notes
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_bad_steps(trio):
+def test_bad_steps(three_workers):
     def check() -> None:
         dense, sparse = rpc.remote("worker1", Layer, (0,)), rpc.remote("worker2", Table, (1,))
         optimizer = DistributedOptimizer(torch.optim.SparseAdam, parameters_of([sparse, dense]))
@@ -225,7 +225,7 @@ def test_bad_steps(trio):
         with pytest.raises(UnknownContextError):
             optimizer.step(99)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def test_a_lost_owner_does_not_keep_the_others_from_their_step(workers):

@@ -35,7 +35,7 @@ def local_gradients(kind: type[Model]) -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize("norm_type", [2.0, 1, 3.5, math.inf, "inf"])
 @pytest.mark.parametrize("max_norm", [0.25, 1e6, 0])
-def test_equals_clipping_in_one_process(trio, max_norm, norm_type):
+def test_equals_clipping_in_one_process(three_workers, max_norm, norm_type):
     def check() -> None:
         parameters = local_gradients(Layer)
         expected = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -47,10 +47,10 @@ def test_equals_clipping_in_one_process(trio, max_norm, norm_type):
             torch.testing.assert_close(gradients_of(models, context_id), [p.grad for p in parameters])
             assert all(model.rpc_sync().weights() for model in models)  # which also looks for a `.grad`
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_the_step_takes_the_clipped_gradients(trio):
+def test_the_step_takes_the_clipped_gradients(three_workers):
     def check() -> None:
         models, local = spread(Layer, "worker1", "worker2"), [Layer(0), Layer(1)]
         parameters = [p for layer in local for p in layer.parameters()]
@@ -66,11 +66,11 @@ def test_the_step_takes_the_clipped_gradients(trio):
                 optimizer.step(context_id)
         assert_same_weights(models, local)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_sparse_gradients(trio, norm_type):
+def test_sparse_gradients(three_workers, norm_type):
     """torch cannot clip sparse gradients, so the expected values are those of dense ones."""
 
     def check() -> None:
@@ -87,10 +87,10 @@ def test_sparse_gradients(trio, norm_type):
             assert all(gradient.is_sparse for gradient in clipped)
             torch.testing.assert_close([g.to_dense() for g in clipped], [p.grad for p in parameters])
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_gradients_are_scaled_in_place_and_add_up_afterwards(trio):
+def test_gradients_are_scaled_in_place_and_add_up_afterwards(three_workers):
     def check() -> None:
         leaf = torch.tensor([3.0, 4.0], requires_grad=True)
         rref = rpc.RRef(leaf)
@@ -108,10 +108,10 @@ def test_gradients_are_scaled_in_place_and_add_up_afterwards(trio):
             clip_grad_norm_(context_id, [rref], 1.0)
             torch.testing.assert_close(autograd.get_gradients(context_id)[leaf], torch.full((2,), 0.5**0.5))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_mixed_and_complex_types(trio):
+def test_mixed_and_complex_types(three_workers):
     def check() -> None:
         leaves = [
             torch.ones(3, requires_grad=True),
@@ -128,10 +128,10 @@ def test_mixed_and_complex_types(trio):
             found = autograd.get_gradients(context_id)
             torch.testing.assert_close([found[leaf] for leaf in leaves], [copy.grad for copy in copies])
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_no_gradients_at_all(trio):
+def test_no_gradients_at_all(three_workers):
     def check() -> None:
         models = spread(Layer, "worker1", "worker2")
         with autograd.context() as context_id:
@@ -144,14 +144,14 @@ def test_no_gradients_at_all(trio):
             torch.testing.assert_close(sum(squares).sqrt(), torch.tensor(0.5))
             assert models[1].rpc_sync().gradients(context_id) == [None, None]
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def make_infinite() -> rpc.RRef:
     return rpc.RRef(torch.tensor([0.0, 1.0], requires_grad=True))
 
 
-def test_norms_that_are_not_finite(trio):
+def test_norms_that_are_not_finite(three_workers):
     def check() -> None:
         infinite, finite = rpc.rpc_sync("worker1", make_infinite), rpc.rpc_sync("worker2", make_infinite)
         with autograd.context() as context_id:
@@ -167,14 +167,14 @@ def test_norms_that_are_not_finite(trio):
             assert clip_grad_norm_(context_id, [infinite, finite], 1.0) == math.inf
             assert finite_gradient().tolist() == [0.0, 0.0]
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def gradient_of(context_id: int, rref: rpc.RRef) -> torch.Tensor:
     return autograd.get_gradients(context_id)[rref.local_value()]
 
 
-def test_bad_arguments(trio):
+def test_bad_arguments(three_workers):
     def check() -> None:
         rref = rpc.rpc_sync("worker1", make_infinite)
         with pytest.raises(TypeError, match=r"params_rref\[1\] is of type Tensor"):
@@ -188,4 +188,4 @@ def test_bad_arguments(trio):
             clip_grad_norm_(99, [rref], 1.0)
         assert "taking the norms of gradients failed on worker 'worker1'" in caught.value.__notes__
 
-    trio.run(check)
+    three_workers[0].run(check)

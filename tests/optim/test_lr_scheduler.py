@@ -80,7 +80,7 @@ def test_no_scheduler_of_torch_is_left_out():
 
 
 @pytest.mark.parametrize(("kind", "options"), SCHEDULERS, ids=[kind.__name__ for kind, _ in SCHEDULERS])
-def test_learning_rates_equal_those_of_one_process(trio, tmp_path, kind, options):
+def test_learning_rates_equal_those_of_one_process(three_workers, tmp_path, kind, options):
     def check() -> None:
         models, optimizer, local, reference = make_both()
         scheduler, expected = DistributedLRScheduler(kind, optimizer, **options), kind(reference, **options)
@@ -107,7 +107,7 @@ def test_learning_rates_equal_those_of_one_process(trio, tmp_path, kind, options
             step(resumed, number)
             assert resumed.get_last_lr() == rates[number]
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -144,7 +144,7 @@ def wrapped_chain(optimizer: DistributedOptimizer) -> DistributedLRScheduler:
     ],
     ids=["wrapped sequence", "wrapped chain", "sequence", "chain"],
 )
-def test_schedulers_made_of_others(trio, make, compose):
+def test_schedulers_made_of_others(three_workers, make, compose):
     def check() -> None:
         _, optimizer, _, reference = make_both()
         scheduler, expected = make(optimizer), compose(reference)
@@ -166,10 +166,10 @@ def test_schedulers_made_of_others(trio, make, compose):
             resumed.step()
             assert resumed.get_last_lr() == rates[number]
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_learning_rates_that_are_tensors(trio):
+def test_learning_rates_that_are_tensors(three_workers):
     """Schedulers change tensor learning rates in place."""
 
     def check() -> None:
@@ -188,10 +188,10 @@ def test_learning_rates_that_are_tensors(trio):
         assert optimizer.state_dict()["param_groups"][0]["lr"] == torch.tensor(0.1 / 2**4)
         assert_same_weights(models, local)
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_fractions_of_epochs(trio):
+def test_fractions_of_epochs(three_workers):
     def check() -> None:
         _, optimizer, _, reference = make_both()
         scheduler = DistributedLRScheduler(lr_scheduler.CosineAnnealingWarmRestarts, optimizer, 2)
@@ -201,10 +201,10 @@ def test_fractions_of_epochs(trio):
             expected.step(quarter / 4)
             assert scheduler.get_last_lr() == expected.get_last_lr()
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_scheduler_step_before_the_optimizers_warns_as_in_torch(trio):
+def test_a_scheduler_step_before_the_optimizers_warns_as_in_torch(three_workers):
     def check() -> None:
         models, optimizer, _, _ = make_both()
         scheduler = DistributedLRScheduler(lr_scheduler.StepLR, optimizer, 1)
@@ -214,10 +214,10 @@ def test_a_scheduler_step_before_the_optimizers_warns_as_in_torch(trio):
         train_step(models, optimizer, 0)
         scheduler.step()
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_bad_arguments(trio):
+def test_bad_arguments(three_workers):
     def check() -> None:
         _, optimizer, _, reference = make_both()
         _, other, _, _ = make_both()
@@ -243,4 +243,4 @@ def test_bad_arguments(trio):
         with pytest.raises(ValueError, match=r"of a .*ReduceLROnPlateau, but this scheduler is a .*StepLR"):
             steps.load_state_dict(plateau.state_dict())
 
-    trio.run(check)
+    three_workers[0].run(check)

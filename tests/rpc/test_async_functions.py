@@ -83,13 +83,8 @@ def result_of(how, answer):
     ]()
 
 
-@pytest.fixture
-def trio(workers):
-    return workers.rpc(3)
-
-
 @pytest.mark.parametrize("how", CALLS)
-def test_the_value_of_the_future_is_the_answer(trio, how):
+def test_the_value_of_the_future_is_the_answer(three_workers, how):
     def check():
         call = getattr(rpc, how)
         args = ("worker2", torch.ones(2), 1, 2)
@@ -100,13 +95,13 @@ def test_the_value_of_the_future_is_the_answer(trio, how):
             answer = getattr(getattr(rref, how)(), name)(*args)
             assert torch.equal(result_of(how, answer), torch.full((2,), 4.0))
 
-    trio[0].run(check)
-    for worker in trio:
+    three_workers[0].run(check)
+    for worker in three_workers:
         worker.run(assert_clean)
 
 
 @pytest.mark.parametrize("how", CALLS)
-def test_errors(trio, how):
+def test_errors(three_workers, how):
     def check():
         def run(function, *args):
             return result_of(how, getattr(rpc, how)("worker1", function, args))
@@ -120,8 +115,8 @@ def test_errors(trio, how):
         with pytest.raises(Exception, match="too late"):
             run(fail_later, "worker2")
 
-    trio[0].run(check)
-    for worker in trio:
+    three_workers[0].run(check)
+    for worker in three_workers:
         worker.run(assert_clean)
 
 
@@ -138,7 +133,7 @@ def test_no_thread_waits(workers):
     a.run(check)
 
 
-def test_wait_all(trio):
+def test_wait_all(three_workers):
     def check():
         with rpc.wait_all():
             futures = [rpc.rpc_async("worker1", add, (i, 1)) for i in range(5)]
@@ -149,10 +144,10 @@ def test_wait_all(trio):
         with pytest.raises(ValueError, match="mine"), rpc.wait_all():
             raise ValueError("mine")
 
-    trio[0].run(check)
+    three_workers[0].run(check)
 
 
-def test_wait_all_inside_wait_all(trio):
+def test_wait_all_inside_wait_all(three_workers):
     def check():
         with rpc.wait_all():
             before = rpc.rpc_async("worker1", wait_for, ("outer",))
@@ -165,10 +160,10 @@ def test_wait_all_inside_wait_all(trio):
         assert before.done()
         assert after.done()
 
-    trio[0].run(check)
+    three_workers[0].run(check)
 
 
-def test_all_gather_and_barrier(trio, workers):
+def test_all_gather_and_barrier(three_workers, workers):
     def check():
         me = rpc.get_worker_info()
         everybody = rpc.all_gather({"id": me.id})
@@ -176,35 +171,35 @@ def test_all_gather_and_barrier(trio, workers):
         rpc.barrier([f"worker{i}" for i in range(3)])
         return everybody
 
-    assert workers.each(trio, check) == [{f"worker{i}": {"id": i} for i in range(3)}] * 3
+    assert workers.each(three_workers, check) == [{f"worker{i}": {"id": i} for i in range(3)}] * 3
 
     def gather_two():
         return rpc.all_gather(rpc.get_worker_info().id, ["worker2", "worker0"])
 
-    assert workers.each([trio[0], trio[2]], gather_two) == [{"worker0": 0, "worker2": 2}] * 2
+    assert workers.each([three_workers[0], three_workers[2]], gather_two) == [{"worker0": 0, "worker2": 2}] * 2
     with pytest.raises(ValueError, match=r"'worker1' is not among the workers \['worker0', 'worker2'\]"):
-        trio[1].run(gather_two)
+        three_workers[1].run(gather_two)
 
 
-def test_a_timeout_names_the_missing_workers(trio):
+def test_a_timeout_names_the_missing_workers(three_workers):
     def gather():
         with pytest.raises(RpcTimeoutError, match="all_gather waits for 'worker1, worker2'"):
             rpc.all_gather(1, timeout=0.5)
 
-    trio[0].run(gather)
+    three_workers[0].run(gather)
 
 
-def test_a_timeout_of_a_barrier_names_the_barrier(trio):
+def test_a_timeout_of_a_barrier_names_the_barrier(three_workers):
     def wait():
         rpc.set_rpc_timeout(0.5)
         with pytest.raises(RpcTimeoutError, match="barrier waits for 'worker1'") as caught:
             rpc.barrier(["worker0", "worker1"])
         assert (caught.value.worker, caught.value.seconds) == ("worker1", 0.5)
 
-    trio[0].run(wait)
+    three_workers[0].run(wait)
 
 
-def test_a_long_wait_in_a_collective_is_logged(trio):
+def test_a_long_wait_in_a_collective_is_logged(three_workers):
     def wait():
         all_gather.WARN_INTERVAL_S = 0.1
         logging.basicConfig(level=logging.INFO)
@@ -216,31 +211,31 @@ def test_a_long_wait_in_a_collective_is_logged(trio):
         rpc.rpc_sync("worker2", rpc.barrier, (["worker0", "worker2"],))
         waiting.join()
 
-    trio[0].run(wait)
-    assert "barrier of worker worker0 waits for worker2" in trio[0].log.read_text()
+    three_workers[0].run(wait)
+    assert "barrier of worker worker0 waits for worker2" in three_workers[0].log.read_text()
 
 
-def test_a_timeout_of_shutdown_names_the_missing_workers(trio):
+def test_a_timeout_of_shutdown_names_the_missing_workers(three_workers):
     def leave():
         with pytest.raises(RpcTimeoutError, match="shutdown waits for others to shut down: 'worker0'"):
             rpc.shutdown(timeout=1)
 
-    pending = [worker.start(leave) for worker in trio[1:]]
+    pending = [worker.start(leave) for worker in three_workers[1:]]
     for each in pending:
         each.result()
 
 
-def test_a_timeout_of_shutdown_names_the_calls_in_flight(trio):
+def test_a_timeout_of_shutdown_names_the_calls_in_flight(three_workers):
     def leave():
         rpc.rpc_async("worker1", wait_for, ("end",))
         with pytest.raises(RpcTimeoutError, match="shutdown waits for 1 calls to 'worker1' on worker 'worker0'"):
             rpc.shutdown(timeout=0.5)
 
-    trio[0].run(leave)
-    trio[1].run(set_event, "end")
+    three_workers[0].run(leave)
+    three_workers[1].run(set_event, "end")
 
 
-def test_timeouts_can_be_changed(trio):
+def test_timeouts_can_be_changed(three_workers):
     def check():
         assert rpc.get_rpc_timeout() == 60
         rpc.set_rpc_timeout(0.05)
@@ -254,10 +249,10 @@ def test_timeouts_can_be_changed(trio):
         with pytest.raises(ValueError, match="rpc_timeout is -1"):
             rpc.set_rpc_timeout(-1)
 
-    trio[0].run(check)
+    three_workers[0].run(check)
 
 
-def test_attributes_through_a_reference(trio):
+def test_attributes_through_a_reference(three_workers):
     def check():
         rref = rpc.remote("worker1", Adder)
         assert rref._get_type() is Adder
@@ -269,10 +264,10 @@ def test_attributes_through_a_reference(trio):
         with pytest.raises(AttributeError, match="has no attribute 'missing'"):
             rref.rpc_async().missing().wait()
 
-    trio[0].run(check)
+    three_workers[0].run(check)
 
 
-def test_a_creation_that_takes_too_long(trio):
+def test_a_creation_that_takes_too_long(three_workers):
     def check():
         rref = rpc.remote("worker1", wait_for, ("end",), timeout=0.1)
         with pytest.raises(RpcTimeoutError, match="RRef creation"):
@@ -283,12 +278,12 @@ def test_a_creation_that_takes_too_long(trio):
             rpc.rpc_sync("worker2", identity, (rref,))
         rpc.rpc_sync("worker1", set_event, ("end",))
 
-    trio[0].run(check)
-    for worker in trio:
+    three_workers[0].run(check)
+    for worker in three_workers:
         worker.run(assert_clean)
 
 
-def test_rref_backward(trio):
+def test_rref_backward(three_workers):
     from gradwire import autograd
 
     def check():
@@ -308,8 +303,8 @@ def test_rref_backward(trio):
         with pytest.raises(RuntimeError, match="Could not find autograd context with id: 100"):
             rpc.RRef((t * t).sum()).backward(100)
 
-    trio[0].run(check)
-    for worker in trio:
+    three_workers[0].run(check)
+    for worker in three_workers:
         worker.run(assert_clean)
 
 

@@ -87,16 +87,15 @@ class Defused:
 
 
 @pytest.fixture
-def pair(workers):
-    """Two workers; the test runs on the first. Afterwards both still serve calls."""
-    a, b = workers.rpc(2)
-    yield a
+def two_workers(two_workers):
+    """Two workers in an RPC group; after the test both still serve calls."""
+    a, b = two_workers
+    yield two_workers
     assert a.run(rpc.rpc_sync, "worker1", add, (1, 1)) == 2
     assert b.run(rpc.rpc_sync, "worker0", add, (1, 1)) == 2
-    assert a.run(rpc.debug_info)["agent.client_active_calls"] == 0
 
 
-def test_unknown_destinations(pair):
+def test_unknown_destinations(two_workers):
     def check() -> None:
         for to in ("nobody", 7, -1, rpc.WorkerInfo("worker1", 0)):
             with pytest.raises(
@@ -109,10 +108,10 @@ def test_unknown_destinations(pair):
         with pytest.raises(ValueError, match="name, id or WorkerInfo"):
             rpc.rpc_sync(1.5, add, (1, 2))
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_unsendable_functions_and_arguments(pair):
+def test_unsendable_functions_and_arguments(two_workers):
     def check() -> None:
         with pytest.raises(SerializationError, match=r"the function cannot be sent: .*<lambda> .* top level"):
             rpc.rpc_async("worker1", lambda: 1)
@@ -136,28 +135,28 @@ def test_unsendable_functions_and_arguments(pair):
             with pytest.raises(TypeError):
                 rpc.rpc_async("worker1", **bad)
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_bad_timeouts(pair):
+def test_bad_timeouts(two_workers):
     def check() -> None:
         for timeout in (-2, float("nan"), float("inf"), "soon", None):
             with pytest.raises(ValueError, match="timeout is"):
                 rpc.rpc_async("worker1", add, (1, 2), timeout=timeout)
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_a_result_that_cannot_be_pickled(pair):
+def test_a_result_that_cannot_be_pickled(two_workers):
     def check() -> None:
         with pytest.raises(SerializationError, match=r"the result\[0\] cannot be sent: .*lock") as caught:
             rpc.rpc_sync("worker1", make_lock)
         assert caught.value.path == "the result[0]"
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_remote_exceptions_keep_type_and_traceback(pair):
+def test_remote_exceptions_keep_type_and_traceback(two_workers):
     def check() -> None:
         with pytest.raises(ValueError, match="^three is right out$") as caught:
             rpc.rpc_sync("worker1", raise_value_error)
@@ -169,10 +168,10 @@ def test_remote_exceptions_keep_type_and_traceback(pair):
             rpc.rpc_sync("worker1", raise_with_cause)
         assert "three is right out" in caught_lookup.value.__cause__.remote_traceback
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_exceptions_arrive_as_they_were(pair):
+def test_exceptions_arrive_as_they_were(two_workers):
     def check() -> None:
         with pytest.raises(Formats, match=r"^code 7$") as caught:
             rpc.rpc_sync("worker1", raise_formatted)
@@ -181,7 +180,7 @@ def test_exceptions_arrive_as_they_were(pair):
             rpc.rpc_sync("worker1", raise_missing_file)
         assert missing.value.filename == "/no/such/file"
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_exceptions_arrive_as_they_were(pair):
         (leave, "SystemExit: 3"),
     ],
 )
-def test_exceptions_that_cannot_be_rebuilt(pair, function, text):
+def test_exceptions_that_cannot_be_rebuilt(two_workers, function, text):
     def check() -> None:
         with pytest.raises(RemoteUnpicklableError) as caught:
             rpc.rpc_sync("worker1", function)
@@ -200,20 +199,20 @@ def test_exceptions_that_cannot_be_rebuilt(pair, function, text):
         assert "'worker1'" in str(caught.value)
         assert function.__name__ in caught.value.remote_traceback
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_arguments_that_fail_to_unpickle(pair):
+def test_arguments_that_fail_to_unpickle(two_workers):
     def check() -> None:
         with pytest.raises(ValueError, match="three is right out"):
             rpc.rpc_sync("worker1", identity, (Defused(),))
         with pytest.raises(ValueError, match="three is right out"):
             rpc.remote("worker1", identity, (Defused(),)).to_here()
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_errors_through_futures(pair):
+def test_errors_through_futures(two_workers):
     def check() -> None:
         future = rpc.rpc_async("worker1", raise_value_error)
         for _ in range(2):
@@ -225,10 +224,10 @@ def test_errors_through_futures(pair):
         with pytest.raises(ValueError, match="three"):
             gathered.wait()
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_a_timeout(pair):
+def test_a_timeout(two_workers):
     def check() -> None:
         with pytest.raises(
             RpcTimeoutError, match=r"more than its timeout of 0\.05 s: a call to worker 'worker1'"
@@ -237,7 +236,7 @@ def test_a_timeout(pair):
         assert (caught.value.worker, caught.value.seconds) == ("worker1", 0.05)
         rpc.rpc_sync("worker1", set_event, ("late",))
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def test_before_init_and_after_shutdown(workers):
@@ -366,7 +365,7 @@ def test_world_sizes_that_differ(workers, tmp_path):
             p.result()
 
 
-def test_a_message_with_too_many_parts(pair):
+def test_a_message_with_too_many_parts(two_workers):
     def check() -> None:
         small = [torch.zeros(16) for _ in range(50_000)]
         assert len(rpc.rpc_sync("worker1", identity, (small,))) == 50_000
@@ -376,15 +375,15 @@ def test_a_message_with_too_many_parts(pair):
         network.MAX_ENVELOPE_BYTES = limit
         assert torch.equal(rpc.rpc_sync("worker1", identity, (torch.ones(1 << 20),)), torch.ones(1 << 20))
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_numpy_travels_in_the_pickle(pair):
+def test_numpy_travels_in_the_pickle(two_workers):
     def check() -> None:
         array = np.arange(500_000)
         assert np.array_equal(rpc.rpc_sync("worker1", identity, (array,)), array)
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def test_errors_call_no_request_by_the_name_of_its_message_type(agents):

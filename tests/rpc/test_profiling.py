@@ -2,12 +2,14 @@
 
 import json
 import threading
+from unittest import mock
 
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
+from gradwire.rpc.contracts.messages import Incoming
+from gradwire.rpc.profiling.extension import REMOTE_PREFIX, Profiling, RPCExecMode, build_rpc_profiling_key
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
 
@@ -350,25 +352,22 @@ def test_torch_is_restored(workers):
     assert 1 in a.run(leave_within_a_profile)
 
 
-def test_without_a_profile_nothing_is_sent(workers):
-    def profiled_messages():
-        from gradwire.rpc.contracts.agent import current_agent
-        from gradwire.rpc.profiling.extension import Profiling
-
-        profiling = current_agent().extension(Profiling)
+def test_without_a_profile_nothing_is_sent(two_workers):
+    def profiles_in_answers() -> list[bool]:
         seen = []
-        on_receive = profiling.on_receive
-        profiling.on_receive = lambda message: (
-            seen.append(message.envelope.HasField("profile")),
-            on_receive(message),
-        )
-        rpc.rpc_sync("worker1", remote_functions.torch_operations)
-        with profiler_legacy.profile():
+        on_receive = Profiling.on_receive
+
+        def record(self: Profiling, message: Incoming) -> None:
+            seen.append(message.envelope.HasField("profile"))
+            on_receive(self, message)
+
+        with mock.patch.object(Profiling, "on_receive", record):
             rpc.rpc_sync("worker1", remote_functions.torch_operations)
+            with profiler_legacy.profile():
+                rpc.rpc_sync("worker1", remote_functions.torch_operations)
         return seen
 
-    a, _ = workers.rpc(2)
-    assert a.run(profiled_messages) == [False, True]
+    assert two_workers[0].run(profiles_in_answers) == [False, True]
 
 
 def results(profile: rpc.RRef) -> list:

@@ -17,7 +17,6 @@ from gradwire.errors import RendezvousError, RpcError
 from gradwire.optim import DistributedOptimizer
 from torch import distributed
 
-from examples import parameter_server
 from tests.hosts import NETWORK, Network
 from tests.remote_functions import add
 from tests.workers import Pending, Worker
@@ -175,7 +174,7 @@ def test_a_name_of_several_addresses(hosts, tmp_path):
     add_names(tmp_path, net, {"rendezvous": net.address(0), "mine": "127.0.0.1"})
     add_names(tmp_path, net, {"mine": "10.91.0.77"})
     each = [{}, {"host": "mine"}]
-    net._on(1, "ip", "addr", "add", "10.91.0.77/24", "dev", "eth0")
+    net.run_on(1, "ip", "addr", "add", "10.91.0.77/24", "dev", "eth0")
     for pending in join_all(net.workers, master("rendezvous"), each, insecure=True):
         pending.result()
     call_all(net.workers)
@@ -185,7 +184,7 @@ def test_a_name_of_several_addresses(hosts, tmp_path):
 def test_ipv6(hosts):
     net = hosts(1, 1)
     for number in range(2):
-        net._on(number, "ip", "addr", "add", f"fd91::{number + 1}/64", "dev", "eth0", "nodad")
+        net.run_on(number, "ip", "addr", "add", f"fd91::{number + 1}/64", "dev", "eth0", "nodad")
     for each in join_all(net.workers, {}, init_method=f"tcp://[fd91::1]:{PORT}", insecure=True):
         each.result()
     call_all(net.workers)
@@ -262,6 +261,8 @@ def test_an_unmodified_program_for_torch(hosts):
 
 
 def run_example(rank: int, variables: dict[str, str]) -> str:
+    from examples import parameter_server  # imports scikit-learn: 0.7 s in each worker of this module
+
     os.environ.update(variables, RANK=str(rank))
     sys.argv = ["parameter_server.py", "--epochs", "1", "--quiet", "--insecure"]
     torch.set_num_threads(1)

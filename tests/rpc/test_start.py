@@ -19,8 +19,8 @@ from gradwire.errors import RendezvousError, RpcError
 from tests.remote_functions import add, wait_until
 from tests.workers import Worker
 
-ALL_RAISE_TIMEOUT_S = 10.0
-"""Seconds in which all workers must have raised. It takes far less than one, unless the machine is very busy."""
+ALL_RAISE_TIMEOUT_S = 30.0
+"""Seconds in which all workers must have raised: less than one on an idle machine. Joining times out after 50."""
 
 STORE_PREFIX = "gradwire/rendezvous/rpc"
 
@@ -259,13 +259,13 @@ def test_a_worker_that_times_out_tells_the_others_who_is_missing(url, workers):
     waiting = b.start(fail, "b", 1, 4, (url, {}, None))
     with FileStore(url.removeprefix("file://")) as store:
         store.wait([f"{STORE_PREFIX}/0/record/1"])
-    text, timed_out = a.run(fail, "a", 0, 4, (url, {}, None), init_timeout=0.3)
+    text, timed_out = a.run(fail, "a", 0, 4, (url, {}, None), init_timeout=2)
     same_text, when = waiting.result()
     assert same_text == text
     assert when - timed_out < ALL_RAISE_TIMEOUT_S
     there = rf"'a' \(rank 0, process {a.pid} on .*\), 'b' \(rank 1, process {b.pid} on .*\)"
     assert re.match(
-        rf"ranks 2, 3 of 4 did not join within 0.3 s at the file /.*/rendezvous; these joined: {there}$", text
+        rf"ranks 2, 3 of 4 did not join within 2 s at the file /.*/rendezvous; these joined: {there}$", text
     )
 
 
@@ -276,7 +276,7 @@ def test_a_worker_that_has_registered_but_is_not_ready_is_named(url, workers):
         rendezvous(url, rank=1, world_size=2, name="b", kind=registration.GroupKind("rpc"))
 
     b.run(register)
-    text, _ = a.run(fail, "a", 0, 2, (url, {}, None), init_timeout=0.3)
+    text, _ = a.run(fail, "a", 0, 2, (url, {}, None), init_timeout=1)
     assert re.match(
         rf"rank 1 of 2 \('b' \(rank 1, process {b.pid} on .*\) has registered, but is not ready\)", text
     )

@@ -12,7 +12,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import MessageType, Request
 
 from tests import remote_functions
-from tests.remote_functions import add, assert_clean, identity, set_event, wait_until
+from tests.remote_functions import add, assert_clean, set_event, wait_until
 from tests.rpc.generators import (
     count_to,
     fail_after,
@@ -93,46 +93,61 @@ def test_items_that_cannot_be_sent_or_unpickled(workers):
     b.run(assert_clean)
 
 
-@pytest.mark.parametrize("how", ["close", "with", "break", "drop", "at once", "cycle"])
-def test_closing_runs_finally_at_the_producer(workers, how):
-    a, b = workers.rpc(2)
+def watched_stream() -> rpc.RpcStream[int]:
+    """A stream from worker1, on which the event "closed" is set when its generator is closed."""
+    return rpc.rpc_stream("worker1", watched, ("closed",))
 
-    def leave_cycle() -> None:
-        cycle: list[Any] = [rpc.rpc_stream("worker1", watched, ("closed",))]
-        cycle.append(cycle)
-        next(cycle[0])
 
+def close_twice() -> None:
+    stream = watched_stream()
+    next(stream)
+    stream.close()
+    stream.close()
+    assert next(stream, None) is None
+
+
+def raise_within() -> None:
+    with pytest.raises(KeyError), watched_stream() as stream:
+        next(stream)
+        raise KeyError
+
+
+def break_off() -> None:
+    for _ in watched_stream():
+        break
+
+
+def drop() -> None:
+    stream = watched_stream()
+    next(stream)
+    del stream
+
+
+def close_before_the_first_item() -> None:
+    for _ in range(100):
+        watched_stream().close()
+    rpc.rpc_sync("worker1", set_event, ("closed",))  # perhaps none of them began
+
+
+def drop_in_a_cycle() -> None:
+    cycle: list[Any] = [watched_stream()]
+    cycle.append(cycle)
+    next(cycle[0])
+    del cycle
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [close_twice, raise_within, break_off, drop, close_before_the_first_item, drop_in_a_cycle],
+    ids=lambda end: end.__name__,
+)
+def test_closing_runs_finally_at_the_producer(two_workers, end):
     def check() -> None:
-        rpc.rpc_sync("worker1", identity, (1,))
-        if how == "close":
-            stream = rpc.rpc_stream("worker1", watched, ("closed",))
-            next(stream)
-            stream.close()
-            stream.close()
-            assert next(stream, None) is None
-        elif how == "with":
-            with pytest.raises(KeyError), rpc.rpc_stream("worker1", watched, ("closed",)) as stream:
-                next(stream)
-                raise KeyError
-        elif how == "break":
-            for _ in rpc.rpc_stream("worker1", watched, ("closed",)):
-                break
-        elif how == "drop":
-            stream = rpc.rpc_stream("worker1", watched, ("closed",))
-            next(stream)
-            del stream
-        elif how == "at once":
-            for _ in range(100):
-                rpc.rpc_stream("worker1", watched, ("closed",)).close()
-            rpc.rpc_sync("worker1", set_event, ("closed",))  # perhaps none of them began
-        else:
-            leave_cycle()
-            gc.collect()
+        end()
         assert rpc.rpc_sync("worker1", wait_for_event, ("closed",))
-        assert_clean()
 
-    a.run(check)
-    b.run(assert_clean)
+    two_workers[0].run(check)
 
 
 def test_references_in_items_that_were_not_taken(workers):

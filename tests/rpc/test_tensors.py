@@ -94,12 +94,6 @@ def compressed(tensor: Tensor) -> list[Any]:
     return [tensor.layout, indices[0].dtype, tensor.shape, tensor.requires_grad, *parts]
 
 
-@pytest.fixture
-def pair(workers):
-    """Starts two workers, and returns the first one, on which the test runs."""
-    return workers.rpc(2)[0]
-
-
 def check_kinds(make: Callable[[str], Tensor], names: list[str], describe: Callable[[Tensor], list[Any]]) -> None:
     warnings.simplefilter("ignore")
     for name in names:
@@ -112,21 +106,21 @@ def check_kinds(make: Callable[[str], Tensor], names: list[str], describe: Calla
             assert describe(rpc.rpc_sync("worker1", make, (name,)).detach())[:3] == expected[:3]
 
 
-def test_quantized_tensors(pair):
-    pair.run(check_kinds, quantized, list(QUANTIZED), quantization)
+def test_quantized_tensors(two_workers):
+    two_workers[0].run(check_kinds, quantized, list(QUANTIZED), quantization)
 
 
-def test_sparse_tensors(pair):
-    pair.run(check_kinds, sparse, list(SPARSE), compressed)
+def test_sparse_tensors(two_workers):
+    two_workers[0].run(check_kinds, sparse, list(SPARSE), compressed)
 
 
-def test_quantized_tensors_keep_their_strides(pair):
+def test_quantized_tensors_keep_their_strides(two_workers):
     def check() -> None:
         for name in ("transposed", "channels"):
             received = rpc.rpc_sync("worker1", quantized, (name,))
             assert received.stride() == quantized(name).stride()
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def quantization_despite_warnings(tensor: Tensor) -> list[Any]:
@@ -154,17 +148,17 @@ def quantized_model() -> nn.Module:
 
 
 @pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs fbgemm")
-def test_quantized_modules(pair):
+def test_quantized_modules(two_workers):
     def check() -> None:
         x = torch.ones(1, 2)
         expected = quantized_model()(x)
         assert torch.equal(rpc.rpc_sync("worker1", quantized_model)(x), expected)
         assert torch.equal(rpc.rpc_sync("worker1", quantized_model().forward, (x,)), expected)
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_dtypes_that_torch_only_stores(pair):
+def test_dtypes_that_torch_only_stores(two_workers):
     def check() -> None:
         for dtype in BYTES:
             carrier = torch.int16 if dtype.itemsize == 2 else torch.uint8
@@ -174,14 +168,14 @@ def test_dtypes_that_torch_only_stores(pair):
                 assert received.dtype == dtype
                 assert torch.equal(received.view(carrier), sent)
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def on_meta() -> Tensor:
     return torch.empty(2, 3, device="meta").t()
 
 
-def test_tensors_without_elements_on_meta(pair):
+def test_tensors_without_elements_on_meta(two_workers):
     def check() -> None:
         received = rpc.rpc_sync("worker1", on_meta)
         assert (received.device.type, received.shape, received.stride()) == ("meta", (3, 2), (1, 3))
@@ -189,7 +183,7 @@ def test_tensors_without_elements_on_meta(pair):
         assert all(isinstance(p, nn.Parameter) and p.is_meta and p.requires_grad for p in model.parameters())
         assert rpc.rpc_sync("worker1", identity, ([on_meta(), on_meta()],))[1].is_meta
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def yields() -> Iterator[int]:
@@ -204,56 +198,71 @@ async def asynchronous() -> None:
     pass
 
 
-def returns(name: str) -> object:
-    if name == "storage":
-        return torch.arange(3.0).untyped_storage()
-    if name == "mkldnn":
-        return torch.ones(2, 2).to_mkldnn()
-    if name == "nested":
-        return {"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}
-    if name == "future":
-        return torch.futures.Future()
-    if name == "no quantizer":
-        return torch.empty(2, dtype=torch.qint8)
-    if name == "sparse on meta":
-        return torch.sparse_coo_tensor(size=(2, 2), device="meta")
-    raise AssertionError(name)
+def an_mkldnn_tensor() -> torch.Tensor:
+    return torch.ones(2, 2).to_mkldnn()
 
 
-def test_errors_for_unsendable_values_say_what_to_do(pair):
+def a_nested_tensor() -> dict[str, torch.Tensor]:
+    return {"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}
+
+
+def a_future() -> torch.futures.Future:
+    return torch.futures.Future()
+
+
+def a_quantized_tensor_without_scale() -> torch.Tensor:
+    return torch.empty(2, dtype=torch.qint8)
+
+
+def a_sparse_tensor_on_meta() -> torch.Tensor:
+    return torch.sparse_coo_tensor(size=(2, 2), device="meta")
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (yields, "the result cannot be sent: it is a generator: call the function by rpc_stream"),
+        (yields_asynchronously, "it is an asynchronous generator: .*rpc_stream"),
+        (asynchronous, "it is a coroutine, .* asyncio.run"),
+        (a_future, "Can not pickle torch.futures.Future: wait for it, .*async_execution"),
+        (an_mkldnn_tensor, r"layout torch._mkldnn: send tensor.to_dense\(\)"),
+        (a_nested_tensor, r"the result\['a'\] .* nested tensor .*torch.jagged"),
+        (a_quantized_tensor_without_scale, "quantized tensor without scale"),
+        (a_sparse_tensor_on_meta, "sparse tensor on meta"),
+    ],
+)
+def test_errors_for_unsendable_values_say_what_to_do(two_workers, function, problem):
     def check() -> None:
-        for function, args, problem in (
-            (yields, (), "the result cannot be sent: it is a generator: call the function by rpc_stream"),
-            (yields_asynchronously, (), "it is an asynchronous generator: .*rpc_stream"),
-            (asynchronous, (), "it is a coroutine, .* asyncio.run"),
-            (returns, ("future",), "Can not pickle torch.futures.Future: wait for it, .*async_execution"),
-            (returns, ("mkldnn",), r"layout torch._mkldnn: send tensor.to_dense\(\)"),
-            (returns, ("nested",), r"the result\['a'\] .* nested tensor .*torch.jagged"),
-            (returns, ("no quantizer",), "quantized tensor without scale"),
-            (returns, ("sparse on meta",), "sparse tensor on meta"),
-        ):
-            for run in (
-                lambda f, a: rpc.rpc_sync("worker1", f, a),
-                lambda f, a: rpc.remote("worker1", f, a).to_here(),
-            ):
-                with pytest.raises(SerializationError, match=problem):
-                    run(function, args)
+        with pytest.raises(SerializationError, match=problem):
+            rpc.rpc_sync("worker1", function)
+        with pytest.raises(SerializationError, match=problem):
+            rpc.remote("worker1", function).to_here()
+
+    two_workers[0].run(check)
+
+
+def test_a_generator_is_found_within_arguments(two_workers):
+    def check() -> None:
         with pytest.raises(
             SerializationError, match=r"args\[0\]\[1\] cannot be sent: it is a generator: .*rpc_stream"
         ):
             rpc.rpc_sync("worker1", identity, ([1, yields()],))
         assert list(rpc.rpc_stream("worker1", yields)) == [1]
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
-def test_storages(pair):
+def a_storage() -> torch.UntypedStorage:
+    return torch.arange(3.0).untyped_storage()
+
+
+def test_storages(two_workers):
     def check() -> None:
-        received = rpc.rpc_sync("worker1", returns, ("storage",))
+        received = rpc.rpc_sync("worker1", a_storage)
         assert type(received) is torch.UntypedStorage
         assert torch.empty(0).set_(received).tolist() == [0, 1, 2]
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def halves() -> list[Tensor]:
@@ -278,7 +287,7 @@ class TiedByMemory(nn.Module):
         self.second = nn.Parameter(self.first.data.t())
 
 
-def test_tensors_that_share_memory_share_it_where_they_arrive(pair):
+def test_tensors_that_share_memory_share_it_where_they_arrive(two_workers):
     def check() -> None:
         expected = [[1, 1, 0, 5], [[1, 0], [1, 5]], [1, 1, 1]]
         assert fill(*halves()) == expected
@@ -292,7 +301,7 @@ def test_tensors_that_share_memory_share_it_where_they_arrive(pair):
             expected
         ] * 2
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def change_in_place(first: Tensor, whole: Tensor) -> Tensor:
@@ -300,7 +309,7 @@ def change_in_place(first: Tensor, whole: Tensor) -> Tensor:
     return first.sum() + 10 * whole.square().sum()
 
 
-def test_tensors_that_gradients_flow_through_do_not_share_memory(pair):
+def test_tensors_that_gradients_flow_through_do_not_share_memory(two_workers):
     def check() -> None:
         whole = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
@@ -309,7 +318,7 @@ def test_tensors_that_gradients_flow_through_do_not_share_memory(pair):
             autograd.backward(context_id, [loss])
             assert autograd.get_gradients(context_id)[whole].tolist() == [22, 22, 20]
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def change_by_weight(row: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
@@ -317,7 +326,7 @@ def change_by_weight(row: Tensor, whole: Tensor, weight: Tensor) -> Tensor:
     return whole.sum()
 
 
-def test_autograd_records_views_that_share_memory(pair):
+def test_autograd_records_views_that_share_memory(two_workers):
     def check() -> None:
         whole, weight = torch.ones(2, 3), torch.full((), 5.0, requires_grad=True)
         with autograd.context() as context_id:
@@ -326,7 +335,7 @@ def test_autograd_records_views_that_share_memory(pair):
             autograd.backward(context_id, [loss])
             assert autograd.get_gradients(context_id)[weight].item() == 3
 
-    pair.run(check)
+    two_workers[0].run(check)
 
 
 def round_trip(tensors: list[Tensor]) -> tuple[list[Tensor], int]:

@@ -10,7 +10,7 @@ from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
 from gradwire.rref.api import call_with_values
 
-from tests.remote_functions import add, assert_clean, set_event, wait_for, wait_until
+from tests.remote_functions import add, set_event, wait_for, wait_until
 
 
 class Counter:
@@ -69,15 +69,7 @@ def use_kept() -> object:
     return value
 
 
-@pytest.fixture
-def trio(workers):
-    """Three workers; the test runs on the first. Afterwards no reference is left."""
-    started = workers.rpc(3)
-    yield started[0]
-    workers.each(started, assert_clean)
-
-
-def test_a_reference_to_a_remote_result(trio):
+def test_a_reference_to_a_remote_result(three_workers):
     def check() -> None:
         rref = rpc.remote("worker1", add, (1, 2))
         assert isinstance(rref, rpc.RRef)
@@ -89,14 +81,14 @@ def test_a_reference_to_a_remote_result(trio):
         with pytest.raises(RRefError, match="Call it on owner .*worker1.*to_here"):
             rref.local_value()
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def failing() -> None:
     raise ValueError("no value")
 
 
-def test_the_repr_of_a_reference(trio):
+def test_the_repr_of_a_reference(three_workers):
     def check() -> None:
         rref = rpc.remote("worker1", torch.nn.Linear, (2, 3))
         identifier = "owner='worker1', id={}.{}".format(*rref._handle.fork.reference)
@@ -130,7 +122,7 @@ def test_the_repr_of_a_reference(trio):
         assert repr(waiting).endswith("pending)")
         set_event("shown")
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def test_the_repr_of_a_reference_that_has_outlived_its_agent(workers):
@@ -149,7 +141,7 @@ def test_the_repr_of_a_reference_that_has_outlived_its_agent(workers):
     assert "owner='worker1'" in shown
 
 
-def test_a_reference_to_a_value_here(trio):
+def test_a_reference_to_a_value_here(three_workers):
     def check() -> None:
         value = torch.ones(3)
         rref = rpc.RRef(value)
@@ -163,10 +155,10 @@ def test_a_reference_to_a_value_here(trio):
         assert mine.is_owner()
         assert mine.to_here() == mine.local_value() == 3
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_references_travel(trio):
+def test_references_travel(three_workers):
     def check() -> None:
         rref = rpc.remote("worker1", add, (20, 1))
         for to in ("worker0", "worker2"):
@@ -181,20 +173,20 @@ def test_references_travel(trio):
         nested = rpc.remote("worker2", own, (6,)).to_here()
         assert nested.to_here() == 6
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_value_outlives_the_reference_that_made_it(trio):
+def test_a_value_outlives_the_reference_that_made_it(three_workers):
     def check() -> None:
         rref = rpc.remote("worker1", add, (3, 4))
         rpc.rpc_sync("worker2", keep, (rref,))
         del rref
         assert rpc.rpc_sync("worker2", use_kept) == 7
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_reference_passed_on_before_its_value_is_there(trio):
+def test_a_reference_passed_on_before_its_value_is_there(three_workers):
     def check() -> None:
         rref = rpc.remote("worker1", wait_for, ("slow",))
         users = [rpc.rpc_async(to, fetch, (rref,)) for to in ("worker0", "worker1", "worker2")]
@@ -208,10 +200,10 @@ def test_a_reference_passed_on_before_its_value_is_there(trio):
         rpc.rpc_sync("worker0", set_event, ("mine",))
         assert mine.to_here() == "mine"
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_proxies(trio):
+def test_proxies(three_workers):
     def check() -> None:
         for owner in ("worker0", "worker1"):
             counter = rpc.remote(owner, Counter, (10,))
@@ -226,17 +218,17 @@ def test_proxies(trio):
         assert rpc.remote("worker1", Counter).rpc_async().add(5).wait() == 5
         assert rpc.remote("worker1", Counter).remote().add(5).to_here() == 5
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_fetch_that_overtakes_its_creation(trio):
+def test_a_fetch_that_overtakes_its_creation(three_workers):
     """The large argument of the call is sent on a connection of its own, the fetch in the envelope."""
 
     def check() -> None:
         for _ in range(3):
             assert rpc.remote("worker1", torch.sum, (torch.ones(8 << 20),)).to_here(timeout=30) == 8 << 20
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 class Underscored:
@@ -247,13 +239,13 @@ class Underscored:
         return "mine"
 
 
-def test_methods_may_have_any_name(trio):
+def test_methods_may_have_any_name(three_workers):
     def check() -> None:
         value = rpc.remote("worker1", Underscored)
         assert value.rpc_sync()._call(3) == 3
         assert value.rpc_async()._rref().wait() == "mine"
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
 def total(counters: list[Counter], amount: int) -> tuple[int, int]:
@@ -262,7 +254,7 @@ def total(counters: list[Counter], amount: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("owner", ["worker0", "worker1"])
-def test_a_call_with_values_makes_no_forks(trio, owner):
+def test_a_call_with_values_makes_no_forks(three_workers, owner):
     def check() -> None:
         rrefs = [rpc.remote(owner, Counter, (start,)) for start in (1, 2, 3)]
         for rref in rrefs:
@@ -273,10 +265,10 @@ def test_a_call_with_values_makes_no_forks(trio, owner):
         with pytest.raises(KeyError, match="lost"):
             call_with_values([*rrefs, rpc.remote(owner, fail)], total, 1).wait()
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_a_creation_that_fails(trio):
+def test_a_creation_that_fails(three_workers):
     def check() -> None:
         for owner in ("worker0", "worker1"):
             rref = rpc.remote(owner, fail)
@@ -288,18 +280,18 @@ def test_a_creation_that_fails(trio):
             with pytest.raises(KeyError, match="lost"):
                 rref.rpc_sync().anything()
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_references_pickle_only_in_calls(trio):
+def test_references_pickle_only_in_calls(three_workers):
     def check() -> None:
         with pytest.raises(RRefError, match="Can not pickle rref in python pickler"):
             pickle.dumps(rpc.RRef(1))
 
-    trio.run(check)
+    three_workers[0].run(check)
 
 
-def test_many_threads_share_and_drop_references(trio):
+def test_many_threads_share_and_drop_references(three_workers):
     def check() -> None:
         rref = rpc.remote("worker1", Counter)
         errors = []
@@ -319,4 +311,4 @@ def test_many_threads_share_and_drop_references(trio):
             thread.join()
         assert not errors
 
-    trio.run(check)
+    three_workers[0].run(check)
