@@ -1,6 +1,7 @@
 """mypy finds the errors, and only those, in a program that uses gradwire."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,10 @@ UNREAD = ["grpc.*", "numpy.*", "sympy.*", *(f"torch.{name}.*" for name in UNREAD
 
 @pytest.fixture
 def installed(tmp_path) -> Path:
-    """A folder from which mypy imports gradwire as users' programs do."""
+    """A folder with the program, from which mypy imports gradwire as users' programs do."""
     (tmp_path / "gradwire").symlink_to(ROOT)
+    # A copy: mypy takes the folders above a file for packages, and a checkout may have any name.
+    shutil.copy(PROGRAM, tmp_path)
     return tmp_path
 
 
@@ -48,7 +51,7 @@ def test_a_users_program_is_checked(installed, pytestconfig):
         "--no-pretty",
     ]
     done = subprocess.run(
-        [*command, f"--cache-dir={cache}", str(PROGRAM)],
+        [*command, f"--cache-dir={cache}", str(installed / PROGRAM.name)],
         env={"MYPYPATH": str(installed), "PATH": ""},
         capture_output=True,
         text=True,
