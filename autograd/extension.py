@@ -1,4 +1,9 @@
-"""The extension by which autograd takes part in the messages of an agent."""
+"""Connects distributed autograd to an agent: hooks on its messages, and handlers of autograd's requests.
+
+A message with tensors that require grad is a *send* on the sending worker, and a *receive* on the receiving one.
+The output of the send's autograd node is its *gate*, at which a backward pass enters the sender's graph. The
+*closure* of a send is the set of all sends that receive a gradient if the send does (closure.py).
+"""
 
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +29,7 @@ __all__ = ["Autograd"]
 
 @final
 class Autograd(Extension):
-    """The autograd contexts and backward passes of one agent."""
+    """The autograd extension of one agent; owns its contexts and the engine that runs backward passes."""
 
     control_kinds = ("autograd.abort", "autograd.release")
 
@@ -37,9 +42,9 @@ class Autograd(Extension):
         agent.control.on("autograd.abort", self._on_abort)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
-        """Returns the handlers of backward passes, their gradients, and questions about sends.
+        """Returns the handlers of backward passes, of gradients, and of queries for sends and closures.
 
-        RREF_BACKWARD is a request of `gradwire.rref`; it is handled here because what it asks for is a backward
+        RREF_BACKWARD is sent by `gradwire.rref` (`RRef.backward`); the handler is here because it runs a backward
         pass.
         """
         return {
@@ -61,38 +66,38 @@ class Autograd(Extension):
         }
 
     def on_send(self, message: Outgoing) -> None:
-        """Adds the header of a message that belongs to a context, and makes the gate of its tensors."""
+        """Adds the autograd header to a message of a context, and records its differentiable tensors as a send."""
         context = self._context_of(message)
         if context is None:
             return
-        indices = _differentiable(message)
+        indices = _differentiable_indices(message)
         if message.reply_to is not None and not indices:
-            return  # the caller is in the context already
+            return  # an answer without a send needs no header: its receiver is in the context already
         if not context.reach(message.destination.id):
-            return
+            return  # the context has ended
         header = message.envelope.autograd
         if indices:
             tensors = [message.tensors[index] for index in indices]
-            added = context.add_send(tensors, message.destination.id)
-            if added is None:
-                return
-            _describe_send(header, added, indices)
+            new_send = context.add_send(tensors, message.destination.id)
+            if new_send is None:
+                return  # the context has ended
+            _fill_header(header, new_send, indices)
         header.context_id = context.id
         if message.reply_to is None and (anomaly := AnomalyMode.current()).enabled:
             header.anomaly = True
             header.anomaly_check_nan = anomaly.check_nan
 
     def on_send_aborted(self, message: Outgoing) -> None:
-        """Drops the gate of a message that was not sent."""
+        """Undoes `on_send`: drops the gate of a message that was not sent."""
         header = message.envelope.autograd
         if header.differentiable and (context := self.contexts.find(header.context_id)) is not None:
             context.drop_send(header.message_id)
 
     def on_receive(self, message: Incoming) -> None:
-        """Makes the tensors of a message part of this worker's graph.
+        """Joins the context of a message, and makes its differentiable tensors outputs of a `RecvRpc` node.
 
         Raises:
-            ValueError: the header does not match the tensors.
+            ValueError: the header names tensors that are missing or do not require grad.
         """
         if not message.envelope.HasField("autograd"):
             return
@@ -116,13 +121,13 @@ class Autograd(Extension):
             message.tensors[index] = tensor
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
-        """Ends the passes that wait for gradients from a worker whose gradients cannot be decoded."""
+        """Aborts the passes that need a worker whose gradients cannot be decoded."""
         if message.envelope.type == MessageType.GRADIENTS:
             for context in self.contexts.all():
                 context.passes.on_worker_lost(message.source.id, error)
 
     def scope(self, message: Incoming) -> AbstractContextManager[None]:
-        """Returns the context manager in which a call runs: in the context and the anomaly mode of its caller."""
+        """Returns a context manager that sets the caller's autograd context and anomaly mode during a call."""
         context = message.state.get(Autograd)
         if context is None:
             return nullcontext()
@@ -130,11 +135,11 @@ class Autograd(Extension):
         return self._inside(context, AnomalyMode(header.anomaly, header.anomaly_check_nan))
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Ends the passes that need a lost worker, and the contexts that it created."""
+        """Aborts the passes that need a lost worker, and ends the contexts that the lost worker created."""
         self.contexts.on_worker_lost(worker.id, end.as_error(worker.name))
 
     def live_objects(self) -> Mapping[str, int]:
-        """Returns the number of contexts that this worker has a part in, and of passes that run on it."""
+        """Returns the number of contexts that this worker has a part in, and of those with a running pass."""
         return {
             "num_autograd_contexts": len(self.contexts),
             "num_current_backward_passes": self.contexts.running_count(),
@@ -146,11 +151,16 @@ class Autograd(Extension):
 
     @contextmanager
     def _inside(self, context: Context, anomaly: AnomalyMode) -> Iterator[None]:
+        """Context manager that makes an autograd context and an anomaly mode current."""
         with inside(context), self._anomaly.scope(anomaly):
             yield
 
     def _backward_from_rref(self, message: Incoming) -> None:
-        """Runs a backward pass from the value of a reference, on its owner: the handler of RREF_BACKWARD."""
+        """Runs a backward pass from the value of an RRef that this worker owns: the handler of RREF_BACKWARD.
+
+        Raises:
+            AutogradError: the value is not a tensor, or cannot be the root of a backward pass.
+        """
         rref, context_id, retain_graph = message.value
         root = rref.local_value()
         if not isinstance(root, torch.Tensor):
@@ -163,27 +173,33 @@ class Autograd(Extension):
             self.engine.backward(context, [root], retain_graph=retain_graph)
 
     def _context_of(self, message: Outgoing) -> Context | None:
-        """Returns the context that a message belongs to: an answer to that of its request."""
+        """Returns the context of a message, if any: the request's for an answer, else the thread's current one."""
         if message.reply_to is not None:
             return message.reply_to.state.get(Autograd)
         context = current_context()
         return context if context is not None and context.agent is self.agent else None
 
     def _send_release(self, worker: int, context_id: int, told: Set[int]) -> None:
+        """Tells a worker that a context has ended; `told` are the ids of workers that the creator tells itself."""
         self.agent.control.send(self.agent.worker(worker), "autograd.release", (context_id, told))
 
     def _on_release(self, sender: WorkerInfo, payload: Any) -> None:
+        """Handles the control message that a context has ended."""
         context_id, told = payload
         self.contexts.release(context_id, sender=sender.id, told=told)
 
     def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
+        """Handles the control message that a pass has failed on another worker."""
         context_id, pass_id, error = payload
         if (context := self.contexts.find(context_id)) is not None:
             context.passes.abort(pass_id, error)
 
 
-def _differentiable(message: Outgoing) -> list[int]:
-    """Returns the indices of the tensors whose gradients flow back to this worker."""
+def _differentiable_indices(message: Outgoing) -> list[int]:
+    """Returns the indices of the tensors whose gradients flow back to this worker; none in no_grad mode.
+
+    The gradients of tensors that arrive as leaves (`message.leaves`) stay at the receiver.
+    """
     if not torch.is_grad_enabled():
         return []
     return [
@@ -193,17 +209,21 @@ def _differentiable(message: Outgoing) -> list[int]:
     ]
 
 
-def _describe_send(header: agent_pb2.AutogradHeader, added: NewSend, indices: list[int]) -> None:
-    header.message_id = added.message_id
+def _fill_header(header: agent_pb2.AutogradHeader, new_send: NewSend, indices: list[int]) -> None:
+    """Writes a new send, with the tensors at these indices, into a message's autograd header."""
+    header.message_id = new_send.message_id
     header.differentiable.extend(indices)
-    if added.closure is None:
+    if new_send.closure is None:
         header.closure_omitted = True
     else:
-        header.closure.extend(closure_to_proto(added.closure))
+        header.closure.extend(closure_to_proto(new_send.closure))
 
 
 def _closure_of(header: agent_pb2.AutogradHeader, sender: int) -> Closure:
-    """Returns the closure of a received message, without the message itself."""
+    """Returns the closure that a header carries, which does not contain the received send itself.
+
+    An omitted closure is represented by the id of the send, of which it can be requested.
+    """
     closure = closure_from_proto(header.closure)
     if not header.closure_omitted:
         return closure

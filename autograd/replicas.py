@@ -1,20 +1,21 @@
-"""Modules in torch's DistributedDataParallel (DDP) in a distributed backward pass.
+"""Averages the gradients of DistributedDataParallel (DDP) modules in a distributed backward pass.
 
-DDP averages gradients among replicas in C++ hooks on the nodes that accumulate them in `.grad`. A worker's part of
-a pass does not run those nodes, so nothing would be averaged. The gradients of replicated parameters are therefore
-passed on by an ordinary backward pass that starts at the parameters. It runs their nodes, and with them DDP's
-hooks, while `.grad` holds the gradients of the context. Afterwards the context has the averages, and `.grad` is
-what it was.
+DDP averages gradients among replicas in C++ hooks on AccumulateGrad nodes, which add gradients to `.grad`. A
+worker's part of a distributed pass uses `torch.autograd.grad`, which does not run these nodes. So the
+gradients that it returns for replicated parameters are afterwards fed into an ordinary backward pass whose roots
+are the parameters themselves. It runs the AccumulateGrad nodes, and thereby DDP's hooks, while `.grad` temporarily
+holds the gradients of the autograd context. Then the averages are moved to the context, and `.grad` is restored.
 
-That takes the DDP modules of the parameters in a pass, in an order that is the same on all replicas. torch has no
-list of DDP modules, and neither a parameter nor its node leads to them, except in C++. So importing this module
-registers a hook that torch calls whenever a module gets a submodule. DDP gets one, the module that it wraps; the
-hook then notes the DDP module in the metadata of the nodes of its parameters. No smaller effect serves: hooks on
-forward calls, registered only while a context is open, would slow down every module meanwhile, make torch.compile
-warn, and miss what was computed before the context was opened.
+For that, the DDP modules of the parameters in a pass must be found, in an order that is the same on all replicas.
+torch has no list of DDP modules, and only C++ code can get from a parameter, or from its AccumulateGrad node, to
+its DDP module. So importing this module registers a global hook that torch calls whenever a module gets a
+submodule. DDP's constructor sets one, the module that it wraps; the hook then records the DDP module in the
+metadata of the AccumulateGrad nodes of its parameters. Global forward hooks, registered only while a context is
+open, would be worse: they slow down every module, make torch.compile warn, and miss what was computed before the
+context was opened.
 
-DDP modules that were made before the import have no notes. If torch.distributed was initialized by then (else
-there are none), the first pass searches for them, in order to refuse them.
+DDP modules that were constructed before the import are not recorded. They can exist only if torch.distributed was
+initialized by then. In that case the first pass searches for them, and any pass that involves one is refused.
 """
 
 import gc
@@ -37,46 +38,58 @@ from .graph import start_node
 
 __all__ = ["Replicas", "average"]
 
-NOTES = "gradwire.replicas"
-"""The key of the notes in the metadata of an accumulation node, one for each DDP module that has its parameter."""
+METADATA_KEY = "gradwire.replicas"
+"""Key in the metadata of an AccumulateGrad node; the value lists a record per DDP module with the parameter."""
 
 MAY_HAVE_EARLIER_MODULES = torch.distributed.is_available() and torch.distributed.is_initialized()
-"""Whether DDP modules can have been made before this module was imported."""
+"""Whether DDP modules may have been constructed before this module was imported."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Note:
-    """A DDP module and when it was made, in ns of `time.monotonic_ns`; None if it was before the import.
+class _Record:
+    """A DDP module, and when its constructor ran.
 
-    The order in which modules are made is the same on all replicas, because making one is a collective operation.
+    constructed_ns: in nanoseconds of `time.monotonic_ns`; None if the import of this module was later. Modules are
+        constructed in the same order on all replicas, because the constructor is a collective operation.
+    module: the DDP module, which the record does not keep alive.
     """
 
-    made_ns: int | None
+    constructed_ns: int | None
     module: "weakref.ref[DistributedDataParallel]"
 
 
-def _notes(node: Any) -> Iterable[_Note]:
-    """Returns the notes of an accumulation node."""
-    notes: Iterable[_Note] = node.metadata.get(NOTES, ())
-    return notes
+def _records(node: Any) -> Iterable[_Record]:
+    """Returns the records of an AccumulateGrad node."""
+    records: Iterable[_Record] = node.metadata.get(METADATA_KEY, ())
+    return records
 
 
 def _replicated_parameters(wrapped: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of a wrapped module that require grad, without uninitialized ones of lazy modules."""
     return [each for each in wrapped.parameters() if each.requires_grad and not is_lazy(each)]
 
 
-def _note(module: DistributedDataParallel, wrapped: nn.Module, made_ns: int | None) -> None:
-    note = _Note(made_ns, weakref.ref(module))
+def _record_module(module: DistributedDataParallel, wrapped: nn.Module, constructed_ns: int | None) -> None:
+    """Records a DDP module in the metadata of the AccumulateGrad nodes of its parameters.
+
+    Args:
+        module: the DDP module.
+        wrapped: the module that it wraps.
+        constructed_ns: see `_Record`.
+    """
+    record = _Record(constructed_ns, weakref.ref(module))
     nodes = [start_node(parameter) for parameter in _replicated_parameters(wrapped)]
     for node in nodes:
-        node.metadata[NOTES] = [*(each for each in _notes(node) if each.module()), note]
-    # The nodes are kept for the module until it is complete; from then on it keeps them itself.
+        node.metadata[METADATA_KEY] = [*(each for each in _records(node) if each.module()), record]
+    # A parameter does not keep its AccumulateGrad node alive. The finalizer keeps the nodes, and so the records,
+    # while the DDP module lives; after its constructor, DDP keeps them too.
     weakref.finalize(module, nodes.clear).atexit = False
 
 
 def _on_submodule(module: nn.Module, name: str, submodule: nn.Module | None) -> None:  # noqa: ARG001
+    """Records a DDP module when its constructor sets the wrapped module. torch calls this for all modules."""
     if isinstance(module, DistributedDataParallel) and submodule is not None:
-        _note(module, submodule, time.monotonic_ns())
+        _record_module(module, submodule, time.monotonic_ns())
 
 
 register_module_module_registration_hook(_on_submodule)
@@ -84,50 +97,53 @@ register_module_module_registration_hook(_on_submodule)
 
 @final
 class Replicas:
-    """Finds the DDP modules that take part in a pass. Safe to use from any thread."""
+    """Finds the DDP modules whose parameters take part in a backward pass. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._has_searched = not MAY_HAVE_EARLIER_MODULES
 
     def modules_of(self, nodes: Iterable[Any]) -> list[DistributedDataParallel]:
-        """Returns the DDP modules that have a parameter with one of these accumulation nodes.
+        """Returns the DDP modules of parameters, in the order of construction, which is the same on all replicas.
 
-        They are in the order in which they were made, which is the same on all replicas.
+        Args:
+            nodes: AccumulateGrad nodes of parameters.
 
         Raises:
-            AutogradError: one of them has a static graph, or was made before this package was imported.
+            AutogradError: one of the modules has a static graph, or was constructed before gradwire was imported.
         """
         self._search_earlier_modules()
-        notes = {note for node in nodes for note in _notes(node)}
-        if any(note.made_ns is None and note.module() for note in notes):
+        records = {record for node in nodes for record in _records(node)}
+        if any(record.constructed_ns is None and record.module() for record in records):
             raise AutogradError(
                 "a DistributedDataParallel module was made before gradwire was imported, so it is not known in "
                 "which order it averages among others: import gradwire first"
             )
-        modules = [note.module() for note in sorted(notes, key=lambda note: note.made_ns or 0)]
-        found = [module for module in modules if module is not None]
-        if any(module.static_graph for module in found):
+        in_order = [record.module() for record in sorted(records, key=lambda record: record.constructed_ns or 0)]
+        modules = [module for module in in_order if module is not None]
+        if any(module.static_graph for module in modules):
             raise AutogradError(
                 "DistributedDataParallel(static_graph=True) averages its first gradients too early for an "
                 "autograd context: leave static_graph out"
             )
-        return found
+        return modules
 
     def _search_earlier_modules(self) -> None:
+        """Records, once, the DDP modules that were constructed before this module was imported."""
         with self._lock:
             if self._has_searched:
                 return
             for each in gc.get_objects():
+                # Not isinstance, which reads `__class__`: that may run code of objects such as proxies.
                 if issubclass(type(each), DistributedDataParallel) and (wrapped := _wrapped(each)) is not None:
                     nodes = [start_node(parameter) for parameter in _replicated_parameters(wrapped)]
-                    if not any(note.module() is each for node in nodes for note in _notes(node)):
-                        _note(each, wrapped, None)
+                    if not any(record.module() is each for node in nodes for record in _records(node)):
+                        _record_module(each, wrapped, None)
             self._has_searched = True
 
 
 def _wrapped(module: DistributedDataParallel) -> nn.Module | None:
-    """Returns the module that a DDP module wraps, None if the DDP module could not be completed."""
+    """Returns the module that a DDP module wraps; None if DDP's constructor failed before it set the module."""
     wrapped: nn.Module | None = module.__dict__.get("_modules", {}).get("module")
     return wrapped
 
@@ -137,51 +153,54 @@ def average(
     captured: Mapping[torch.Tensor, torch.Tensor | None],
     so_far: Mapping[torch.Tensor, torch.Tensor],
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Has a DDP module average gradients among its replicas; waits until they do so too.
+    """Averages the gradients of a DDP module among its replicas. A collective: waits until all replicas call it.
 
     Args:
-        module: the module. As with `loss.backward()`, inside `module.no_sync()` nothing is averaged.
-        captured: the gradients that a pass has computed for its parameters.
-        so_far: the gradients that the context had before.
+        module: the DDP module. As with `loss.backward()`, inside `module.no_sync()` nothing is averaged.
+        captured: by parameter, the gradient that this pass has computed; None for a parameter without one.
+        so_far: by leaf, the gradients that the context accumulated in earlier passes.
 
     Returns:
-        The gradients of the module's parameters that the context has now.
+        By parameter of the module, the gradient that the context now has, earlier passes included.
     """
     parameters: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
     roots = [parameter for parameter in parameters if parameter in captured]
     if not roots:
         return {}  # another DDP module with the same parameters has averaged them
     with _grads_replaced(parameters, so_far), _without_hooks(roots):
-        # DDP requires a gradient for every parameter in the graph.
+        # DDP waits for the AccumulateGrad node of every parameter in the graph, so all of them get a gradient.
         gradients = [torch.zeros_like(root) if captured[root] is None else captured[root] for root in roots]
         torch.autograd.backward(roots, gradients)
-        found = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        # A view shares memory with the bucket in which DDP averages.
-        return {parameter: each.clone() if each._is_view() else each for parameter, each in found.items()}
+        averaged = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        # With gradient_as_bucket_view, `.grad` is a view of DDP's communication bucket, which DDP writes to again.
+        return {parameter: each.clone() if each._is_view() else each for parameter, each in averaged.items()}
 
 
 @contextmanager
 def _grads_replaced(
     parameters: Sequence[torch.Tensor], gradients: Mapping[torch.Tensor, torch.Tensor]
 ) -> Iterator[None]:
-    """Context manager that replaces the `.grad` of parameters by copies of other gradients, or None."""
+    """Context manager that replaces the `.grad` of parameters by copies of `gradients`, then restores it.
+
+    Parameters that are not in `gradients` get None meanwhile.
+    """
     before = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-    values = _copies(before)  # they may share memory with the buckets in which DDP averages
-    other = _copies({parameter: gradients[parameter] for parameter in parameters if parameter in gradients})
+    values_before = _copies(before)  # `.grad` may share memory with the buckets in which DDP averages
+    replacements = _copies({parameter: gradients[parameter] for parameter in parameters if parameter in gradients})
     for parameter in parameters:
-        parameter.grad = other.get(parameter)
+        parameter.grad = replacements.get(parameter)
     try:
         yield
     finally:
         for parameter in parameters:
             parameter.grad = before.get(parameter)
-        for parameter, value in values.items():
+        for parameter, value in values_before.items():
             before[parameter].copy_(value)
 
 
 @contextmanager
 def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Context manager that disables the hooks of tensors, which ran when the gradients were captured."""
+    """Context manager that disables the hooks of tensors, which have already run on the captured gradients."""
     disabled = [
         (tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks
     ]

@@ -1,13 +1,15 @@
-"""Differentiable collectives: the names of `torch.distributed.nn.functional`.
+"""Differentiable collectives, with the names and arguments of `torch.distributed.nn.functional`.
 
-They run on process groups of torch.distributed (`torch.distributed.init_process_group`), leave their inputs
-unchanged, and return new tensors. The backward pass of a collective is a collective as well, so all ranks of the
-group must run it: either the inputs require grad on every rank or on none, and the losses of all ranks depend on
-the same calls.
+They run on process groups of torch.distributed (`torch.distributed.init_process_group`) and leave their inputs
+unchanged. They return new tensors; those that write to output tensors of the caller return differentiable tensors
+instead, to be used in place of the output tensors.
 
-Unless stated otherwise, a tensor has the same shape and dtype on all ranks. `group` defaults to the default
-process group; `src` and `dst` are global ranks, those in the default group. Every function raises ValueError on a
-rank that is not in the group, besides what torch.distributed raises.
+The backward pass of a collective is a collective as well, so all ranks of the group must run it: the inputs must
+require grad either on every rank or on none, and the losses of all ranks must depend on the same calls.
+
+Unless stated otherwise, tensors have the same shape and dtype on all ranks, and are of any shape. `group` defaults
+to the default process group. `src` and `dst` are global ranks: ranks in the default group. Every function raises
+ValueError on a rank that is not in the group, and whatever torch.distributed raises.
 """
 
 from collections.abc import Sequence
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 DIFFERENTIABLE_OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+"""The reductions of floating point and complex tensors that these functions accept."""
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None) -> torch.Tensor:
@@ -45,10 +48,10 @@ def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None)
         group: the process group.
 
     Returns:
-        A new tensor. In the backward pass the sender's input gets the sum of all ranks' gradients, the others'
-        zeros.
+        A new tensor. In the backward pass, the input of `src` gets the sum of all ranks' gradients; the inputs of
+        the other ranks get zeros.
     """
-    _size(group)
+    _group_size(group)
     result: torch.Tensor = Broadcast.run(src, group, tensor)
     return result
 
@@ -65,12 +68,12 @@ def reduce(
         group: the process group.
 
     Returns:
-        A new tensor. It is zeros on the other ranks, whose gradients are ignored.
+        A new tensor: the result on `dst`, zeros on the other ranks. The gradients of those zeros are ignored.
 
     Raises:
         ValueError: the tensor is floating point or complex, and `op` has no gradient.
     """
-    _size(group)
+    _group_size(group)
     _check_op(op, tensor)
     result: torch.Tensor = Reduce.run(dst, op, group, tensor)
     return result
@@ -82,8 +85,8 @@ def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup
     Args:
         tensor: this rank's tensor.
         op: SUM, AVG, PRODUCT, MIN or MAX of `torch.distributed.ReduceOp`; for integer tensors also the others. In
-            the backward pass of MIN and MAX, equal extreme elements share the gradient evenly; that of PRODUCT
-            gathers all tensors.
+            the backward pass of MIN and MAX, ranks that have the same extreme element share its gradient evenly;
+            the backward pass of PRODUCT gathers the tensors of all ranks.
         group: the process group.
 
     Returns:
@@ -92,7 +95,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup
     Raises:
         ValueError: the tensor is floating point or complex, and `op` has no gradient.
     """
-    _size(group)
+    _group_size(group)
     _check_op(op, tensor)
     result: torch.Tensor = AllReduce.run(op, group, tensor)
     return result
@@ -103,13 +106,14 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: ProcessGroup | None = None
 
     Args:
         tensor: this rank's tensor.
-        dst: the global rank that gets them.
+        dst: the global rank that gets the tensors.
         group: the process group.
 
     Returns:
-        One tensor for each rank of the group. They are zeros on the other ranks, whose gradients are ignored.
+        One new tensor for each rank of the group: on `dst` the tensors of the ranks, on the other ranks zeros. The
+        gradients of those zeros are ignored.
     """
-    _size(group)
+    _group_size(group)
     result: tuple[torch.Tensor, ...] = Gather.run(dst, group, tensor)
     return result
 
@@ -118,18 +122,19 @@ def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: ProcessGroup |
     """Sends one of rank `src`'s tensors to each rank of the group.
 
     Args:
-        tensors: one for each rank of the group, all of one shape and dtype; on the other ranks as many of the same
-            shape and dtype, whose values are ignored.
+        tensors: one for each rank of the group, all of one shape and dtype. The other ranks give as many tensors,
+            of the same shape and dtype, whose values are ignored.
         src: the global rank of the sender.
         group: the process group.
 
     Returns:
-        A new tensor, this rank's. In the backward pass the sender's inputs get their gradients, the others' zeros.
+        A new tensor: the one for this rank. In the backward pass, each input of `src` gets the gradient from the
+        rank that it was sent to; the inputs of the other ranks get zeros.
 
     Raises:
-        ValueError: there are too few or too many tensors, or they differ in shape or dtype.
+        ValueError: the number of tensors is not the size of the group, or they differ in shape or dtype.
     """
-    _check_list("tensors", tensors, _size(group), same_shape=True)
+    _check_list("tensors", tensors, _group_size(group), same_shape=True)
     result: torch.Tensor = Scatter.run(src, group, *tensors)
     return result
 
@@ -142,9 +147,10 @@ def all_gather(tensor: torch.Tensor, group: ProcessGroup | None = None) -> tuple
         group: the process group.
 
     Returns:
-        One new tensor for each rank of the group.
+        One new tensor for each rank of the group. In the backward pass, each rank's input gets the sum of the
+        gradients that all ranks have for it.
     """
-    _size(group)
+    _group_size(group)
     result: tuple[torch.Tensor, ...] = AllGather.run(group, None, tensor)
     return result
 
@@ -155,14 +161,18 @@ def _all_gather_base(
     """Gathers the tensors of all ranks on every rank, into one tensor.
 
     Args:
-        output_tensor: receives the result: contiguous, with as many elements as all inputs together.
+        output_tensor: receives the inputs in the order of the ranks: contiguous, of the dtype of the inputs, with
+            as many elements as all inputs together.
         input_tensor: this rank's tensor.
         group: the process group.
 
     Returns:
         A differentiable tensor over the memory of `output_tensor`.
+
+    Raises:
+        ValueError: `output_tensor` is not contiguous.
     """
-    _size(group)
+    _group_size(group)
     result: torch.Tensor = AllGather.run(group, _buffer("output_tensor", output_tensor), input_tensor)
     return result
 
@@ -185,9 +195,10 @@ def reduce_scatter(
         A differentiable tensor over the memory of `output`.
 
     Raises:
-        ValueError: there are too few or too many tensors, they differ in shape or dtype, or `op` has no gradient.
+        ValueError: the number of inputs is not the size of the group, they differ in shape or dtype, `output` is
+            not contiguous, or it is floating point or complex and `op` has no gradient.
     """
-    _check_list("input_list", input_list, _size(group), same_shape=True)
+    _check_list("input_list", input_list, _group_size(group), same_shape=True)
     _check_op(op, output)
     result: torch.Tensor = ReduceScatter.run(op, group, _buffer("output", output), *input_list)
     return result
@@ -201,18 +212,19 @@ def all_to_all(
     """Sends one tensor from each rank to each rank.
 
     Args:
-        output_tensor_list: receives one tensor from each rank of the group; each has the shape of the tensor that
-            its rank sends, and all have one dtype.
+        output_tensor_list: receives one tensor from each rank of the group. The i-th output has the shape of the
+            tensor that rank i sends to this rank; all have one dtype.
         input_tensor_list: one tensor for each rank of the group, all of one dtype. Shapes may differ.
         group: the process group.
 
     Returns:
-        One differentiable tensor for each rank. `output_tensor_list` gets copies of them.
+        One new, differentiable tensor from each rank of the group. Their values are also copied to
+        `output_tensor_list`.
 
     Raises:
-        ValueError: there are too few or too many tensors, or they differ in dtype.
+        ValueError: the length of a list is not the size of the group, or the tensors of a list differ in dtype.
     """
-    size = _size(group)
+    size = _group_size(group)
     _check_list("output_tensor_list", output_tensor_list, size)
     _check_list("input_tensor_list", input_tensor_list, size)
     receive, send = ([tensor.numel() for tensor in each] for each in (output_tensor_list, input_tensor_list))
@@ -232,13 +244,13 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Sends some rows of a tensor from each rank to each rank.
+    """Sends some rows of a tensor from each rank to each rank. Rows are slices along dimension 0.
 
     Args:
-        output: receives the rows, those of rank 0 of the group first: contiguous.
-        input: the rows to send, those for rank 0 of the group first.
-        output_split_sizes: the number of rows from each rank; by default equal numbers.
-        input_split_sizes: the number of rows to each rank; by default equal numbers.
+        output: receives the rows, in the order of the ranks that send them: contiguous, of the inputs' dtype.
+        input: the rows to send, in the order of the ranks that receive them.
+        output_split_sizes: the number of rows from each rank; by default the same number from all ranks.
+        input_split_sizes: the number of rows to each rank; by default the same number to all ranks.
         group: the process group.
 
     Returns:
@@ -247,14 +259,15 @@ def all_to_all_single(
     Raises:
         ValueError: the split sizes do not match the number of rows or ranks, or `output` is not contiguous.
     """
-    size = _size(group)
-    receive = _splits("output", output, output_split_sizes, size)
-    send = _splits("input", input, input_split_sizes, size)
+    size = _group_size(group)
+    receive = _rows_per_rank("output", output, output_split_sizes, size)
+    send = _rows_per_rank("input", input, input_split_sizes, size)
     result: torch.Tensor = AllToAll.run(group, receive, send, _buffer("output", output), input)
     return result
 
 
-def _size(group: ProcessGroup | None) -> int:
+def _group_size(group: ProcessGroup | None) -> int:
+    """Returns the number of ranks in a group. Raises ValueError if this rank is not one of them."""
     size = dist.get_world_size(group)
     if size < 1:
         raise ValueError(f"rank {dist.get_rank()} is not in the group {group}: only its members may call")
@@ -262,9 +275,17 @@ def _size(group: ProcessGroup | None) -> int:
 
 
 def _buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an alias of an output tensor, to be written to outside autograd.
+    """Returns a detached alias of an output tensor, to be written to outside autograd.
 
-    The version counter is incremented, so that a graph which has saved the old content reports the overwrite.
+    Increments the tensor's version counter: a graph that has saved the tensor for its backward pass then raises,
+    instead of using the new content.
+
+    Args:
+        name: the tensor's name in errors.
+        tensor: the output tensor.
+
+    Raises:
+        ValueError: the tensor is not contiguous.
     """
     if not tensor.is_contiguous():
         raise ValueError(
@@ -275,7 +296,10 @@ def _buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_op(op: Any, tensor: torch.Tensor) -> None:
-    # Does not depend on requires_grad, so that all ranks accept or all ranks refuse.
+    """Raises ValueError if a reduction of this tensor has no gradient.
+
+    Ignores `requires_grad`, which may differ between ranks, so that all ranks raise or none does.
+    """
     if op not in DIFFERENTIABLE_OPS and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(
             f"op is {op}, which has no gradient: use SUM, AVG, PRODUCT, MIN or MAX, or the functions of "
@@ -284,6 +308,7 @@ def _check_op(op: Any, tensor: torch.Tensor) -> None:
 
 
 def _check_list(name: str, tensors: Sequence[torch.Tensor], size: int, *, same_shape: bool = False) -> None:
+    """Raises ValueError unless there are `size` tensors, of one dtype and, with `same_shape`, of one shape."""
     if len(tensors) != size:
         raise ValueError(f"{name} has {len(tensors)} tensors: give one for each of the group's {size} ranks")
     for index, (a, b) in enumerate(pairwise(tensors)):
@@ -295,14 +320,25 @@ def _check_list(name: str, tensors: Sequence[torch.Tensor], size: int, *, same_s
             )
 
 
-def _splits(name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:
+def _rows_per_rank(name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, group_size: int) -> list[int]:
+    """Returns the number of rows of a tensor for each rank.
+
+    Args:
+        name: the tensor's name in errors.
+        tensor: the rows.
+        sizes: what the caller has given; None or empty for the same number for each rank.
+        group_size: the number of ranks.
+
+    Raises:
+        ValueError: the sizes do not match the number of rows or ranks.
+    """
     rows = len(tensor)
     if not sizes:
-        if rows % size:
+        if rows % group_size:
             raise ValueError(
-                f"{name} has {rows} rows, which {size} ranks cannot share evenly: give {name}_split_sizes"
+                f"{name} has {rows} rows, which {group_size} ranks cannot share evenly: give {name}_split_sizes"
             )
-        return [rows // size] * size
-    if len(sizes) != size or sum(sizes) != rows:
-        raise ValueError(f"{name}_split_sizes is {list(sizes)}: give {size} numbers whose sum is {rows}")
+        return [rows // group_size] * group_size
+    if len(sizes) != group_size or sum(sizes) != rows:
+        raise ValueError(f"{name}_split_sizes is {list(sizes)}: give {group_size} numbers whose sum is {rows}")
     return list(sizes)

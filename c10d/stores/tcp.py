@@ -1,4 +1,4 @@
-"""A store that one process hosts, and others use over gRPC."""
+"""TCPStore: a key-value store that one process, the master, hosts, and that others use over gRPC."""
 
 import time
 from typing import Any, Protocol, final
@@ -19,11 +19,12 @@ __all__ = ["TCPStore"]
 _CLIENT_OPTIONS = [
     *MESSAGE_OPTIONS,
     ("grpc.enable_http_proxy", 0),
-    ("grpc.enable_retries", 0),  # an operation runs at most once
-    ("grpc.use_local_subchannel_pool", 1),  # a new client does not wait out an older one's backoff
+    ("grpc.enable_retries", 0),  # a retry could run an operation twice
+    # One connection per client: with a shared one, a new client would wait for the backoff of an older client.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # An unreachable host is noticed after half a minute.
+    # An operation in flight fails about 30 s after the master's host has become unreachable.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
@@ -31,9 +32,9 @@ _CLIENT_OPTIONS = [
 
 @final
 class TCPStore(Store):
-    """A store that the master hosts, for every process that knows its address.
+    """A store that one process, the master, hosts. Every process that knows the master's address can use it.
 
-    When the master closes the store or dies, operations of other processes fail at once with a StoreError.
+    When the master closes the store or dies, operations of other processes fail at once with a StoreNetworkError.
     """
 
     def __init__(
@@ -50,29 +51,33 @@ class TCPStore(Store):
         *,
         insecure: bool = False,
     ) -> None:
-        """Hosts the store; or connects to it, retrying until the master is there.
+        """Hosts the store, or connects to it, retrying until the master answers.
 
         Args:
-            host_name: the master's host name or address, on which alone it listens. Exception: with `insecure`,
-                and if the name resolves to a loopback address on the master's host (as on Debian), the master
+            host_name: the master's host name or address. The master listens on this address only, except with
+                `insecure` if the name resolves to a loopback address on the master's host (as on Debian): then it
                 listens on all addresses.
-            port: the master's port; for the master, 0 chooses a free one.
-            world_size: number of processes that will use the store, the master included; None if unknown.
-            is_master: host the store.
-            timeout: how long this constructor, and by default operations that wait for keys, may wait.
-            wait_for_workers: on the master, wait until `world_size` processes have connected.
-            multi_tenant: let several masters in this process share one store on the same port.
-            master_listen_fd: file descriptor of a listening socket on whose port the master listens. It is closed.
-            use_libuv: not used; the server is always gRPC's.
-            insecure: allow an address that is not a loopback address, without credentials.
+            port: the master's port, 1 to 65535. On the master, 0 chooses a free port.
+            world_size: the number of processes that will use the store, the master included; None if unknown.
+            is_master: whether this process hosts the store.
+            timeout: how long this constructor, and by default operations that wait for keys, may wait: a timedelta
+                or seconds.
+            wait_for_workers: whether the master waits until `world_size` processes have connected; has no effect
+                if `world_size` is None.
+            multi_tenant: whether masters in this process share one store if they have the same port.
+            master_listen_fd: file descriptor of a listening socket. The master closes the socket, and listens on
+                its port.
+            use_libuv: ignored, since the server is always gRPC's; accepted for compatibility with torch.
+            insecure: allows an address that is not a loopback address, without credentials.
 
         Raises:
-            StoreNetworkError: the port is in use, or no store answers.
-            StoreError: not all workers connected in time, or the address needs `insecure`.
+            StoreNetworkError: the port is in use, or no store answers within `timeout`.
+            StoreError: not all processes connected within `timeout`, `host_name` cannot be resolved, or the
+                address needs `insecure`.
             ValueError: an argument is not valid, or `master_listen_fd` is not a socket on `port`.
         """
         seconds = to_seconds(timeout)
-        _check(host_name, port, world_size, is_master)
+        _check_arguments(host_name, port, world_size, is_master)
         require_trusted(
             host_name, insecure=insecure, action="hosting a store on" if is_master else "connecting to"
         )
@@ -108,16 +113,16 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:  # noqa: N802
-        """Whether the server is torch's, on libuv: always False."""
+        """Whether the server uses torch's libuv backend: always False, since it is gRPC's."""
         return False
 
     def clone(self) -> "TCPStore":
-        """Opens another connection to the same master."""
-        twin = TCPStore.__new__(TCPStore)
-        twin._host, twin._port, twin._insecure = self._host, self._port, self._insecure
-        twin._connection = _RemoteServer(self._host, self._port)
-        Store.__init__(twin, self.timeout)
-        return twin
+        """Opens another connection to the same master, with the same timeout, which is closed separately."""
+        cloned = TCPStore.__new__(TCPStore)
+        cloned._host, cloned._port, cloned._insecure = self._host, self._port, self._insecure
+        cloned._connection = _RemoteServer(self._host, self._port)
+        Store.__init__(cloned, self.timeout)
+        return cloned
 
     def _execute(self, operation: Operation, seconds: float) -> Outcome:
         try:
@@ -132,29 +137,36 @@ class TCPStore(Store):
 
 
 class _Connection(Protocol):
-    """A connection to the store's server."""
+    """A connection to the store's server: a `_RemoteServer`, or on the master a `HostedServer`."""
 
     def join(self, seconds: float) -> None:
-        """Waits for the server, counts this user there, and on the master waits for the other users.
+        """Registers this process as a user of the store; on the master, waits for the expected number of users.
+
+        Args:
+            seconds: how long to wait for the server and the other users.
 
         Raises:
-            StoreError: the server or the other users were not there within `seconds`.
+            StoreError: the server did not answer, or the other users did not join, within `seconds`.
         """
 
     def execute(self, operation: Operation, seconds: float) -> Outcome:
-        """Runs an operation that may wait for `seconds`.
+        """Runs an operation on the server, and returns its outcome.
+
+        Args:
+            operation: the operation.
+            seconds: how long the operation may wait for keys; the answer may take `ANSWER_TIMEOUT_S` longer.
 
         Raises:
-            StoreError: the server has ended, or does not answer.
+            StoreError: the server has ended or does not answer, or the connection is closed.
         """
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection; on the master, stops the server after its last user in this process."""
 
 
 @final
 class _RemoteServer:
-    """A connection to the server in another process, over gRPC."""
+    """A gRPC connection to the server in another process."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = format_address(host, port)
@@ -166,15 +178,16 @@ class _RemoteServer:
         )
 
     def join(self, seconds: float) -> None:
-        began = time.monotonic()
+        started = time.monotonic()
         connected = grpc.channel_ready_future(self._channel)
+        # The result is not needed: if no connection was made in time, the JOIN below fails.
         wait_with_warnings(
-            lambda left: _is_done(connected, left),
+            lambda interval: _wait_for_future(connected, interval),
             seconds,
             lambda: f"no store answers on {self._address}, where rank 0 or another process should host it",
         )
         connected.cancel()
-        remaining = max(0.001, began + seconds - time.monotonic())
+        remaining = max(0.001, started + seconds - time.monotonic())
         try:
             self._call(Operation(kind=store_pb2.JOIN), timeout=remaining, wait_for_ready=True)
         except grpc.RpcError as error:
@@ -203,7 +216,8 @@ class _RemoteServer:
         self._channel.close()
 
 
-def _is_done(future: Any, seconds: float) -> bool:
+def _wait_for_future(future: Any, seconds: float) -> bool:
+    """Waits at most `seconds` for a gRPC future; returns whether it is done."""
     try:
         future.result(seconds)
     except grpc.FutureTimeoutError:
@@ -212,10 +226,12 @@ def _is_done(future: Any, seconds: float) -> bool:
 
 
 def _details(error: grpc.RpcError) -> str:
+    """Returns the status code and the message of a gRPC error."""
     return f"{error.code().name}: {error.details()}"
 
 
-def _check(host: str, port: int, world_size: int | None, is_master: bool) -> None:
+def _check_arguments(host: str, port: int, world_size: int | None, is_master: bool) -> None:
+    """Raises ValueError if an argument of TCPStore's constructor is not valid."""
     if not host:
         raise ValueError(f"host_name is {host!r}: give the master's host name or address")
     if not (0 if is_master else 1) <= port < 65536:

@@ -1,7 +1,7 @@
-"""Operations on stores that are not gradwire's: torch's C++ stores, and Python stores of users.
+"""Operations on any torch.distributed.Store: torch's own stores in C++, and stores that users write in Python.
 
-To wait, these functions poll the store. A wait inside a torch store could not be interrupted, not even by Ctrl-C,
-and would print a C++ stack trace on timeout or when its server ends.
+These functions wait for keys by polling the store. A blocking wait inside one of torch's C++ stores cannot be
+interrupted, even by Ctrl-C, and prints a C++ stack trace on timeout or when the store's server ends.
 """
 
 import threading
@@ -19,23 +19,26 @@ from .base import Store
 __all__ = ["execute", "wait"]
 
 MIN_POLL_INTERVAL_S = 0.001
+"""Seconds between the first two checks for a key; the interval doubles with each check."""
+
 MAX_POLL_INTERVAL_S = 0.05
-"""Seconds between two checks for a key, doubled from the first to the second."""
+"""Seconds between two checks for a key at most."""
 
 
 def execute(store: TorchStore, operation: Operation, seconds: float, closed: threading.Event) -> Outcome:
-    """Runs an operation with the public methods of any torch.distributed.Store.
+    """Runs an operation through the public methods of a store.
 
-    Setting several keys is atomic only if the store has multi_set.
+    Setting or getting several keys is atomic only if the store has multi_set and multi_get.
 
     Args:
-        store: any store.
+        store: a store that is not gradwire's.
         operation: the operation.
-        seconds: how long it may wait for keys.
-        closed: ends the wait when it is set.
+        seconds: how long the operation may wait for keys.
+        closed: an event that ends the wait when it is set.
 
     Returns:
-        The outcome, with `missing` if keys did not appear in time.
+        The outcome. It has `missing` if keys did not appear in time, and `error` if the value to ADD to is not a
+        number.
 
     Raises:
         StoreError: the store failed for another reason than a timeout, or `closed` was set during a wait.
@@ -47,28 +50,31 @@ def execute(store: TorchStore, operation: Operation, seconds: float, closed: thr
     except (RuntimeError, ValueError, IndexError, MemoryError) as error:  # raised by torch's C++ stores
         reason = (str(error).splitlines() or [""])[0]
         if "timeout" in reason.lower():
-            with suppress(RuntimeError):  # the store is gone, which is raised below
+            with suppress(RuntimeError):  # if this fails too, the store is gone: the first error is raised below
                 if missing := _missing(store, operation):
                     return Outcome(missing=missing)
-        if operation.kind == store_pb2.ADD and "stoll" in reason:
+        if operation.kind == store_pb2.ADD and "stoll" in reason:  # the C++ function that parses the value
             return Outcome(error=f"add to {operation.keys[0]!r} needs a decimal number there")
         raise StoreError(f"{type(store).__name__}: {reason}") from error
 
 
 def wait(store: TorchStore, keys: Sequence[str], seconds: float, closed: threading.Event | None = None) -> bool:
-    """Waits at most `seconds` until a store has these keys. Returns whether it has.
+    """Waits until a store has values for all of these keys.
 
     Args:
-        store: any store.
-        keys: to wait for.
-        seconds: how long to wait.
-        closed: ends the wait when it is set.
+        store: any store, gradwire's or not.
+        keys: the keys to wait for.
+        seconds: how long to wait at most.
+        closed: an event that ends the wait when it is set. Ignored for gradwire's stores.
+
+    Returns:
+        Whether all keys had a value in time.
 
     Raises:
-        StoreError: `closed` was set during the wait.
-        RuntimeError: the store failed.
+        StoreError: `closed` was set during the wait, or a gradwire store failed.
+        RuntimeError: another store failed.
     """
-    if isinstance(store, Store):  # it need not be polled
+    if isinstance(store, Store):  # waits without polling, and can be interrupted
         with suppress(StoreTimeoutError):
             store.wait(list(keys), seconds)
             return True
@@ -84,7 +90,7 @@ def wait(store: TorchStore, keys: Sequence[str], seconds: float, closed: threadi
     return True
 
 
-# Stores are Any below: torch's type stubs lack half of their methods.
+# The handlers of operations. They take stores as Any, because torch's type stubs lack many methods of Store.
 
 
 def _set(store: Any, operation: Operation) -> Outcome:
@@ -111,19 +117,21 @@ def _get(store: Any, operation: Operation, seconds: float, closed: threading.Eve
 
 
 def _queue_pop(store: Any, operation: Operation, seconds: float, closed: threading.Event) -> Outcome:
-    # The store's own queue_pop would wait for the store's timeout.
+    # A blocking queue_pop of the store would wait for the store's own timeout instead of `seconds`.
     key, deadline = operation.keys[0], time.monotonic() + seconds
     while True:
         try:
             return Outcome(values=[store.queue_pop(key, False)])  # noqa: FBT003 - torch's argument
         except TorchQueueEmptyError:
             remaining = max(0.0, deadline - time.monotonic())
-            outcome = _wait(store, operation, remaining, closed)
+            outcome = _wait(store, operation, remaining, closed)  # a queue with an item counts as a key
             if outcome.missing or not remaining:
                 return Outcome(missing=[key])
 
 
 def _without_result(call: Callable[[Any, Operation], None]) -> "_Handler":
+    """Returns a handler that calls a function and returns an empty outcome."""
+
     def run(store: Any, operation: Operation, _seconds: float, _closed: threading.Event) -> Outcome:
         call(store, operation)
         return Outcome()
@@ -132,6 +140,7 @@ def _without_result(call: Callable[[Any, Operation], None]) -> "_Handler":
 
 
 def _missing(store: TorchStore, operation: Operation) -> list[str]:
+    """Returns the keys of an operation that have no value, each once."""
     return [key for key in dict.fromkeys(operation.keys) if not _has_all(store, [key])]
 
 
@@ -140,9 +149,9 @@ def _has_all(store: Any, keys: Sequence[str]) -> bool:
     try:
         return bool(store.check(list(keys)))
     except RuntimeError as error:
-        if "pure virtual" not in str(error):
+        if "pure virtual" not in str(error):  # raised for a method that a Python store does not define
             raise
-    # In a Python store without `check`, only `get` can tell, which may wait for the store's own timeout.
+    # A Python store without `check` is asked by `get`, which may wait for the store's own timeout.
     try:
         for key in keys:
             store.get(key)
@@ -152,6 +161,7 @@ def _has_all(store: Any, keys: Sequence[str]) -> bool:
 
 
 _Handler = Callable[[Any, Operation, float, threading.Event], Outcome]
+"""Runs an operation of one kind. Takes what `execute` takes."""
 
 _HANDLERS: dict[int, _Handler] = {
     store_pb2.SET: lambda store, op, *_: _set(store, op),

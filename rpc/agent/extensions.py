@@ -1,4 +1,4 @@
-"""The extensions of one agent, and the handlers of its message types."""
+"""The extensions of one agent: calls their hooks, and collects their handlers of message types."""
 
 import concurrent.futures
 import contextlib
@@ -22,35 +22,43 @@ log = logging.getLogger(__name__)
 
 @final
 class Extensions:
-    """Calls the hooks of an agent's extensions, in the order of `add`."""
+    """Calls the hooks of an agent's extensions, in the order in which they were added.
+
+    The hooks are described in contracts/extension.py.
+    """
 
     def __init__(self, packer: Packer) -> None:
-        """Args: packer: pickles messages; learns the reference types and reducers of the extensions."""
+        """Args: packer: pickles messages; the extensions register reference types and reducers with it."""
         self.handlers: dict[MessageType.ValueType, Handler] = {}
-        """By message type."""
+        """The handlers of all extensions, by message type."""
         self._packer = packer
-        self._all: Sequence[Extension] = ()
+        self._extensions: Sequence[Extension] = ()
 
     def add(self, extension: Extension) -> None:
-        """Adds an extension, which takes part in users' messages from now on."""
+        """Adds an extension: its handlers, and its hooks on messages that carry users' values."""
         self.handlers.update(extension.handlers())
         if extension.reference_type is not None:
             self._packer.register_reference_type(extension.reference_type)
         self._packer.register_reducers(extension.reducers())
         self._packer.detach_parameters_if(extension.detaches_parameters)
-        self._all = (*self._all, extension)
+        self._extensions = (*self._extensions, extension)
 
     def get(self, kind: type[E]) -> E:
-        """Returns the extension of this class."""
-        return next(extension for extension in self._all if isinstance(extension, kind))
+        """Returns the extension of this class. Raises StopIteration if there is none."""
+        return next(extension for extension in self._extensions if isinstance(extension, kind))
 
     # Sending.
 
     def on_send(self, message: Outgoing) -> None:
-        """Has the extensions add their headers. If one raises, those before it undo theirs, and so does it."""
+        """Has the extensions add their headers to a message that is about to be sent.
+
+        Raises:
+            Exception: what the hook of an extension raised, after `on_send_aborted` of this extension and of those
+                before it.
+        """
         called: list[Extension] = []
         try:
-            for extension in self._all:
+            for extension in self._extensions:
                 called.append(extension)
                 extension.on_send(message)
         except BaseException:
@@ -59,63 +67,74 @@ class Extensions:
             raise
 
     def on_send_aborted(self, message: Outgoing) -> None:
-        """Has the extensions undo `on_send`."""
-        for extension in self._all:
+        """Has the extensions undo `on_send`, because the message was not sent."""
+        for extension in self._extensions:
             extension.on_send_aborted(message)
 
     def on_complete(self, identifier: int) -> None:
-        """Tells the extensions that a request of this worker has an answer or has failed."""
-        for extension in self._all:
+        """Tells the extensions that a request of this worker, given by its id, has an answer or has failed."""
+        for extension in self._extensions:
             extension.on_complete(identifier)
 
     def map_error(self, error: Exception, worker: WorkerInfo) -> Exception:
-        """Returns the exception that a caller gets for the one that a worker has answered with."""
-        for extension in self._all:
+        """Returns the exception to raise in the caller.
+
+        Args:
+            error: the exception that the request was answered with.
+            worker: the worker that answered.
+        """
+        for extension in self._extensions:
             error = extension.map_error(error, worker)
         return error
 
     # Receiving.
 
     def on_receive(self, message: Incoming) -> None:
-        """Has the extensions read the headers of a message, before it is unpickled."""
-        for extension in self._all:
+        """Has the extensions read the headers of a received message, before its body is unpickled."""
+        for extension in self._extensions:
             extension.on_receive(message)
 
     def on_decode_error(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """Tells the extensions of a message of which only the headers can be read."""
-        for extension in self._all:
+        """Has the extensions handle a message that will not be decoded. Logs what their hooks raise.
+
+        Args:
+            source: the sender.
+            envelope: the message's, with the headers.
+            error: why: decoding failed, or the caller cancelled the request.
+        """
+        for extension in self._extensions:
             try:
                 extension.on_decode_error(Incoming(source, envelope, b"", []), error)
             except Exception:
                 log.exception("the headers of a message from worker %s cannot be processed", source.name)
 
     def waits_before_run(self, message: Incoming) -> "Iterator[concurrent.futures.Future[None]]":
-        """Yields the futures that the handler of a request has to wait for."""
-        for extension in self._all:
+        """Yields the futures to wait for before the handler of a request runs."""
+        for extension in self._extensions:
             if (ready := extension.wait_before_run(message)) is not None:
                 yield ready
 
     @contextlib.contextmanager
     def scope(self, message: Incoming) -> Iterator[None]:
-        """Context manager for the handling of a request: enters the scopes of the extensions."""
+        """Context manager for running a request's handler; in the extensions' scopes if it gets users' values."""
         with contextlib.ExitStack() as stack:
             if self.handlers[message.envelope.type].user_values:
-                for extension in self._all:
+                for extension in self._extensions:
                     stack.enter_context(extension.scope(message))
             yield
 
-    # The agent's life.
+    # Lifecycle.
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Tells the extensions that a worker is lost."""
-        for extension in self._all:
+        """Tells the extensions that a worker is lost, and how it ended."""
+        for extension in self._extensions:
             extension.on_worker_lost(worker, end)
 
     def live_objects(self) -> Mapping[str, int]:
-        """Returns the extensions' counts for the debug info."""
-        return {name: count for extension in self._all for name, count in extension.live_objects().items()}
+        """Returns the extensions' counts of live objects, by name, for the agent's debug info."""
+        return {name: count for extension in self._extensions for name, count in extension.live_objects().items()}
 
     def close(self) -> None:
-        """Closes the extensions: the agent has shut down."""
-        for extension in self._all:
+        """Closes the extensions. Called when the agent has shut down."""
+        for extension in self._extensions:
             extension.close()

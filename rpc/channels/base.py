@@ -1,4 +1,8 @@
-"""The contract of channels, which carry payloads: the bytes of a message's body, or of one of its tensors."""
+"""The contract of channels, which carry payloads.
+
+A message is sent as an *envelope*, a protobuf message with its headers, and *payloads*: the bytes of its pickled
+body and of each of its tensors. A payload may travel inside the envelope or apart from it, as its channel decides.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -10,29 +14,30 @@ from ..contracts.messages import Buffer
 __all__ = ["Channel", "StartTransfer"]
 
 StartTransfer = Callable[[], None]
-"""Starts to send a payload. Called once from any thread, and must not block."""
+"""Starts to send a payload. Called at most once, from any thread, and must not block."""
 
 
 class Channel(Protocol):
-    """Carries payloads between this worker and all of its peers, which are given by their ids.
+    """Carries payloads between this worker and all of its peers. `peer` is always the id of a worker.
 
-    The sender's channel describes each payload by a `Payload` message, which travels in the envelope. By it the
-    receiver's channel of the same name finds the bytes, which may arrive before or after the envelope.
+    The sender's channel describes each payload in a protobuf `Payload`, which travels in the envelope. The
+    receiver's channel of the same name uses this description to find the bytes, which may arrive before or after
+    the envelope.
 
-    - Order: payloads may arrive in any order. A payload whose envelope never arrives would delay those behind it,
-      so a channel sends it only once the envelope is queued. The receiving agent calls `receive` or `discard` for
-      each payload.
-    - Threads: `send` and the function that it returns are called from any thread, all else on the agent's event
-      loop. Nothing blocks on a peer.
-    - Memory: a channel need not copy the bytes that it sends, only keep the memoryview until they are sent; users
-      leave a tensor unchanged until its call is done. A received buffer belongs to the tensor made from it, which
-      may be written to, so nothing else may use it (`bytes` are copied first).
-    - Ownership: the agent's Network makes its channels, and calls `close` once. Connections and threads belong to
-      the channel.
+    - Order: payloads may arrive in any order. A channel sends a payload only once its envelope is queued, because
+      a payload whose envelope never arrives would block the payloads behind it. The receiving agent calls
+      `receive` or `discard` for each payload.
+    - Threads: `send` and the function that it returns are called from any thread; all other methods are called on
+      the agent's event loop. No method blocks on a peer.
+    - Memory: a channel need not copy the bytes that it sends, but keeps the memoryview until they are sent; users
+      leave a tensor unchanged until the call with it is done. A received memoryview becomes the memory of a
+      tensor, which may be written to, so the channel must not use it afterwards. Received `bytes` are copied.
+    - Ownership: the agent's Network makes its channels, and calls `close` once. Each channel owns its connections
+      and threads.
     """
 
     name: ClassVar[str]
-    """The field of Payload's `location` that this channel sets."""
+    """The name of the channel: the field of the oneof `location` in `Payload` that it sets."""
 
     def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer | None]:
         """Prepares to send a payload.
@@ -42,44 +47,50 @@ class Channel(Protocol):
             data: the bytes, contiguous.
 
         Returns:
-            The description for the envelope, and a function that starts the transfer; None in its place if nothing
-            remains to be sent. The function is called once the envelope is queued, and never if that fails: a
-            channel keeps nothing for a transfer that has not been started.
+            The payload's description for the envelope, and a function that starts the transfer, or None if nothing
+            remains to be sent. The function is called once the envelope is queued, and never if the envelope
+            cannot be queued, so a channel must keep no state for a transfer that has not been started.
         """
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> "Buffer | asyncio.Future[Buffer]":
-        """Returns the bytes of a payload, or a future of them, which fails if they cannot arrive.
+        """Returns the bytes of a payload, or a future of them if they have not arrived.
 
-        The future raises ValueError for malformed transfers, ConnectionError if the peer is lost.
+        The future fails with ValueError if the transfer is malformed, with ConnectionError if the peer is lost.
 
         Args:
             peer: the sender.
-            payload: the description, which is not trusted: no memory is allocated beyond
-                `ChannelOptions.max_payload_bytes`.
+            payload: the description. It is not trusted: a channel allocates at most
+                `ChannelOptions.max_payload_bytes` for it.
 
         Raises:
-            ValueError: the description contradicts itself, or announces more than is accepted.
+            ValueError: the description is malformed, or announces more than `max_payload_bytes`.
+            RuntimeError: there is no memory for the payload.
         """
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """Drops a payload that is not wanted, before or after it arrives, without memory for it.
+        """Drops a payload that is not wanted, before or after its bytes arrive.
 
-        Called in place of `receive`, or after it, whether it raised or not; its future is then cancelled.
+        Called instead of `receive`, or after `receive` has returned or raised. Cancels the future that `receive`
+        has returned. Allocates no memory for the payload.
+
+        Args:
+            peer: the sender.
+            payload: the description.
         """
 
     def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:
-        """Returns whether a payload that this worker sends is still complete in the channel's queue."""
+        """Returns whether a payload can be withdrawn, because the channel has sent none of its bytes."""
 
     def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
         """Removes a payload from the channel's queue. Called right after `can_withdraw` returned True."""
 
     def drop_peer(self, peer: int, reason: str) -> None:
-        """Releases all that is queued for a lost peer, and fails what is expected from it with ConnectionError.
+        """Drops the payloads queued for a lost peer; fails the futures of payloads from it with ConnectionError.
 
         Args:
             peer: the lost worker.
-            reason: for errors, as in WorkerEnd.
+            reason: how the peer ended, for the text of the errors: see `WorkerEnd.reason`.
         """
 
     async def close(self) -> None:
-        """Does what `drop_peer` does for all peers, and releases connections and threads."""
+        """Drops all payloads as `drop_peer` does for one peer, and releases connections and threads."""

@@ -1,4 +1,8 @@
-"""The values of one all_gather round: what identifies it, what a member contributes, and its result."""
+"""Data types of one all_gather round: what identifies it, what a member contributes, and its result.
+
+A round is one all_gather, or one barrier, among a fixed set of workers, its members. It runs either by messages to
+one member, the leader, or through a process group of the members (all_gather.py).
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +15,10 @@ from .group_rounds import NextRound
 __all__ = ["GROUP_TOPIC", "Round", "RoundKey", "RoundResult", "Series"]
 
 GROUP_TOPIC = "user"
-"""The topic whose rounds may go through process groups: the collectives that users call."""
+"""The topic of the collectives that users call; only rounds of this topic may run through process groups.
+
+A topic separates the collectives of one purpose from those of others among the same workers.
+"""
 
 
 class Series(NamedTuple):
@@ -23,11 +30,11 @@ class Series(NamedTuple):
 
 
 class RoundKey(NamedTuple):
-    """Identifies one round on all of its members. It travels between workers."""
+    """Identifies one round on all of its members. Sent between workers."""
 
     topic: str
     number: int
-    """Counts the rounds of the series, from 0."""
+    """The number of the round in its series, from 0."""
     members: tuple[int, ...]
     """Worker ids, ascending."""
 
@@ -38,21 +45,21 @@ class RoundKey(NamedTuple):
 
     @property
     def may_use_group(self) -> bool:
-        """Whether rounds of this topic may go through a process group."""
+        """Whether the round's topic allows it to run through a process group."""
         return self.topic == GROUP_TOPIC
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round, as a member takes part in it.
+    """One round on one of its members.
 
     key: identifies the round.
-    value: what this worker contributes; anything that pickles.
-    workers: all members by id, in ascending order of ids.
-    timeout: seconds that the caller allows, 0 for no limit.
-    deadline: when the timeout ends, on the monotonic clock; None for no limit.
-    on_waiting: called now and then with the names of the members whose values are missing.
+    value: what this worker contributes; any value that can be pickled.
+    workers: all members by worker id, in ascending order.
+    timeout: seconds that the caller allows; 0 for no limit.
+    deadline: when the timeout expires, in seconds of `time.monotonic`; None for no limit.
+    on_waiting: called at intervals during a long wait, with the names of the members whose values are missing.
     """
 
     key: RoundKey
@@ -63,16 +70,16 @@ class Round:
     on_waiting: Callable[[Sequence[str]], None]
 
     def seconds_left(self) -> float | None:
-        """Returns the seconds until the deadline, negative after it; None for no limit."""
+        """Returns the seconds until the deadline, negative after the deadline; None for no limit."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
 
 class RoundResult(NamedTuple):
-    """The result of one round. It travels between workers."""
+    """The result of one round. Sent between workers."""
 
     values: Mapping[int, Any]
-    """The members' values by worker id. Members that died before they contributed are not in it."""
+    """The members' values by worker id, without members that died before they contributed."""
     next_round: NextRound
-    """How the next round of the series is to go."""
+    """Whether the next round of the series runs through a process group, and which one."""
     is_flat: bool = False
-    """Whether the values are still bytes from `ValueCodec.flatten`, as they come from a process group."""
+    """Whether the values are still encoded as bytes, as a process group carries them; see `ValueCodec.flatten`."""

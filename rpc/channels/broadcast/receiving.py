@@ -1,4 +1,4 @@
-"""The receiving end of broadcasts: payloads that another worker sends to this one and others at once."""
+"""The receiving end of broadcasts: payloads that one worker sends to several others by one collective."""
 
 import asyncio
 import contextlib
@@ -19,20 +19,26 @@ __all__ = ["ReceivingGroup"]
 
 @dataclass(slots=True)
 class _ExpectedBroadcast:
-    """A broadcast that an envelope has announced and that has not been received."""
+    """A broadcast that an envelope has announced and that has not been received.
+
+    payload: the description in the envelope.
+    data: a uint8 tensor of the payload's size, which receives its bytes.
+    done: the future that `ReceivingGroup.receive` has returned.
+    """
 
     payload: agent_pb2.BroadcastPayload
     data: torch.Tensor
-    """Memory for the bytes."""
     done: "asyncio.Future[Buffer]"
 
 
 @final
 class ReceivingGroup:
-    """This worker's part in a group in which another one broadcasts. Used on the event loop only.
+    """This worker's membership in a process group in which another worker, the sender, broadcasts payloads.
 
     If the group fails, this worker requests the first broadcast that it has not received, and all later ones, from
-    the sender by chunks.
+    the sender as chunks: bytes that the sender sends to this worker alone (chunked.py).
+
+    All methods but `close` are called on the agent's event loop.
     """
 
     def __init__(
@@ -47,12 +53,14 @@ class ReceivingGroup:
         """Starts to form the group.
 
         Args:
-            peer: the worker that broadcasts.
+            peer: the id of the sender.
             loop: the agent's event loop.
-            spec: the members; None to take part in no group, and receive everything by chunks.
-            chunked: receives payloads that were not broadcast.
-            request_chunks: asks the sender for the broadcasts from this number on. Called once at most.
-            on_removed: called when nothing more will be received.
+            spec: the members of the group; None to join no group, and to receive all payloads as chunks.
+            chunked: the channel for payloads that are sent as chunks.
+            request_chunks: asks the sender to send broadcasts as chunks: the one with the given number, and all
+                later ones. Called at most once.
+            on_removed: called when the sender announces no more payloads and this worker has left the group. May
+                be called twice.
         """
         self._peer = peer
         self._loop = loop
@@ -60,10 +68,12 @@ class ReceivingGroup:
         self._request_chunks = request_chunks
         self._on_removed = on_removed
         self._expected: dict[int, _ExpectedBroadcast] = {}
-        """By number."""
+        """By number of the broadcast in the group."""
         self._next_number = 0
+        """The number of the first broadcast that has not been received."""
         self._aborted = False
         self._finishing = False
+        """Whether `finish` has been called."""
         self._group = None if spec is None else BroadcastGroup(spec, self._on_group_end)
         if self._group is None:
             self.abort()
@@ -71,11 +81,11 @@ class ReceivingGroup:
             self._group.start()
 
     def receive(self, payload: agent_pb2.BroadcastPayload) -> "asyncio.Future[Buffer] | Buffer":
-        """Returns a future of the bytes.
+        """Returns a future of an announced payload's bytes, received as chunks if this worker has left the group.
 
         Raises:
             ValueError: the payload was announced before.
-            RuntimeError: there is no memory for it.
+            RuntimeError: there is no memory for the payload.
         """
         if self._aborted or self._group is None:
             return self._chunked.receive(self._peer, _as_chunked(payload))
@@ -88,12 +98,12 @@ class ReceivingGroup:
         return expected.done
 
     def discard(self, payload: agent_pb2.BroadcastPayload) -> None:
-        """Drops a payload that is not wanted, and leaves the group, which would wait for this member."""
+        """Drops a payload that is not wanted. Leaves the group, since all members must run its broadcasts."""
         self.abort()
         self._chunked.discard(self._peer, _as_chunked(payload))
 
     def abort(self) -> None:
-        """Leaves the group, and requests by chunks what has been announced and not received."""
+        """Leaves the group, and requests chunks of the broadcasts that have not been received."""
         if self._aborted:
             return
         self._aborted = True
@@ -103,14 +113,14 @@ class ReceivingGroup:
         for expected in self._take_expected():
             try:
                 chunked = self._chunked.receive(self._peer, _as_chunked(expected.payload))
-            except Exception as error:  # no memory, most likely
+            except Exception as error:  # most likely no memory; a ValueError rejects the message
                 expected.done.set_exception(ValueError(f"a payload cannot be received: {error}"))
             else:
                 assert isinstance(chunked, asyncio.Future)
                 _forward_outcome(chunked, expected.done)
 
     def finish(self) -> None:
-        """Ends the group after the announced broadcasts; the sender announces no more."""
+        """Ends the group after the announced broadcasts. Called when the sender announces no more."""
         self._finishing = True
         if self._group is None or self._aborted:
             self._on_removed()
@@ -118,7 +128,7 @@ class ReceivingGroup:
             self._group.finish()
 
     def fail(self, reason: str) -> None:
-        """Fails what is expected, because the sender is lost or this worker shuts down."""
+        """Fails the announced broadcasts with ConnectionError: the sender is lost, or this worker shuts down."""
         self._aborted = True
         if self._group is not None:
             self._group.abort()
@@ -126,44 +136,47 @@ class ReceivingGroup:
             expected.done.set_exception(ConnectionError(reason))
 
     def close(self) -> None:
-        """Ends the group, and waits for its thread. Called from any thread except that of the event loop."""
+        """Ends the group, and waits a while for its thread. Must not be called on the event loop."""
         if self._group is not None:
             self._group.close()
 
     def _take_expected(self) -> list[_ExpectedBroadcast]:
+        """Removes the expected broadcasts, and returns those whose futures are pending, in order of numbers."""
         expected = [each for _, each in sorted(self._expected.items()) if not each.done.done()]
         self._expected.clear()
         return expected
 
     def _on_received(self, number: int) -> None:
+        """Completes the future of a broadcast whose bytes have been received."""
         if (expected := self._expected.pop(number, None)) is not None:
             self._next_number = number + 1
             expected.done.set_result(expected.data.numpy().data)
 
     def _on_group_end(self, _has_formed: bool, error: Exception | None) -> None:
-        """Runs on the group's thread."""
+        """Handles the end of the group. Runs on the group's thread."""
         self._call_soon(self._handle_group_end, error is not None)
 
     def _handle_group_end(self, failed: bool) -> None:
+        """Handles the end of the group on the event loop: requests chunks of what has not been received."""
         if failed or self._expected:
             self.abort()
         if self._finishing:
             self._on_removed()
 
     def _call_soon(self, function: Callable[[Any], None], argument: int) -> None:
-        """Calls a function on the event loop, if that has not been closed."""
+        """Calls a function on the event loop, unless the loop has been closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, argument)
 
 
 def _as_chunked(payload: agent_pb2.BroadcastPayload) -> agent_pb2.Payload:
-    """Returns the description of the chunked payload that replaces a broadcast."""
+    """Returns the description of the payload in chunks that replaces a broadcast."""
     chunked = agent_pb2.ChunkedPayload(transfer_id=payload.transfer_id, nbytes=payload.nbytes)
     return agent_pb2.Payload(chunked=chunked)
 
 
 def _forward_outcome(source: "asyncio.Future[Buffer]", target: "asyncio.Future[Buffer]") -> None:
-    """Completes one future as another one completes."""
+    """Completes the future `target` with the outcome of `source` once `source` is done."""
 
     def on_done(source: "asyncio.Future[Buffer]") -> None:
         if target.done():
