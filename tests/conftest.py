@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+from tests import ports  # noqa: E402
 from tests.c10d.members import join_all  # noqa: E402
 from tests.hosts import Network, why_unavailable  # noqa: E402
 from tests.remote_functions import assert_clean  # noqa: E402
@@ -162,3 +163,9 @@ def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
     for agent in made:
         agent.shutdown(graceful=False, timeout=0)
     store.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on which nobody listens, and which no other test gets."""
+    return ports.free_port()

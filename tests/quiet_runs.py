@@ -15,7 +15,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+from tests.ports import free_port
 
 __all__ = ["PROGRAMS", "Report", "quiet_runs"]
 
@@ -117,8 +118,7 @@ def serve(program: str, agent: str, runs: int, folder: Path) -> None:
     part, size = _example_part(module) if agent == "example" else (module.main, module.WORLD_SIZE)
     statuses = []
     for run in range(runs):
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            port = listening.getsockname()[1]
+        port = free_port()
         children = []
         for rank in range(size):
             child = os.fork()

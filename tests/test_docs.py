@@ -7,7 +7,6 @@ import importlib
 import inspect
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -226,18 +225,12 @@ def test_the_snippets_of_a_page_run(workers, tmp_path, page):
     started[0].run(run_page, module_name, [dedent(FIRST.get(page, "")), *codes, dedent(AFTER[page])])
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_snippets_that_start_workers_run(workers, port, number):
+def test_the_snippets_that_start_workers_run(workers, free_port, number):
     code = [code for code in snippets("docs/rpc.md") if STARTS in code][number]
 
     def use_port() -> None:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
 
     def run_it() -> None:
         use_port()
@@ -257,12 +250,12 @@ def test_the_snippets_that_start_workers_run(workers, port, number):
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_the_snippets_that_make_process_groups_run(workers, port, number):
+def test_the_snippets_that_make_process_groups_run(workers, free_port, number):
     """The one that names an address of another network aside."""
     code = snippets("docs/process_groups.md")[number]
 
     def run_it() -> None:
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
         from gradwire import c10d as dist
 
         run_code(code, module_with(dist=dist))
@@ -273,7 +266,7 @@ def test_the_snippets_that_make_process_groups_run(workers, port, number):
     worker.run(run_it)
 
 
-def test_the_programs_of_the_readme_run_as_printed(tmp_path, port):
+def test_the_programs_of_the_readme_run_as_printed(tmp_path, free_port):
     programs = {found[1]: code for code in snippets("README.md") if (found := re.match(r"# (\w+\.py)\n", code))}
     assert programs.keys() == {"trainer.py", "server.py"}
     for name, code in programs.items():
@@ -281,7 +274,7 @@ def test_the_programs_of_the_readme_run_as_printed(tmp_path, port):
     (commands,) = [code for code in snippets("README.md", "") if "trainer.py" in code]
     assert "MASTER_PORT=29500" in commands
     done = subprocess.run(
-        ["bash", "-e", "-c", commands.replace("29500", str(port)) + "wait $!"],
+        ["bash", "-e", "-c", commands.replace("29500", str(free_port)) + "wait $!"],
         cwd=tmp_path,
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,

@@ -1,6 +1,5 @@
 """The Gloo engine, with real processes."""
 
-import socket
 from datetime import timedelta
 
 import pytest
@@ -167,8 +166,6 @@ def join_on(kind: str, rank: int, port: int) -> float:
 
 
 @pytest.mark.parametrize("kind", ["torch", "tcp", "prefix"])
-def test_it_forms_on_any_store(workers, kind):
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    pending = [member.start(join_on, kind, rank, port) for rank, member in enumerate(workers(2))]
+def test_it_forms_on_any_store(workers, kind, free_port):
+    pending = [member.start(join_on, kind, rank, free_port) for rank, member in enumerate(workers(2))]
     assert [each.result() for each in pending] == [1.0, 1.0]

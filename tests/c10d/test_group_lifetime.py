@@ -2,7 +2,6 @@
 
 import gc
 import os
-import socket
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from gradwire.errors import RankLostError
 
 import tests.c10d.fake_nccl  # noqa: F401 - registers its engine, in workers too
 from tests.c10d.members import everywhere
+from tests.ports import free_port
 
 BACKENDS = ["gradwire_shm", "gradwire_gloo", "gradwire_mpi", "fake_nccl"]
 TOLD_SECONDS = 15.0
@@ -292,8 +292,7 @@ def test_a_group_dropped_in_a_forked_process_goes_on_in_its_parent(without_group
 
 def make_groups_at_one_port() -> int:
     groups = []
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     for _ in range(2):
         c10d.init_process_group("gloo", f"tcp://localhost:{port}", rank=0, world_size=1)
         groups.append(dist.group.WORLD)

@@ -1,7 +1,5 @@
 """Rendezvous by URL, environment and store."""
 
-import socket
-
 import pytest
 import torch.distributed
 from gradwire.c10d import FileStore, HashStore, PrefixStore, Rendezvous, TCPStore, rendezvous
@@ -14,13 +12,6 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_U
 def empty_environment(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def join(*args, environment=None, **kwargs) -> tuple[int, int, list[bytes]]:

@@ -1,6 +1,5 @@
 """The server of a TCPStore and its clients."""
 
-import socket
 import threading
 
 import pytest
@@ -15,13 +14,6 @@ from tests.c10d.stores import call, open_here
 def master():
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         yield store
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_port_0_chooses_a_free_port(master):

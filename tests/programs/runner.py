@@ -1,10 +1,8 @@
 """Runs one program with all processes that it starts, and returns its outcome."""
 
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.ports import free_port
 
 from .catalog import Program
 
@@ -99,21 +99,12 @@ def _environment() -> dict[str, str]:
         **inherited,
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "ignore",
         "TP_SOCKET_IFNAME": "lo",
     }
-
-
-def _free_port() -> int:
-    """Returns a port on which nobody listens, below the kernel's range of ephemeral ports."""
-    while True:
-        port = random.randrange(10000, 30000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def _reason(program: Program, status: int | None, text: str) -> str:

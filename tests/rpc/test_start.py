@@ -380,14 +380,12 @@ def fail_like_torch(name: str, rank: int, size: int, variables: dict[str, str]) 
 
 
 @pytest.mark.parametrize("kind", ["world sizes", "rank 0", "one name"])
-def test_programs_for_torch_raise_it_too(kind, workers):
-    with TCPStore("127.0.0.1", 0, is_master=True) as store:
-        port = store.port
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def test_programs_for_torch_raise_it_too(kind, workers, free_port):
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     first, contradicting, text = CONTRADICTIONS[kind]
     started = workers(3)
     pending = [each.start(fail_like_torch, *who, variables) for each, who in zip(started, first, strict=False)]
-    seen = torch.distributed.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    seen = torch.distributed.TCPStore("127.0.0.1", free_port, wait_for_workers=False)
     seen.wait([f"rpc_prefix_0/{STORE_PREFIX}/0/record/{rank}" for rank in range(2)])
     del seen
     began = time.monotonic()
