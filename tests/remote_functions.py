@@ -54,12 +54,18 @@ def keep(value: Any) -> int:
     return len(kept)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Polls until `condition()` is true, for state without an event, such as counts after garbage collection."""
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0, pause: float = 0.005) -> None:
+    """Polls until `condition()` is true, for state without an event, such as counts after garbage collection.
+
+    Args:
+        condition: what to wait for.
+        seconds: how long to wait at most.
+        pause: seconds between two calls of `condition`.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"after {seconds:g} s this is still not true: {_source_of(condition)}"
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def _source_of(function: Callable[..., Any]) -> str:
@@ -95,7 +101,7 @@ def assert_clean() -> None:
         return not any(counts().values())
 
     try:
-        wait_until(clean)
+        wait_until(clean, pause=0.02)
     except AssertionError:
         raise AssertionError(f"still there: {counts()}") from None
 

@@ -76,7 +76,7 @@ def test_no_early_delete_and_no_leak(agents, monkeypatch, seed):
         gc.collect()
         return not any(any(agent.extension(References).live_objects().values()) for agent in made)
 
-    wait_until(clean, 60)
+    wait_until(clean, 60, pause=0.1)  # often, it would keep the agents' threads from running
 
 
 def test_asking_for_a_value_that_has_been_deleted_meanwhile_is_no_failure(agents, caplog):
