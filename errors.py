@@ -266,7 +266,7 @@ class LossCause(Enum):
     """Why a worker is lost."""
 
     SHUTDOWN = auto()
-    """It called `shutdown`."""
+    """The worker called `shutdown`."""
     EXCEPTION = auto()
     """An uncaught exception ended its program."""
     EXIT = auto()
@@ -274,9 +274,9 @@ class LossCause(Enum):
     DISCONNECTED = auto()
     """Its connection closed without a goodbye: it was killed, or the network failed."""
     REFUSED = auto()
-    """It runs, but refused the connection."""
+    """The worker runs, but refused the connection."""
     UNREACHABLE = auto()
-    """It accepts no connection, and there was none before, so nothing is known about its end."""
+    """The worker accepts no connection, and there was none before, so nothing is known about its end."""
 
 
 class WorkerLostError(RpcError):

@@ -1,1 +1,1 @@
-"""What gradwire costs, next to what came before it: `python -m benchmarks autograd`."""
+"""Benchmarks of gradwire against TensorPipe, Gloo and mpi4py, such as `python -m benchmarks autograd`."""

@@ -7,7 +7,8 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor
 
-from .engines.base import Engine, PendingOperation
+from .engines.base import Engine
+from .pending import PendingOperation
 from .reductions import Reduction
 from .staging import Staging
 

@@ -25,11 +25,12 @@ from .collective_call import CollectiveCall
 from .debug.consistency import ConsistencyCheck
 from .debug.flight_recorder import FlightRecord, FlightRecorder, write_flight_records
 from .departures import Departures
-from .engines.base import Engine, PendingOperation
+from .engines.base import Engine
 from .event_loop import acquire_event_loop
 from .failure_detector import DROPPED, LEFT, FailureDetector
 from .group_options import GroupOptions
 from .operation_runner import REJECTIONS, OperationRunner
+from .pending import PendingOperation
 from .profile_events import OperationEvent
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore

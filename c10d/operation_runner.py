@@ -13,8 +13,8 @@ from typing import Final, cast, final
 from ..errors import GroupAbortedError, UnsupportedOperationError
 from .collective_call import ANY_RANK, CollectiveCall
 from .debug.flight_recorder import FlightRecord
-from .engines.base import Engine, PendingOperation
-from .pending import CompletedOperation
+from .engines.base import Engine
+from .pending import CompletedOperation, PendingOperation
 from .serial_queue import SerialQueue
 
 __all__ = ["REJECTIONS", "OperationRunner"]

@@ -1,21 +1,49 @@
-"""Pending operations made of other pending operations; the contract is PendingOperation in engines.base."""
+"""Operations in flight: the contract of those that engines return, and operations made of others."""
 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, final
+from typing import Protocol, final
 
-if TYPE_CHECKING:
-    from .engines.base import PendingOperation
+__all__ = ["CombinedOperation", "CompletedOperation", "OperationWithFinalStep", "PendingOperation"]
 
-__all__ = ["CombinedOperation", "CompletedOperation", "OperationWithFinalStep"]
+
+class PendingOperation(Protocol):
+    """An operation that an engine has started.
+
+    All methods may be called from any thread, at the same time, and any number of times.
+    """
+
+    def wait(self, timeout: float | None) -> None:
+        """Blocks until the operation is done.
+
+        Args:
+            timeout: seconds to wait at most; the operation stays in flight afterwards. None waits until the
+                operation is done or its own timeout has expired.
+
+        Raises:
+            TimeoutError: the operation is still in flight after `timeout` seconds.
+            Exception: the error that the operation failed with, on every call.
+        """
+
+    def done(self) -> bool:
+        """Returns whether the operation has finished, successfully or not. Does not block."""
+
+    def source(self) -> int:
+        """Returns the rank that sent the message. Defined for receives that are done."""
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once when the operation is done, or immediately if it is done already.
+
+        The callback may run on any thread, must not raise, and must not wait for other operations.
+        """
 
 
 @final
 class CombinedOperation:
     """Several operations as one, which is done when all of them are."""
 
-    def __init__(self, parts: "Sequence[PendingOperation]") -> None:
+    def __init__(self, parts: Sequence[PendingOperation]) -> None:
         self._parts = parts
 
     def wait(self, timeout: float | None) -> None:
@@ -87,7 +115,7 @@ class OperationWithFinalStep:
         finish: the final step. The first thread that learns of the completion by `wait` or `done` runs it, once.
     """
 
-    def __init__(self, pending: "PendingOperation", finish: Callable[[], None]) -> None:
+    def __init__(self, pending: PendingOperation, finish: Callable[[], None]) -> None:
         self._pending = pending
         self._finish: Callable[[], None] | None = finish
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from typing import final
 
 from ..torch_internals import begin_profiler_event, enable_record_function
 from .collective_call import ANY_RANK, CollectiveCall
-from .engines.base import PendingOperation
+from .pending import PendingOperation
 
 __all__ = ["OperationEvent"]
 

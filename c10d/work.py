@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch.futures import Future
 
-from .engines.base import PendingOperation
+from .pending import PendingOperation
 from .torch_types import OpType, TorchProcessGroup, TorchWork
 
 __all__ = ["GroupWork"]

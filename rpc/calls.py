@@ -141,7 +141,7 @@ def send_call(
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
     with profiled_call(agent, mode, func, worker):
-        request = Request(MessageType.CALL, call, timeout=seconds, what=CALL_PARTS, keep=keep)
+        request = Request(MessageType.CALL, call, timeout=seconds, label=CALL_PARTS, keep=keep)
         future = agent.request(worker, request)
     future.operation = f"rpc_{mode.value} {name or name_of(func)}"
     return future
@@ -301,7 +301,7 @@ def broadcast_call(
     seconds = check_timeout(timeout)
     futures = agent.request_all(
         workers,
-        Request(MessageType.CALL, call, timeout=seconds, what=CALL_PARTS),
+        Request(MessageType.CALL, call, timeout=seconds, label=CALL_PARTS),
         around=lambda worker: profiled_call(agent, RPCExecMode.ASYNC, func, worker),
     )
     for future in futures:

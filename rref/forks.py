@@ -107,7 +107,7 @@ class References(ReferenceExtension):
         return OwnerHandle(self.agent, entry)
 
     def create(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> OwnerHandle | UserHandle:
-        """Has a worker run a call and own the result; returns a handle to it at once."""
+        """Runs a call on a worker, which owns the result; returns a handle to it at once."""
         identifier, fork_id = self._ids.next(), self._ids.next()
         if owner == self.agent.info:
             return self._create_here(identifier, fork_id, call, timeout)
@@ -162,7 +162,7 @@ class References(ReferenceExtension):
                 MessageType.RREF_CREATE,
                 call,
                 timeout=timeout,
-                what=CALL_PARTS,
+                label=CALL_PARTS,
                 header=lambda envelope: envelope.created.CopyFrom(created),
                 keep=keep,
             ),

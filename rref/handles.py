@@ -48,7 +48,7 @@ class Fork:
     is_confirmed: bool = False
     """Whether the owner is known to have counted the fork."""
     error: Exception | None = None
-    """Why it will never be confirmed."""
+    """The error because of which the fork will never be confirmed."""
     lease: Lease | None = None
     """None once the program has dropped the reference."""
     is_dropped: bool = False
@@ -98,7 +98,7 @@ class OwnerHandle:
 
     @property
     def lease(self) -> object:
-        """What a request that names the value keeps until it has ended."""
+        """The object that a request which names the value keeps alive until it has ended."""
         return self.entry
 
     def check_usable(self, rref: object, use: str) -> None:  # noqa: ARG002 - as in UserHandle
@@ -129,7 +129,7 @@ class UserHandle:
 
     @property
     def lease(self) -> object:
-        """What a request that names the value keeps until it has ended."""
+        """The object that a request which names the value keeps alive until it has ended."""
         return self.fork.lease
 
     @property
@@ -156,7 +156,7 @@ class UserHandle:
 
 
 class ReferenceExtension(Extension):
-    """What RRefs need of the extension that implements the protocol of references."""
+    """The contract between RRefs and the extension that implements the protocol of references."""
 
     @abstractmethod
     def own(self, value: Any) -> OwnerHandle:
@@ -164,7 +164,7 @@ class ReferenceExtension(Extension):
 
     @abstractmethod
     def create(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> OwnerHandle | UserHandle:
-        """Has a worker run a call and own the result; returns a handle to it at once.
+        """Runs a call on a worker, which owns the result; returns a handle to it at once.
 
         Args:
             owner: the worker.

@@ -27,7 +27,7 @@ def create_value(
     kwargs: Mapping[str, Any] | None,
     timeout: float,
 ) -> Handle:
-    """Has a worker run a function and own the result; returns a handle to it. See `gradwire.rpc.remote`."""
+    """Runs a function on a worker, which owns the result; returns a handle to it. See `gradwire.rpc.remote`."""
     agent = current_agent()
     owner = agent.worker(to)
     call = check_call(func, args, kwargs)

@@ -85,7 +85,7 @@ class OwnerTable:
         self._awaited: dict[GlobalId, OwnedValue] = {}
         """Entries that other workers' messages named before the creating message arrived."""
         self._lost: dict[int, str] = {}
-        """Why each lost worker is lost."""
+        """The reason of the loss of each lost worker, by id."""
 
     def __len__(self) -> int:
         """Returns the number of entries with forks."""

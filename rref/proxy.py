@@ -11,7 +11,7 @@ K = TypeVar("K")
 
 @final
 class RRefProxy(Generic[K]):
-    """Has every method of the referenced value. An attribute that is not callable is a method that returns it."""
+    """Offers the methods of the referenced value; other attributes are methods that return them."""
 
     __slots__ = ("__call",)
 

@@ -102,7 +102,7 @@ class RRef(Generic[T_co]):
         return value
 
     async def to_here_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
-        """Does what `to_here` does, for asyncio programs. Cancelling it cancels the request, not the value."""
+        """Returns the value as `to_here` does, in asyncio programs. Cancelling it cancels the request only."""
         handle = self._handle
         seconds = check_timeout(timeout)
         value: T_co

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from ..collective_call import CollectiveCall
-from ..engines.base import PendingOperation
+from ..pending import PendingOperation
 from .call_site import CallSite, find_call_site
 
 __all__ = ["FlightRecord", "FlightRecorder", "HasFlightRecord", "write_flight_records"]

@@ -1,5 +1,6 @@
 """Engines carry out the operations of process groups: one contract (base), one folder per implementation."""
 
-from .base import Engine, PendingOperation, Setup
+from ..pending import PendingOperation
+from .base import Engine, Setup
 
 __all__ = ["Engine", "PendingOperation", "Setup"]

@@ -21,16 +21,16 @@ There are four kinds of engine, told apart by class variables:
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from torch import Tensor
 
 from ...errors import UnsupportedOperationError
-from ..pending import CombinedOperation, OperationWithFinalStep
+from ..pending import CombinedOperation, OperationWithFinalStep, PendingOperation
 from ..reductions import Reduction
 from ..torch_types import TorchStore
 
-__all__ = ["Engine", "EngineFactory", "PendingOperation", "Setup", "chunks"]
+__all__ = ["Engine", "EngineFactory", "Setup", "chunks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,37 +57,6 @@ class Setup:
     global_ranks: tuple[int, ...]
     group_name: str
     on_failure: Callable[[Exception], None] = field(default=lambda _: None)
-
-
-class PendingOperation(Protocol):
-    """An operation that an engine has started.
-
-    All methods may be called from any thread, at the same time, and any number of times.
-    """
-
-    def wait(self, timeout: float | None) -> None:
-        """Blocks until the operation is done.
-
-        Args:
-            timeout: seconds to wait at most; the operation stays in flight afterwards. None waits until the
-                operation is done or its own timeout has expired.
-
-        Raises:
-            TimeoutError: the operation is still in flight after `timeout` seconds.
-            Exception: the error that the operation failed with, on every call.
-        """
-
-    def done(self) -> bool:
-        """Returns whether the operation has finished, successfully or not. Does not block."""
-
-    def source(self) -> int:
-        """Returns the rank that sent the message. Defined for receives that are done."""
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once when the operation is done, or immediately if it is done already.
-
-        The callback may run on any thread, must not raise, and must not wait for other operations.
-        """
 
 
 class Engine(ABC):

@@ -111,7 +111,7 @@ class Client:
             timeout: seconds, 0 for none.
         """
         device_map = self._codec.device_map(worker)
-        packed = self._codec.pack(request.value, request.what, worker, device_map)
+        packed = self._codec.pack(request.value, request.label, worker, device_map)
         return self._send(worker, request, timeout, _Encoded(packed, device_map))
 
     def send_all(
@@ -145,7 +145,7 @@ class Client:
             device_map = self._codec.device_map(worker)
             key = frozenset(device_map.items())
             if key not in by_map:
-                packed = self._codec.pack(request.value, request.what, worker, device_map)
+                packed = self._codec.pack(request.value, request.label, worker, device_map)
                 by_map[key] = _Encoded(packed, device_map)
             encoded.append(by_map[key])
         return encoded
@@ -296,7 +296,7 @@ class Client:
         self.kept.clear()
 
     def _expire(self, identifier: int) -> None:
-        """Is told by the clock that a timeout is over; must not block."""
+        """Handles an expired timeout. Called on the thread of the deadlines; must not block."""
         # The request is not taken here: if the executor closes first, `fail_all` completes it.
         self._executor.submit(self._time_out, identifier)
 

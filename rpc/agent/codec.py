@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SentMessage:
-    """Where a message and its payloads went, so that it can be taken back."""
+    """The transport's ticket and the payloads of a message that was sent, with which it can be withdrawn."""
 
     envelope: agent_pb2.Envelope
     ticket: int
@@ -77,7 +77,7 @@ class Codec:
     def pack(
         self,
         value: object,
-        what: str | Sequence[str],
+        label: str | Sequence[str],
         worker: WorkerInfo,
         device_map: DeviceMap,
         *,
@@ -85,7 +85,7 @@ class Codec:
     ) -> Packed:
         """Pickles a value for a worker. Raises SerializationError."""
         try:
-            return self._packer.pack(value, what, device_map)
+            return self._packer.pack(value, label, device_map)
         except SerializationError as error:
             if isinstance(unmapped := error.__cause__, UnmappedDeviceError):
                 advice = self._how_to_map(unmapped.device, worker, is_answer=is_answer)
@@ -105,13 +105,13 @@ class Codec:
             f"default: send tensor.cpu(), or call `set_device_map` on `{options.__name__}` before init_rpc"
         )
 
-    def flatten(self, value: object, what: str, worker: WorkerInfo) -> memoryview | None:
+    def flatten(self, value: object, label: str, worker: WorkerInfo) -> memoryview | None:
         """Returns a value as bytes for several workers, this one of them; None if it can only travel in a message.
 
         Raises:
             SerializationError: the value does not pickle.
         """
-        packed = self.pack(value, what, worker, self.device_map(worker))
+        packed = self.pack(value, label, worker, self.device_map(worker))
         return flatten(packed) if can_flatten(packed) else None
 
     def unflatten(self, data: bytes | bytearray) -> Any:

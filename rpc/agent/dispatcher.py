@@ -1,4 +1,4 @@
-"""What happens with what the network reports: the way up of a message."""
+"""The way up of a message: from the network to the client or the server."""
 
 import logging
 from collections.abc import Mapping

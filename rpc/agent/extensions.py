@@ -50,7 +50,7 @@ class Extensions:
     # Sending.
 
     def on_send(self, message: Outgoing) -> None:
-        """Has the extensions add their headers to a message that is about to be sent.
+        """Calls `on_send` of the extensions, which add their headers to a message that is about to be sent.
 
         Raises:
             Exception: what the hook of an extension raised, after `on_send_aborted` of this extension and of those
@@ -67,7 +67,7 @@ class Extensions:
             raise
 
     def on_send_aborted(self, message: Outgoing) -> None:
-        """Has the extensions undo `on_send`, because the message was not sent."""
+        """Calls `on_send_aborted` of the extensions, which undo `on_send`: the message was not sent."""
         for extension in self._extensions:
             extension.on_send_aborted(message)
 
@@ -90,12 +90,12 @@ class Extensions:
     # Receiving.
 
     def on_receive(self, message: Incoming) -> None:
-        """Has the extensions read the headers of a received message, before its body is unpickled."""
+        """Calls `on_receive` of the extensions, which read the headers of a message before it is unpickled."""
         for extension in self._extensions:
             extension.on_receive(message)
 
     def on_decode_error(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """Has the extensions handle a message that will not be decoded. Logs what their hooks raise.
+        """Calls `on_decode_error` of the extensions for a message that will not be decoded; logs what they raise.
 
         Args:
             source: the sender.

@@ -46,13 +46,13 @@ from .stats import CallCounter
 __all__ = ["GrpcAgent"]
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long a closing agent waits for threads that still run users' functions."""
+"""Seconds that a closing agent waits for threads that still run users' functions."""
 
 FAILED_CLOSE_TIMEOUT_S = 0.5
 """The same if an error, or Ctrl-C, ends the program."""
 
 MAX_NAMED = 8
-"""How many missing workers a log line names."""
+"""The number of missing workers that a log line names at most."""
 
 E = TypeVar("E")
 
@@ -218,13 +218,13 @@ class GrpcAgent(RpcAgent):
         kind: MessageType.ValueType,
         value: object,
         *,
-        what: str = "the value",
+        label: str = "the value",
         header: Callable[[agent_pb2.Envelope], None] | None = None,
         reply_to: Incoming | None = None,
     ) -> int:
         """Sends a message that gets no answer; returns the bytes of its body and tensors."""
         device_map = self._codec.device_map(worker, reply_to)
-        packed = self._codec.pack(value, what, worker, device_map, is_answer=reply_to is not None)
+        packed = self._codec.pack(value, label, worker, device_map, is_answer=reply_to is not None)
         envelope = agent_pb2.Envelope(type=kind)
         if header is not None:
             header(envelope)

@@ -35,7 +35,7 @@ DRAIN_SECONDS = 5.0
 """Seconds that a closing worker waits for its peers to receive what is queued for them."""
 
 FAREWELL_DIALS = 16
-"""How many unconnected workers a failing worker dials to say goodbye."""
+"""The number of unconnected workers that a failing worker dials to say goodbye."""
 
 GRACE_SECONDS = 1.0
 """Seconds that peers may take to end their streams; then the server cancels them."""
@@ -187,7 +187,7 @@ class Network:
 
     @property
     def lost(self) -> Mapping[int, WorkerEnd]:
-        """How the lost workers ended, by id."""
+        """The ends of the lost workers, by id."""
         return self._lost
 
     def workers(self) -> list[WorkerInfo]:

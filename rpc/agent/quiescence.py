@@ -1,4 +1,4 @@
-"""When a worker can leave without losing a call: when no calls are in flight."""
+"""Waiting until no calls are in flight, so that a worker can leave without losing one."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""What an agent counts: calls in flight, messages and bytes."""
+"""The counters of an agent: calls in flight, messages and bytes."""
 
 import threading
 from typing import final

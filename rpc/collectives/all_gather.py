@@ -22,21 +22,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 
 from ...c10d.torch_types import TorchStore
 from ...errors import RpcError, RpcTimeoutError, SerializationError, WorkerLostError
+from ..contracts.agent import RpcAgent
 from ..contracts.messages import Handler, MessageType, Request
 from ..contracts.worker import WorkerInfo
 from .all_gather_group import AllGatherGroup
 from .group_rounds import NO_STATUS, GroupRounds, NextRound
 from .leader import CONTROL_KINDS, RoundLeader
 from .rounds import Round, RoundKey, RoundResult, Series
-
-if TYPE_CHECKING:
-    from ..contracts.agent import RpcAgent
 
 __all__ = ["CONTROL_KINDS", "WARN_INTERVAL_S", "AllGatherService", "ValueCodec"]
 
@@ -59,12 +57,12 @@ log = logging.getLogger(__name__)
 class ValueCodec(Protocol):
     """Encodes values as bytes that several workers can decode."""
 
-    def flatten(self, value: object, what: str, worker: WorkerInfo) -> memoryview | None:
+    def flatten(self, value: object, label: str, worker: WorkerInfo) -> memoryview | None:
         """Returns a value as bytes; None if it can only travel in a message. Raises SerializationError.
 
         Args:
             value: anything that pickles.
-            what: the value's name in errors.
+            label: the value's name in errors.
             worker: one of the receivers.
         """
 
@@ -76,7 +74,7 @@ class ValueCodec(Protocol):
 class AllGatherService:
     """Runs the all_gathers that one agent takes part in."""
 
-    def __init__(self, agent: "RpcAgent", codec: ValueCodec) -> None:
+    def __init__(self, agent: RpcAgent, codec: ValueCodec) -> None:
         """Args: agent: the agent of this worker. codec: encodes values for rounds through process groups."""
         self._agent = agent
         self._codec = codec
@@ -108,7 +106,7 @@ class AllGatherService:
         return self._leader.handlers()
 
     def on_worker_lost(self, worker: WorkerInfo) -> None:
-        """Has no round wait for a lost worker any longer."""
+        """Stops all rounds from waiting for a lost worker."""
         self._group_rounds.on_worker_lost(worker.id)
         self._leader.on_worker_lost(worker)
 
@@ -158,8 +156,8 @@ class AllGatherService:
             round_lock = self._round_locks[series]
         with self._agent.blocking():
             if not round_lock.acquire(timeout=timeout or -1):
-                what = f"{operation} waits for an earlier collective among the same workers to end on"
-                raise RpcTimeoutError(self._agent.info.name, timeout, what)
+                activity = f"{operation} waits for an earlier collective among the same workers to end on"
+                raise RpcTimeoutError(self._agent.info.name, timeout, activity)
         try:
             number = self._round_counts[series]
             self._round_counts[series] += 1
@@ -248,7 +246,7 @@ class AllGatherService:
         self._leader.discard_asker(key, leader)
         with self._undo_round_unless_sent(key.series):
             return self._agent.request(
-                round_.workers[leader], Request(MessageType.ALL_GATHER, body, timeout=seconds, what=REQUEST_PARTS)
+                round_.workers[leader], Request(MessageType.ALL_GATHER, body, timeout=seconds, label=REQUEST_PARTS)
             )
 
     def _wait_for_result(self, round_: Round, leader: int, answer: torch.futures.Future[Any]) -> RoundResult:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class MemberStatus(NamedTuple):
-    """How far a member is with a group; sent with its value in a round by messages."""
+    """The state of a member's process group; sent with its value in a round by messages."""
 
     generation: int
     """The round after which the member's group began to form; NO_GROUP without a group."""
@@ -55,7 +55,7 @@ NO_STATUS = MemberStatus(NO_GROUP, is_formed=False, is_ready=False)
 
 
 class NextRound(NamedTuple):
-    """How the next round goes; every member gets this with the result of a round."""
+    """The decision on the next round; every member gets it with the result of a round."""
 
     generation: int
     """That of the group which all members are to have; they abandon any other. If it is the number of the round
@@ -110,19 +110,19 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _WorkerSet:
-    """What is known about the rounds of one set of workers."""
+    """The state of the rounds of one set of workers."""
 
     rounds_needed: int
     """Rounds by messages before a group is formed."""
     rounds_by_messages: int = 0
-    """Those since the last group ended."""
+    """The number of rounds since the last group ended."""
     last_result: int = NEVER
     """The last round whose result is known here."""
     next_group_round: int = NEVER
     """The round that goes through the group."""
     group: AllGatherGroup | None = None
     last_use: int = 0
-    """When a round was last begun with the group, as a running number over all sets."""
+    """The running number, over all sets, of the last round that was begun with the group."""
     unformable: Members = ()
     """The present members that could not form a group."""
 
@@ -195,7 +195,7 @@ class GroupRounds:
             return MemberStatus(NO_GROUP, is_formed=False, is_ready=is_due and workers.state is _State.NO_GROUP)
 
     def apply_result(self, members: Members, number: int, present: Members, plan: NextRound) -> None:
-        """Does what the result of a round tells: forms a group, uses it, or abandons it.
+        """Applies the decision that came with the result of a round: forms, uses or abandons a group.
 
         The states and transitions are those that `_State` draws.
 

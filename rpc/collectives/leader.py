@@ -6,15 +6,13 @@ Every worker has one RoundLeader, because any worker may have to lead when those
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
+from ..contracts.agent import RpcAgent
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType
 from ..contracts.worker import WorkerInfo
 from .group_rounds import MemberStatus, plan_next_round
 from .rounds import RoundKey, RoundResult, Series
-
-if TYPE_CHECKING:
-    from ..contracts.agent import RpcAgent
 
 __all__ = ["ASK_RESULT", "CONTROL_KINDS", "TELL_RESULT", "RoundLeader"]
 
@@ -58,7 +56,7 @@ class RoundLeader:
     Safe to use from any thread.
     """
 
-    def __init__(self, agent: "RpcAgent", abandon_group: Callable[[tuple[int, ...]], None]) -> None:
+    def __init__(self, agent: RpcAgent, abandon_group: Callable[[tuple[int, ...]], None]) -> None:
         """Registers the handlers of control messages.
 
         Args:

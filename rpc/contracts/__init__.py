@@ -1,1 +1,1 @@
-"""What every room of `gradwire.rpc` may import: the contract of an agent, messages, options and workers."""
+"""Contracts that every folder of `gradwire.rpc` may import: agent, extension, messages, options and workers."""

@@ -120,7 +120,7 @@ class RpcAgent(ABC):
         kind: MessageType.ValueType,
         value: object,
         *,
-        what: str = "the value",
+        label: str = "the value",
         header: Callable[[agent_pb2.Envelope], None] | None = None,
         reply_to: Incoming | None = None,
     ) -> int:
@@ -130,7 +130,7 @@ class RpcAgent(ABC):
             worker: one of `workers()`.
             kind: a message type that the receiver has a handler for.
             value: the body, anything that pickles.
-            what: the value's name in a SerializationError.
+            label: the value's name in a SerializationError.
             header: fills in headers of the envelope.
             reply_to: a request that this message belongs to, whose device map it uses.
 

@@ -27,7 +27,7 @@ class Request:
     kind: a message type that the receiver has a handler for.
     value: the body, anything that pickles.
     timeout: seconds until the request fails with RpcTimeoutError; 0 for none, None for the agent's `rpc_timeout`.
-    what: the value's name in a SerializationError; for a tuple, the name of each of its items.
+    label: the value's name in a SerializationError; for a tuple, the name of each of its items.
     header: fills in headers of the envelope.
     keep: an object that is kept alive until the request is answered, even after its timeout, or never can be.
     """
@@ -35,7 +35,7 @@ class Request:
     kind: MessageType.ValueType
     value: object
     timeout: float | None = None
-    what: str | Sequence[str] = "the value"
+    label: str | Sequence[str] = "the value"
     header: Callable[[agent_pb2.Envelope], None] | None = None
     keep: object = None
 

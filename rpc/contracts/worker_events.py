@@ -123,7 +123,7 @@ class WorkerEventBuffer:
 
 
 class WorkerEventSource(Protocol):
-    """The changes of one agent's group, for whoever subscribes.
+    """The changes of one agent's group, for subscribers.
 
     Every subscription begins with the workers that are present at that moment and gets every change after it.
     """

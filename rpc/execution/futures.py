@@ -10,14 +10,12 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
+from .executor import Executor
 from .kept_errors import copy_error
-
-if TYPE_CHECKING:
-    from .executor import Executor
 
 __all__ = ["Future", "as_concurrent_future", "error_of", "wait_async"]
 
@@ -37,7 +35,7 @@ class Future(torch.futures.Future[T]):
 
     def __init__(
         self,
-        executor: "Executor",
+        executor: Executor,
         cancel: Callable[[], bool] | None = None,
         worker: str = "",
         operation: str = "request",

@@ -20,7 +20,7 @@ __all__ = ["ListenAddress", "check_consent", "choose_address", "unreachable_memb
 @final
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where a worker listens, as numeric addresses.
+    """The numeric addresses of a worker's server.
 
     bind: the address to listen on; may be a wildcard.
     advertised: the address that the other members dial.

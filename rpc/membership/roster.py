@@ -32,7 +32,7 @@ class Roster:
         self.used_ids: set[int] = set()
         """The ids of all members, current and former, of this epoch."""
         self.epoch = 0
-        """How often the last member has left. Each epoch is another group, in which all ids and names are free."""
+        """The number of times that the last member has left. Each epoch is a new group with all ids free."""
 
     def apply(self, entry: Mapping[str, Any]) -> None:
         """Applies the next entry of the log."""
@@ -63,7 +63,7 @@ class RosterLog:
 
     @property
     def epoch(self) -> int:
-        """How often the last member has left, as far as this copy of the log tells."""
+        """The epoch in this copy of the log: the number of times that the last member has left."""
         return self._roster.epoch
 
     def entries(self) -> Sequence[str]:

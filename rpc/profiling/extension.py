@@ -52,7 +52,7 @@ class Collector(Protocol):
     """Receives what is recorded on this worker, while it is registered with `Profiling.collect`."""
 
     header: agent_pb2.ProfileHeader
-    """What is to be recorded."""
+    """The options of the profile."""
 
     def add(self, events: list[agent_pb2.ProfileEvent]) -> None:
         """Adds the events of one call that this worker has run. Called on any thread."""
@@ -124,7 +124,7 @@ class Profiling(Extension):
     # Hooks.
 
     def on_send(self, message: Outgoing) -> None:
-        """Has a request ask for the callee's events, and an answer carry them."""
+        """Adds to a request that it asks for the callee's events, and to an answer the events."""
         if message.reply_to is not None:
             profiled: _ProfiledRequest | None = message.reply_to.state.get(Profiling)
             if profiled is not None and profiled.events is not None:
@@ -204,7 +204,7 @@ class _ProfiledRequest:
             if config is not None:
                 self._config.MergeFrom(config)  # the union, because false fields are not set
         self.events: list[agent_pb2.ProfileEvent] | None = None
-        """What the answer carries; None until the call has ended, and if only collectors want the events."""
+        """The events that the answer carries; None until the call has ended, and if only collectors want them."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if profiler_enabled():  # an earlier function has left a profile open on this thread

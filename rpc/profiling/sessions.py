@@ -43,7 +43,7 @@ def current_session() -> "Session | None":
 
 @final
 class Session:
-    """What an open profile has beyond torch's records: its remote calls, and other workers' events.
+    """Keeps what an open profile has beyond torch's records: its remote calls, and other workers' events.
 
     Thread-safe.
     """
@@ -129,7 +129,7 @@ class ProfiledCall:
         self.key = key
         self.started_ns = time.time_ns()
         self.callee_events: list[agent_pb2.ProfileEvent] = []
-        """What the callee has recorded; set when the answer arrives."""
+        """The events that the callee has recorded; set when the answer arrives."""
         self._session = session
         self._node = node
         # torch ends an event only on a thread that has the profiler's state. It gives this thread's state to the
@@ -141,7 +141,7 @@ class ProfiledCall:
 
     @property
     def config(self) -> agent_pb2.ProfileHeader:
-        """What the caller's profile records, and so the callee's is to record."""
+        """The options of the caller's profile, which the callee's profile is to have too."""
         return self._session.config
 
     def finish(self) -> None:
@@ -246,7 +246,7 @@ def _pop_session(profile: Any) -> Session | None:
 
 
 def _merge_later(profile: Any, events: list[agent_pb2.ProfileEvent]) -> None:
-    """Has a kineto profile merge events when it computes its own, which it does when they are first read."""
+    """Makes a kineto profile merge events when it computes its own, which it does when they are first read."""
     original = type(profile)._ensure_function_events
 
     def _ensure_function_events() -> None:

@@ -20,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 Ts = TypeVarTuple("Ts")
 
 Items = Iterable[T] | AsyncIterable[T]
-"""What a function that can be streamed returns."""
+"""The return type of a function that can be streamed."""
 
 WINDOW_BYTES = 16 * MIB
 WINDOW_ITEMS = 1024
@@ -109,7 +109,7 @@ class RpcStream(Generic[T_co]):
         self._consumer.close()
 
     async def aclose(self) -> None:
-        """Does what `close` does, which does not block."""
+        """Closes the stream; does not block."""
         self.close()
 
     def __enter__(self) -> Self:

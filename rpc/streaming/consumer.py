@@ -32,7 +32,7 @@ class ItemNotReadyError(Exception):
 class _Item(NamedTuple):
     value: Any
     error: Exception | None
-    """Why the item cannot be decoded; raised in its place."""
+    """The error of an item that cannot be decoded; raised in its place."""
     nbytes: int
 
 
@@ -79,9 +79,9 @@ class StreamConsumer:
         self._is_open_at_producer = False
         """Whether the producer knows the stream, and so can be told to close it."""
         self._item_count: int | None = None
-        """How many items the stream has; None until that is known."""
+        """The number of items of the stream; None until it is known."""
         self._error: Exception | None = None
-        """What is raised after the last item; None to end the iteration."""
+        """The error that is raised after the last item; None to end the iteration."""
         self._is_broken = False
         """Whether the stream ends after the items that have arrived, because no others will."""
 
@@ -176,7 +176,7 @@ class StreamConsumer:
         return self.is_done or self._taken_items in self._buffer or is_at_end or self._is_broken
 
     def add_waker(self, waker: Callable[[], None]) -> bool:
-        """Has `waker` called once when `is_ready` becomes true.
+        """Registers a callback that is called once, when `is_ready` becomes true.
 
         Returns False, without a call, if it is true now.
         """
@@ -187,7 +187,7 @@ class StreamConsumer:
             return True
 
     def remove_waker(self, waker: Callable[[], None]) -> None:
-        """Has `waker` not called any more."""
+        """Removes a callback that `add_waker` registered."""
         with self._changed:
             self._wakers.discard(waker)
 

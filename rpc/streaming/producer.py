@@ -130,7 +130,7 @@ class StreamProducer:
                 self.consumer,
                 MessageType.STREAM_ITEM,
                 item,
-                what="the item",
+                label="the item",
                 header=self._fill_header,
                 reply_to=self._request,
             )

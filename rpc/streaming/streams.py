@@ -76,7 +76,7 @@ class Streams(Extension):
 
         try:
             answer = self.agent.request(
-                worker, Request(MessageType.STREAM_OPEN, call, timeout=0, what=CALL_PARTS, header=fill_header)
+                worker, Request(MessageType.STREAM_OPEN, call, timeout=0, label=CALL_PARTS, header=fill_header)
             )
         except BaseException:
             self._remove_consumer(consumer)
@@ -97,7 +97,7 @@ class Streams(Extension):
             consumer.on_item(message.envelope.stream.items, message.value, None, message.nbytes)
 
     def scope(self, message: Incoming) -> AbstractContextManager[None]:
-        """Has an item that does not unpickle replaced by its error, which the stream raises in its place."""
+        """Replaces an item that does not unpickle by its error, which the stream raises in its place."""
         is_item = message.envelope.type == MessageType.STREAM_ITEM
         return self._replace_on_error(message) if is_item else nullcontext()
 

@@ -28,7 +28,7 @@ class Transport(Protocol):
     """
 
     name: ClassVar[str]
-    """What debug info calls this kind of transport."""
+    """The name of this kind of transport in debug info."""
 
     def send(self, envelope: bytes) -> int:
         """Queues one envelope, of at most `settings.MAX_ENVELOPE_BYTES`. The queue is unbounded.

@@ -125,7 +125,7 @@ class GrpcStream:
         self._tickets = itertools.count()
         self._queue: OrderedDict[int, bytes] = OrderedDict()
         self.closed_reason: str | None = None
-        """Why the stream is closed; None until then."""
+        """The reason why the stream is closed; None until then."""
         # All attributes that follow are used on the loop only.
         self._state = _State.IDLE
         self._wake = asyncio.Event()

@@ -39,5 +39,5 @@ class LoopbackTransport:
         """Does nothing: the worker is always connected to itself."""
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:  # noqa: ARG002
-        """Has `send` raise from now on."""
+        """Makes `send` raise TransportClosedError from now on."""
         self._closed = True

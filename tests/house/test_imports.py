@@ -1,4 +1,4 @@
-"""Imports point one way: between packages, between the rooms of rpc, and between modules."""
+"""Imports point one way: between packages, between the folders of rpc, and between modules."""
 
 from tests.house.source import (
     MODULES,
@@ -50,12 +50,7 @@ RPC_ARROWS = {
         "wire",
     },
 }
-"""The folders of rpc, which import no loose file of rpc. Loose files import all rooms."""
-
-KNOWN_CYCLES: list[set[str]] = [
-    {"c10d.engines.base", "c10d.pending"},
-]
-"""Modules that still import each other. No new ones; those that are gone are removed here."""
+"""The folders of rpc, which import no loose file of rpc. Loose files import all folders."""
 
 RPC_MODULES = [path for path in MODULES if path.is_relative_to(ROOT / "rpc") and path.parent != ROOT / "rpc"]
 
@@ -72,16 +67,16 @@ def test_packages_import_one_way():
 def test_rooms_of_rpc_import_one_way():
     wrong = {}
     for path in RPC_MODULES:
-        room = path.relative_to(ROOT).parts[1]
-        allowed = {f"rpc.{each}" for each in (room, *RPC_ARROWS[room])}
+        folder = path.relative_to(ROOT).parts[1]
+        allowed = {f"rpc.{each}" for each in (folder, *RPC_ARROWS[folder])}
         inside = {name for name in imported_modules(path) if name.partition(".")[0] == "rpc"}
         wrong[path_id(path)] = {name for name in inside if ".".join(name.split(".")[:2]) not in allowed}
     assert not {name: imports for name, imports in wrong.items() if imports}
 
 
 def test_the_tables_list_every_folder_and_have_no_cycles():
-    rooms = {path.parent.name for path in (ROOT / "rpc").glob("*/__init__.py")}
-    assert rooms == set(RPC_ARROWS)
+    folders = {path.parent.name for path in (ROOT / "rpc").glob("*/__init__.py")}
+    assert folders == set(RPC_ARROWS)
     assert set(PACKAGES) == set(PACKAGE_ARROWS)
     assert not cycles(RPC_ARROWS)
     assert not cycles(PACKAGE_ARROWS)
@@ -91,9 +86,7 @@ def test_modules_do_not_import_each_other():
     """Covers imports inside functions and for type checkers. Faces, which import what they show, are left out."""
     faces = {ROOT / name / "__init__.py" for name in PACKAGES}
     found = [set(cycle) for cycle in cycles(import_graph(path for path in MODULES if path not in faces))]
-    assert [cycle for cycle in found if not any(cycle <= known for known in KNOWN_CYCLES)] == []
-    gone = [known for known in KNOWN_CYCLES if not any(cycle <= known for cycle in found)]
-    assert not gone, "remove from KNOWN_CYCLES what is gone"
+    assert found == []
 
 
 def test_cycles_are_found():

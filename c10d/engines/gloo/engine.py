@@ -23,10 +23,10 @@ from torch import Tensor
 from ....errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
 from ....torch_internals import AllgatherOptions
 from ...host_identity import INTERFACE_VARIABLE, LOOPBACK, address_for_others, can_share_loopback, gather_hosts
-from ...pending import CombinedOperation, OperationWithFinalStep
+from ...pending import CombinedOperation, OperationWithFinalStep, PendingOperation
 from ...reductions import Reduction, combine, finish, prepare
 from ...stores.prefix import PrefixStore
-from ..base import Engine, PendingOperation, Setup
+from ..base import Engine, Setup
 from ..memory import as_bytes, flat, join_bytes, split_bytes
 from .pending import GlooCollective, GlooMessage
 

@@ -18,8 +18,9 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from ...pending import PendingOperation
 from ...reductions import Reduction
-from ..base import Engine, PendingOperation, Setup
+from ..base import Engine, Setup
 from ..memory import join_bytes, split_bytes
 from .buffers import BufferSpecs, Reducible, share_memory
 from .limits import MpiLimits, start_in_pieces
