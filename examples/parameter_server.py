@@ -28,7 +28,6 @@ import torch
 from gradwire import autograd, launch, rpc
 from gradwire.errors import WorkerLostError
 from gradwire.optim import DistributedOptimizer
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException
 from torch.nn import functional as F
@@ -39,7 +38,7 @@ COORDINATOR, SERVER = "coordinator", "server"
 
 @dataclass(frozen=True)
 class Digits:
-    """The data set, shuffled and split in the same way on every worker."""
+    """The data set, shuffled and split."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
@@ -47,6 +46,8 @@ class Digits:
     @classmethod
     def load(cls, seed: int) -> Self:
         """Loads images (n, 1, 8, 8), float32 in [0, 1], and labels (n,), int64; a fifth is for testing."""
+        from sklearn.datasets import load_digits  # a second of processor time, which only the coordinator needs
+
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
         labels = torch.tensor(digits.target)
@@ -102,13 +103,17 @@ class Progress:
 
 
 class Trainer:
-    """Trains the model on a share of the data."""
+    """Trains the model on a share of the data: images (n, 1, 8, 8) and labels (n,)."""
 
     def __init__(
-        self, index: int, model: rpc.RRef[Network], progress: rpc.RRef[Progress], args: argparse.Namespace
+        self,
+        index: int,
+        share: tuple[Tensor, Tensor],
+        model: rpc.RRef[Network],
+        progress: rpc.RRef[Progress],
+        args: argparse.Namespace,
     ):
-        images, labels = Digits.load(args.seed).train
-        self.images, self.labels = images[index :: args.trainers], labels[index :: args.trainers]
+        self.images, self.labels = share
         self.model, self.progress, self.batch_size = model, progress, args.batch_size
         self.optimizer = DistributedOptimizer(
             torch.optim.SGD, model.rpc_sync().parameter_rrefs(), lr=args.lr, momentum=args.momentum
@@ -133,16 +138,19 @@ class Trainer:
 
 def coordinate(args: argparse.Namespace) -> None:
     """Runs the coordinator: creates the model and the trainers, runs the epochs, and reports."""
-    test_images, test_labels = Digits.load(args.seed).test
+    digits = Digits.load(args.seed)
+    images, labels = digits.train
+    shares = [(images[index :: args.trainers], labels[index :: args.trainers]) for index in range(args.trainers)]
     progress = rpc.RRef(Progress())
     model = rpc.remote(SERVER, Network, (args.seed,))
     trainers = [
-        rpc.remote(f"trainer{index}", Trainer, (index, model, progress, args)) for index in range(args.trainers)
+        rpc.remote(f"trainer{index}", Trainer, (index, share, model, progress, args))
+        for index, share in enumerate(shares)
     ]
     workers = [COORDINATOR, SERVER, *(trainer.owner_name() for trainer in trainers)]
     print("processes: " + ", ".join(f"{name} {rpc.rpc_sync(name, os.getpid)}" for name in workers), flush=True)
     batches = sum(trainer.rpc_sync().batches() for trainer in trainers)
-    losses, accuracies = [], [model.rpc_sync().evaluate(test_images, test_labels)]
+    losses, accuracies = [], [model.rpc_sync().evaluate(*digits.test)]
     started = time.perf_counter()
     for epoch in range(1, args.epochs + 1):
         with tqdm(total=batches, desc=f"epoch {epoch:2}/{args.epochs}", leave=False, disable=args.quiet) as bar:
@@ -150,7 +158,7 @@ def coordinate(args: argparse.Namespace) -> None:
             for pending in [trainer.rpc_async(timeout=0).train_epoch() for trainer in trainers]:
                 pending.wait()
         losses.append(sum(progress.local_value().losses[-batches:]) / batches)
-        accuracies.append(model.rpc_sync().evaluate(test_images, test_labels))
+        accuracies.append(model.rpc_sync().evaluate(*digits.test))
         print(f"epoch {epoch:2}   loss {losses[-1]:.4f}   test accuracy {accuracies[-1]:.1%}", flush=True)
     print(f"\n{args.epochs} epochs in {time.perf_counter() - started:.1f} s")
     report_traffic(workers)

@@ -43,6 +43,10 @@ PRELOAD = [
     "psutil",
     "pytest",
     "torch._dynamo",  # torch.optim loads it on the first step
+    "tests.workers",
+    "tests.remote_functions",
+    "tests.c10d.members",
+    "tests.huge_pages",  # the last: moves what the others have loaded
 ]
 """What the fork server imports before the first worker, since nearly all workers need it.
 
