@@ -80,7 +80,8 @@ def main() -> None:
     for receivers in arguments.receivers:
         with tempfile.TemporaryDirectory() as folder:
             url = f"file://{Path(folder) / 'rendezvous'}"
-            launch.spawn(measure, receivers + 1, (receivers, arguments.mib, arguments.rounds, url))
+            sizes = receivers, arguments.mib, arguments.rounds, url
+            launch.spawn(measure, receivers + 1, sizes, start_method="forkserver")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The examples with small sizes. Their processes are forked from the fork server of the tests, for speed."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -14,7 +15,8 @@ from gradwire import launch
 from torch import nn
 from torch.nn import functional as F
 
-from examples import batch_server, hybrid, pipeline, reinforce, rnn
+from examples import batch_server, hybrid, parameter_server, pipeline, reinforce, rnn
+from tests.remote_functions import wait_until
 
 
 def run_role(rank: int, work: Callable[..., None], args: Any, outputs: Path) -> None:
@@ -183,3 +185,19 @@ def test_a_batch_that_fails_fails_for_its_requests_only(server):
         server.classify(torch.zeros(3))
     answers = [server.classify(image(digit)) for digit in range(4)]
     assert [answer.wait() for answer in answers] == [0, 1, 2, 3]
+
+
+def test_a_killed_trainer_of_the_parameter_server_is_named(workers, free_port, monkeypatch):
+    monkeypatch.setattr("sys.argv", [parameter_server.__file__, "--epochs", "1000", "--quiet"])
+    args = parameter_server.parse_arguments()
+
+    def work(rank: int) -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+        parameter_server.work(rank, args)
+
+    started = workers(4)
+    pending = [worker.start(work, rank) for rank, worker in enumerate(started)]
+    wait_until(lambda: "epoch  1" in started[0].log.read_text(), 60)
+    started[3].kill()
+    with pytest.raises(SystemExit, match="coordinator: worker 'trainer1' is lost"):
+        pending[0].result()
