@@ -151,9 +151,12 @@ class Codec:
         writer = self._network.writer(message.destination, broadcast)
         envelope.body.CopyFrom(writer.put(memoryview(message.body)))
         envelope.tensors.extend(encode_tensors(message.tensors, writer.put, message.device_map, message.leaves))
-        ticket = self._network.send(message.destination, envelope.SerializeToString())
+        data = envelope.SerializeToString()
+        self.traffic.sent(
+            writer.nbytes
+        )  # first: the receiver may ask for the counts as soon as it has the message
+        ticket = self._network.send(message.destination, data)
         writer.start()
-        self.traffic.sent(writer.nbytes)
         return SentMessage(envelope, ticket, writer.external or (), writer.nbytes)
 
     # Receiving.
