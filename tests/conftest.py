@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Has garbage collections skip what is loaded by now: they take 100 ms each otherwise, and tests ask for many."""
+    """Has garbage collections skip what is loaded by now: tests ask for many, which take 100 ms each otherwise."""
     gc.collect()
     gc.freeze()
 

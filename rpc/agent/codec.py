@@ -154,7 +154,7 @@ class Codec:
         data = envelope.SerializeToString()
         self.traffic.sent(
             writer.nbytes
-        )  # first: the receiver may ask for the counts as soon as it has the message
+        )  # now: the receiver may ask for the counts at once
         ticket = self._network.send(message.destination, data)
         writer.start()
         return SentMessage(envelope, ticket, writer.external or (), writer.nbytes)
