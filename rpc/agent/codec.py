@@ -152,9 +152,7 @@ class Codec:
         envelope.body.CopyFrom(writer.put(memoryview(message.body)))
         envelope.tensors.extend(encode_tensors(message.tensors, writer.put, message.device_map, message.leaves))
         data = envelope.SerializeToString()
-        self.traffic.sent(
-            writer.nbytes
-        )  # now: the receiver may ask for the counts at once
+        self.traffic.sent(writer.nbytes)  # now: the receiver may ask for the counts at once
         ticket = self._network.send(message.destination, data)
         writer.start()
         return SentMessage(envelope, ticket, writer.external or (), writer.nbytes)
