@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gradwire.c10d import FileStore
 
 from tests.c10d import operations
-from tests.workers import Worker
+from tests.workers import RESULT_TIMEOUT_S, Worker
 
 MIB = 2**20
 
@@ -47,9 +47,11 @@ def join_all(members: Sequence[Worker], path: Path, backend: str, seconds: float
         each.result()
 
 
-def everywhere(members: Sequence[Worker], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs a function on all workers at the same time, and returns its results."""
-    return [pending.result() for pending in [member.start(function, *args) for member in members]]
+def everywhere(
+    members: Sequence[Worker], function: Callable[..., Any], *args: Any, seconds: float = RESULT_TIMEOUT_S
+) -> list[Any]:
+    """Runs a function on all workers at the same time, and returns its results, for which it waits `seconds`."""
+    return [pending.result(seconds) for pending in [member.start(function, *args) for member in members]]
 
 
 def leave() -> None:
