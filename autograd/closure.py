@@ -62,7 +62,7 @@ def closure_to_proto(closure: Closure) -> list[agent_pb2.WorkerSends]:
     for worker, message_id in sorted(closure.sends):
         by_worker[worker].message_ids.append(message_id)
     for worker, message_id in sorted(closure.omitted):
-        by_worker[worker].above.append(message_id)
+        by_worker[worker].omitted.append(message_id)
     for worker, sends in by_worker.items():
         sends.worker_id = worker
     return list(by_worker.values())
@@ -75,5 +75,5 @@ def closure_from_proto(messages: Iterable[agent_pb2.WorkerSends]) -> Closure:
         return NOTHING
     return Closure(
         frozenset((sends.worker_id, message_id) for sends in messages for message_id in sends.message_ids),
-        frozenset((sends.worker_id, message_id) for sends in messages for message_id in sends.above),
+        frozenset((sends.worker_id, message_id) for sends in messages for message_id in sends.omitted),
     )

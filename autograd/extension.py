@@ -48,9 +48,7 @@ class Autograd(Extension):
         pass.
         """
         return {
-            MessageType.BACKWARD: Handler(
-                self.engine.serve_part, description="the part of a backward pass on worker"
-            ),
+            MessageType.BACKWARD: Handler(self.engine.serve_part, description="a backward pass on worker"),
             MessageType.GRADIENTS: Handler(self.engine.serve_gradients),
             MessageType.CLOSURE: Handler(
                 self.engine.serve_closure, description="the preparation of a backward pass on worker"
@@ -110,7 +108,7 @@ class Autograd(Extension):
             return
         indices = list(header.differentiable)
         if not all(index < len(message.tensors) and message.tensors[index].requires_grad for index in indices):
-            raise ValueError("malformed autograd header: it names tensors that take no gradient")
+            raise ValueError("malformed autograd header: it names tensors that are missing or do not require grad")
         received = context.add_receive(
             message.source.id,
             header.message_id,

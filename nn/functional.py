@@ -270,7 +270,7 @@ def _group_size(group: ProcessGroup | None) -> int:
     """Returns the number of ranks in a group. Raises ValueError if this rank is not one of them."""
     size = dist.get_world_size(group)
     if size < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group {group}: only its members may call")
+        raise ValueError(f"rank {dist.get_rank()} is not in the group {group}: call this on its ranks only")
     return size
 
 
@@ -289,7 +289,8 @@ def _buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.is_contiguous():
         raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} is not contiguous: give one that is, or a new one"
+            f"{name} of shape {tuple(tensor.shape)} is not contiguous: give tensor.contiguous(), or a new tensor "
+            "to receive into"
         )
     increment_version(tensor)
     return tensor.detach()

@@ -35,10 +35,10 @@ PROGRAMS = ("tests.compat.programs.parameter_server", "tests.compat.programs.pip
 EXAMPLE = "examples.parameter_server"
 
 MAX_TORCH_RUNS = 5
-"""How often torch's agent runs a program at most: it prints the same each time."""
+"""Runs of a program on torch's agent at most: it prints the same each time."""
 
 RUN_TIMEOUT_S = 100.0
-"""How long a run may take before it is killed."""
+"""Seconds that a run may take before it is killed."""
 
 
 @dataclass

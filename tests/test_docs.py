@@ -148,10 +148,10 @@ AFTER = {
 Import = ast.Import | ast.ImportFrom
 
 STARTS = "rpc.init_rpc("
-"""What runs on workers of its own."""
+"""Snippets that run on workers of their own."""
 
 ENDLESS = "async for event in aio.worker_events():"
-"""What ends when the worker shuts down."""
+"""Snippets that end when the worker shuts down."""
 
 
 def is_definition(node: ast.stmt) -> bool:
@@ -198,7 +198,7 @@ def imports(code: str) -> str:
 
 
 def definitions(codes: list[str]) -> str:
-    """What the snippets import and define, and what its definitions need."""
+    """Returns the imports and definitions of the snippets, and what the definitions need."""
     nodes = [node for code in codes for node in ast.parse(code).body]
     return "\n".join(ast.unparse(node) for node in nodes if is_definition(node))
 

@@ -63,7 +63,7 @@ def test_it_runs_under_torchrun():
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """What the program prints up to a line with this text; fails if it ends before."""
+    """Returns what the program prints up to a line with this text; fails if the program ends before."""
     seen = ""
     for line in process.stdout:
         seen += line

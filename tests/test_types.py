@@ -26,7 +26,7 @@ UNREAD_OF_TORCH = (
 )
 UNREAD_OF_TORCH += "|cuda|distributed|export|fx|masked|nested|onnx|profiler|sparse|testing|utils._sympy|utils.data"
 UNREAD = ["grpc.*", "numpy.*", "sympy.*", *(f"torch.{name}.*" for name in UNREAD_OF_TORCH.split("|"))]
-"""What the page does not need, and mypy would take 7 s to read."""
+"""Modules that the page does not need, and that mypy would take 7 s to read."""
 
 
 @pytest.fixture

@@ -48,17 +48,17 @@ PRELOAD = [
     "tests.c10d.members",
     "tests.huge_pages",  # the last: moves what the others have loaded
 ]
-"""What the fork server imports before the first worker, since nearly all workers need it.
+"""Modules that the fork server imports before the first worker, since nearly all workers need them.
 
 Workers import the test modules whose functions they run, and so what those import: pytest alone took 60 ms of
 processor time in each of some 3,000 workers.
 """
 
 RESULT_TIMEOUT_S = 60.0
-"""How long a result may take unless the test says otherwise."""
+"""Seconds that a result may take unless the test says otherwise."""
 
 EXIT_TIMEOUT_S = 2.0
-"""How long workers may take to exit after a test, before they are killed."""
+"""Seconds that workers may take to exit after a test, before they are killed."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)

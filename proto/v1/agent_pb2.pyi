@@ -824,12 +824,12 @@ class WorkerSends(google.protobuf.message.Message):
 
     WORKER_ID_FIELD_NUMBER: builtins.int
     MESSAGE_IDS_FIELD_NUMBER: builtins.int
-    ABOVE_FIELD_NUMBER: builtins.int
+    OMITTED_FIELD_NUMBER: builtins.int
     worker_id: builtins.int
     @property
     def message_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
-    def above(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    def omitted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sends of the worker whose closures are part of this one but are not listed; CLOSURE asks the worker for them."""
 
     def __init__(
@@ -837,9 +837,9 @@ class WorkerSends(google.protobuf.message.Message):
         *,
         worker_id: builtins.int = ...,
         message_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        above: collections.abc.Iterable[builtins.int] | None = ...,
+        omitted: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["above", b"above", "message_ids", b"message_ids", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["message_ids", b"message_ids", "omitted", b"omitted", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerSends: typing_extensions.TypeAlias = WorkerSends

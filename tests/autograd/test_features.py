@@ -343,7 +343,7 @@ class Zeros(torch.autograd.Function):
 
 
 def test_gradients_known_to_be_zero_are_not_sent(three_workers):
-    """Nor are gradients that repeat one number. Sent in full they take 800,000 bytes."""
+    """Gradients that repeat one number are not sent in full either, which would take 800,000 bytes."""
 
     def sent_by_worker1() -> int:
         return rpc.rpc_sync("worker1", rpc.debug_info)["bytes_sent"]

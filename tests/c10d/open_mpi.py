@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["ENVIRONMENT", "LIBRARY", "PREFIX", "mpiexec", "why_unavailable"]
 
 PREFIX = Path(os.environ.get("GRADWIRE_OPENMPI", f"{sys.prefix}/openmpi"))
-"""Where Open MPI is installed."""
+"""The folder in which Open MPI is installed."""
 
 LIBRARY = PREFIX / "lib" / "libmpi.so.40"
 

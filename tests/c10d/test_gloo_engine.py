@@ -34,7 +34,7 @@ from tests.c10d.members import (
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
 BACKEND = "gradwire_gloo"
-"""What the fixture `group` makes."""
+"""The backend of the groups that the fixture `group` makes."""
 
 
 @pytest.mark.timeout(300)

@@ -24,7 +24,7 @@ from tests.ports import free_port
 
 BACKENDS = ["gradwire_shm", "gradwire_gloo", "gradwire_mpi", "fake_nccl"]
 TOLD_SECONDS = 15.0
-"""How long the others may take to hear that a rank has dropped its group; their operations time out after 60 s."""
+"""Seconds in which the others hear that a rank has dropped its group; their operations time out after 60 s."""
 
 here: dict[str, Any] = {}
 """Objects that a worker process keeps between the functions that it runs."""

@@ -49,7 +49,7 @@ from gradwire.c10d.engines.mpi import pmi as pmi_module
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
 BACKEND = "gradwire_mpi"
-"""What the fixture `group` makes."""
+"""The backend of the groups that the fixture `group` makes."""
 
 
 @pytest.mark.timeout(300)

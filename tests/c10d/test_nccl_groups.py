@@ -13,7 +13,7 @@ from tests.c10d.members import everywhere
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
 
 BACKEND = "fake_nccl"
-"""What the fixture `group` makes."""
+"""The backend of the groups that the fixture `group` makes."""
 
 
 def outcomes(dtypes: list[torch.dtype]) -> dict[str, str]:

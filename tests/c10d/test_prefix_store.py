@@ -93,7 +93,7 @@ def test_a_lost_underlying_store_is_an_error():
 
 
 def test_closing_ends_a_wait_in_torchs_store(capfd):
-    """When its server closes next, torch's store prints no stack trace."""
+    """torch's store prints no stack trace when its server closes next."""
     master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     view = PrefixStore("a", torch.distributed.TCPStore("127.0.0.1", master.port, wait_for_workers=False))
     errors = []

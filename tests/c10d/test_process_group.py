@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 h
 
 
 BACKEND = "slow_store"
-"""What the fixture `group` makes."""
+"""The backend of the groups that the fixture `group` makes."""
 
 
 def sum_of_ranks() -> list[float]:

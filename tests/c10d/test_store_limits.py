@@ -1,4 +1,4 @@
-"""Where gradwire's stores are stricter than torch's, or do more."""
+"""gradwire's stores are stricter than torch's in some places, and do more in others."""
 
 import threading
 

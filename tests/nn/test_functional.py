@@ -347,7 +347,7 @@ def test_bad_arguments(workers, group_on):
 
 
 def test_a_buffer_that_is_filled_again_too_early(workers, group_on):
-    """What a graph has saved is gone; as with any operation in place, the backward pass says so."""
+    """The operation overwrites what a graph has saved; the backward pass says so, as torch does."""
 
     def check() -> None:
         x, output = torch.ones(1, requires_grad=True), torch.empty(2)

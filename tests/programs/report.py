@@ -21,7 +21,7 @@ class Comparison:
 
     @property
     def difference(self) -> str:
-        """How the outcomes differ; "" if they agree, or if the program fails on both."""
+        """The difference of the outcomes; "" if they agree, or if the program fails on both."""
         if self.torch.succeeded and self.gradwire.succeeded:
             same = agree(self.torch.results, self.gradwire.results, self.program.tolerance)
             return "" if same else "other results"

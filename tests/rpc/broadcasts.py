@@ -1,4 +1,4 @@
-"""What tests of broadcast_call share."""
+"""Functions that the tests of broadcast_call share."""
 
 import torch
 from gradwire import rpc

@@ -13,7 +13,7 @@ from gradwire import rpc
 from tests.remote_functions import event, identity, wait_for
 
 advanced = 0
-"""How often the generators of this worker have been advanced."""
+"""The number of times that the generators of this worker have been advanced."""
 
 
 def count_to(stop: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What users get wrong: a clear error at the right place, and the workers go on."""
+"""Mistakes of users get a clear error at the right place, and the workers go on."""
 
 import threading
 

@@ -29,7 +29,7 @@ def name_and_sum(rref: rpc.RRef, tensor: torch.Tensor) -> float:
 
 
 def describe(value):
-    """What a worker has got."""
+    """Returns what a worker has received."""
     if isinstance(value, torch.Tensor):
         dense = value.to_dense() if value.is_sparse else value
         text = dense.detach() if dense.is_complex() else dense.detach().double()

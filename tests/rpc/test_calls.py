@@ -28,7 +28,7 @@ class Point:
 
 
 def threads_of_operations() -> int:
-    """How many threads OpenMP gives to an operation on this thread."""
+    """Returns the number of threads that OpenMP gives to an operation on this thread."""
     return ctypes.CDLL(torch._C.__file__).omp_get_max_threads()
 
 

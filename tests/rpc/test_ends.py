@@ -1,4 +1,4 @@
-"""How a worker ended, as the surviving workers learn it."""
+"""Surviving workers learn how a worker ended."""
 
 import contextlib
 import os

@@ -174,7 +174,7 @@ def test_graceful_shutdown_does_not_wait_for_the_dead(workers):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_graceful_shutdown_when_a_worker_dies_meanwhile(workers, victim):
-    """Also when it is the one that the others report to."""
+    """This includes the worker that the others report to."""
     started = workers.rpc(3)
     others = [w for w in started if w is not started[victim]]
     pending = [w.start(rpc.shutdown) for w in others]

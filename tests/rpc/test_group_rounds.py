@@ -1,4 +1,4 @@
-"""When rounds go through a process group: plans, and when a worker abandons its group."""
+"""The plan of a worker decides when rounds go through a process group, and when the worker abandons its group."""
 
 import threading
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ Store = torch.distributed.Store
 
 @dataclass
 class Place:
-    """Where workers rendezvous: a URL, variables or a store. lasting: whether it outlives rank 0."""
+    """A place where workers rendezvous: a URL, variables or a store. lasting: whether it outlives rank 0."""
 
     look: Callable[[], Store]
     url: str = "env://"
