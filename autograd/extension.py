@@ -6,7 +6,7 @@ The output of the send's autograd node is its *gate*, at which a backward pass e
 """
 
 from collections.abc import Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -65,8 +65,11 @@ class Autograd(Extension):
 
     def on_send(self, message: Outgoing) -> None:
         """Adds the autograd header to a message of a context, and records its differentiable tensors as a send."""
-        context = self._context_of(message)
-        if context is None:
+        if message.reply_to is None:
+            context = current_context()
+            if context is None or context.agent is not self.agent:
+                return
+        elif (context := message.reply_to.state.get(Autograd)) is None:
             return
         indices = _differentiable_indices(message)
         if message.reply_to is not None and not indices:
@@ -124,11 +127,11 @@ class Autograd(Extension):
             for context in self.contexts.all():
                 context.passes.on_worker_lost(message.source.id, error)
 
-    def scope(self, message: Incoming) -> AbstractContextManager[None]:
+    def scope(self, message: Incoming) -> AbstractContextManager[None] | None:
         """Returns a context manager that sets the caller's autograd context and anomaly mode during a call."""
         context = message.state.get(Autograd)
         if context is None:
-            return nullcontext()
+            return None
         header = message.envelope.autograd
         return self._inside(context, AnomalyMode(header.anomaly, header.anomaly_check_nan))
 
@@ -169,13 +172,6 @@ class Autograd(Extension):
         check_roots([root])
         with self.agent.blocking():
             self.engine.backward(context, [root], retain_graph=retain_graph)
-
-    def _context_of(self, message: Outgoing) -> Context | None:
-        """Returns the context of a message, if any: the request's for an answer, else the thread's current one."""
-        if message.reply_to is not None:
-            return message.reply_to.state.get(Autograd)
-        context = current_context()
-        return context if context is not None and context.agent is self.agent else None
 
     def _send_release(self, worker: int, context_id: int, told: Set[int]) -> None:
         """Tells a worker that a context has ended; `told` are the ids of workers that the creator tells itself."""

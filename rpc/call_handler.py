@@ -17,7 +17,7 @@ from .functions import is_async_execution
 from .profiling.extension import run_profiled
 from .wire.tracebacks import user_traceback
 
-__all__ = ["Calls", "logged", "run_function"]
+__all__ = ["Calls", "log_failure", "logged", "run_function"]
 
 log = logging.getLogger("gradwire.rpc.calls")
 
@@ -42,8 +42,18 @@ class Calls(Extension):
         }
 
     def _run(self, message: Incoming) -> Any:
-        with logged(message):
+        try:
             return run_profiled(message, run_function, *message.value)
+        except BaseException as error:
+            log_failure(message, error)
+            raise
+
+
+def log_failure(message: Incoming, error: BaseException) -> None:
+    """Logs the exception of a function that another worker calls."""
+    if log.isEnabledFor(logging.INFO):
+        trace = (type(error), error, user_traceback(error))
+        log.info("a call from worker %s failed", message.source.name, exc_info=trace)
 
 
 @contextmanager
@@ -52,8 +62,7 @@ def logged(message: Incoming) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        trace = (type(error), error, user_traceback(error))
-        log.info("a call from worker %s failed", message.source.name, exc_info=trace)
+        log_failure(message, error)
         raise
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, TypeVarTuple, overload
 
+from ..torch_internals import profiler_enabled
 from .contracts.agent import Destination, current_agent
 from .contracts.arguments import CALL_PARTS, UNSET_RPC_TIMEOUT, check_call, check_timeout
-from .contracts.messages import MessageType, Request
+from .contracts.messages import CALL, Request
 from .contracts.worker import WorkerInfo
 from .execution.futures import Future
 from .profiling.extension import RPCExecMode, profiled_call
@@ -140,10 +141,13 @@ def send_call(
     worker = agent.worker(to)
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
-    with profiled_call(agent, mode, func, worker):
-        request = Request(MessageType.CALL, call, timeout=seconds, label=CALL_PARTS, keep=keep)
+    request = Request(CALL, call, seconds, CALL_PARTS, None, keep)
+    if profiler_enabled():
+        with profiled_call(agent, mode, func, worker):
+            future = agent.request(worker, request)
+    else:
         future = agent.request(worker, request)
-    future.operation = f"rpc_{mode.value} {name or name_of(func)}"
+    future.describe = lambda: f"rpc_{mode.value} {name or name_of(func)}"
     return future
 
 
@@ -301,10 +305,10 @@ def broadcast_call(
     seconds = check_timeout(timeout)
     futures = agent.request_all(
         workers,
-        Request(MessageType.CALL, call, timeout=seconds, label=CALL_PARTS),
+        Request(CALL, call, timeout=seconds, label=CALL_PARTS),
         around=lambda worker: profiled_call(agent, RPCExecMode.ASYNC, func, worker),
     )
     for future in futures:
-        future.operation = f"broadcast_call {name_of(func)}"
+        future.describe = lambda: f"broadcast_call {name_of(func)}"
         note_future(future)
     return futures

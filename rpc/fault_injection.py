@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 from ..c10d.torch_types import TorchStore
 from ..errors import SendFailedError
@@ -175,7 +175,9 @@ class _Faults:
 class _FaultyTransport:
     """Wraps a transport: fails or delays what is sent."""
 
-    name: ClassVar[str] = "faulty"
+    @property
+    def name(self) -> str:
+        return "faulty"
 
     def __init__(
         self, faults: _Faults, transport: Transport, peer: WorkerInfo, loop: asyncio.AbstractEventLoop

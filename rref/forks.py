@@ -22,7 +22,7 @@ import concurrent.futures
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
@@ -167,7 +167,8 @@ class References(ReferenceExtension):
                 keep=keep,
             ),
         )
-        future.operation = f"remote {name_of(call[0])}"
+        function = call[0]  # not the arguments, which the owner alone keeps
+        future.describe = lambda: f"remote {name_of(function)}"
         return future
 
     def _lease(self, fork: Fork) -> UserHandle:
@@ -213,9 +214,10 @@ class References(ReferenceExtension):
 
     def on_receive(self, message: Incoming) -> None:
         """Accepts the forks of a message, whether or not it can be unpickled afterwards."""
-        message.references.extend(
-            RRef._of(self._accept(message.source, reference)) for reference in message.envelope.references
-        )
+        if message.envelope.references:
+            message.references.extend(
+                RRef._of(self._accept(message.source, reference)) for reference in message.envelope.references
+            )
         if message.envelope.HasField("created"):
             message.state[References] = self.values.begin_creation(message)
 
@@ -235,10 +237,10 @@ class References(ReferenceExtension):
         self.agent.control.run(check)
         return None if self._is_closed else ready  # if closed by now, the control thread may not run `check`
 
-    def scope(self, message: Incoming) -> AbstractContextManager[None]:
+    def scope(self, message: Incoming) -> AbstractContextManager[None] | None:
         """Returns the context manager in which a value is created."""
         entry = message.state.get(References)
-        return nullcontext() if entry is None else self.values.creation_scope(message, entry)
+        return None if entry is None else self.values.creation_scope(message, entry)
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Accepts and drops the references of a message that cannot be decoded, so that their owners do not wait.

@@ -285,17 +285,68 @@ class Welcome(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DUPLICATE_FIELD_NUMBER: builtins.int
+    SOCKETS_FIELD_NUMBER: builtins.int
     duplicate: builtins.bool
     """Set if the two workers have another stream already, opened by the other one; that stream is used instead."""
+    @property
+    def sockets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SocketOffer]:
+        """Sockets at which the worker that sends this Welcome waits for the other one. That one answers with a SocketChoice;
+        before it, neither sends envelopes.
+        """
+
     def __init__(
         self,
         *,
         duplicate: builtins.bool = ...,
+        sockets: collections.abc.Iterable[Global___SocketOffer] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["duplicate", b"duplicate"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["duplicate", b"duplicate", "sockets", b"sockets"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
+
+@typing.final
+class SocketOffer(google.protobuf.message.Message):
+    """A connection to this address begins with the nonce, which admits it once. The listener answers with one byte, 1."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """"unix" or "tcp" """
+    address: builtins.str
+    """a name in the abstract namespace of unix sockets, or host:port"""
+    nonce: builtins.bytes
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        address: builtins.str = ...,
+        nonce: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "kind", b"kind", "nonce", b"nonce"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SocketOffer: typing_extensions.TypeAlias = SocketOffer
+
+@typing.final
+class SocketChoice(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """of the socket that is connected; empty if envelopes travel by this stream"""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kind", b"kind"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SocketChoice: typing_extensions.TypeAlias = SocketChoice
 
 @typing.final
 class Frame(google.protobuf.message.Message):
@@ -306,6 +357,7 @@ class Frame(google.protobuf.message.Message):
     WELCOME_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
     DEPARTURE_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
     goodbye: builtins.bool
     """the sender closes the stream; a stream closed without it means a lost worker"""
     @property
@@ -318,6 +370,8 @@ class Frame(google.protobuf.message.Message):
     def departure(self) -> Global___Departure:
         """with a goodbye: why the sender leaves"""
 
+    @property
+    def choice(self) -> Global___SocketChoice: ...
     def __init__(
         self,
         *,
@@ -326,10 +380,11 @@ class Frame(google.protobuf.message.Message):
         welcome: Global___Welcome | None = ...,
         goodbye: builtins.bool = ...,
         departure: Global___Departure | None = ...,
+        choice: Global___SocketChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["departure", b"departure", "hello", b"hello", "welcome", b"welcome"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "departure", b"departure", "hello", b"hello", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["departure", b"departure", "envelopes", b"envelopes", "goodbye", b"goodbye", "hello", b"hello", "welcome", b"welcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "departure", b"departure", "envelopes", b"envelopes", "goodbye", b"goodbye", "hello", b"hello", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Frame: typing_extensions.TypeAlias = Frame
@@ -472,6 +527,7 @@ class Payload(google.protobuf.message.Message):
     CHUNKED_FIELD_NUMBER: builtins.int
     LOCAL_FIELD_NUMBER: builtins.int
     BROADCAST_FIELD_NUMBER: builtins.int
+    SEGMENT_FIELD_NUMBER: builtins.int
     inline: builtins.bytes
     local: builtins.int
     """a worker sends to itself: the key under which it keeps the bytes"""
@@ -479,6 +535,8 @@ class Payload(google.protobuf.message.Message):
     def chunked(self) -> Global___ChunkedPayload: ...
     @property
     def broadcast(self) -> Global___BroadcastPayload: ...
+    @property
+    def segment(self) -> Global___SegmentPayload: ...
     def __init__(
         self,
         *,
@@ -486,12 +544,13 @@ class Payload(google.protobuf.message.Message):
         chunked: Global___ChunkedPayload | None = ...,
         local: builtins.int = ...,
         broadcast: Global___BroadcastPayload | None = ...,
+        segment: Global___SegmentPayload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast"]
+    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast", "segment"]
     _WhichOneofArgType_location: typing_extensions.TypeAlias = typing.Literal["location", b"location"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 
@@ -517,6 +576,28 @@ class ChunkedPayload(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ChunkedPayload: typing_extensions.TypeAlias = ChunkedPayload
+
+@typing.final
+class SegmentPayload(google.protobuf.message.Message):
+    """Bytes at the beginning of a segment of shared memory, of which the sender has told on the unix socket."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """counts the segments that the sender has made for the receiver"""
+    nbytes: builtins.int
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["nbytes", b"nbytes", "number", b"number"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SegmentPayload: typing_extensions.TypeAlias = SegmentPayload
 
 @typing.final
 class BroadcastPayload(google.protobuf.message.Message):

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
+import torch
+
 from ...errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..channels.router import PayloadReader
 from ..contracts.devices import Device, DeviceMap
-from ..contracts.messages import Handler, MessageType, Outgoing, Request
+from ..contracts.messages import CANCEL, ERROR, Handler, Outgoing, Request
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.deadlines import Deadlines
@@ -24,13 +26,16 @@ from ..wire.device_maps import device_map_to_proto
 from ..wire.failures import decode_failure
 from ..wire.pickling import Packed
 from ..wire.tensors import make_sendable
-from .codec import Codec, SentMessage
+from .codec import Codec
 from .extensions import Extensions
 from .factories import DeadlinesFactory
 from .network import Network
 from .stats import CallCounter
 
 __all__ = ["Client", "PendingRequest"]
+
+MAX_KEPT_BYTES = 1024
+"""Bytes of the body and tensors of a pending request that may stay in its envelope; larger ones are removed."""
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +49,7 @@ class PendingRequest:
     worker: WorkerInfo
     handler: Handler
     timeout: float
-    sent: SentMessage | None = None
+    sent: Outgoing | None = None
     """Set once it is sent, if it can be cancelled."""
 
 
@@ -112,7 +117,7 @@ class Client:
         """
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack(request.value, request.label, worker, device_map)
-        return self._send(worker, request, timeout, _Encoded(packed, device_map))
+        return self._send(worker, request, timeout, packed, packed.tensors, device_map)
 
     def send_all(
         self,
@@ -161,45 +166,63 @@ class Client:
         """Sends a request to one of several workers; an error fails this future only."""
         with around(worker):
             try:
-                return self._send(worker, request, timeout, encoded)
+                packed = encoded.packed
+                tensors = [*packed.tensors]  # extensions replace some of them, for this worker only
+                return self._send(worker, request, timeout, packed, tensors, encoded.device_map, encoded.broadcast)
             except Exception as error:
                 operation = self._extensions.handlers[request.kind].operation
                 future: Future[Any] = Future(self._executor, None, worker.name, operation)
                 future.set_exception(error)
                 return future
 
-    def _send(self, worker: WorkerInfo, request: Request, timeout: float, encoded: "_Encoded") -> Future[Any]:
+    def _send(
+        self,
+        worker: WorkerInfo,
+        request: Request,
+        timeout: float,
+        packed: Packed,
+        tensors: list[torch.Tensor],
+        device_map: DeviceMap,
+        broadcast: Broadcast | None = None,
+    ) -> Future[Any]:
         handler = self._extensions.handlers[request.kind]
-        packed = encoded.packed
-        envelope = agent_pb2.Envelope(
-            id=next(self._ids), type=request.kind, device_map=device_map_to_proto(encoded.device_map)
-        )
+        identifier = next(self._ids)
+        envelope = agent_pb2.Envelope(id=identifier, type=request.kind)
+        if device_map:
+            envelope.device_map.extend(device_map_to_proto(device_map))
         if request.header is not None:
             request.header(envelope)
         message = Outgoing(
             worker,
             envelope,
             packed.body,
-            [*packed.tensors],
+            tensors,
             packed.references,
-            user_values=handler.user_values,
-            device_map=encoded.device_map,
-            leaves=packed.leaves,
+            None,
+            handler.user_values,
+            device_map,
+            packed.leaves,
         )
-        pending = self._register(worker, envelope.id, handler, timeout, request.keep)
+        pending = self._register(worker, identifier, handler, timeout, request.keep)
         try:
-            sent = self._codec.send(message, encoded.broadcast)
+            self._codec.send(message, broadcast)
         except BaseException as error:
             if not self._roll_back(pending, error):
                 raise
         else:
             if handler.cancellable:
-                envelope.ClearField("body")
-                envelope.ClearField("tensors")
-                pending.sent = sent
+                self._keep_for_cancel(pending, message)
             if timeout:
-                self._deadlines.add(envelope.id, timeout)
+                self._deadlines.add(identifier, timeout)
         return pending.future
+
+    def _keep_for_cancel(self, pending: PendingRequest, message: Outgoing) -> None:
+        """Keeps what is needed to take a request back: not its value."""
+        if message.nbytes > MAX_KEPT_BYTES:
+            message.envelope.ClearField("body")
+            message.envelope.ClearField("tensors")
+        message.body, message.tensors, message.references = b"", [], []
+        pending.sent = message
 
     def _register(
         self, worker: WorkerInfo, identifier: int, handler: Handler, timeout: float, keep: object
@@ -234,12 +257,14 @@ class Client:
 
     def on_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Completes the request that a message answers."""
-        if self._is_from_another(source, envelope):
+        identifier = envelope.id
+        if self._is_from_another(source, identifier):
             return
-        pending = self._take(envelope.id)
-        self.kept.pop(envelope.id, None)
+        pending = self.pending.pop(identifier, None)
+        if self.kept:
+            self.kept.pop(identifier, None)
         try:
-            if envelope.type == MessageType.ERROR:
+            if envelope.type == ERROR:
                 error = decode_failure(payloads(envelope.body), source.name)
                 raise self._extensions.map_error(error, source)
             # An answer that arrives after the timeout is read all the same: references in it must be counted.
@@ -255,7 +280,7 @@ class Client:
 
     def on_rejected_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Fails the request whose answer cannot be read."""
-        if self._is_from_another(source, envelope):
+        if self._is_from_another(source, envelope.id):
             return
         self.kept.pop(envelope.id, None)
         self._fail(self._take(envelope.id), error)
@@ -305,19 +330,19 @@ class Client:
             error = RpcTimeoutError(pending.worker.name, pending.timeout, pending.handler.description)
             self._fail(pending, error)
 
-    def _withdraw(self, worker: WorkerInfo, sent: SentMessage) -> None:
+    def _withdraw(self, worker: WorkerInfo, sent: Outgoing) -> None:
         """Takes a request back, or asks its worker not to begin it. Called on the event loop."""
         if self._network.withdraw(worker, sent.ticket, sent.payloads):
             self.kept.pop(sent.envelope.id, None)
-            self._executor.submit(self._extensions.on_send_aborted, Outgoing(worker, sent.envelope))
+            self._executor.submit(self._extensions.on_send_aborted, sent)
             return
-        cancel = agent_pb2.Envelope(id=sent.envelope.id, type=MessageType.CANCEL)
+        cancel = agent_pb2.Envelope(id=sent.envelope.id, type=CANCEL)
         with contextlib.suppress(WorkerLostError, SendFailedError):
             self._network.send(worker, cancel.SerializeToString())
 
-    def _is_from_another(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
+    def _is_from_another(self, source: WorkerInfo, identifier: int) -> bool:
         """Returns whether an answer comes from a worker that was not asked."""
-        pending = self.pending.get(envelope.id)
+        pending = self.pending.get(identifier)
         if pending is None or pending.worker.id == source.id:
             return False
         log.warning("worker %s answers a request to %s; dropped", source.name, pending.worker.name)

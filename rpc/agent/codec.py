@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from ...errors import SerializationError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
-from ..channels.router import PayloadReader
+from ..channels.router import PayloadReader, read_inline
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer, Incoming, Outgoing
 from ..contracts.options import RpcBackendOptions
@@ -23,19 +22,9 @@ from .extensions import Extensions
 from .network import Network
 from .stats import TrafficStats
 
-__all__ = ["Codec", "SentMessage"]
+__all__ = ["Codec"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class SentMessage:
-    """The transport's ticket and the payloads of a message that was sent, with which it can be withdrawn."""
-
-    envelope: agent_pb2.Envelope
-    ticket: int
-    payloads: Sequence[agent_pb2.Payload]
-    nbytes: int
 
 
 @final
@@ -65,14 +54,18 @@ class Codec:
         self._packer = packer
         self._extensions = extensions
         self._network = network
+        channels = options.channels
+        self._inline_threshold = min(channels.inline_threshold, channels.max_inline_bytes)
 
     # Sending.
 
     def device_map(self, worker: WorkerInfo, reply_to: Incoming | None = None) -> DeviceMap:
         """Returns the device map of messages to a worker, or of the answer to a request of that worker."""
         if reply_to is None:
-            return self._options.device_maps.get(worker.name, NO_DEVICES)
-        return device_map_of_answer(reply_to.envelope.device_map)
+            maps = self._options.device_maps
+            return maps.get(worker.name, NO_DEVICES) if maps else NO_DEVICES
+        mappings = reply_to.envelope.device_map
+        return device_map_of_answer(mappings) if mappings else NO_DEVICES
 
     def pack(
         self,
@@ -119,11 +112,11 @@ class Codec:
         body, tensors = unflatten(data)
         return self.unpack(Incoming(self._me, agent_pb2.Envelope(), body, tensors))
 
-    def send(self, message: Outgoing, broadcast: Broadcast | None = None) -> SentMessage:
+    def send(self, message: Outgoing, broadcast: Broadcast | None = None) -> None:
         """Sends a message. If that fails, the extensions undo what they have noted of it.
 
         Args:
-            message: what to send; its envelope is completed.
+            message: what to send; its envelope is completed, and it says afterwards where it went.
             broadcast: what it shares with messages to other workers.
 
         Raises:
@@ -133,10 +126,11 @@ class Codec:
         try:
             self._network.check_present(message.destination)
             if not message.user_values:
-                return self._put(message, broadcast)
+                self._put(message, broadcast)
+                return
             self._extensions.on_send(message)
             try:
-                return self._put(message, broadcast)
+                self._put(message, broadcast)
             except BaseException:
                 self._extensions.on_send_aborted(message)
                 raise
@@ -145,17 +139,30 @@ class Codec:
                 broadcast.not_sent(message.destination.id)
             raise
 
-    def _put(self, message: Outgoing, broadcast: Broadcast | None) -> SentMessage:
+    def _put(self, message: Outgoing, broadcast: Broadcast | None) -> None:
         """Puts the payloads of a message into channels, and its envelope into the transport."""
         envelope = message.envelope
+        nbytes = len(message.body)
+        if not message.tensors and nbytes < self._inline_threshold:
+            envelope.body.inline = message.body
+            message.nbytes = nbytes
+            self.traffic.sent(nbytes)
+            message.ticket = self._network.send(message.destination, envelope.SerializeToString())
+            return
         writer = self._network.writer(message.destination, broadcast)
-        envelope.body.CopyFrom(writer.put(memoryview(message.body)))
-        envelope.tensors.extend(encode_tensors(message.tensors, writer.put, message.device_map, message.leaves))
-        data = envelope.SerializeToString()
-        self.traffic.sent(writer.nbytes)  # now: the receiver may ask for the counts at once
-        ticket = self._network.send(message.destination, data)
+        try:
+            envelope.body.CopyFrom(writer.put(memoryview(message.body)))
+            envelope.tensors.extend(
+                encode_tensors(message.tensors, writer.put, message.device_map, message.leaves)
+            )
+            data = envelope.SerializeToString()
+            message.payloads, message.nbytes = writer.external, writer.nbytes
+            self.traffic.sent(writer.nbytes)  # now: the receiver may ask for the counts at once
+            message.ticket = self._network.send(message.destination, data)
+        except Exception:  # after Ctrl-C the message may be on its way
+            writer.abort()
+            raise
         writer.start()
-        return SentMessage(envelope, ticket, writer.external or (), writer.nbytes)
 
     # Receiving.
 
@@ -173,6 +180,13 @@ class Codec:
         Raises:
             Exception: it is malformed, or an extension refuses it.
         """
+        if payloads is read_inline and not envelope.tensors:
+            body: Buffer = envelope.body.inline
+            self.traffic.received(len(body))
+            message = Incoming(source, envelope, body, [], len(body))
+            if user_values:
+                self._extensions.on_receive(message)
+            return message
         nbytes = 0
 
         def get(payload: agent_pb2.Payload) -> Buffer:

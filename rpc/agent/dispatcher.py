@@ -8,7 +8,7 @@ from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..channels.router import PayloadReader
 from ..collectives.all_gather import AllGatherService
-from ..contracts.messages import MessageType
+from ..contracts.messages import CANCEL, ERROR, RESULT
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
@@ -21,14 +21,14 @@ __all__ = ["Dispatcher"]
 
 log = logging.getLogger(__name__)
 
-ANSWERS = frozenset({MessageType.RESULT, MessageType.ERROR})
+ANSWERS = frozenset({RESULT, ERROR})
 
 
 @final
 class Dispatcher:
     """Hands answers to the client and requests to the server, on the executor's threads.
 
-    The methods that begin with `on_` are those of NetworkListener: they run on the event loop and never block.
+    The methods that begin with `on_` are those of NetworkListener: they run on any thread and never block.
     """
 
     def __init__(
@@ -75,14 +75,19 @@ class Dispatcher:
         """Handles a message whose payloads will not arrive."""
         self._server.cancellable.discard(source, envelope)
 
-    def on_message(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+    def on_message(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, announced: bool
+    ) -> None:
         """Handles a message that has arrived."""
-        if envelope.type == MessageType.CANCEL:
+        kind = envelope.type
+        if kind == CANCEL:
             # Here and now: in the executor's queue it would come after the calls that wait for a thread.
             self._server.cancellable.cancel(source, envelope)
-        elif envelope.type in ANSWERS:
-            self._executor.submit(self._client.on_answer, source, envelope, payloads)
+        elif kind in ANSWERS:
+            self._executor.submit_urgent(self._client.on_answer, source, envelope, payloads)
         else:
+            if not announced:
+                self._server.on_announced(source, envelope)
             self._executor.submit(self._server.serve, source, envelope, payloads)
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:

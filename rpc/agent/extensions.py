@@ -3,8 +3,9 @@
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.extension import Extension
@@ -33,6 +34,12 @@ class Extensions:
         """The handlers of all extensions, by message type."""
         self._packer = packer
         self._extensions: Sequence[Extension] = ()
+        # The hooks that some extension overrides.
+        self._on_send: Sequence[Callable[[Outgoing], None]] = ()
+        self._on_receive: Sequence[Callable[[Incoming], None]] = ()
+        self._wait_before_run: Sequence[Callable[[Incoming], concurrent.futures.Future[None] | None]] = ()
+        self._scope: Sequence[Callable[[Incoming], AbstractContextManager[None] | None]] = ()
+        self._on_complete: Sequence[Callable[[int], None]] = ()
 
     def add(self, extension: Extension) -> None:
         """Adds an extension: its handlers, and its hooks on messages that carry users' values."""
@@ -42,6 +49,16 @@ class Extensions:
         self._packer.register_reducers(extension.reducers())
         self._packer.detach_parameters_if(extension.detaches_parameters)
         self._extensions = (*self._extensions, extension)
+        self._on_send = self._overridden("on_send")
+        self._on_receive = self._overridden("on_receive")
+        self._wait_before_run = self._overridden("wait_before_run")
+        self._scope = self._overridden("scope")
+        self._on_complete = self._overridden("on_complete")
+
+    def _overridden(self, hook: str) -> Sequence[Any]:
+        """Returns this method of each extension that overrides it."""
+        default = getattr(Extension, hook)
+        return [getattr(each, hook) for each in self._extensions if getattr(type(each), hook) is not default]
 
     def get(self, kind: type[E]) -> E:
         """Returns the extension of this class. Raises StopIteration if there is none."""
@@ -56,15 +73,19 @@ class Extensions:
             Exception: what the hook of an extension raised, after `on_send_aborted` of this extension and of those
                 before it.
         """
-        called: list[Extension] = []
         try:
-            for extension in self._extensions:
-                called.append(extension)
-                extension.on_send(message)
+            for on_send in self._on_send:
+                on_send(message)
         except BaseException:
-            for extension in called:
-                extension.on_send_aborted(message)
+            self._abort_send(message, on_send)
             raise
+
+    def _abort_send(self, message: Outgoing, failed: Callable[[Outgoing], None]) -> None:
+        """Has the extensions up to the one whose hook failed undo what they have done."""
+        for extension in self._extensions:
+            extension.on_send_aborted(message)
+            if extension.on_send == failed:
+                return
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Calls `on_send_aborted` of the extensions, which undo `on_send`: the message was not sent."""
@@ -73,8 +94,8 @@ class Extensions:
 
     def on_complete(self, identifier: int) -> None:
         """Tells the extensions that a request of this worker, given by its id, has an answer or has failed."""
-        for extension in self._extensions:
-            extension.on_complete(identifier)
+        for on_complete in self._on_complete:
+            on_complete(identifier)
 
     def map_error(self, error: Exception, worker: WorkerInfo) -> Exception:
         """Returns the exception to raise in the caller.
@@ -91,8 +112,8 @@ class Extensions:
 
     def on_receive(self, message: Incoming) -> None:
         """Calls `on_receive` of the extensions, which read the headers of a message before it is unpickled."""
-        for extension in self._extensions:
-            extension.on_receive(message)
+        for on_receive in self._on_receive:
+            on_receive(message)
 
     def on_decode_error(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Calls `on_decode_error` of the extensions for a message that will not be decoded; logs what they raise.
@@ -110,18 +131,26 @@ class Extensions:
 
     def waits_before_run(self, message: Incoming) -> "Iterator[concurrent.futures.Future[None]]":
         """Yields the futures to wait for before the handler of a request runs."""
-        for extension in self._extensions:
-            if (ready := extension.wait_before_run(message)) is not None:
+        for wait_before_run in self._wait_before_run:
+            if (ready := wait_before_run(message)) is not None:
                 yield ready
 
-    @contextlib.contextmanager
-    def scope(self, message: Incoming) -> Iterator[None]:
-        """Context manager for running a request's handler; in the extensions' scopes if it gets users' values."""
-        with contextlib.ExitStack() as stack:
-            if self.handlers[message.envelope.type].user_values:
-                for extension in self._extensions:
-                    stack.enter_context(extension.scope(message))
-            yield
+    def scope(self, message: Incoming) -> AbstractContextManager[object] | None:
+        """Returns the context for running a request's handler, if it or the extensions have one."""
+        handler = self.handlers[message.envelope.type]
+        if handler.scope is not None:
+            return handler.scope(message)
+        if not message.state or not handler.user_values:
+            return None
+        stack = contextlib.ExitStack()
+        try:
+            for scope in self._scope:
+                if (entered := scope(message)) is not None:
+                    stack.enter_context(entered)
+        except BaseException:
+            stack.close()
+            raise
+        return stack
 
     # Lifecycle.
 

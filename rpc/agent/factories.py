@@ -26,13 +26,14 @@ DeadlinesFactory = Callable[[Callable[[int], None], Callable[[int], bool], Calla
 class AgentFactories:
     """Makes the parts of one GrpcAgent.
 
-    network: carries envelopes; takes the worker, its options, the group's name, and the roster of a dynamic group.
+    network: carries envelopes; takes the worker, its options, the group's name, the roster of a dynamic group, and
+        the executor.
     executor: runs incoming calls; see Executor.
     deadlines: keeps timeouts; see Deadlines.
     scheduler: runs the tasks of control messages; takes a thread name, and a task to run first.
     """
 
-    network: Callable[[WorkerInfo, RpcBackendOptions, str, RosterLog | None], Network] = Network
+    network: Callable[[WorkerInfo, RpcBackendOptions, str, RosterLog | None, Executor], Network] = Network
     executor: Callable[[int, str, Task], Executor] = Executor
     deadlines: DeadlinesFactory = Deadlines
     scheduler: Callable[[str, Task], Scheduler] = SerialThread

@@ -101,7 +101,7 @@ class GrpcAgent(RpcAgent):
         )
         self._worker_events = WorkerEvents(self._executor.submit, self.connect)
         self.worker_events = self._worker_events
-        self._network = factories.network(info, options, group, roster)
+        self._network = factories.network(info, options, group, roster, self._executor)
         packer = Packer()
         self._extensions = Extensions(packer)
         self._codec = Codec(info, options, packer, self._extensions, self._network)
@@ -239,7 +239,8 @@ class GrpcAgent(RpcAgent):
             device_map,
             packed.leaves,
         )
-        return self._codec.send(message).nbytes
+        self._codec.send(message)
+        return message.nbytes
 
     def all_gather(
         self,
@@ -254,9 +255,9 @@ class GrpcAgent(RpcAgent):
 
     # Threads.
 
-    def serving(self, message: Incoming) -> AbstractContextManager[None]:
+    def serving(self, message: Incoming) -> AbstractContextManager[object]:
         """Returns the context in which a request is handled."""
-        return self._extensions.scope(message)
+        return self._extensions.scope(message) or nullcontext()
 
     def submit(self, task: Callable[..., None], *args: Any) -> None:
         """Runs a task on a thread of the executor."""
@@ -281,7 +282,7 @@ class GrpcAgent(RpcAgent):
             "agent.num_pending_requests": self._executor.queued,
             "agent.client_active_calls": len(self._client.pending),
             "unanswered_calls": dict(self._client.unanswered()),
-            "agent.server_active_calls": self._server.running.in_flight,
+            "agent.server_active_calls": self._calls.served,
             "agent.server_active_async_calls": self._server.deferred.in_flight,
             "executor_threads": self._executor.threads,
             "lost_workers": {self.worker(lost).name: end.reason for lost, end in self._network.lost.items()},

@@ -16,10 +16,17 @@ from ..channels.broadcast.sending import Broadcast
 from ..channels.chunked import ChunkedChannel
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.router import ChannelRouter, PayloadReader, PayloadWriter
+from ..channels.router import (
+    ChannelRouter,
+    PayloadReader,
+    PayloadWriter,
+    read_inline,
+)
+from ..channels.shared_memory import SharedMemoryChannel
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
+from ..execution.executor import Executor
 from ..membership.addresses import ListenAddress
 from ..membership.members import Member
 from ..membership.roster import RosterLog
@@ -28,6 +35,7 @@ from ..transports.grpc_stream import GrpcStreams
 from ..transports.handshake import Handshake
 from ..transports.loopback import LoopbackTransport
 from ..transports.settings import MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
+from ..transports.sockets import TCP, UNIX, SocketListener, SocketParts
 
 __all__ = ["Network", "NetworkListener"]
 
@@ -46,16 +54,18 @@ Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 
 
 class NetworkListener(Protocol):
-    """Handles what a network reports. All methods are called on the event loop and must not block."""
+    """Handles what a network reports. Its methods are called on any thread and must not block."""
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Handles an envelope whose payloads have not arrived.
+        """Handles an envelope whose payloads have not arrived, or have to be collected.
 
         `on_message`, `on_rejected` or `on_dropped` follows.
         """
 
-    def on_message(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
-        """Handles a message that has arrived with all of its payloads."""
+    def on_message(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, announced: bool
+    ) -> None:
+        """Handles a message that has arrived with all payloads; `announced` if `on_announced` came before."""
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Handles a message whose payloads are not accepted."""
@@ -79,7 +89,8 @@ class Network:
         me: WorkerInfo,
         options: RpcBackendOptions,
         group: str,
-        roster: RosterLog | None = None,
+        roster: RosterLog | None,
+        executor: Executor,
         wrap: Wrap = lambda transport, _peer, _loop: transport,
     ) -> None:
         """Makes a network that does not listen yet.
@@ -89,11 +100,13 @@ class Network:
             options: the agent's.
             group: the name of the group, unique among all groups.
             roster: the members of a dynamic group; None in a static group.
+            executor: its threads read the sockets.
             wrap: wraps every transport.
         """
         self.me = me
         self._roster = roster
         self._options = options
+        self._executor = executor
         self._listener: NetworkListener  # given to `listen`, before which nothing is reported
         self._wrap = wrap
         self._members: dict[int, Member] = {}
@@ -107,7 +120,15 @@ class Network:
     async def _build(self, group: str) -> None:
         loop = self._events.loop
         self._handshake = Handshake(group, self.me, self._learn)
-        self._streams = GrpcStreams(loop, self._handshake, self)
+        self._shared_memory = SharedMemoryChannel(loop, self._options.channels)
+        kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
+        self._sockets = SocketListener(loop, kinds)
+        self._streams = GrpcStreams(
+            loop,
+            self._handshake,
+            self,
+            SocketParts(kinds, self._sockets, self._executor, self._is_on_this_host, self._shared_memory.listener),
+        )
         chunks = ChunkedChannel(
             loop,
             self._handshake,
@@ -124,6 +145,7 @@ class Network:
             small=InlineChannel(),
             large=chunks,
             local=LocalChannel(),
+            shared_memory=self._shared_memory,
             broadcast=self.broadcasts,
         )
         self._server = aio.server(options=SERVER_OPTIONS)
@@ -140,6 +162,7 @@ class Network:
             The address at which other workers dial, host:port.
         """
         self._listener = listener
+        self._sockets.set_address(where.bind, where.advertised)
 
         async def start() -> int:
             port: int = self._server.add_insecure_port(format_address(where.bind, 0))
@@ -153,6 +176,9 @@ class Network:
         for member in sorted(members, key=lambda member: member.info.id):
             self._add(member)
 
+    def _is_on_this_host(self, peer: int) -> bool:
+        return self._members[peer].network == self._members[self.me.id].network
+
     def admit(self) -> None:
         """Accepts connections of the members from now on."""
         self._events.loop.call_soon_threadsafe(self._let_in)
@@ -162,7 +188,7 @@ class Network:
         self._by_name[member.info.name] = member.info
         transport: Transport
         if identifier == self.me.id:
-            transport = LoopbackTransport(self._events.loop, self.me, self)
+            transport = LoopbackTransport(self.me, self)
         else:
             transport = self._streams.add(member.info, member.address)
         self._transports[identifier] = self._wrap(transport, member.info, self._events.loop)
@@ -204,6 +230,8 @@ class Network:
             UnknownWorkerError: there is no such member.
             ValueError: the destination is neither a name, an id nor a WorkerInfo.
         """
+        if type(destination) is str and (named := self._by_name.get(destination)) is not None:
+            return named
         name, identifier = destination, destination
         if isinstance(destination, WorkerInfo):
             name, identifier = destination.name, destination.id
@@ -236,7 +264,7 @@ class Network:
 
     def check_present(self, worker: WorkerInfo) -> None:
         """Raises WorkerLostError if a worker is known to be lost."""
-        if worker.id in self._lost:
+        if self._lost and worker.id in self._lost:
             raise self._lost[worker.id].as_error(worker.name)
 
     def send(self, worker: WorkerInfo, envelope: bytes) -> int:
@@ -280,15 +308,29 @@ class Network:
         return True
 
     def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Collects the payloads of an envelope that has arrived. Called by transports on the loop."""
-        self._listener.on_announced(source, envelope)
+        """Collects the payloads of an envelope that has arrived. Called by transports on any thread."""
+        payloads: PayloadReader | None = read_inline
+        if envelope.tensors or not envelope.body.HasField("inline"):
+            try:
+                payloads = self._router.collect_now(source.id, envelope)
+            except ValueError as error:
+                self._listener.on_rejected(source, envelope, error)
+                return
+        if payloads is not None:
+            self._listener.on_message(source, envelope, payloads, announced=False)
+        else:
+            self._listener.on_announced(source, envelope)
+            self._events.loop.call_soon_threadsafe(self._collect, source, envelope)
+
+    def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Collects the payloads outside an envelope. Called on the loop."""
         try:
             arrived = self._router.collect(source.id, envelope)
         except Exception as error:  # a refusal, or no memory
             self._listener.on_rejected(source, envelope, error)
             return
         if not isinstance(arrived, asyncio.Future):
-            self._listener.on_message(source, envelope, arrived)
+            self._listener.on_message(source, envelope, arrived, announced=True)
             return
 
         def collected(done: "asyncio.Future[PayloadReader]") -> None:
@@ -299,7 +341,7 @@ class Network:
                 # The worker is lost, which fails what waits for this message.
                 self._listener.on_dropped(source, envelope)
             else:
-                self._listener.on_message(source, envelope, done.result())
+                self._listener.on_message(source, envelope, done.result(), announced=True)
 
         arrived.add_done_callback(collected)
 
@@ -329,7 +371,8 @@ class Network:
         self._events.run(self._disconnect(end))
 
     def release(self) -> None:
-        """Releases the event loop."""
+        """Releases the event loop, and the sockets. Called when the executor has ended."""
+        self._streams.release()
         self._events.release()
 
     async def _disconnect(self, end: WorkerEnd) -> None:
@@ -338,4 +381,5 @@ class Network:
         transports = self._transports.items()
         await asyncio.gather(*(t.close(DRAIN_SECONDS, end, dial=peer in told) for peer, t in transports))
         await asyncio.gather(*(channel.close() for channel in self._router.channels))
+        await self._sockets.close()
         await self._server.stop(GRACE_SECONDS)

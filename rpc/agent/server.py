@@ -9,7 +9,7 @@ from typing import Any, final
 from ...errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..channels.router import PayloadReader
-from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Outgoing
+from ..contracts.messages import ERROR, RESULT, Deferred, Handler, Incoming, Outgoing
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from ..wire.failures import encode_failure
@@ -40,8 +40,6 @@ class Server:
             calls: counts users' calls in flight.
         """
         self.cancellable = CancellableRequests()
-        self.running = CallCounter()
-        """Users' calls that a thread is busy with."""
         self.deferred = CallCounter()
         """Requests that are to be answered later."""
         self._me = me
@@ -65,29 +63,20 @@ class Server:
             cancelled = RpcCancelledError(self._me.name)
             self._extensions.on_decode_error(source, envelope, cancelled)
             self._answer_error(source, envelope, cancelled)  # so that its caller knows that it is over
-        elif handler.user_values:
-            self._serve_call(source, envelope, payloads, handler)
-        else:
+        elif not handler.user_values:
             self._run(source, envelope, payloads, handler)
+        else:
+            self._calls.begin_serving()
+            deferred = False
+            try:
+                deferred = self._run(source, envelope, payloads, handler)
+            finally:
+                self._calls.end_serving(deferred=deferred)
 
     def reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""
         self.cancellable.discard(source, envelope)
         self._answer_error(source, envelope, error)
-
-    def _serve_call(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, handler: Handler
-    ) -> None:
-        """Runs a users' call; it counts as in flight until it is answered."""
-        self._calls.begin()
-        self.running.begin()
-        deferred = False
-        try:
-            deferred = self._run(source, envelope, payloads, handler)
-        finally:
-            self.running.end()
-            if not deferred:
-                self._calls.end()
 
     def _run(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, handler: Handler
@@ -99,11 +88,13 @@ class Server:
         """
         try:
             message = self._codec.read(source, envelope, payloads, user_values=handler.user_values)
-            if handler.user_values:
+            if message.references:
                 for ready in self._extensions.waits_before_run(message):
                     self._executor.wait(ready)
             try:
-                with self._extensions.scope(message):
+                if (scope := self._extensions.scope(message)) is None:
+                    return self._run_in_scope(message, handler)
+                with scope:
                     return self._run_in_scope(message, handler)
             finally:
                 message.error = None  # its traceback leads back to this frame
@@ -132,7 +123,7 @@ class Server:
         packed = self._codec.pack(value, "the result", request.source, device_map, is_answer=True)
         message = Outgoing(
             request.source,
-            agent_pb2.Envelope(id=request.envelope.id, type=MessageType.RESULT),
+            agent_pb2.Envelope(id=request.envelope.id, type=RESULT),
             packed.body,
             packed.tensors,
             packed.references,
@@ -176,6 +167,6 @@ class Server:
         if not request.id:
             log.error("a message from worker %s failed", source.name, exc_info=error)
             return
-        envelope = agent_pb2.Envelope(id=request.id, type=MessageType.ERROR)
+        envelope = agent_pb2.Envelope(id=request.id, type=ERROR)
         with contextlib.suppress(WorkerLostError, SendFailedError):
             self._codec.send(Outgoing(source, envelope, encode_failure(error)))

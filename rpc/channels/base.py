@@ -10,11 +10,20 @@ from typing import ClassVar, Protocol
 
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
+from ..contracts.options import ChannelOptions
 
-__all__ = ["Channel", "StartTransfer"]
+__all__ = ["Channel", "SendingChannel", "StartTransfer", "check_size"]
 
 StartTransfer = Callable[[], None]
 """Starts to send a payload. Called at most once, from any thread, and must not block."""
+
+
+def check_size(nbytes: int, options: ChannelOptions) -> None:
+    """Raises ValueError if a payload that a peer announces is empty, or larger than the options allow."""
+    if not 0 < nbytes <= options.max_payload_bytes:
+        raise ValueError(
+            f"a payload of {nbytes} bytes is refused: max_payload_bytes is {options.max_payload_bytes}"
+        )
 
 
 class Channel(Protocol):
@@ -38,19 +47,6 @@ class Channel(Protocol):
 
     name: ClassVar[str]
     """The name of the channel: the field of the oneof `location` in `Payload` that it sets."""
-
-    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer | None]:
-        """Prepares to send a payload.
-
-        Args:
-            peer: the receiver.
-            data: the bytes, contiguous.
-
-        Returns:
-            The payload's description for the envelope, and a function that starts the transfer, or None if nothing
-            remains to be sent. The function is called once the envelope is queued, and never if the envelope
-            cannot be queued, so a channel must keep no state for a transfer that has not been started.
-        """
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> "Buffer | asyncio.Future[Buffer]":
         """Returns the bytes of a payload, or a future of them if they have not arrived.
@@ -94,3 +90,20 @@ class Channel(Protocol):
 
     async def close(self) -> None:
         """Drops all payloads as `drop_peer` does for one peer, and releases connections and threads."""
+
+
+class SendingChannel(Channel, Protocol):
+    """A channel that takes any payload."""
+
+    def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer | None]:
+        """Prepares to send a payload.
+
+        Args:
+            peer: the receiver.
+            data: the bytes, contiguous.
+
+        Returns:
+            The payload's description for the envelope, and a function that starts the transfer, or None if nothing
+            remains to be sent. The function is called once the envelope is queued, and never if the envelope
+            cannot be queued, so a channel must keep no state for a transfer that has not been started.
+        """

@@ -20,7 +20,7 @@ from ..contracts.options import ChannelOptions
 from ..transports.handshake import Handshake, RefusedError
 from ..transports.settings import CLIENT_OPTIONS, TRANSFER_METHOD, aio
 from ..wire.framing import bytes_field
-from .base import StartTransfer
+from .base import StartTransfer, check_size
 
 __all__ = ["ChunkedChannel"]
 
@@ -68,11 +68,7 @@ class ChunkedChannel:
     def receive(self, peer: int, payload: agent_pb2.Payload) -> "asyncio.Future[Buffer]":
         """Allocates memory for the payload, and returns a future of it."""
         announced = payload.chunked
-        if not 0 < announced.nbytes <= self._options.max_payload_bytes:
-            raise ValueError(
-                f"a payload of {announced.nbytes} bytes is refused: "
-                f"max_payload_bytes is {self._options.max_payload_bytes}"
-            )
+        check_size(announced.nbytes, self._options)
         return self._receiver(peer).expect(announced.transfer_id, announced.nbytes)
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:

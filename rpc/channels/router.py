@@ -7,10 +7,11 @@ from typing import final
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
-from .base import Channel, StartTransfer
+from .base import Channel, SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
+from .shared_memory import SharedMemoryChannel
 
-__all__ = ["ChannelRouter", "PayloadReader", "PayloadWriter"]
+__all__ = ["ChannelRouter", "PayloadReader", "PayloadWriter", "read_inline"]
 
 PayloadReader = Callable[[agent_pb2.Payload], Buffer]
 """Returns the bytes of a payload of one received envelope."""
@@ -24,8 +25,9 @@ class PayloadWriter:
         self,
         options: ChannelOptions,
         peer: int,
-        small: Channel,
-        large: Channel,
+        small: SendingChannel,
+        large: SendingChannel,
+        shared_memory: SharedMemoryChannel,
         broadcast: Broadcast | None = None,
     ) -> None:
         """Sends nothing yet.
@@ -35,6 +37,7 @@ class PayloadWriter:
             peer: the receiver.
             small: the channel for payloads inside the envelope.
             large: the channel for all others.
+            shared_memory: the channel for large payloads, where it can be used.
             broadcast: sends the large payloads that this envelope shares with envelopes to other workers.
         """
         self._threshold = options.inline_threshold
@@ -42,9 +45,12 @@ class PayloadWriter:
         self._peer = peer
         self._small = small
         self._large = large
+        self._shared_memory = shared_memory
+        self._shared_threshold = options.shared_memory_threshold
         self._broadcast = broadcast
         self._count = 0
         self._transfers: list[StartTransfer] = []
+        self._in_segments: list[agent_pb2.Payload] = []
         self.external: list[agent_pb2.Payload] = []
         """The payloads that are not in the envelope."""
         self.nbytes = 0
@@ -59,6 +65,12 @@ class PayloadWriter:
             self.nbytes += data.nbytes if shared.is_first else 0
             return shared.payload
         self.nbytes += data.nbytes
+        if data.nbytes >= self._shared_threshold:
+            in_segment = self._shared_memory.send(self._peer, data)
+            if in_segment is not None:
+                self._in_segments.append(in_segment)
+                self.external.append(in_segment)
+                return in_segment
         if data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
             self._inline_bytes_left -= data.nbytes
             payload, start = self._small.send(self._peer, data)
@@ -75,6 +87,11 @@ class PayloadWriter:
             start()
         self._transfers.clear()  # they hold the bytes
 
+    def abort(self) -> None:
+        """Takes back what has been put, because the envelope was not sent."""
+        for payload in self._in_segments:
+            self._shared_memory.withdraw(self._peer, payload)
+
 
 @final
 class ChannelRouter:
@@ -85,9 +102,10 @@ class ChannelRouter:
         options: ChannelOptions,
         self_id: int,
         *,
-        small: Channel,
-        large: Channel,
-        local: Channel,
+        small: SendingChannel,
+        large: SendingChannel,
+        local: SendingChannel,
+        shared_memory: SharedMemoryChannel,
         broadcast: Channel,
     ) -> None:
         """Routes by size and receiver.
@@ -98,6 +116,7 @@ class ChannelRouter:
             small: for payloads inside the envelope.
             large: for all others.
             local: for large payloads from this worker to itself.
+            shared_memory: for large payloads to workers that it is connected to.
             broadcast: receives large payloads that were sent to several workers at once.
         """
         self._options = options
@@ -105,7 +124,9 @@ class ChannelRouter:
         self._small = small
         self._large = large
         self._local = local
-        self._by_name = {channel.name: channel for channel in (small, large, local, broadcast)}
+        self._shared_memory = shared_memory
+        channels: Sequence[Channel] = (small, large, local, shared_memory, broadcast)
+        self._by_name = {channel.name: channel for channel in channels}
 
     @property
     def channels(self) -> Sequence[Channel]:
@@ -115,7 +136,7 @@ class ChannelRouter:
     def writer(self, peer: int, broadcast: Broadcast | None = None) -> "PayloadWriter":
         """Returns a writer for the payloads of one envelope to `peer`; see PayloadWriter."""
         large = self._local if peer == self._self_id else self._large
-        return PayloadWriter(self._options, peer, self._small, large, broadcast)
+        return PayloadWriter(self._options, peer, self._small, large, self._shared_memory, broadcast)
 
     def can_withdraw(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
         """Returns whether nothing of any of these payloads has been sent to `peer`. Called on the loop."""
@@ -138,7 +159,7 @@ class ChannelRouter:
         """
         external = [payload for payload in _payloads(envelope) if not _is_inline(payload)]
         if not external:
-            return _read_inline
+            return read_inline
         collection = _Collection()
         try:
             for payload in external:
@@ -148,6 +169,38 @@ class ChannelRouter:
                 self._channel(peer, payload).discard(peer, payload)
             raise
         return asyncio.ensure_future(collection.complete()) if collection.pending else collection.read
+
+    def collect_now(self, peer: int, envelope: agent_pb2.Envelope) -> "PayloadReader | None":
+        """Collects the payloads of a received envelope, if they are there. Called by the thread that reads.
+
+        Returns:
+            The reader of the payloads; None if some of them have to be collected on the loop.
+
+        Raises:
+            ValueError: a payload is refused.
+        """
+        external = []
+        for payload in _payloads(envelope):
+            location = payload.WhichOneof("location")
+            if location == "segment":
+                external.append(payload)
+            elif location is not None and location != "inline":
+                return None
+        if not external:
+            return read_inline
+        received: dict[int, Buffer] = {}
+        try:
+            for payload in external:
+                received[payload.segment.number] = self._shared_memory.receive(peer, payload)
+        except ValueError:
+            for payload in external[len(received) :]:
+                self._shared_memory.discard(peer, payload)
+            raise
+
+        def read(payload: agent_pb2.Payload) -> Buffer:
+            return received[payload.segment.number] if payload.HasField("segment") else payload.inline
+
+        return read
 
     def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
         channel = self._by_name[payload.WhichOneof("location") or self._small.name]
@@ -185,15 +238,23 @@ def _is_inline(payload: agent_pb2.Payload) -> bool:
     return payload.WhichOneof("location") in ("inline", None)  # None: an empty payload, as of a tensor on meta
 
 
-def _read_inline(payload: agent_pb2.Payload) -> Buffer:
+def read_inline(payload: agent_pb2.Payload) -> Buffer:
+    """Returns the bytes of a payload inside its envelope."""
     return payload.inline
 
 
 def _payloads(envelope: agent_pb2.Envelope) -> Iterator[agent_pb2.Payload]:
     """Yields the payloads of body and tensors, those of the parts of sparse and quantized tensors included."""
     yield envelope.body
-    tensors = list(envelope.tensors)
-    while tensors:
-        tensor = tensors.pop()
+    for tensor in envelope.tensors:
         yield tensor.data
-        tensors.extend(tensor.parts)
+        if tensor.parts:
+            yield from _payloads_of_parts(tensor)
+
+
+def _payloads_of_parts(tensor: agent_pb2.Tensor) -> Iterator[agent_pb2.Payload]:
+    parts = list(tensor.parts)
+    while parts:
+        part = parts.pop()
+        yield part.data
+        parts.extend(part.parts)

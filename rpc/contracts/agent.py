@@ -171,7 +171,7 @@ class RpcAgent(ABC):
     # Threads.
 
     @abstractmethod
-    def serving(self, message: Incoming) -> AbstractContextManager[None]:
+    def serving(self, message: Incoming) -> AbstractContextManager[object]:
         """Returns the context in which a request is handled, for a handler that continues on another thread."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ handlers for its message types, and has hooks on every message that carries user
 import concurrent.futures
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from .agent import RpcAgent
@@ -20,6 +20,9 @@ __all__ = ["Extension", "ExtensionFactory"]
 
 class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     """Takes part in the messages of one agent. Made once per agent, when the members of its group are known.
+
+    A hook that a class does not override costs nothing; the others are called for each message of users' values,
+    and return at once if they have nothing to do.
 
     Hooks run in the order in which the agent was given its extensions, on the thread that sends or handles the
     message.
@@ -56,12 +59,18 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
         """Reads the headers of a message before it is unpickled; may replace tensors, and fills in references."""
 
     def wait_before_run(self, message: Incoming) -> "concurrent.futures.Future[None] | None":  # noqa: ARG002
-        """Returns a future that the handler of a request has to wait for, if there is one."""
+        """Returns a future that the handler of a request has to wait for, if there is one.
+
+        Called only for requests with references.
+        """
         return None
 
-    def scope(self, message: Incoming) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Returns the context in which the handler of a request runs."""
-        return nullcontext()
+    def scope(self, message: Incoming) -> AbstractContextManager[None] | None:  # noqa: ARG002
+        """Returns the context in which the handler of a request runs, if there is one.
+
+        Called only for requests of which some extension keeps something in `message.state`.
+        """
+        return None
 
     def map_error(self, error: Exception, worker: WorkerInfo) -> Exception:  # noqa: ARG002
         """Returns the exception that the caller gets for the one that a worker has answered with."""

@@ -3,6 +3,7 @@
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,26 @@ from ...proto.v1.agent_pb2 import MessageType
 from .devices import NO_DEVICES, DeviceMap
 from .worker import WorkerInfo
 
-__all__ = ["Buffer", "Deferred", "Handler", "Incoming", "MessageType", "Outgoing", "Request"]
+__all__ = [
+    "CALL",
+    "CANCEL",
+    "ERROR",
+    "RESULT",
+    "Buffer",
+    "Deferred",
+    "Handler",
+    "Incoming",
+    "MessageType",
+    "Outgoing",
+    "Request",
+]
 
+
+CALL: MessageType.ValueType = MessageType.CALL
+CANCEL: MessageType.ValueType = MessageType.CANCEL
+ERROR: MessageType.ValueType = MessageType.ERROR
+RESULT: MessageType.ValueType = MessageType.RESULT
+"""The types that every call uses: a name of the module is found faster than one of the protobuf enum."""
 
 Buffer = bytes | memoryview
 """Bytes of a message's body or of a tensor."""
@@ -78,6 +97,13 @@ class Outgoing:
     """From devices of this worker to devices of the receiver."""
     leaves: AbstractSet[int] = frozenset()
     """Indices of the tensors that arrive as leaves of the autograd graph: Parameters of modules."""
+    # Set when it is sent.
+    ticket: int = -1
+    """What the transport calls the envelope, to take it back."""
+    payloads: Sequence[agent_pb2.Payload] = ()
+    """The payloads that are not in the envelope."""
+    nbytes: int = 0
+    """Bytes of the body and the tensors."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,6 +123,7 @@ class Handler:
     cancellable: whether callers may cancel such a request before it has begun to run.
     operation: the function that users call to send such a request; for `repr` and log lines.
     description: what such a request is, in words that go on with the name of a worker; for errors.
+    scope: returns the context in which a message is unpickled and processed, if it needs one.
     """
 
     run: Callable[[Incoming], Any]
@@ -104,3 +131,4 @@ class Handler:
     cancellable: bool = False
     operation: str = "request"
     description: str = "a request to worker"
+    scope: Callable[[Incoming], AbstractContextManager[None]] | None = None

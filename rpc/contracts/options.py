@@ -23,6 +23,9 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
+TRANSPORTS = ("unix", "tcp", "grpc")
+"""What may carry messages."""
+
 DEFAULT_RPC_TIMEOUT = 60.0
 """Seconds."""
 
@@ -37,12 +40,20 @@ class ChannelOptions:
     max_inline_bytes: bytes of payloads that one envelope carries inside at most; the rest is chunked.
     chunk_bytes: bytes of one chunk of a larger payload.
     max_payload_bytes: bytes of the largest payload a worker accepts from another; nothing larger is allocated.
+    shared_memory_threshold: bytes from which a payload for a worker of this host, to which there is a unix socket,
+        goes through shared memory.
+    max_shared_bytes: bytes of shared memory that this worker makes at most, for all other workers together; beyond
+        that, payloads travel as between hosts.
+    max_mapped_bytes: bytes of shared memory that this worker accepts from one other worker.
     """
 
     inline_threshold: int = 128 * KIB
     max_inline_bytes: int = MIB
     chunk_bytes: int = MIB
     max_payload_bytes: int = 16 * GIB
+    shared_memory_threshold: int = 32 * KIB
+    max_shared_bytes: int = 4 * GIB
+    max_mapped_bytes: int = 16 * GIB
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -114,6 +125,8 @@ class RpcBackendOptions:
         `insecure`, and among workers on several hosts, it is the address at which the other hosts reach this one.
     insecure: allow workers on several hosts, or an `init_method` or `host` that other machines can reach, although
         callers are not authenticated: anybody who reaches a worker can run code in it. All workers must agree.
+    transports: what may carry the messages between two workers, in order of preference: "unix" sockets between
+        workers of one host, "tcp" sockets, and "grpc", which is always there. ("grpc",) needs one port per worker.
     channels: how the bytes of bodies and tensors travel.
     broadcasts: when tensors for several workers are sent to all of them at once.
     all_gather: when `all_gather` and `barrier` run through a process group.
@@ -134,6 +147,7 @@ class RpcBackendOptions:
     num_worker_threads: int = 16
     host: str | None = None
     insecure: bool = False
+    transports: Sequence[str] = TRANSPORTS
     channels: ChannelOptions = field(default_factory=ChannelOptions)
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
     all_gather: AllGatherOptions = field(default_factory=AllGatherOptions)
@@ -197,6 +211,13 @@ def _check_insecure(value: Any) -> Any:
     return value
 
 
+def _check_transports(value: Any) -> Any:
+    names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if names is None or "grpc" not in names or not set(names) <= set(TRANSPORTS):
+        raise ValueError(f"transports is {value!r}: give some of {TRANSPORTS}, and 'grpc' in any case")
+    return names
+
+
 def _check_threads(value: Any) -> Any:
     if value < 1:
         raise ValueError(f"num_worker_threads is {value!r}: at least 1 is needed")
@@ -254,6 +275,7 @@ _CHECKS = {
     "host": _check_host,
     "insecure": _check_insecure,
     "num_worker_threads": _check_threads,
+    "transports": _check_transports,
     "channels": _check_kind("channels", ChannelOptions),
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
     "all_gather": _check_kind("all_gather", AllGatherOptions),

@@ -1,8 +1,9 @@
 """Timeouts of requests, kept by one thread."""
 
-import heapq
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import final
 
@@ -13,6 +14,9 @@ MAX_WAIT_S = 3600.0
 
 MAX_SETTLED_ENTRIES = 1024
 """Entries of settled requests that are kept besides as many as there are live ones."""
+
+_Queue = deque[tuple[float, int]]
+"""Deadlines, as times of `time.monotonic`, and ids. All have the same timeout, so they are in order."""
 
 
 @final
@@ -35,30 +39,41 @@ class Deadlines:
 
         Args:
             expire: called with an id when its time is up. Must not block.
-            is_live: returns whether the request with this id is pending. Called with a lock held.
-            count_live: returns how many requests are pending. Called with a lock held.
+            is_live: returns whether the request with this id is pending.
+            count_live: returns how many requests are pending.
             name: of the thread.
         """
         self._expire = expire
         self._is_live = is_live
         self._count_live = count_live
-        self._heap: list[tuple[float, int]] = []
-        """Time of `time.monotonic` and id."""
-        self._changed = threading.Condition()
+        self._queues: dict[float, _Queue] = {}
+        """By timeout."""
+        self._entries = 0
+        self._lock = threading.Lock()
+        """Guards the queues."""
+        self._changed = threading.Condition(self._lock)
+        self._wakes_at = math.inf
+        """When the thread looks again; later than it does while it is looking."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def add(self, identifier: int, seconds: float) -> None:
         """Has an id expire in `seconds` from now."""
-        deadline = (time.monotonic() + seconds, identifier)
-        with self._changed:
-            heapq.heappush(self._heap, deadline)
-            if self._heap[0] == deadline:
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            queue = self._queues.get(seconds)
+            if queue is None:
+                queue = self._queues[seconds] = deque()
+            while queue and not self._is_live(queue[0][1]):
+                queue.popleft()
+                self._entries -= 1
+            queue.append((deadline, identifier))
+            self._entries += 1
+            if deadline < self._wakes_at:
                 self._changed.notify()
-            if len(self._heap) > 2 * self._count_live() + MAX_SETTLED_ENTRIES:
-                self._heap = [each for each in self._heap if self._is_live(each[1])]
-                heapq.heapify(self._heap)
+            if self._entries + len(self._queues) > 2 * self._count_live() + MAX_SETTLED_ENTRIES:
+                self._remove_settled()
 
     def close(self) -> None:
         """Ends the thread; nothing expires afterwards."""
@@ -68,19 +83,48 @@ class Deadlines:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _remove_settled(self) -> None:
+        """Removes the entries of settled requests. Called with the lock."""
+        for seconds, queue in list(self._queues.items()):
+            live = deque(entry for entry in queue if self._is_live(entry[1]))
+            if live:
+                self._queues[seconds] = live
+            else:
+                del self._queues[seconds]
+        self._entries = sum(map(len, self._queues.values()))
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 while not self._closed and (left := self._seconds_left()) > 0:
-                    self._changed.wait(min(left, MAX_WAIT_S))
+                    self._changed.wait(left)
+                    self._wakes_at = math.inf
                 if self._closed:
                     return
-                _, identifier = heapq.heappop(self._heap)
-            if self._is_live(identifier):
-                self._expire(identifier)
+                expired = self._take_expired()
+            for identifier in expired:
+                if self._is_live(identifier):
+                    self._expire(identifier)
 
     def _seconds_left(self) -> float:
         """Returns the time until the first live id expires, and removes those before it. Called with the lock."""
-        while self._heap and not self._is_live(self._heap[0][1]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] - time.monotonic() if self._heap else MAX_WAIT_S
+        first = math.inf
+        for queue in self._queues.values():
+            while queue and not self._is_live(queue[0][1]):
+                queue.popleft()
+                self._entries -= 1
+            if queue:
+                first = min(first, queue[0][0])
+        now = time.monotonic()
+        self._wakes_at = min(first, now + MAX_WAIT_S)
+        return self._wakes_at - now
+
+    def _take_expired(self) -> list[int]:
+        """Removes and returns the ids whose time is up. Called with the lock."""
+        now = time.monotonic()
+        expired: list[tuple[float, int]] = []
+        for queue in self._queues.values():
+            while queue and queue[0][0] <= now:
+                expired.append(queue.popleft())
+                self._entries -= 1
+        return [identifier for _, identifier in sorted(expired)]

@@ -1,19 +1,30 @@
-"""The threads that run incoming calls.
+"""The threads that run incoming calls, and read the sockets that they come from.
+
+An idle thread waits in epoll, for sockets and for tasks from other threads. When a socket is readable, one thread
+reads it, and runs what has arrived itself: no other thread has to be woken for a call that comes alone. Meanwhile
+another thread waits in epoll. At a high rate, the thread that has read a socket keeps it until it has run what it
+has read, because two threads that run short Python functions hold each other up. The waiting thread then is a
+watcher: it looks every millisecond, and takes over the socket and what has not begun to run if a function takes
+longer. A function that waits for another call gives up the socket at once.
 
 A fixed pool deadlocks as soon as calls nest deeper than it has threads. So `size` bounds only threads that can
 make progress: a thread that waits for another call does not count, and another thread is started in its place.
 Waits that the executor does not know of (for a lock, an event, another library's future) are found by a stall
 detector: when no task is taken from the queue although all threads are busy, the detector adds one thread, and
-waits longer before it adds each further one. Threads beyond `size` end when they run out of work.
+waits longer before it adds each further one.
 """
 
 import concurrent.futures
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any, TypeVar, final
+
+from .poller import OnReady, Poller
 
 __all__ = ["Executor"]
 
@@ -26,13 +37,41 @@ The second additional thread takes twice that, the third one three times that, u
 MAX_STALL_TIMEOUT_S = 0.25
 
 IDLE_TIMEOUT_S = 10.0
-"""Seconds that a thread waits for work before it ends, unless it is the last one."""
+"""Seconds that a thread waits for work before it ends, unless it is one of the last two."""
+
+WATCH_INTERVAL_S = 0.001
+"""Seconds that a thread may keep a socket, and what it has read, while it runs a function."""
+
+WATCH_FOR_S = 0.02
+"""Seconds after the last busy socket in which a waiting thread looks after the others."""
+
+MIN_THREADS = 2
+"""Threads that stay: one runs what it has read while the other waits in epoll."""
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_QueuedTask = tuple[Callable[..., None], tuple[Any, ...]]
+_Task = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class _Need(Enum):
+    """What has to be started for what is queued."""
+
+    NOTHING = auto()
+    THREAD = auto()
+    STALL_DETECTOR = auto()
+
+
+class _ThreadState(threading.local):
+    """What the executor keeps about the calling thread."""
+
+    is_worker = False
+    """Whether the thread belongs to the executor."""
+    is_blocked = False
+    """Whether it is in `blocking`."""
+    is_counted = False
+    """Whether its task counts against `size`."""
 
 
 @final
@@ -50,26 +89,32 @@ class Executor:
         self._size = size
         self._name = name
         self._initializer = initializer
-        self._tasks: deque[_QueuedTask] = deque()
+        self._tasks: deque[_Task] = deque()
+        self._urgent: deque[_Task] = deque()
         self._lock = threading.Lock()
-        """Guards all counts and the queue."""
-        self._has_work = threading.Condition(self._lock)
+        """Guards the counts and the queues."""
         self._saturated = threading.Condition(self._lock)
         """Notified when a task is queued for which no thread is free: wakes the stall detector."""
         self._thread_ended = threading.Condition(self._lock)
-        self._local = threading.local()
-        """Of each thread: `is_worker`, whether it belongs to this executor; `is_blocked`, in `blocking`."""
+        self._thread = _ThreadState()
         self._threads = 0
-        self._idle = 0
-        self._blocked = 0
+        self._polling = 0
+        """Threads in epoll, or about to look at the queues."""
+        self._running = 0
+        """Threads that run tasks which count against `size`, and are not in `blocking`."""
         self._extra = 0
-        """Threads beyond `size` that the stall detector has added since the queue was last empty."""
+        """Tasks beyond `size` that the stall detector has allowed since the queue was last empty."""
         self._taken = 0
         """Tasks taken from the queue so far."""
         self._started = 0
         """Threads started so far."""
-        self._stall_detector: threading.Thread | None = None
+        self._has_stall_detector = False
         self._closed = False
+        self._poller = Poller()
+        self._watchers = 0
+        """Polling threads that look after those which keep a file descriptor."""
+        self._watch_until = 0.0
+        """By the monotonic clock."""
 
     @property
     def threads(self) -> int:
@@ -78,24 +123,49 @@ class Executor:
 
     @property
     def idle(self) -> int:
-        """The number of threads that wait for a task."""
-        return self._idle
+        """The number of threads that wait for work."""
+        return self._polling
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is one of the executor's."""
+        return self._thread.is_worker
 
     @property
     def queued(self) -> int:
         """The number of tasks that wait for a thread."""
-        return len(self._tasks)
+        return len(self._tasks) + len(self._urgent)
 
     def submit(self, task: Callable[..., None], *args: Any) -> None:
         """Queues a task; drops it after `close`."""
+        self._submit(self._tasks, (task, args))
+
+    def submit_urgent(self, task: Callable[..., None], *args: Any) -> None:
+        """Queues a task that goes before all others, even if `size` threads are busy. It should be short."""
+        self._submit(self._urgent, (task, args))
+
+    def watch(self, descriptor: int, events: int, on_ready: OnReady) -> None:
+        """Has a thread call `on_ready` when a file descriptor is ready, one thread at a time.
+
+        Args:
+            descriptor: to watch until it is closed, which whoever owns it does after `unwatch`.
+            events: READABLE or WRITABLE.
+            on_ready: see OnReady.
+        """
         with self._lock:
             if self._closed:
                 return
-            self._tasks.append((task, args))
-            if self._idle >= len(self._tasks):
-                self._has_work.notify()
-            else:
-                self._add_thread()
+            self._poller.watch(descriptor, events, on_ready)
+            need = self._need()
+        self._provide(need)
+
+    def watch_again(self, descriptor: int) -> None:
+        """Waits for a file descriptor again whose OnReady has returned False."""
+        self._poller.watch_again(descriptor)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Forgets a file descriptor; an OnReady of it may still run."""
+        self._poller.unwatch(descriptor)
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
@@ -103,20 +173,23 @@ class Executor:
 
         Does nothing on threads that do not belong to the executor.
         """
-        if not getattr(self._local, "is_worker", False) or getattr(self._local, "is_blocked", False):
+        thread = self._thread
+        if not thread.is_worker or thread.is_blocked:
             yield
             return
-        self._local.is_blocked = True
+        thread.is_blocked = True
+        counted = thread.is_counted
+        self._poller.release()
         with self._lock:
-            self._blocked += 1
-            if len(self._tasks) > self._idle:
-                self._add_thread()
+            self._running -= counted
+            need = self._need()
+        self._provide(need)
         try:
             yield
         finally:
-            self._local.is_blocked = False
+            thread.is_blocked = False
             with self._lock:
-                self._blocked -= 1
+                self._running += counted
 
     def wait(self, future: "concurrent.futures.Future[T]") -> T:
         """Returns the result of a future that other calls complete, or raises its exception."""
@@ -131,73 +204,187 @@ class Executor:
             daemon, it does not keep the process from exiting.
         """
         with self._lock:
-            self._closed = True
+            was_closed, self._closed = self._closed, True
             self._tasks.clear()
-            self._has_work.notify_all()
+            self._urgent.clear()
             self._saturated.notify_all()
-            own = 1 if getattr(self._local, "is_worker", False) else 0  # a thread cannot wait for its own end
+            own = 1 if self._thread.is_worker else 0  # a thread cannot wait for its own end
+            if not self._threads and not was_closed:
+                self._poller.close()
+            elif self._threads:
+                self._poller.wake()
             return self._thread_ended.wait_for(lambda: self._threads <= own, seconds)
 
-    def _add_thread(self) -> None:
-        """Starts a thread if there may be one more, else wakes the stall detector. Called with the lock."""
-        if self._threads - self._blocked < self._size + self._extra:
-            self._start_thread()
-        elif self._stall_detector is None:
-            self._stall_detector = threading.Thread(
-                target=self._detect_stalls, name=f"{self._name}-stalls", daemon=True
-            )
-            self._stall_detector.start()
-        else:
+    # With the lock.
+
+    def _need(self) -> "_Need":
+        """Sees to it that what is queued gets a thread, and that sockets are read.
+
+        Returns:
+            What to start when the lock is released: a thread that starts may run anything meanwhile.
+        """
+        if not self._polling and not self._closed:
+            self._threads += 1
+            self._started += 1
+            self._polling += 1
+            return _Need.THREAD
+        if self._poller.kept and not self._watchers:
+            self._poller.wake()  # a thread that becomes a watcher
+        elif self._has_runnable():
+            self._poller.wake()
+        elif self._tasks:
+            if not self._has_stall_detector:
+                self._has_stall_detector = True
+                return _Need.STALL_DETECTOR
             self._saturated.notify()
+        return _Need.NOTHING
+
+    def _has_runnable(self) -> bool:
+        """Returns whether a thread may run a task that is queued."""
+        return bool(self._urgent) or (bool(self._tasks) and self._running < self._size + self._extra)
+
+    def _take(self) -> _Task | None:
+        """Takes a task that may run now."""
+        self._thread.is_counted = False
+        if self._urgent:
+            return self._urgent.popleft()
+        if not self._tasks or self._running >= self._size + self._extra:
+            return None
+        self._running += 1
+        self._taken += 1
+        self._thread.is_counted = True
+        return self._tasks.popleft()
+
+    # Without the lock, from here on.
+
+    def _submit(self, queue: deque[_Task], task: _Task) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            queue.append(task)
+            if self._poller.is_reading:
+                return  # this thread looks at the queues next
+            need = self._need()
+        if need is not _Need.NOTHING:
+            self._provide(need)
+
+    def _provide(self, need: "_Need") -> None:
+        if need is _Need.THREAD:
+            self._start_thread()
+        elif need is _Need.STALL_DETECTOR:
+            threading.Thread(target=self._detect_stalls, name=f"{self._name}-stalls", daemon=True).start()
 
     def _start_thread(self) -> None:
-        self._started += 1
+        """Starts a thread that `_need` has counted."""
         thread = threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True)
-        self._threads += 1
         try:
             thread.start()
         except RuntimeError:  # the system's limit; the existing threads run the task
-            self._threads -= 1
+            with self._lock:
+                self._threads -= 1
+                self._polling -= 1
             log.warning("cannot start thread %d for incoming calls", self._threads + 1)
 
     def _run(self) -> None:
-        self._local.is_worker = True
+        self._thread.is_worker = True
         self._initializer()
-        while (task := self._next()) is not None:
+        task = self._next(has_run=False)
+        while task is not None:
             function, args = task
             try:
                 function(*args)
             except BaseException:
                 log.exception("a task of executor %s failed", self._name)
             del task, function, args  # an idle thread keeps no task alive
+            task = self._next(has_run=True)
 
-    def _next(self) -> _QueuedTask | None:
-        """Waits for the next task; returns None if this thread is to end, after which it is not counted."""
-        with self._lock:
-            self._idle += 1
-            try:
-                while not self._tasks:
-                    if self._should_end():
-                        self._threads -= 1
-                        self._thread_ended.notify_all()
-                        return None
-                self._taken += 1
-                return self._tasks.popleft()
-            finally:
-                self._idle -= 1
+    def _next(self, *, has_run: bool) -> _Task | None:
+        """Waits for the next task, and reads sockets meanwhile; returns None if this thread is to end.
 
-    def _should_end(self) -> bool:
-        """Waits for work; returns whether an idle thread should end. Called with the lock."""
-        if self._closed or self._threads - self._blocked > self._size:
+        Args:
+            has_run: whether the thread has run a task; else it has been started, and counts as polling already.
+        """
+        poller = self._poller
+        is_idle = watches = has_ticked = False
+        taken = -1
+        while True:
+            with self._lock:
+                if has_run:
+                    has_run = False
+                    self._polling += 1
+                    self._running -= self._thread.is_counted
+                self._watchers -= watches
+                # A watcher leaves the tasks to a thread that is taking them one after another.
+                leaves = has_ticked and bool(poller.kept) and self._taken != taken
+                task = None if leaves else self._take()
+                if task is not None:
+                    self._polling -= 1
+                elif (self._closed or is_idle or self._polling > self._size) and self._should_end(is_idle=is_idle):
+                    break
+                watches = task is None and (bool(poller.kept) or time.monotonic() < self._watch_until)
+                self._watchers += watches
+                taken = self._taken
+                need = self._need() if self._must_look_for_threads(leaves=leaves) else _Need.NOTHING
+            if need is not _Need.NOTHING:
+                self._provide(need)
+            if task is not None:
+                return task
+            poller.release()
+            has_ticked = not self._poll(WATCH_INTERVAL_S if watches else IDLE_TIMEOUT_S)
+            is_idle = has_ticked and not watches
+            if has_ticked and watches:
+                poller.take_over(WATCH_INTERVAL_S)
+        poller.release()
+        return None
+
+    def _must_look_for_threads(self, *, leaves: bool) -> bool:
+        """Returns whether a thread may be missing. Called with the lock."""
+        if not self._polling or (self._poller.kept and not self._watchers):
             return True
-        was_notified = self._has_work.wait(IDLE_TIMEOUT_S)
-        return self._closed or (not was_notified and not self._tasks and self._threads > 1)
+        if not self._has_runnable():
+            return bool(self._tasks)  # of which the stall detector has to know
+        # What may run is seen by a watcher in a moment, if this thread does not come to it.
+        return not self._watchers and not leaves
+
+    def _should_end(self, *, is_idle: bool) -> bool:
+        """Returns whether this thread, which has nothing to run, should end. Called with the lock."""
+        surplus = self._polling > max(self._size, MIN_THREADS) or (
+            is_idle and self._polling > 1 and self._threads > MIN_THREADS
+        )
+        if not self._closed and not surplus:
+            return False
+        self._threads -= 1
+        self._polling -= 1
+        self._thread_ended.notify_all()
+        if self._closed:
+            if self._threads:
+                self._poller.wake()
+            else:
+                self._poller.close()
+        return True
+
+    def _poll(self, seconds: float) -> bool:
+        """Waits for a socket or a wake-up, and reads the socket; returns whether there was one."""
+        poller = self._poller
+        descriptor = poller.wait(seconds)
+        if descriptor is None:
+            return False
+        if descriptor >= 0:
+            if poller.is_busy:
+                self._watch_until = poller.last_ready + WATCH_FOR_S
+            if self._watchers and (self._tasks or self._urgent):
+                poller.keep(descriptor)
+            else:
+                poller.watch_again(descriptor)
+        return True
 
     def _detect_stalls(self) -> None:
-        with self._lock:
-            while not self._closed:
+        while True:
+            with self._lock:
                 # While there are tasks, the detector must not wait without a timeout, not even if threads are
                 # idle: an idle thread may be about to take a task that waits for the next one.
+                if self._closed:
+                    return
                 if not self._tasks:
                     self._extra = 0
                     self._saturated.wait()
@@ -205,6 +392,8 @@ class Executor:
                 taken = self._taken
                 stall = min(MAX_STALL_TIMEOUT_S, STALL_TIMEOUT_S * (self._extra + 1))
                 self._saturated.wait_for(lambda: self._closed, stall)
-                if not self._closed and self._tasks and not self._idle and self._taken == taken:
-                    self._extra += 1
-                    self._start_thread()
+                if self._closed or not self._tasks or self._taken != taken:
+                    continue
+                self._extra += 1
+                need = self._need()
+            self._provide(need)

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from ...torch_internals import AnyFuture
 from .executor import Executor
 from .kept_errors import copy_error
 
@@ -46,15 +47,22 @@ class Future(torch.futures.Future[T]):
             executor: is told of waits.
             cancel: cancels the call and returns whether it was pending; None if the call cannot be cancelled.
             worker: see `worker`.
-            operation: see `operation`.
+            operation: what the call does, unless `describe` is set.
         """
-        super().__init__()
+        AnyFuture.__init__(self, [])  # not by torch.futures.Future, whose Python takes half of the time
         self.worker = worker
         """The name of the worker that the call was sent to."""
-        self.operation = operation
+        self.describe: Callable[[], str] = lambda: operation
         """What the call does, for people: such as `rpc_async add`."""
         self._executor = executor
         self._cancel = cancel
+        self._waiters: list[threading.Lock] = []
+        """A held lock for each thread that waits, which is released when the future is done or about to be."""
+
+    @property
+    def operation(self) -> str:
+        """The name of the call, for people: such as `rpc_async add`."""
+        return self.describe()
 
     def cancel(self) -> bool:
         """Cancels the call: the future fails at once with RpcCancelledError.
@@ -83,27 +91,41 @@ class Future(torch.futures.Future[T]):
     def wait(self) -> T:
         """Blocks until the call is done; returns its result or raises its exception."""
         try:
-            if self.done():
-                return super().wait()
-            with self._executor.blocking():
-                if threading.current_thread() is threading.main_thread():
-                    _wait_interruptibly(self)
-                return super().wait()
+            if not self.done():
+                if self._executor.is_current:
+                    with self._executor.blocking():
+                        self._wait_interruptibly()
+                else:
+                    self._wait_interruptibly()
+            return super().wait()
         except Exception as error:
             error.__traceback__ = None
             raise copy_error(error) from error.__cause__
 
+    def _wait_interruptibly(self) -> None:
+        """Returns when the future is done or about to be. Ctrl-C interrupts it, unlike a wait in C++."""
+        woken = threading.Lock()
+        woken.acquire()
+        self._waiters.append(woken)
+        if not self.done():  # else whoever completed it may have looked at the waiters before
+            woken.acquire()
+
+    def set_result(self, result: T) -> None:
+        """Completes the future with a value."""
+        self._wake()
+        super().set_result(result)  # runs callbacks, for which nobody else should wait
+        self._wake()  # those that have begun to wait in between
+
     def set_exception(self, result: Exception) -> None:  # type: ignore[override] # torch's type is a value's
         """Completes the future with an exception."""
+        self._wake()
         super().set_exception(result.with_traceback(None))  # type: ignore[arg-type]
+        self._wake()
 
-
-def _wait_interruptibly(future: torch.futures.Future[Any]) -> None:
-    """Returns when a future is done. Ctrl-C interrupts this wait, unlike that of torch's future in C++."""
-    done = threading.Lock()
-    done.acquire()
-    future.add_done_callback(lambda _future: done.release())
-    done.acquire()
+    def _wake(self) -> None:
+        while self._waiters:
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                self._waiters.pop().release()
 
 
 async def wait_async(future: torch.futures.Future[T]) -> T:

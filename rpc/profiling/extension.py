@@ -20,7 +20,7 @@ from ...proto.v1 import agent_pb2
 from ...torch_internals import find_builtin, profiler_enabled, qualified_name, set_profiler_node_id
 from ..contracts.agent import RpcAgent
 from ..contracts.extension import Extension
-from ..contracts.messages import Deferred, Incoming, MessageType, Outgoing
+from ..contracts.messages import RESULT, Deferred, Incoming, Outgoing
 from ..contracts.worker import WorkerInfo
 from .events import REMOTE_PREFIX, events_from_tensor, events_to_tensor
 from .sessions import ProfiledCall, Session, current_session, torch_hooks
@@ -143,7 +143,7 @@ class Profiling(Extension):
     def on_receive(self, message: Incoming) -> None:
         """Takes the callee's events out of an answer; prepares to profile a request."""
         has_header = message.envelope.HasField("profile")
-        if message.envelope.type == MessageType.RESULT:
+        if message.envelope.type == RESULT:
             if has_header:
                 self._take_events(message)
         elif has_header or self._collectors:

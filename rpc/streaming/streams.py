@@ -8,7 +8,7 @@ generator only while the items that have been sent and not taken are less than a
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, final
 
 from ...errors import NotInitializedError, WorkerLostError
@@ -48,7 +48,7 @@ class Streams(Extension):
                 description="the request of a stream from worker",
             ),
             MessageType.STREAM_OPENED: Handler(self._on_opened),
-            MessageType.STREAM_ITEM: Handler(self._on_item, user_values=True),
+            MessageType.STREAM_ITEM: Handler(self._on_item, user_values=True, scope=self._replace_on_error),
             MessageType.STREAM_CREDIT: Handler(self._on_credit),
         }
 
@@ -96,13 +96,9 @@ class Streams(Extension):
         if (consumer := self._consumer_of(message)) is not None:
             consumer.on_item(message.envelope.stream.items, message.value, None, message.nbytes)
 
-    def scope(self, message: Incoming) -> AbstractContextManager[None]:
-        """Replaces an item that does not unpickle by its error, which the stream raises in its place."""
-        is_item = message.envelope.type == MessageType.STREAM_ITEM
-        return self._replace_on_error(message) if is_item else nullcontext()
-
     @contextmanager
     def _replace_on_error(self, message: Incoming) -> Iterator[None]:
+        """Context manager that replaces an item by its error if it does not unpickle."""
         try:
             yield
         finally:

@@ -1,6 +1,6 @@
 """The contract of transports, which carry the envelopes of messages between two workers."""
 
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
@@ -20,15 +20,16 @@ class Transport(Protocol):
       connection; a transport reports that loss to its listener, and does not connect again.
     - Connecting: at the first `send` or `connect`, or when the peer connects. Before that, a transport has neither
       socket nor thread. If both workers connect at the same moment, one of the two connections remains.
-    - Threads: `send` and `connect` are called from any thread, all else on the agent's event loop. A transport
-      that reads on a thread of its own hands envelopes to the loop by `call_soon_threadsafe`.
+    - Threads: `send` and `connect` are called from any thread, all else on the agent's event loop. Envelopes are
+      handed to the listener on any thread.
     - Blocking: no method waits for the peer, except `close`, which does not block the loop.
     - Ownership: the agent's Network makes one transport for each peer, and calls `close` once, even if the
       connection is lost already. Sockets and threads belong to the transport, which releases them in `close`.
     """
 
-    name: ClassVar[str]
-    """The name of this kind of transport in debug info."""
+    @property
+    def name(self) -> str:
+        """The name of this kind of transport in debug info."""
 
     def send(self, envelope: bytes) -> int:
         """Queues one envelope, of at most `settings.MAX_ENVELOPE_BYTES`. The queue is unbounded.
@@ -61,13 +62,18 @@ class Transport(Protocol):
 
 
 class TransportListener(Protocol):
-    """Receives the envelopes of all transports of an agent. Called on its event loop; must not block or raise."""
+    """Receives the envelopes of all transports of an agent. Its methods must not block or raise."""
 
     def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Handles an envelope from a peer. Also called while `close` waits for the peer's goodbye."""
+        """Handles an envelope from a peer. Called on any thread, for one peer by one thread at a time.
+
+        Also called while `close` waits for the peer's goodbye.
+        """
 
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
-        """Handles the end of a connection. Called at most once for each transport, after the last `on_envelope`.
+        """Handles the end of a connection. Called on the event loop.
+
+        Called at most once for each transport, after the last `on_envelope`.
 
         The transport has dropped its queue, and `send` raises from now on. Need not be called during `close`.
 

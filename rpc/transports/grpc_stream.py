@@ -6,17 +6,19 @@ waits for its peer's.
 
 All streams run on one event loop, so the number of threads does not grow with that of peers. Envelopes that are
 sent while a write is in flight share the next frame; messages per second depend on that.
+
+Where they can, two workers connect a socket too, which carries the envelopes in a third of the time (sockets.py).
+The stream then stands for the connection: goodbyes go by it, and it tells when a peer is lost.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import threading
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Sequence
 from enum import Enum, auto
-from typing import Any, ClassVar, final
+from functools import partial
+from typing import Any, final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,15 +27,15 @@ from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
-from ..wire.framing import bytes_field
-from .base import TransportClosedError, TransportListener
+from .base import TransportListener
+from .envelope_socket import CLOSED, EnvelopeSocket
+from .grpc_calls import Read, Write, end_of_error, raise_status, welcome_frame, write_frame
 from .handshake import Handshake, RefusedError
+from .outbox import Outbox
 from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
+from .sockets import UNIX, OfferedSocket, SocketParts, dial
 
 __all__ = ["GrpcStream", "GrpcStreams"]
-
-FRAME_BYTES = 1 << 20
-"""Maximum bytes of envelopes that share a frame; a larger envelope has a frame of its own."""
 
 DIAL_ATTEMPTS = 3
 """Attempts to open a stream. A peer serves before its address is known, so a refused connection means that it is
@@ -45,13 +47,12 @@ DIAL_BACKOFF_S = 0.05
 DUPLICATE_TIMEOUT_S = 5.0
 """Seconds to wait for the stream that a peer said it is opening, before opening one again."""
 
+READ_OUT_TIMEOUT_S = 5.0
+"""Seconds in which what a peer sent by the socket, before its goodbye or its death, is read."""
+
+BROKEN_SOCKET_GRACE_S = 1.0
+"""Seconds that a stream may stand after its socket broke; if the peer has died, the stream tells how."""
 log = logging.getLogger(__name__)
-
-Read = Callable[[], Awaitable[Any]]
-"""Reads a serialized frame; `aio.EOF` at the end."""
-
-Write = Callable[[bytes], Awaitable[Any]]
-"""Writes a serialized frame."""
 
 
 class _State(Enum):
@@ -66,10 +67,17 @@ class _State(Enum):
 class GrpcStreams:
     """All streams of one agent. Used on the event loop only, except `add`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, handshake: Handshake, listener: TransportListener) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handshake: Handshake,
+        listener: TransportListener,
+        sockets: SocketParts,
+    ) -> None:
         self.loop = loop
         self.handshake = handshake
         self.listener = listener
+        self.sockets = sockets
         self._streams: dict[int, GrpcStream] = {}
 
     def add(self, peer: WorkerInfo, address: str) -> "GrpcStream":
@@ -100,32 +108,30 @@ class GrpcStreams:
             await context.write(stream.goodbye)
             stream.on_goodbye_sent()
             return
-        if stream.closed_reason is not None:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, stream.closed_reason)
-        accepted = stream.accept()
-        welcome = agent_pb2.Frame(welcome=agent_pb2.Welcome(duplicate=not accepted)).SerializeToString()
-        if accepted:
-            await stream.run(context.read, context.write, first=welcome)
+        if (reason := stream.outbox.closed_reason) is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        if stream.accept():
+            await stream.welcome(context.read, context.write)
         else:
-            await context.write(welcome)
+            await context.write(welcome_frame(duplicate=True))
+
+    def release(self) -> None:
+        """Releases the sockets that no thread reads any more. Called when the executor has ended."""
+        for stream in self._streams.values():
+            if stream.outbox.socket is not None:
+                stream.outbox.socket.release()
 
 
 @final
 class GrpcStream:
     """The stream between this worker and one peer, whichever of the two opens it."""
 
-    name: ClassVar[str] = "grpc"
-
     def __init__(self, streams: GrpcStreams, peer: WorkerInfo, address: str) -> None:
+        self.outbox = Outbox()
         self._streams = streams
         self._loop = streams.loop
         self._peer = peer
         self._address = address
-        self._lock = threading.Lock()
-        self._tickets = itertools.count()
-        self._queue: OrderedDict[int, bytes] = OrderedDict()
-        self.closed_reason: str | None = None
-        """The reason why the stream is closed; None until then."""
         # All attributes that follow are used on the loop only.
         self._state = _State.IDLE
         self._wake = asyncio.Event()
@@ -134,23 +140,25 @@ class GrpcStream:
         """The serialized frame that ends the stream; empty until this worker leaves."""
         self._dialing: asyncio.Task[None] | None = None
         self._runner: asyncio.Task[Any] | None = None
+        self._offered: OfferedSocket | None = None
+        """The socket that the peer has been offered, until it says whether it uses it. No envelope goes before."""
+        self._socket_ended = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        """What carries the envelopes: "unix", "tcp" or "grpc"."""
+        return "grpc" if self.outbox.socket is None else self.outbox.socket.name
 
     def send(self, envelope: bytes) -> int:
-        """Queues an envelope."""
-        with self._lock:
-            if self.closed_reason is not None:
-                raise TransportClosedError(self.closed_reason)
-            ticket = next(self._tickets)
-            self._queue[ticket] = bytes_field(agent_pb2.Frame.ENVELOPES_FIELD_NUMBER, len(envelope)) + envelope
-            first = len(self._queue) == 1
+        """Sends an envelope, or queues it."""
+        ticket, first = self.outbox.send(envelope)
         if first:
             self._loop.call_soon_threadsafe(self._start_or_wake)
         return ticket
 
     def withdraw(self, ticket: int) -> bool:
         """Removes an envelope from the queue, if it is there."""
-        with self._lock:
-            return self._queue.pop(ticket, None) is not None
+        return self.outbox.withdraw(ticket)
 
     def connect(self) -> None:
         """Opens the stream if it is not open."""
@@ -198,6 +206,17 @@ class GrpcStream:
         self._state = _State.OPEN
         return True
 
+    async def welcome(self, read: Read, write: Write) -> None:
+        """Accepts the stream that the peer has opened: offers it a socket, and runs the stream."""
+        sockets = self._streams.sockets
+        if sockets.kinds:
+            self._offered = sockets.listener.offer(same_host=sockets.is_same_host(self._peer.id))
+        try:
+            await self.run(read, write, first=welcome_frame(self._offered))
+        finally:
+            if self._offered is not None:
+                self._offered.withdraw()
+
     async def run(self, read: Read, write: Write, first: bytes = b"") -> None:
         """Exchanges frames until either side says goodbye or the connection breaks.
 
@@ -209,13 +228,15 @@ class GrpcStream:
         self._state = _State.OPEN
         self._runner = asyncio.current_task()
         writer = self._loop.create_task(self._write_frames(write, first))
-        reason = "its connection closed without a goodbye; the process has died or was cut off"
+        reason = CLOSED
         peer_end: WorkerEnd | None = None
         try:
             while (data := await read()) is not aio.EOF:
                 frame = agent_pb2.Frame.FromString(data)
                 for envelope in frame.envelopes:
                     self._streams.listener.on_envelope(self._peer, envelope)
+                if frame.HasField("choice"):
+                    await self._on_choice(frame.choice.kind)
                 if frame.goodbye:
                     peer_end = WorkerEnd.from_proto(frame.departure)
                     break
@@ -232,7 +253,55 @@ class GrpcStream:
             reason = f"its connection broke: {error!r}"
         finally:
             writer.cancel()
-            self._finish(SHUT_DOWN if self.goodbye else peer_end or WorkerEnd(LossCause.DISCONNECTED, reason))
+            try:
+                await self._read_out_socket()
+            finally:  # gRPC may cancel this
+                self._finish(SHUT_DOWN if self.goodbye else peer_end or WorkerEnd(LossCause.DISCONNECTED, reason))
+
+    async def _on_choice(self, kind: str) -> None:
+        """Handles the answer to the offer of a socket."""
+        offered = self._offered
+        if offered is not None and kind:
+            connection = await offered.connection()
+            if self._state is _State.CLOSED:
+                connection.close()
+            else:
+                self._use_socket(offered.offer.kind, connection)
+        elif offered is not None:
+            offered.withdraw()
+        self._offered = None  # not before: the stream carries envelopes from now on, unless the socket does
+        self._wake.set()
+
+    def _use_socket(self, kind: str, connection: socket.socket) -> None:
+        segments = self._streams.sockets.segments(self._peer.id) if kind == UNIX else None
+        used = EnvelopeSocket(
+            kind,
+            connection,
+            self._streams.sockets.executor,
+            partial(self._streams.listener.on_envelope, self._peer),
+            self._on_socket_end,
+            segments,
+        )
+        if segments is not None:
+            segments.connect(used)
+        self.outbox.use_socket(used)
+        used.start()
+
+    def _on_socket_end(self, reason: str) -> None:
+        """Handles the end of the socket. Called on a thread of the executor."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._handle_socket_end, reason)
+
+    def _handle_socket_end(self, reason: str) -> None:
+        self._socket_ended.set()
+        if reason and self._state is _State.OPEN and not self.goodbye:
+            self._loop.call_later(BROKEN_SOCKET_GRACE_S, self.abort, reason)
+
+    async def _read_out_socket(self) -> None:
+        """Waits until all that the peer has sent by the socket is read."""
+        if self.outbox.socket is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._socket_ended.wait(), READ_OUT_TIMEOUT_S)
 
     def _start_or_wake(self) -> None:
         if self._state is _State.IDLE and not self.goodbye:
@@ -251,7 +320,7 @@ class GrpcStream:
             except aio.AioRpcError as error:
                 unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
                 if not unavailable or self.goodbye or attempt == DIAL_ATTEMPTS:
-                    self._finish(_end_of(error, self._address))
+                    self._finish(end_of_error(error, self._address))
                     return
             except Exception as error:
                 self._finish(WorkerEnd(LossCause.UNREACHABLE, f"connecting to it failed: {error!r}"))
@@ -265,22 +334,32 @@ class GrpcStream:
             call = channel.stream_stream(EXCHANGE_METHOD)()
             try:
                 hello = agent_pb2.Frame(hello=self._streams.handshake.hello)
-                await _write(call, hello.SerializeToString())
+                await write_frame(call, hello.SerializeToString())
                 first = await call.read()
                 if first is aio.EOF:
-                    await _raise_status(call)
+                    await raise_status(call)
                 welcome = agent_pb2.Frame.FromString(first)
                 if welcome.goodbye:
                     self._finish(WorkerEnd.from_proto(welcome.departure))
                     return True
                 if welcome.welcome.duplicate:
                     return False
-                await self.run(call.read, lambda data: _write(call, data))
+                if welcome.welcome.sockets:
+                    await self._choose_socket(call, welcome.welcome.sockets)
+                await self.run(call.read, lambda data: write_frame(call, data))
                 with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
                     await call.done_writing()
                 return True
             finally:
                 call.cancel()
+
+    async def _choose_socket(self, call: Any, offers: Sequence[agent_pb2.SocketOffer]) -> None:
+        """Connects the socket that the peer offers, and tells it."""
+        dialed = await dial(self._loop, offers, self._streams.sockets.kinds)
+        choice = agent_pb2.SocketChoice(kind=dialed[0] if dialed is not None else "")
+        if dialed is not None:
+            self._use_socket(*dialed)
+        await write_frame(call, agent_pb2.Frame(choice=choice).SerializeToString())
 
     def _wait_for_peer(self) -> None:
         """Waits for the stream that the peer is opening; if none comes, opens one again."""
@@ -298,9 +377,11 @@ class GrpcStream:
             if first:
                 await write(first)
             while True:
-                if frame := self._next_frame():
+                if self._offered is None and (frame := self.outbox.next_frame()):
                     await write(frame)
-                elif self.goodbye:
+                elif self.goodbye and self._offered is None:
+                    if self.outbox.socket is not None:
+                        self.outbox.socket.finish()
                     await write(self.goodbye)
                     return
                 else:
@@ -309,51 +390,11 @@ class GrpcStream:
         except (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError):
             pass  # `run` sees the same end while it reads, with the reason
 
-    def _next_frame(self) -> bytes:
-        """Takes envelopes of up to FRAME_BYTES, but at least one, from the queue; empty if there is none."""
-        with self._lock:
-            taken: list[bytes] = []
-            size = 0
-            for envelope in self._queue.values():
-                size += len(envelope)
-                if taken and size > FRAME_BYTES:
-                    break
-                taken.append(envelope)
-            if len(taken) == len(self._queue):
-                self._queue.clear()
-            else:
-                for _ in taken:
-                    self._queue.popitem(last=False)
-        return b"".join(taken)
-
     def _finish(self, end: WorkerEnd, *, report: bool = True) -> None:
         if self._state is _State.CLOSED:
             return
         self._state = _State.CLOSED
-        with self._lock:
-            self.closed_reason = end.reason
-            self._queue.clear()
+        self.outbox.close(end.reason)
         self._ended.set()
         if report:
             self._streams.listener.on_closed(self._peer, end)
-
-
-async def _write(call: Any, data: bytes) -> None:
-    """Writes a frame; raises the status of a call that has ended, as reading does."""
-    try:
-        await call.write(data)
-    except asyncio.InvalidStateError:
-        await _raise_status(call)
-
-
-async def _raise_status(call: Any) -> None:
-    raise aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-    )
-
-
-def _end_of(error: aio.AioRpcError, address: str) -> WorkerEnd:
-    """Returns the end of a peer to which no stream can be opened."""
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
-    return WorkerEnd(LossCause.REFUSED, f"it refused the connection: {error.details()}")

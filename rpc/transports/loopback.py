@@ -1,7 +1,6 @@
 """The transport from a worker to itself."""
 
-import asyncio
-from typing import ClassVar, final
+from typing import final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
@@ -13,22 +12,23 @@ __all__ = ["LoopbackTransport"]
 
 @final
 class LoopbackTransport:
-    """Delivers parsed copies of envelopes to this worker's own listener, on the event loop."""
+    """Delivers parsed copies of envelopes to this worker's own listener, on the thread that sends."""
 
-    name: ClassVar[str] = "loopback"
+    @property
+    def name(self) -> str:
+        """The name in debug info."""
+        return "loopback"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, me: WorkerInfo, listener: TransportListener) -> None:
-        self._loop = loop
+    def __init__(self, me: WorkerInfo, listener: TransportListener) -> None:
         self._me = me
         self._listener = listener
         self._closed = False
 
     def send(self, envelope: bytes) -> int:
-        """Schedules the delivery."""
+        """Delivers an envelope."""
         if self._closed:
             raise TransportClosedError(SHUT_DOWN.reason)
-        message = agent_pb2.Envelope.FromString(envelope)
-        self._loop.call_soon_threadsafe(self._listener.on_envelope, self._me, message)
+        self._listener.on_envelope(self._me, agent_pb2.Envelope.FromString(envelope))
         return 0
 
     def withdraw(self, ticket: int) -> bool:  # noqa: ARG002

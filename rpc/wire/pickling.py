@@ -7,6 +7,7 @@ so that the receiver can count them even if it cannot unpickle the value. `unpic
 import copyreg
 import io
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
@@ -18,6 +19,7 @@ from ...torch_internals import RecursiveScriptModule
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer
 from .script import reduce_script_function, reduce_script_module
+from .small_tensors import address_of, is_small, reduce_small
 from .tensors import check_sendable
 from .unpickling import parameter_placeholder, reference_placeholder, tensor_placeholder, unpickle
 from .unsendable import explain_failure
@@ -46,6 +48,10 @@ class Packed:
         """Indices of the tensors that the receiver gets as autograd leaves, even inside an autograd context."""
 
 
+_CPU = torch.device("cpu")
+_NOTHING = Packed()
+
+
 @final
 class Packer:
     """Pickles and unpickles the values of one agent's messages.
@@ -61,14 +67,18 @@ class Packer:
             RecursiveScriptModule: reduce_script_module,
         }
         self._detaches: list[Callable[[object], bool]] = []
+        self._idle: deque[_Extractor] = deque()
+        """Picklers that no thread uses: making one takes longer than pickling a small value."""
 
     def register_reference_type(self, reference_type: type) -> None:
         """Has instances of exactly this class travel as references."""
         self._reference_types.append(reference_type)
+        self._idle.clear()
 
     def register_reducers(self, reducers: Mapping[type, Reducer]) -> None:
         """Has instances of exactly these classes pickled by functions, as in `copyreg`."""
         self._reducers.update(reducers)
+        self._idle.clear()
 
     def detach_parameters_if(self, predicate: Callable[[object], bool]) -> None:
         """Has every Parameter of a value that satisfies `predicate` arrive as a leaf.
@@ -100,17 +110,36 @@ class Packer:
         return unpickle(body, tensors, references)
 
     def _pack(self, value: object, device_map: DeviceMap) -> Packed:
-        extractor = _Extractor(device_map)
-        stream = io.BytesIO()
-        pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
-        pickler.dispatch_table = extractor.dispatch_table(self._reducers, self._reference_types)
-        pickler.dump(value)
-        packed = extractor.packed
-        packed.body = stream.getvalue()
+        try:
+            extractor = self._idle.pop()
+        except IndexError:
+            extractor = _Extractor(self._reducers, self._reference_types)
+        try:
+            packed = extractor.pickle(value, device_map, with_small=_CPU not in device_map)
+        except BaseException as error:
+            extractor.reset()  # it is not used again, but only the garbage collector frees it
+            if isinstance(error, _SharedMemoryError):
+                return self._pack_again(value, device_map)
+            raise
         if extractor.parameter_ids:
-            detached = any(detaches(value) for detaches in self._detaches)
-            packed.leaves = extractor.parameter_ids.keys() if detached else extractor.owned_parameters()
+            packed.leaves = self._leaves(extractor, value)
+        extractor.reset()
+        self._idle.append(extractor)
         return packed
+
+    def _pack_again(self, value: object, device_map: DeviceMap) -> Packed:
+        """Pickles a value whose tensors share memory: none of them is inside the pickle."""
+        extractor = _Extractor(self._reducers, self._reference_types)
+        packed = extractor.pickle(value, device_map, with_small=False)
+        packed.leaves = self._leaves(extractor, value)
+        return packed
+
+    def _leaves(self, extractor: "_Extractor", value: object) -> AbstractSet[int]:
+        """Returns the indices of the tensors of a pickled value that arrive as leaves."""
+        if not extractor.parameter_ids:
+            return frozenset()
+        detached = any(detaches(value) for detaches in self._detaches)
+        return set(extractor.parameter_ids) if detached else extractor.owned_parameters()
 
     def _pickling_error(self, value: object, device_map: DeviceMap) -> Exception | None:
         try:
@@ -122,36 +151,80 @@ class Packer:
 
 @final
 class _Extractor:
-    """Takes tensors and references out of one value while it is pickled."""
+    """A pickler that takes tensors and references out of the values. Used by one thread at a time."""
 
-    __slots__ = ("_device_map", "_owned_ids", "packed", "parameter_ids")
+    __slots__ = (
+        "_addresses",
+        "_device_map",
+        "_owned_ids",
+        "_packed",
+        "_pickler",
+        "_stream",
+        "_with_small",
+        "parameter_ids",
+    )
 
-    def __init__(self, device_map: DeviceMap) -> None:
-        self.packed = Packed()
+    def __init__(self, reducers: Mapping[type, Reducer], reference_types: Iterable[type]) -> None:
+        """Makes a pickler with these reducers by class, for these classes of references."""
         self.parameter_ids: dict[int, int] = {}
         """By the index of a tensor that is a Parameter, the `id` of the Parameter."""
+        self._packed = _NOTHING
         self._owned_ids: set[int] = set()
         """The `id` of each Parameter of a module or optimizer."""
-        self._device_map = device_map
-
-    def dispatch_table(
-        self, reducers: Mapping[type, Reducer], reference_types: Iterable[type]
-    ) -> "_DispatchTable":
-        """Returns the table for the pickler; this object does not refer to it, so no cycle keeps tensors alive."""
-        table = _DispatchTable(copyreg.dispatch_table)
-        table.update(reducers)
+        self._device_map = NO_DEVICES
+        self._with_small = True
+        self._addresses: set[int] = set()
+        """Of the memory of the tensors so far, if some of them may be in the pickle."""
+        self._stream = io.BytesIO()
+        self._pickler = pickle.Pickler(self._stream, protocol=PICKLE_PROTOCOL)
+        table = _DispatchTable(reducers)
         table.reduce_owner = self._reduce_owner
         table[torch.Tensor] = self._reduce_tensor
         table[nn.Parameter] = self._reduce_parameter
         for reference_type in reference_types:
             table[reference_type] = self._reduce_reference
-        return table
+        self._pickler.dispatch_table = table
+
+    def pickle(self, value: object, device_map: DeviceMap, *, with_small: bool) -> Packed:
+        """Pickles a value.
+
+        Args:
+            value: anything that pickles.
+            device_map: see `Packer.pack`.
+            with_small: whether small tensors are in the pickle.
+
+        Raises:
+            _SharedMemoryError: tensors share memory, so small ones cannot be in the pickle.
+            Exception: whatever pickling the value raises.
+        """
+        self._device_map = device_map
+        self._with_small = with_small
+        packed = self._packed = Packed()
+        self._pickler.dump(value)
+        packed.body = self._stream.getvalue()
+        return packed
+
+    def reset(self) -> None:
+        """Forgets the last value."""
+        self._packed = _NOTHING
+        self._pickler.clear_memo()
+        self._stream.seek(0)
+        self._stream.truncate()
+        if self.parameter_ids:
+            self.parameter_ids.clear()
+        if self._owned_ids:
+            self._owned_ids.clear()
+        if self._addresses:
+            self._addresses.clear()
 
     def owned_parameters(self) -> AbstractSet[int]:
         """Returns the indices of the Parameters that belong to modules or optimizers."""
         return {index for index, identity in self.parameter_ids.items() if identity in self._owned_ids}
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        if self._with_small and is_small(tensor):
+            self._note_memory(tensor)
+            return reduce_small(tensor)
         return tensor_placeholder, (self._extract(tensor),)
 
     def _reduce_parameter(self, parameter: nn.Parameter) -> tuple[Any, ...]:
@@ -166,27 +239,41 @@ class _Extractor:
         return owner.__reduce_ex__(PICKLE_PROTOCOL)
 
     def _reduce_reference(self, reference: object) -> tuple[Any, ...]:
-        references = self.packed.references
+        references = self._packed.references
         references.append(reference)
         return reference_placeholder, (len(references) - 1,)
 
     def _extract(self, tensor: torch.Tensor) -> int:
         """Adds a tensor to the message and returns its index. Raises ValueError if it cannot travel."""
         check_sendable(tensor, self._device_map)
-        tensors = self.packed.tensors
+        if self._with_small and tensor.is_cpu and tensor.layout is torch.strided:
+            self._note_memory(tensor)
+        tensors = self._packed.tensors
         tensors.append(tensor)
         return len(tensors) - 1
+
+    def _note_memory(self, tensor: torch.Tensor) -> None:
+        address = address_of(tensor)
+        if address in self._addresses:
+            raise _SharedMemoryError
+        self._addresses.add(address)
+
+
+class _SharedMemoryError(Exception):
+    """Several tensors of a value share memory."""
 
 
 @final
 class _DispatchTable(dict[type, Reducer]):
-    """Reducers by exact class, and one for all subclasses of nn.Module and Optimizer, which own Parameters."""
+    """Reducers by exact class, those of `copyreg`, and one for nn.Modules and Optimizers, which own Parameters."""
 
     __slots__ = ("reduce_owner",)
 
     reduce_owner: Reducer
 
     def __missing__(self, kind: type) -> Reducer:
+        if (reducer := copyreg.dispatch_table.get(kind)) is not None:
+            return reducer
         if issubclass(kind, nn.Module | torch.optim.Optimizer):
             return self.reduce_owner
         raise KeyError(kind)

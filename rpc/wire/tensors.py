@@ -11,7 +11,16 @@ from ...proto.v1 import agent_pb2
 from ...torch_internals import quantized, quantized_per_channel
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer
+from .dtypes import (
+    CARRIER_DTYPES,
+    DTYPE_NUMBERS,
+    DTYPES_BY_NUMBER,
+    INTEGER_DTYPES,
+    NUMPY_DTYPES,
+    PLAIN_DTYPES,
+)
 from .shared_tensors import find_shared, restore_shared
+from .small_tensors import is_in_order
 from .strides import can_keep_strides, dims_by_descending_stride, restore_strides
 
 __all__ = ["UnmappedDeviceError", "check_sendable", "decode_tensors", "encode_tensors", "make_sendable"]
@@ -25,23 +34,6 @@ GetPayload = Callable[[agent_pb2.Payload], Buffer]
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
-
-_DTYPE_NUMBERS: dict[torch.dtype, agent_pb2.DType.ValueType] = {
-    getattr(torch, name.lower()): agent_pb2.DType.Value(name)
-    for name in agent_pb2.DType.keys()  # noqa: SIM118 - no dictionary
-    if hasattr(torch, name.lower())
-}
-_DTYPES_BY_NUMBER = {number: dtype for dtype, number in _DTYPE_NUMBERS.items()}
-
-_INTEGER_DTYPES = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
-"""Quantized dtypes, and the dtypes of their integers."""
-
-_CARRIER_DTYPES = _INTEGER_DTYPES | {
-    dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
-    for dtype, number in _DTYPE_NUMBERS.items()
-    if agent_pb2.FLOAT4_E2M1FN_X2 <= number <= agent_pb2.UINT7
-}
-"""Dtypes whose tensors torch cannot copy, and dtypes of the same size as which their elements are copied."""
 
 _LAYOUT_NUMBERS: dict[torch.layout, agent_pb2.SparseLayout.ValueType] = {
     torch.sparse_coo: agent_pb2.SPARSE_COO,
@@ -68,6 +60,8 @@ def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
         UnmappedDeviceError: it is on a device that is not in `device_map`.
         ValueError: it cannot be sent; the text says what to send instead.
     """
+    if _is_plain(tensor):
+        return
     if tensor.is_nested:
         raise ValueError(
             "it is a nested tensor of strided layout: send its tensors, tensor.unbind(), or make it with "
@@ -80,9 +74,9 @@ def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
         raise ValueError("it is a sparse tensor on meta: only dense tensors can be sent without elements")
     if device not in ("cpu", "meta") and tensor.device not in device_map:
         raise UnmappedDeviceError(tensor.device)
-    if tensor.dtype not in _DTYPE_NUMBERS:
+    if tensor.dtype not in DTYPE_NUMBERS:
         raise ValueError(f"it is a tensor of dtype {tensor.dtype}: send a tensor of another dtype")
-    if tensor.dtype in _INTEGER_DTYPES:
+    if tensor.dtype in INTEGER_DTYPES:
         try:
             tensor.qscheme()
         except RuntimeError:
@@ -118,7 +112,7 @@ def _header(
     tensor: torch.Tensor, strides: Sequence[int] = (), shared: agent_pb2.SharedMemory | None = None
 ) -> agent_pb2.Tensor:
     return agent_pb2.Tensor(
-        dtype=_DTYPE_NUMBERS[tensor.dtype],
+        dtype=DTYPE_NUMBERS[tensor.dtype],
         sizes=tensor.shape,
         strides=strides,
         requires_grad=tensor.requires_grad,
@@ -126,7 +120,33 @@ def _header(
     )
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is on the CPU, dense and of a plain dtype, as nearly all are."""
+    return (
+        tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in PLAIN_DTYPES and not tensor.is_nested
+    )
+
+
+def _encode_plain(tensor: torch.Tensor, put: PutPayload) -> agent_pb2.Tensor | None:
+    """Does what `_encode` does, for a tensor whose elements can be sent from where they are; else returns None."""
+    nbytes = tensor.nbytes if _is_plain(tensor) else 0
+    if not nbytes or not tensor.dim() or not is_in_order(tensor, nbytes):
+        return None
+    message = agent_pb2.Tensor(dtype=DTYPE_NUMBERS[tensor.dtype], sizes=tensor.shape)
+    if tensor.requires_grad:
+        message.requires_grad = True
+        tensor = tensor.detach()
+    message.data.CopyFrom(put(tensor.numpy().data.cast("B")))
+    return message
+
+
 def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DEVICES) -> agent_pb2.Tensor:
+    if (
+        tensor.dtype in NUMPY_DTYPES
+        and _CPU not in device_map
+        and (plain := _encode_plain(tensor, put)) is not None
+    ):
+        return plain
     message = _header(tensor)
     if tensor.device.type == "meta":
         message.device = "meta"
@@ -162,7 +182,7 @@ def _encode_elements(message: agent_pb2.Tensor, tensor: torch.Tensor, put: PutPa
 
 def _as_carrier(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that torch can copy, with the memory of the given one."""
-    carrier = _CARRIER_DTYPES.get(tensor.dtype)
+    carrier = CARRIER_DTYPES.get(tensor.dtype)
     if carrier is None:
         return tensor
     if not tensor.is_quantized:
@@ -192,7 +212,7 @@ def make_sendable(tensor: torch.Tensor) -> torch.Tensor:
 
     For a tensor that goes to several workers, so that it is copied once at most.
     """
-    if tensor.layout is not torch.strided or tensor.dtype in _CARRIER_DTYPES:
+    if tensor.layout is not torch.strided or tensor.dtype in CARRIER_DTYPES:
         return tensor
     is_kept = tensor.is_contiguous() or can_keep_strides(tensor.shape, tensor.stride())
     if is_kept and not tensor.is_conj() and not tensor.is_neg():
@@ -224,37 +244,58 @@ def decode_tensors(messages: Iterable[agent_pb2.Tensor], get: GetPayload) -> lis
 def _decode_shared(message: agent_pb2.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     index = message.shared.tensor
     base = tensors[index] if index < len(tensors) else None
-    if base is None or _DTYPES_BY_NUMBER.get(message.dtype) != base.dtype:
+    if base is None or DTYPES_BY_NUMBER.get(message.dtype) != base.dtype:
         raise ValueError(f"malformed tensor: it shares the memory of tensor {index}, which has none of its own")
     tensor = restore_shared(base, message)
     return _finish(tensor, message) if message.requires_grad else tensor
 
 
 def _decode(message: agent_pb2.Tensor, get: GetPayload) -> torch.Tensor:
-    dtype = _DTYPES_BY_NUMBER.get(message.dtype)
+    dtype = DTYPES_BY_NUMBER.get(message.dtype)
     sizes, strides = tuple(message.sizes), tuple(message.strides)
     if dtype is None or any(size < 0 for size in sizes):
         raise ValueError(f"malformed tensor: dtype number {message.dtype}, shape {sizes}")
+    if not message.device and not message.parts and not strides and dtype in PLAIN_DTYPES:
+        return _decode_plain(message, sizes, dtype, get)
     if message.device == "meta":
         return _finish(_decode_meta(sizes, strides, dtype), message)
-    if message.parts and dtype not in _INTEGER_DTYPES:
+    if message.parts and dtype not in INTEGER_DTYPES:
         tensor = _decode_sparse(message, sizes, get)
     else:
         tensor = _decode_elements(message, sizes, dtype, get)
-    if dtype in _INTEGER_DTYPES:
+    if dtype in INTEGER_DTYPES:
         tensor = _decode_quantized(message, tensor, dtype, get)
-    elif dtype in _CARRIER_DTYPES:
+    elif dtype in CARRIER_DTYPES:
         tensor = tensor.view(dtype)
     if message.device:
         tensor = tensor.to(_local_device(message.device))
     return _finish(tensor, message)
 
 
+def _decode_plain(
+    message: agent_pb2.Tensor, sizes: Sequence[int], dtype: torch.dtype, get: GetPayload
+) -> torch.Tensor:
+    """Returns a contiguous tensor of a plain dtype on the CPU."""
+    count = math.prod(sizes)
+    if not count:
+        tensor = torch.empty(sizes, dtype=dtype)
+    else:
+        data = get(message.data)
+        if count * dtype.itemsize != len(data):
+            raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of {dtype}")
+        tensor = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=dtype)
+        if len(sizes) != 1:
+            tensor = tensor.view(sizes).detach()  # see `_finish`
+    if message.requires_grad and (dtype.is_floating_point or dtype.is_complex):
+        tensor.requires_grad_()
+    return tensor
+
+
 def _decode_elements(
     message: agent_pb2.Tensor, sizes: Sequence[int], dtype: torch.dtype, get: GetPayload
 ) -> torch.Tensor:
     """Returns the elements of a dense tensor, of the dtype as which they are copied."""
-    carrier = _CARRIER_DTYPES.get(dtype, dtype)
+    carrier = CARRIER_DTYPES.get(dtype, dtype)
     count = math.prod(sizes)
     if not count:
         return torch.empty(sizes, dtype=carrier)

@@ -9,6 +9,7 @@ from gradwire.autograd.closure import MAX_HEADER_SENDS
 from gradwire.autograd.context import Context
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import RpcTimeoutError
+from gradwire.rpc.agent.extensions import Extensions
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.messages import Outgoing
 
@@ -110,13 +111,13 @@ header_sizes: list[int] = []
 
 
 def measure_headers() -> None:
-    on_send = Autograd.on_send
+    on_send = Extensions.on_send
 
-    def measured(self: Autograd, message: Outgoing) -> None:
+    def measured(self: Extensions, message: Outgoing) -> None:
         on_send(self, message)
         header_sizes.append(message.envelope.autograd.ByteSize())
 
-    Autograd.on_send = measured
+    Extensions.on_send = measured
 
 
 def largest_header() -> int:

@@ -32,7 +32,7 @@ RPC_ARROWS = {
     "execution": set(),
     "contracts": {"execution"},
     "wire": {"contracts", "execution"},
-    "transports": {"contracts", "wire"},
+    "transports": {"contracts", "execution", "wire"},
     "channels": {"contracts", "wire", "transports"},
     "membership": {"contracts"},
     "collectives": {"contracts"},

@@ -367,7 +367,7 @@ def test_world_sizes_that_differ(workers, tmp_path):
 
 def test_a_message_with_too_many_parts(two_workers):
     def check() -> None:
-        small = [torch.zeros(16) for _ in range(20_000)]
+        small = [torch.zeros(16, requires_grad=True) for _ in range(20_000)]
         assert len(rpc.rpc_sync("worker1", identity, (small,))) == 20_000
         limit, network.MAX_ENVELOPE_BYTES = network.MAX_ENVELOPE_BYTES, 1 << 20
         with pytest.raises(SerializationError, match="too many tensors"):

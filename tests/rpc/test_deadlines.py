@@ -4,7 +4,7 @@ import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradwire.rpc.execution.deadlines import Deadlines
+from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
 
 from tests.remote_functions import wait_until
 
@@ -44,4 +44,12 @@ def test_entries_of_settled_calls_are_removed():
         live.intersection_update({0})
         timeouts.add(0, 0.01)
         assert expired.get(timeout=20) == 0
-        wait_until(lambda: not timeouts._heap)
+        wait_until(lambda: not any(timeouts._queues.values()))
+
+
+def test_nothing_is_kept_of_many_different_timeouts():
+    live: set[int] = set()
+    with deadlines(live) as (timeouts, _):
+        for identifier in range(3 * MAX_SETTLED_ENTRIES):
+            timeouts.add(identifier, 1000 + identifier / 7)
+        assert len(timeouts._queues) <= MAX_SETTLED_ENTRIES + 1

@@ -85,7 +85,7 @@ def test_a_worker_that_dies_within_a_large_transfer(workers):
 
 def test_a_transfer_connection_that_breaks_alone(workers):
     """Large payloads cannot be sent any more, so the peer counts as lost; nothing waits for ever."""
-    a, _ = workers.rpc(2, rpc_timeout=0)
+    a, _ = workers.rpc(2, rpc_timeout=0, transports=("grpc",))
 
     def check() -> None:
         large = torch.zeros(1 << 20)

@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def notice_quickly() -> None:
-    """Has this worker notice within 2 s instead of 30 that a host has vanished; on a busy machine, none may have."""
+    """Has this worker notice within 2 s that a host has vanished; on a busy machine, none may have."""
     for options in (settings.CLIENT_OPTIONS, settings.SERVER_OPTIONS):
         options[:] = [(key, 1000 if key.startswith("grpc.keepalive_time") else value) for key, value in options]
 

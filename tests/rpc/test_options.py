@@ -92,11 +92,11 @@ def test_tensors_without_a_device_map(workers):
         with pytest.raises(
             SerializationError, match=r"args\[0\] cannot be sent: it is a tensor on cuda:0.*`RpcBackendOptions`"
         ):
-            rpc.rpc_sync("worker1", identity, (torch.zeros(2),))
+            rpc.rpc_sync("worker1", identity, (torch.zeros(2000),))
 
     def ask():
         with pytest.raises(SerializationError, match="Response device mapping is not available.*'worker0'"):
-            rpc.rpc_sync("worker1", torch.zeros, (2,))
+            rpc.rpc_sync("worker1", torch.zeros, (2000,))
 
     def as_if_on_a_gpu():
         serialization.check_sendable = Mock(side_effect=UnmappedDeviceError(CUDA0))
@@ -111,7 +111,7 @@ def test_where_tensors_go():
     there = rpc.RpcBackendOptions(device_maps={"b": {0: 1, "cpu": 0}}).device_maps["b"]
     back = device_map_of_answer(device_map_to_proto(there))
     assert back == {CUDA1: CUDA0, CUDA0: torch.device("cpu")}
-    on_cuda = Mock(device=CUDA0, layout=torch.strided, is_nested=False, dtype=torch.float32)
+    on_cuda = Mock(is_cpu=False, device=CUDA0, layout=torch.strided, is_nested=False, dtype=torch.float32)
     check_sendable(on_cuda, there)
     with pytest.raises(ValueError, match="no device map says where it goes"):
         check_sendable(on_cuda, {})

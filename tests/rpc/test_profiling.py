@@ -8,8 +8,9 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SerializationError
+from gradwire.rpc.agent.extensions import Extensions
 from gradwire.rpc.contracts.messages import Incoming
-from gradwire.rpc.profiling.extension import REMOTE_PREFIX, Profiling, RPCExecMode, build_rpc_profiling_key
+from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
 
@@ -355,13 +356,13 @@ def test_torch_is_restored(workers):
 def test_without_a_profile_nothing_is_sent(two_workers):
     def profiles_in_answers() -> list[bool]:
         seen = []
-        on_receive = Profiling.on_receive
+        on_receive = Extensions.on_receive
 
-        def record(self: Profiling, message: Incoming) -> None:
+        def record(self: Extensions, message: Incoming) -> None:
             seen.append(message.envelope.HasField("profile"))
             on_receive(self, message)
 
-        with mock.patch.object(Profiling, "on_receive", record):
+        with mock.patch.object(Extensions, "on_receive", record):
             rpc.rpc_sync("worker1", remote_functions.torch_operations)
             with profiler_legacy.profile():
                 rpc.rpc_sync("worker1", remote_functions.torch_operations)

@@ -220,7 +220,7 @@ def unpack_content(body: bytes, tensors: list[list[float]]) -> object:
 
 @pytest.mark.parametrize("buffer", [bytes, memoryview])
 def test_each_message_has_tensors_of_its_own(buffer):
-    outer, inner = torch.zeros(2), torch.ones(2)
+    outer, inner = torch.zeros(2, requires_grad=True), torch.ones(2)  # inner is in the pickle
     packed = Packer().pack([outer, Shelf([inner, inner]), outer, "x" * (1 << 17)], "the value")
     first, (second, third), fourth, text = Packer().unpack(buffer(packed.body), [outer], [])
     assert first is fourth is outer
@@ -229,9 +229,9 @@ def test_each_message_has_tensors_of_its_own(buffer):
     assert text == "x" * (1 << 17)
 
 
-@pytest.mark.parametrize("value", [torch.ones(1), torch.nn.Parameter(torch.ones(1))])
+@pytest.mark.parametrize("value", [torch.ones(1, requires_grad=True), torch.nn.Parameter(torch.ones(1))])
 def test_placeholders_of_tensors_that_a_message_does_not_have(value):
-    packed = Packer().pack([torch.ones(1), value], "the value")
+    packed = Packer().pack([torch.ones(1, requires_grad=True), value], "the value")
     with pytest.raises(pickle.UnpicklingError, match="malformed message: it has no tensor 0"):
         Packer().unpack(packed.body, [], [])
     with pytest.raises(IndexError):

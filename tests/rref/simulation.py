@@ -205,6 +205,8 @@ class SimulatedExecutor:
     def submit(self, task: Callable[..., None], *args: Any) -> None:
         self._machine.tasks.append(partial(task, *args))
 
+    submit_urgent = submit
+
     def wait(self, future: "concurrent.futures.Future[Any]") -> Any:
         return Waiter.wait(future)
 
@@ -421,7 +423,7 @@ class World:
             self.refused(envelope)
             listener.on_rejected(flight.source.info, envelope, ValueError("the simulation refused it"))
         else:
-            listener.on_message(flight.source.info, envelope, lambda payload: payload.inline)
+            listener.on_message(flight.source.info, envelope, lambda payload: payload.inline, announced=True)
 
     def refused(self, envelope: agent_pb2.Envelope) -> None:
         """Notes that a message is rejected."""

@@ -25,7 +25,7 @@ from ...contracts.control import ControlMessages
 from ...contracts.messages import Buffer
 from ...contracts.options import BroadcastOptions, ChannelOptions
 from ...contracts.worker import WorkerInfo
-from ..base import Channel, StartTransfer
+from ..base import SendingChannel, StartTransfer
 from .receiving import ReceivingGroup
 from .sending import Broadcast, SendingGroup
 
@@ -72,7 +72,7 @@ class BroadcastChannel:
         self,
         loop: asyncio.AbstractEventLoop,
         me: int,
-        chunked: Channel,
+        chunked: SendingChannel,
         limits: ChannelOptions,
         options: BroadcastOptions,
     ) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
-from ..base import Channel, StartTransfer
+from ..base import SendingChannel, StartTransfer
 from .group import BroadcastGroup
 
 __all__ = ["Broadcast", "BroadcastPart", "SendingGroup"]
@@ -57,7 +57,7 @@ class SendingGroup:
         number: int,
         spec: GroupSpec,
         *,
-        chunked: Channel,
+        chunked: SendingChannel,
         on_end: Callable[["SendingGroup", bool, Exception | None], None],
         send_ended: Callable[[int, int, bool], None],
         on_resend: Callable[[int], None],

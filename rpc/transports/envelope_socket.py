@@ -1,0 +1,278 @@
+"""A connected socket that carries envelopes between two workers, beside their gRPC stream.
+
+Each direction is a sequence of frames: the length of its content in four bytes, little endian, its kind in one
+byte, and the content: an envelope, or what the channel of shared memory has to tell (see SegmentListener). A frame
+of kind END ends a direction: the sender leaves in order.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Protocol, final
+
+from google.protobuf.message import DecodeError
+
+from ...proto.v1 import agent_pb2
+from ..execution.executor import Executor
+from ..execution.poller import READABLE
+from .frame_writer import FrameWriter
+from .settings import MAX_ENVELOPE_BYTES
+
+__all__ = ["CLOSED", "EnvelopeSocket", "OnSocketEnd", "SegmentListener"]
+
+READ_BYTES = 256 << 10
+"""Bytes read at a time."""
+
+CLOSED = "its connection closed without a goodbye; the process has died or was cut off"
+"""The reason of a connection that ends before the peer's end."""
+
+MAX_NUMBERS = 1024
+"""Numbers of segments in a frame."""
+
+MAX_SIDE_FRAME_BYTES = 8 * MAX_NUMBERS
+"""Bytes of the content of a frame that is no envelope."""
+
+MAX_DESCRIPTORS = 64
+"""Descriptors that one read can bring, and that may wait for their frames."""
+
+_HEADER = struct.Struct("<IB")
+_SEGMENT = struct.Struct("<QQ")
+_DESCRIPTOR = struct.Struct("i")
+_RIGHTS_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size)
+
+
+class _Kind(IntEnum):
+    """The kinds of frames."""
+
+    ENVELOPE = 0
+    END = 1
+    SEGMENT = 2  # a number and a size; with a descriptor
+    RELEASED = 3  # numbers of segments
+    DROPPED = 4  # the same
+
+
+log = logging.getLogger(__name__)
+
+OnSocketEnd = Callable[[str], None]
+"""Handles the end of a socket: takes the reason, which is empty if the peer has sent its end."""
+
+
+class SegmentListener(Protocol):
+    """Handles the frames about segments of shared memory, for one peer. Its methods must not block.
+
+    They raise ValueError if the peer contradicts itself, which costs the connection.
+    """
+
+    def connect(self, connection: "EnvelopeSocket") -> None:
+        """Uses a socket to tell the peer of segments. Called before anything is sent by it."""
+
+    def on_segment(self, number: int, size: int, descriptor: int) -> None:
+        """Handles a segment that the peer has made; the descriptor is closed after that."""
+
+    def on_released(self, numbers: Sequence[int]) -> None:
+        """Handles segments of this worker that the peer does not use any more."""
+
+    def on_dropped(self, numbers: Sequence[int]) -> None:
+        """Handles segments that the peer will not use again."""
+
+
+@final
+class EnvelopeSocket:
+    """Reads on the executor's threads. `send` and `finish` may be called from any thread and never block."""
+
+    def __init__(
+        self,
+        name: str,
+        connection: socket.socket,
+        executor: Executor,
+        on_envelope: Callable[[agent_pb2.Envelope], None],
+        on_end: OnSocketEnd,
+        segments: SegmentListener | None = None,
+    ) -> None:
+        """Takes over a connected socket, and reads nothing before `start`.
+
+        Args:
+            name: what debug info calls this kind of connection.
+            connection: the socket; closed by `close`, or when the peer has closed it.
+            executor: its threads read.
+            on_envelope: called with each envelope that arrives, in order. Must not block or raise.
+            on_end: called once, after the last envelope.
+            segments: handles the frames about shared memory, on a unix socket.
+        """
+        self.name = name
+        connection.settimeout(0)
+        self._connection = connection
+        self._executor = executor
+        self._on_envelope = on_envelope
+        self._on_end = on_end
+        self._segments = segments
+        self._writer = FrameWriter(connection, executor)
+        self.released: deque[int] = deque()
+        """The segments of the peer that this worker does not use any more, and has not told the peer of."""
+        # What follows is used by the one thread that reads.
+        self._received_descriptors: deque[int] = deque()
+        self._beginning = b""
+        """Bytes that have been read of a frame whose rest has not arrived."""
+        self._large: bytearray | None = None
+        """The envelope that is being received, if it is larger than what is read at a time."""
+        self._large_filled = 0
+        self._has_ended = False
+        """Whether nothing more is read."""
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._executor.watch(self._connection.fileno(), READABLE, self._on_readable)
+
+    def send(self, envelope: bytes) -> None:
+        """Writes an envelope, or queues it. Raises BrokenPipeError if the connection is known to be closed."""
+        if self._writer.is_broken:
+            raise BrokenPipeError
+        frame = _HEADER.pack(len(envelope), _Kind.ENVELOPE) + envelope
+        if self.released:
+            frame = self._take_released() + frame  # in one write, for which the peer wakes up once
+        self._writer.put(frame)
+
+    def send_segment(self, number: int, size: int, descriptor: int) -> None:
+        """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
+        frame = _HEADER.pack(_SEGMENT.size, _Kind.SEGMENT) + _SEGMENT.pack(number, size)
+        self._writer.put_descriptor(frame, descriptor)
+
+    def flush_released(self) -> None:
+        """Tells the peer of the segments that this worker does not use any more."""
+        while self.released:
+            self._writer.put(self._take_released())
+
+    def send_dropped(self, numbers: Sequence[int]) -> None:
+        """Tells the peer of segments that this worker will not use again."""
+        for first in range(0, len(numbers), MAX_NUMBERS):
+            self._writer.put(_numbers_frame(_Kind.DROPPED, numbers[first : first + MAX_NUMBERS]))
+
+    def _take_released(self) -> bytes:
+        """Returns the frame that tells of segments which are not used any more."""
+        numbers: list[int] = []
+        with contextlib.suppress(IndexError):  # there are no more
+            while len(numbers) < MAX_NUMBERS:
+                numbers.append(self.released.popleft())
+        return _numbers_frame(_Kind.RELEASED, numbers)
+
+    def finish(self) -> None:
+        """Tells the peer, after all that has been sent, that nothing more will come."""
+        self._writer.put(_HEADER.pack(0, _Kind.END))
+
+    def close(self) -> None:
+        """Cuts the connection. The thread that reads it releases it, unless it has read the peer's end."""
+        self._writer.cut()
+        if self._has_ended:
+            self.release()
+
+    def release(self) -> None:
+        """Releases a connection that no thread reads any more, unless a thread is writing."""
+        if self._writer.release():
+            self._connection.close()
+        while self._received_descriptors:
+            os.close(self._received_descriptors.popleft())
+
+    # Reading.
+
+    def _on_readable(self) -> bool:
+        try:
+            if self._large is not None:
+                self._read_large(self._large)
+            else:
+                data = self._receive()
+                if not data:
+                    raise ConnectionResetError
+                self._take_frames(self._beginning + data if self._beginning else data)
+        except BlockingIOError:
+            return True
+        except (DecodeError, ValueError) as error:
+            self._end(f"it sent bytes that are no message: {error}")
+        except OSError as error:
+            self._end(f"its connection broke: {error}" if str(error) else CLOSED)
+        except Exception as error:
+            log.exception("a message cannot be handled")
+            self._end(f"its connection failed: {error!r}")
+        return not self._has_ended
+
+    def _receive(self) -> bytes:
+        if self._segments is None:
+            return self._connection.recv(READ_BYTES)
+        data, rights, _, _ = self._connection.recvmsg(READ_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for _, _, descriptors in rights:
+            count = len(descriptors) // _DESCRIPTOR.size
+            self._received_descriptors.extend(struct.unpack(f"{count}i", descriptors[: count * _DESCRIPTOR.size]))
+        if len(self._received_descriptors) > MAX_DESCRIPTORS:
+            raise ValueError("descriptors without segments")
+        return data
+
+    def _read_large(self, envelope: bytearray) -> None:
+        count = self._connection.recv_into(memoryview(envelope)[self._large_filled :])
+        if not count:
+            raise ConnectionResetError
+        self._large_filled += count
+        if self._large_filled == len(envelope):
+            self._large = None
+            self._on_envelope(agent_pb2.Envelope.FromString(bytes(envelope)))
+
+    def _take_frames(self, data: bytes) -> None:
+        """Handles the frames that are complete, and keeps the beginning of the one after them."""
+        start, end = 0, len(data)
+        while end - start >= _HEADER.size:
+            length, kind = _HEADER.unpack_from(data, start)
+            content = start + _HEADER.size
+            if end - content < length:
+                if length > MAX_ENVELOPE_BYTES or (kind != _Kind.ENVELOPE and length > MAX_SIDE_FRAME_BYTES):
+                    raise ValueError(f"a frame of {length} bytes")
+                if length > READ_BYTES:
+                    self._large = bytearray(length)
+                    self._large_filled = end - content
+                    self._large[: end - content] = data[content:]
+                    start = end
+                break
+            start = content + length
+            if kind == _Kind.ENVELOPE:
+                self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]))
+            elif kind == _Kind.END:
+                self._end("")
+                return
+            else:
+                self._take_segment_frame(kind, data[content:start])
+        self._beginning = data[start:]
+
+    def _take_segment_frame(self, kind: int, content: bytes) -> None:
+        if self._segments is None or kind > _Kind.DROPPED:
+            raise ValueError(f"a frame of kind {kind}")
+        if kind == _Kind.SEGMENT:
+            if len(content) != _SEGMENT.size or not self._received_descriptors:
+                raise ValueError("a segment without its descriptor")
+            descriptor = self._received_descriptors.popleft()
+            try:
+                number, size = _SEGMENT.unpack(content)
+                self._segments.on_segment(number, size, descriptor)
+            finally:
+                os.close(descriptor)
+            return
+        if len(content) % 8:
+            raise ValueError("numbers of segments of another length")
+        numbers = struct.unpack(f"<{len(content) // 8}Q", content)
+        if kind == _Kind.RELEASED:
+            self._segments.on_released(numbers)
+        else:
+            self._segments.on_dropped(numbers)
+
+    def _end(self, reason: str) -> None:
+        """Stops reading and reports the end. After the peer's end, this worker may still write."""
+        self._executor.unwatch(self._connection.fileno())
+        self._has_ended = True
+        if reason or self._writer.is_broken:
+            self.release()
+        self._on_end(reason)
+
+
+def _numbers_frame(kind: _Kind, numbers: Sequence[int]) -> bytes:
+    return _HEADER.pack(8 * len(numbers), kind) + struct.pack(f"<{len(numbers)}Q", *numbers)

@@ -1,0 +1,223 @@
+"""Writes frames into a socket that several threads send by, without waiting for the peer.
+
+Whoever sends also writes, unless another thread is writing: that thread then takes what has been queued meanwhile.
+If the socket's buffer is full, a thread of the executor goes on when there is room.
+
+Ctrl-C may interrupt the main thread between any two steps. So what has been written is noted by the same call that
+writes: a C function that a signal does not interrupt, such as `list.extend` over `map`.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from itertools import repeat
+from typing import Any, final
+
+from ..execution.executor import Executor
+from ..execution.poller import WRITABLE
+
+__all__ = ["FrameWriter"]
+
+MAX_WRITE_BYTES = 1 << 20
+MAX_WRITE_FRAMES = 64
+"""Of queued frames that are written at a time, at most, unless one frame has more bytes."""
+
+_DESCRIPTOR = struct.Struct("i")
+
+
+@final
+class _Write:
+    """The frames at the beginning of the queue that are being written."""
+
+    __slots__ = ("count", "data", "descriptor", "dropped", "sent")
+
+    def __init__(self, data: bytes | memoryview, count: int, descriptor: int = -1) -> None:
+        self.data = data
+        """The bytes that have not been written."""
+        self.count = count
+        """The number of frames."""
+        self.descriptor = descriptor
+        """The descriptor that goes with them; -1 if there is none."""
+        self.sent: list[int] = []
+        """The number of bytes that a call has written, once it has."""
+        self.dropped: list[bytes] = []
+        """The frames, once they have been removed from the queue."""
+
+
+@final
+class FrameWriter:
+    """The sending half of a connected socket. Safe to use from any thread, also in signal handlers."""
+
+    def __init__(self, connection: socket.socket, executor: Executor) -> None:
+        """Uses a non-blocking socket, which the caller closes after `release`. Raises OSError."""
+        self._connection = connection
+        self._executor = executor
+        self._queue: deque[bytes] = deque()
+        """Frames that are not written completely."""
+        self._descriptors: deque[tuple[bytes, int]] = deque()
+        """The frames in the queue that a descriptor goes with, in order, and the descriptors."""
+        self._descriptor_lock = threading.Lock()
+        self._writing = threading.Lock()
+        """Held by the thread that writes; for ever after `release`."""
+        self._current: _Write | None = None
+        self._is_full = False
+        """Whether the executor waits for room in the socket, and nobody else may write."""
+        # epoll knows a descriptor once; the other one is watched for reading.
+        self._writable = os.dup(connection.fileno())
+        self._is_watched = False
+        self._is_waiting = False
+        self.is_broken = False
+        """Whether nothing can be sent any more."""
+        _writers_here.add(self)
+
+    def put(self, frame: bytes) -> None:
+        """Writes a frame, or queues it. Drops it if the connection is broken."""
+        if self.is_broken:
+            return
+        self._queue.append(frame)
+        self._flush_if_possible()
+
+    def put_descriptor(self, frame: bytes, descriptor: int) -> None:
+        """Writes a frame that a descriptor goes with, or queues it. Closes the descriptor when it is sent."""
+        with self._descriptor_lock:  # so that both queues have the same order
+            if self.is_broken:
+                os.close(descriptor)
+                return
+            self._descriptors.append((frame, descriptor))
+            self._queue.append(frame)
+        self._flush_if_possible()
+
+    def cut(self) -> None:
+        """Cuts the connection: nothing is sent any more, and the thread that reads finds its end."""
+        self.is_broken = True
+        with contextlib.suppress(OSError):  # it is closed
+            self._connection.shutdown(socket.SHUT_RDWR)
+        with self._descriptor_lock:
+            while self._descriptors:
+                os.close(self._descriptors.popleft()[1])
+
+    def release(self) -> bool:
+        """Releases what this writer holds, unless a thread is writing; that one does it when it is done.
+
+        Returns:
+            Whether it is released now.
+        """
+        self.cut()
+        if not self._writing.acquire(blocking=False):
+            return False
+        self._executor.unwatch(self._writable)
+        os.close(self._writable)
+        return True
+
+    def _flush_if_possible(self) -> None:
+        if not self._is_full:
+            self._flush()
+        elif not self._is_waiting:  # Ctrl-C came before it could be
+            self._wait_for_writable()
+
+    def _flush(self) -> None:
+        # Again after each release: a frame may have been queued by a thread that found the lock held.
+        while self._queue and not self._is_full and self._flush_once():
+            pass
+
+    def _flush_once(self) -> bool:
+        """Writes what is queued, unless another thread is writing; returns whether this one has written."""
+        held: list[bool] = []
+        try:
+            held.extend(map(self._writing.acquire, (False,)))
+            if held[0]:
+                self._write()
+            return held[0]
+        except BlockingIOError:
+            self._is_full = True
+            self._wait_for_writable()
+            return True
+        except OSError:
+            self._current = None
+            self._queue.clear()
+            self.cut()
+            return True
+        finally:
+            if held == [True]:
+                self._writing.release()
+
+    def _write(self) -> None:
+        """Writes what is queued. Called with the lock. Raises BlockingIOError if the socket is full."""
+        queue = self._queue
+        while True:
+            current = self._current
+            if current is None:
+                if not queue:
+                    return
+                self._current = current = self._next()
+            if not current.sent:
+                if current.descriptor < 0:
+                    current.sent.extend(map(self._connection.send, (current.data,), (socket.MSG_NOSIGNAL,)))
+                else:
+                    self._send_descriptor(current)
+            if current.sent[0] < len(current.data):
+                self._current = _Write(memoryview(current.data)[current.sent[0] :], current.count)
+                continue
+            if not current.dropped:
+                current.dropped.extend(map(deque.popleft, repeat(queue, current.count)))
+            self._current = None
+
+    def _next(self) -> _Write:
+        """Returns the next frame to write, or several if none of them has a descriptor."""
+        queue, first = self._queue, self._queue[0]
+        if self._descriptors:
+            frame, descriptor = self._descriptors[0]
+            return _Write(first, 1, descriptor if frame is first else -1)
+        if len(queue) == 1:
+            return _Write(first, 1)
+        frames, size = [first], len(first)
+        while len(frames) < min(len(queue), MAX_WRITE_FRAMES) and not self._descriptors:
+            frame = queue[len(frames)]
+            size += len(frame)
+            if size > MAX_WRITE_BYTES:
+                break
+            frames.append(frame)
+        return _Write(b"".join(frames), len(frames))
+
+    def _send_descriptor(self, current: _Write) -> None:
+        """Writes a frame together with its descriptor, which is closed then."""
+        rights: list[Any] = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(current.descriptor))]
+        send = self._connection.sendmsg
+        current.sent.extend(map(send, ([current.data],), (rights,), (socket.MSG_NOSIGNAL,)))
+        with self._descriptor_lock:
+            if self._descriptors:  # else `cut` has closed it
+                os.close(self._descriptors.popleft()[1])
+
+    def _wait_for_writable(self) -> None:
+        try:
+            if self._is_watched:
+                self._executor.watch_again(self._writable)
+            else:
+                self._is_watched = True
+                self._executor.watch(self._writable, WRITABLE, self._on_writable)
+        except OSError:
+            self.cut()
+        self._is_waiting = True
+
+    def _on_writable(self) -> bool:
+        self._is_waiting = False
+        self._is_full = False
+        self._flush()
+        return False  # `_flush` watches again where it has to
+
+
+_writers_here: "weakref.WeakSet[FrameWriter]" = weakref.WeakSet()
+"""Of all agents of this process, for a fork."""
+
+
+def _break_in_child() -> None:
+    """Keeps a forked child from writing into the sockets that it shares with its parent."""
+    for writer in list(_writers_here):
+        writer.is_broken = True
+
+
+os.register_at_fork(after_in_child=_break_in_child)

@@ -1,0 +1,51 @@
+"""Frames on gRPC's calls, and what their errors say of the peer."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from ...errors import LossCause
+from ...proto.v1 import agent_pb2
+from ..contracts.worker_end import WorkerEnd
+from .settings import aio
+from .sockets import OfferedSocket
+
+__all__ = ["Read", "Write", "end_of_error", "raise_status", "welcome_frame", "write_frame"]
+
+
+Read = Callable[[], Awaitable[Any]]
+"""Reads a serialized frame; `aio.EOF` at the end."""
+
+Write = Callable[[bytes], Awaitable[Any]]
+"""Writes a serialized frame."""
+
+
+def welcome_frame(offered: OfferedSocket | None = None, *, duplicate: bool = False) -> bytes:
+    """Returns the serialized frame that answers a hello."""
+    offers = [] if offered is None else [offered.offer]
+    welcome = agent_pb2.Welcome(duplicate=duplicate, sockets=offers)
+    return bytes(agent_pb2.Frame(welcome=welcome).SerializeToString())
+
+
+async def write_frame(call: Any, data: bytes) -> None:
+    """Writes a frame; raises the status of a call that has ended, as reading does."""
+    try:
+        await call.write(data)
+    except asyncio.InvalidStateError:
+        await raise_status(call)
+
+
+async def raise_status(call: Any) -> None:
+    """Raises the status of a call that has ended."""
+    raise aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
+
+
+def end_of_error(error: aio.AioRpcError, address: str) -> WorkerEnd:
+    """Returns the end of a peer to which no stream can be opened."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
+    return WorkerEnd(LossCause.REFUSED, f"it refused the connection: {error.details()}")

@@ -1,0 +1,99 @@
+"""The envelopes for one peer that are not on their way yet, and the socket that they go by if there is one."""
+
+import itertools
+import threading
+from collections import OrderedDict
+from typing import final
+
+from ...proto.v1 import agent_pb2
+from ..wire.framing import bytes_field
+from .base import TransportClosedError
+from .envelope_socket import CLOSED, EnvelopeSocket
+
+__all__ = ["Outbox"]
+
+FRAME_BYTES = 1 << 20
+"""Maximum bytes of envelopes that share a frame; a larger envelope has a frame of its own."""
+
+SENT_TICKET = -1
+"""The ticket of an envelope that has been written to a socket, and cannot be withdrawn."""
+
+
+@final
+class Outbox:
+    """Queues envelopes until there is a connection, and in front of a gRPC stream. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tickets = itertools.count()
+        self._queue: OrderedDict[int, bytes] = OrderedDict()
+        """Envelopes as fields of a frame, by ticket."""
+        self.socket: EnvelopeSocket | None = None
+        """What carries the envelopes in place of the gRPC stream."""
+        self.closed_reason: str | None = None
+        """Why nothing can be sent any more; None until then."""
+
+    def send(self, envelope: bytes) -> tuple[int, bool]:
+        """Writes an envelope to the socket, or queues it.
+
+        Returns:
+            Its ticket, and whether the queue was empty before.
+
+        Raises:
+            TransportClosedError: the connection is closed.
+        """
+        if (connection := self.socket) is None:
+            with self._lock:
+                if self.socket is None:  # not connected in between
+                    return self._append(envelope)
+            connection = self.socket
+        try:
+            connection.send(envelope)
+        except BrokenPipeError:
+            raise TransportClosedError(self.closed_reason or CLOSED) from None
+        return SENT_TICKET, False
+
+    def _append(self, envelope: bytes) -> tuple[int, bool]:
+        if self.closed_reason is not None:
+            raise TransportClosedError(self.closed_reason)
+        ticket = next(self._tickets)
+        self._queue[ticket] = envelope
+        return ticket, len(self._queue) == 1
+
+    def withdraw(self, ticket: int) -> bool:
+        """Removes an envelope from the queue, if it is there."""
+        with self._lock:
+            return self._queue.pop(ticket, None) is not None
+
+    def use_socket(self, connection: EnvelopeSocket) -> None:
+        """Sends by a socket from now on, beginning with what is queued."""
+        with self._lock:
+            for envelope in self._queue.values():
+                connection.send(envelope)
+            self._queue.clear()
+            self.socket = connection
+
+    def next_frame(self) -> bytes:
+        """Takes envelopes of up to FRAME_BYTES, but at least one, from the queue; empty if there is none."""
+        with self._lock:
+            taken: list[bytes] = []
+            size = 0
+            for envelope in self._queue.values():
+                size += len(envelope)
+                if taken and size > FRAME_BYTES:
+                    break
+                taken += bytes_field(agent_pb2.Frame.ENVELOPES_FIELD_NUMBER, len(envelope)), envelope
+            if len(taken) == 2 * len(self._queue):
+                self._queue.clear()
+            else:
+                for _ in range(len(taken) // 2):
+                    self._queue.popitem(last=False)
+        return b"".join(taken)
+
+    def close(self, reason: str) -> None:
+        """Drops what is queued, and cuts the socket."""
+        with self._lock:
+            self.closed_reason = reason
+            self._queue.clear()
+        if self.socket is not None:
+            self.socket.close()

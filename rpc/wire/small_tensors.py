@@ -1,0 +1,61 @@
+"""Small tensors inside the pickle of a message.
+
+As a protobuf message of its own, with a payload, a tensor of a few elements takes several times as long. So plain
+ones are pickled with their bytes: dense, on the CPU, without gradients. Those that share memory with other tensors
+of the message are not, because they have to share it at the receiver too.
+"""
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+
+from ...proto.v1 import agent_pb2
+from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
+
+__all__ = ["SMALL_BYTES", "address_of", "is_in_order", "is_small", "reduce_small", "small_tensor"]
+
+SMALL_BYTES = 4096
+"""Bytes of a tensor below which it is small."""
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns the address of the memory that a dense tensor on the CPU is in; 0 if it has none."""
+    address: int = tensor.data_ptr()
+    return address and address - int(tensor.storage_offset()) * tensor.itemsize
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Returns whether `reduce_small` can pickle a tensor; a plain one, of exactly the class torch.Tensor."""
+    if not tensor.is_cpu or tensor.requires_grad or tensor.layout is not torch.strided:
+        return False
+    nbytes = tensor.nbytes
+    if not 0 < nbytes < SMALL_BYTES or tensor.dtype not in PLAIN_DTYPES:
+        return False
+    return not tensor.is_nested and is_in_order(tensor, nbytes)
+
+
+def is_in_order(tensor: torch.Tensor, nbytes: int) -> bool:
+    """Returns whether the elements of a plain tensor are in memory as they are sent: in row-major order."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return False
+    # FSDP, for one, takes the memory of tensors away.
+    end = tensor.storage_offset() * tensor.itemsize + nbytes
+    return end <= tensor.untyped_storage().nbytes() and tensor.data_ptr() != 0
+
+
+def reduce_small(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns how to pickle a small tensor."""
+    data = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    return small_tensor, (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), data)
+
+
+def small_tensor(dtype_number: agent_pb2.DType.ValueType, sizes: tuple[int, ...], data: bytes) -> torch.Tensor:
+    """Returns a tensor that has been pickled with its bytes. Raises ValueError if they contradict its shape."""
+    dtype = DTYPES_BY_NUMBER.get(dtype_number)
+    if dtype is None or dtype not in PLAIN_DTYPES or math.prod(sizes) * dtype.itemsize != len(data) or not data:
+        raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of dtype number {dtype_number}")
+    tensor = torch.frombuffer(bytearray(data), dtype=dtype)
+    # Detached so that autograd does not treat it as a view: in-place changes would be recorded on its base.
+    return tensor if len(sizes) == 1 else tensor.view(sizes).detach()

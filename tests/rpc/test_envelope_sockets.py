@@ -1,0 +1,177 @@
+"""Sockets carry envelopes in order, however their bytes are split, and never make a sender wait."""
+
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.execution.executor import Executor
+from gradwire.rpc.transports import envelope_socket
+from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class End:
+    """One end of a connection: what it has received, and how it ended."""
+
+    def __init__(self, connection: socket.socket, executor: Executor) -> None:
+        self.received: queue.SimpleQueue[agent_pb2.Envelope] = queue.SimpleQueue()
+        self.reasons: list[str] = []
+        self.ended = threading.Event()
+        self.socket = EnvelopeSocket("unix", connection, executor, self.received.put, self.end)
+
+    def end(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.ended.set()
+
+    def take(self, count: int) -> list[agent_pb2.Envelope]:
+        return [self.received.get(timeout=20) for _ in range(count)]
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    made = Executor(2, "test-sockets")
+    yield made
+    assert made.close(10)
+
+
+@pytest.fixture
+def pair(executor: Executor) -> Iterator[Callable[[], tuple[End, socket.socket]]]:
+    """Makes an end that is read, and the bare socket at the other end."""
+    made: list[tuple[End, socket.socket]] = []
+
+    def make() -> tuple[End, socket.socket]:
+        mine, other = socket.socketpair()
+        end = End(mine, executor)
+        end.socket.start()
+        made.append((end, other))
+        return end, other
+
+    yield make
+    for end, other in made:
+        end.socket.close()
+        end.socket.release()
+        other.close()
+
+
+def envelope(number: int, size: int = 0) -> agent_pb2.Envelope:
+    return agent_pb2.Envelope(id=number, body=agent_pb2.Payload(inline=bytes(size)))
+
+
+def frame(message: agent_pb2.Envelope) -> bytes:
+    data = message.SerializeToString()
+    return struct.pack("<IB", len(data), 0) + data
+
+
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=12), cuts=st.lists(st.integers(1, 400), max_size=30)
+)
+def test_frames_arrive_however_they_are_split(sizes, cuts):
+    executor = Executor(2, "test-split")
+    mine, other = socket.socketpair()
+    try:
+        end = End(mine, executor)
+        sent = [envelope(number, size) for number, size in enumerate(sizes, 1)]
+        data = b"".join(map(frame, sent))
+        for cut in cuts:
+            other.sendall(data[:cut])
+            end.socket._on_readable()  # reads what is there, as the executor's thread does
+            data = data[cut:]
+        other.sendall(data)
+        end.socket.start()
+        assert end.take(len(sent)) == sent
+    finally:
+        end.socket.close()
+        executor.close(10)
+        end.socket.release()
+        other.close()
+
+
+@pytest.mark.parametrize("size", [1, envelope_socket.READ_BYTES - 100, envelope_socket.READ_BYTES, 5 << 20])
+def test_envelopes_of_all_sizes(executor, size):
+    mine, theirs = socket.socketpair()
+    here, there = End(mine, executor), End(theirs, executor)
+    here.socket.start()
+    there.socket.start()
+    sent = [envelope(number, size) for number in range(1, 6)]
+    for message in sent:
+        here.socket.send(message.SerializeToString())
+    assert there.take(5) == sent
+    for end in (here, there):
+        end.socket.finish()
+    for end in (here, there):
+        assert end.ended.wait(20)
+        assert end.reasons == [""]
+        end.socket.close()
+
+
+def test_nobody_waits_for_a_peer_that_does_not_read(pair):
+    end, other = pair()
+    sent = [envelope(number, 100_000) for number in range(1, 101)]
+    for message in sent:
+        end.socket.send(message.SerializeToString())  # 10 MB, of which the socket takes a fiftieth
+    reader = other.makefile("rb")
+    for message in sent:
+        length, _ = struct.unpack("<IB", reader.read(5))
+        assert agent_pb2.Envelope.FromString(reader.read(length)) == message
+
+
+def test_senders_on_many_threads_do_not_mix_their_frames(executor):
+    mine, theirs = socket.socketpair()
+    here, there = End(mine, executor), End(theirs, executor)
+    there.socket.start()
+
+    def send(first: int) -> None:
+        for number in range(first, first + 200):
+            here.socket.send(envelope(number, number % 3000).SerializeToString())
+
+    threads = [threading.Thread(target=send, args=(1000 * index,)) for index in range(1, 6)]
+    for thread in threads:
+        thread.start()
+    received = there.take(1000)
+    for thread in threads:
+        thread.join()
+    for first in range(1000, 6000, 1000):
+        mine_in_order = [each.id for each in received if first <= each.id < first + 1000]
+        assert mine_in_order == list(range(first, first + 200))
+    for end in (here, there):
+        end.socket.close()
+        end.socket.release()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "closed without a goodbye"),
+        (b"\x05\x00", "closed without a goodbye"),
+        (struct.pack("<IB", 3, 0) + b"\xff\xff\xff", "no message"),
+        (struct.pack("<IB", 1 << 31, 0), "a frame of 2147483648 bytes"),
+        (struct.pack("<IBQQ", 16, 2, 1, 65536), "a frame of kind 2"),
+        (struct.pack("<IB", 0, 9), "a frame of kind 9"),
+    ],
+    ids=["nothing", "a part of a frame", "no envelope", "an announcement of 2 GiB", "a segment", "kind 9"],
+)
+def test_a_connection_that_ends_badly_says_how(pair, data, reason):
+    end, other = pair()
+    other.sendall(data)
+    if "goodbye" in reason:
+        other.shutdown(socket.SHUT_RDWR)
+    assert end.ended.wait(20)
+    assert len(end.reasons) == 1
+    assert reason in end.reasons[0]
+    with pytest.raises(BrokenPipeError):
+        end.socket.send(b"more")
+
+
+def test_what_was_sent_before_the_end_arrives(pair):
+    end, other = pair()
+    other.sendall(frame(envelope(1)) + frame(envelope(2)) + struct.pack("<IB", 0, 1))
+    assert end.ended.wait(20)
+    assert [each.id for each in end.take(2)] == [1, 2]
+    assert end.reasons == [""]
+    end.socket.send(envelope(3).SerializeToString())  # the peer may still read
+    assert other.recv(1000) == frame(envelope(3))
