@@ -36,6 +36,7 @@ matrix:          ## the tests on every torch that is supported, or on some: make
 	$(PYTHON) -m tests.matrix --make "$(MAKE)" $(TORCH)
 
 bench: $(READY)  ## distributed autograd and process groups against torch's own, in one run each
+	$(BIN)/python -m benchmarks calls
 	$(BIN)/python -m benchmarks autograd
 	$(BIN)/python -m benchmarks.collectives
 

@@ -5,7 +5,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,12 +51,15 @@ class Comparison:
 
     rounds: the seconds of each step, by system and by round.
     results: the results of the first step, by system.
+    cpu: the processor seconds of all workers together, by system and by round, with those of the steps that are
+        not counted.
     """
 
     case: str
     workers: int
     rounds: Mapping[str, Sequence[Sequence[float]]]
     results: Mapping[str, Results]
+    cpu: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def steps(self, system: str) -> list[float]:
         """Returns the seconds of all steps of a system."""
@@ -69,6 +72,10 @@ class Comparison:
     def p99(self, system: str) -> float:
         """Returns the 99th percentile of a system's steps, in seconds."""
         return float(np.percentile(self.steps(system), 99))
+
+    def cpu_of_step(self, system: str) -> float:
+        """Returns the processor seconds that a step takes on all workers together, on average."""
+        return sum(self.cpu[system]) / (len(self.steps(system)) + WARM_UP * len(self.rounds[system]))
 
     @property
     def ratio(self) -> float:
@@ -123,9 +130,12 @@ def _compare(case: type[Case], sets: Sequence[WorkerSet], rounds: int, seconds: 
         for other in others:
             np.testing.assert_allclose(other, first, rtol=1e-5, atol=1e-6, err_msg=case.name)
     measured: dict[str, list[list[float]]] = {worker_set.name: [] for worker_set in sets}
+    cpu: dict[str, list[float]] = {worker_set.name: [] for worker_set in sets}
     for worker_set in take_turns(sets, rounds):
+        before = sum(worker_set.ask_all(time.process_time))
         measured[worker_set.name].append(worker_set.ask(_measure, seconds))
-    return Comparison(case.name, case.workers, measured, results)
+        cpu[worker_set.name].append(sum(worker_set.ask_all(time.process_time)) - before)
+    return Comparison(case.name, case.workers, measured, results, cpu)
 
 
 def _start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:

@@ -14,7 +14,17 @@ import torch.distributed.autograd
 import torch.distributed.optim
 import torch.distributed.rpc
 
-__all__ = ["GRADWIRE", "SYSTEMS", "TORCH", "TORCH_UV", "System", "system_here", "worker_name"]
+__all__ = [
+    "GRADWIRE",
+    "GRADWIRE_GRPC",
+    "GRADWIRE_TCP",
+    "SYSTEMS",
+    "TORCH",
+    "TORCH_UV",
+    "System",
+    "system_here",
+    "worker_name",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +83,30 @@ def _torch(name: str, **options: Any) -> System:
     )
 
 
-GRADWIRE = System(
-    "gradwire",
-    gradwire.__version__,
-    gradwire.rpc,
-    gradwire.autograd,
-    gradwire.optim.DistributedOptimizer,
-    lambda url: gradwire.rpc.RpcBackendOptions(init_method=url),
-)
+def _gradwire(name: str, **options: Any) -> System:
+    return System(
+        name,
+        gradwire.__version__,
+        gradwire.rpc,
+        gradwire.autograd,
+        gradwire.optim.DistributedOptimizer,
+        lambda url: gradwire.rpc.RpcBackendOptions(init_method=url, **options),
+    )
+
+
+GRADWIRE = _gradwire("gradwire")
+"""gradwire with its default options: a unix socket and shared memory on one host."""
+
+GRADWIRE_TCP = _gradwire("gradwire-tcp", transports=("tcp", "grpc"))
+"""gradwire over TCP, as between hosts."""
+
+GRADWIRE_GRPC = _gradwire("gradwire-grpc", transports=("grpc",))
+"""gradwire over its gRPC stream alone."""
+
 TORCH = _torch("torch")
 """TensorPipe with its default options: through shared memory on one host, with threads that spin."""
 
 TORCH_UV = _torch("torch-tcp", _transports=["uv"], _channels=["basic"])
 """TensorPipe over TCP, as between hosts. It does not spin."""
 
-SYSTEMS = {system.name: system for system in (GRADWIRE, TORCH, TORCH_UV)}
+SYSTEMS = {system.name: system for system in (GRADWIRE, GRADWIRE_TCP, GRADWIRE_GRPC, TORCH, TORCH_UV)}
