@@ -40,8 +40,8 @@ bench: $(READY)  ## distributed autograd and process groups against torch's own,
 	$(BIN)/python -m benchmarks autograd
 	$(BIN)/python -m benchmarks.collectives
 
-conformance: $(READY)  ## torch's own RPC test suites, on gradwire
-	$(BIN)/python -m tests.conformance
+conformance: $(READY)  ## torch's own RPC test suites, on gradwire; with TRANSPORTS=grpc, by gRPC alone
+	$(BIN)/python -m tests.conformance $(TRANSPORTS:%=--transports %)
 
 programs: $(PROGRAMS)/.ready  ## programs for torch.distributed.rpc that others wrote, on torch's agent and on gradwire
 	$(BIN)/python -m tests.programs
@@ -53,7 +53,7 @@ $(PROGRAMS)/.ready: $(READY) requirements-programs.txt
 	touch $@
 
 graphs: $(READY)      ## backward passes over workers: 2,000 random programs
-	GRADWIRE_GRAPHS=2000 $(BIN)/python -m pytest tests/autograd/test_random_graphs.py -k random
+	GRADWIRE_GRAPHS=2000 $(TRANSPORTS:%=GRADWIRE_TEST_TRANSPORTS=%) $(BIN)/python -m pytest tests/autograd/test_random_graphs.py -k random
 
 schedules: $(READY)   ## the protocol of references: 10,000 random schedules
 	GRADWIRE_SCHEDULES=10000 $(BIN)/python -m pytest tests/rref/test_schedules.py -k random

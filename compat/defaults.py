@@ -1,9 +1,11 @@
 """Defaults of the options that torch lacks, for programs written without them."""
 
 import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, final
+
+from ..rpc.contracts.options import TRANSPORTS
 
 __all__ = ["VARIABLE", "Defaults", "defaults", "export_defaults", "inherited_defaults"]
 
@@ -18,6 +20,7 @@ class Defaults:
 
     insecure: bool = False
     host: str | None = None
+    transports: Sequence[str] = TRANSPORTS
 
 
 defaults: Final = Defaults()

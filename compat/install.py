@@ -3,11 +3,12 @@
 import importlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from ..autograd.functions import RecvRpc, SendRpc
 from ..nn.remote_module import RemoteModule
+from ..rpc.contracts.options import TRANSPORTS
 from ..rref.rref import RRef
 from .contexts import NODE_METHODS
 from .defaults import defaults
@@ -27,7 +28,7 @@ other modules are patched when the program imports them.
 """
 
 
-def install(*, insecure: bool = False, host: str | None = None) -> None:
+def install(*, insecure: bool = False, host: str | None = None, transports: Sequence[str] | None = None) -> None:
     """Replaces the public and private names of torch.distributed.rpc and of the modules built on it by gradwire's.
 
     Globals of modules that have imported such names already are replaced as well. Calling `install` again only
@@ -37,15 +38,17 @@ def install(*, insecure: bool = False, host: str | None = None) -> None:
         insecure: the default of an option that torch does not have, for workers on several hosts: see
             `gradwire.rpc.RpcBackendOptions` and docs/hosts.md.
         host: likewise.
+        transports: the default of what may carry messages: see `gradwire.rpc.RpcBackendOptions`.
     """
     defaults.insecure = insecure or defaults.insecure
     defaults.host = host or defaults.host
+    defaults.transports = transports or defaults.transports
     _installation.install()
 
 
 def uninstall() -> None:
     """Restores torch's names, and the defaults of the options."""
-    defaults.insecure, defaults.host = False, None
+    defaults.insecure, defaults.host, defaults.transports = False, None, TRANSPORTS
     _installation.uninstall()
 
 

@@ -51,4 +51,4 @@ def run_module(name: str, arguments: Sequence[str], values: Defaults) -> None:
 
 def _install_everywhere(values: Defaults) -> None:
     install_in_children(values=values)
-    install(insecure=values.insecure, host=values.host)
+    install(insecure=values.insecure, host=values.host, transports=values.transports)

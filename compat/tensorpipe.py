@@ -38,7 +38,11 @@ class RpcBackendOptions(rpc.RpcBackendOptions):
                 f"incompatible constructor arguments: rpc_timeout is {rpc_timeout!r}: give a number of seconds"
             )
         super().__init__(
-            rpc_timeout=rpc_timeout, init_method=init_method, insecure=defaults.insecure, host=defaults.host
+            rpc_timeout=rpc_timeout,
+            init_method=init_method,
+            insecure=defaults.insecure,
+            host=defaults.host,
+            transports=defaults.transports,
         )
 
 

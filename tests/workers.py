@@ -60,6 +60,9 @@ RESULT_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 2.0
 """Seconds that workers may take to exit after a test, before they are killed."""
 
+TRANSPORTS = os.environ.get("GRADWIRE_TEST_TRANSPORTS", "unix,tcp,grpc").split(",")
+"""What may carry the messages of workers, unless a test says otherwise."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
@@ -217,6 +220,7 @@ class Workers:
     def join_rpc(self, members: Sequence[Worker], **options: Any) -> None:
         """Has workers form an RPC group; options are those of RpcBackendOptions."""
         url = f"file://{self.folder / 'rendezvous'}"
+        options.setdefault("transports", TRANSPORTS)
         pending = [
             worker.start(_init_rpc, worker.name, rank, len(members), url, options)
             for rank, worker in enumerate(members)

@@ -71,7 +71,17 @@ def test_children_may_import_in_any_order(first):
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("arguments", [[], ["-m"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["-m"], ["--nonsense"], ["--transports", "pigeon", "x.py"], ["--transports", "unix", "x.py"]]
+)
 def test_wrong_arguments_get_the_usage(arguments):
     with pytest.raises(SystemExit, match=r"^usage: python -m gradwire.compat"):
         main(arguments)
+
+
+def test_transports_are_passed_on_to_the_processes(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch.distributed.rpc as rpc\n"
+        "print(list(rpc.TensorPipeRpcBackendOptions(init_method='file:///nowhere').transports))\n"
+    )
+    assert run("--transports", "tcp,grpc", str(tmp_path / "mine.py")).stdout == "['tcp', 'grpc']\n"

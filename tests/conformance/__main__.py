@@ -38,6 +38,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="conformance-") as logs:
         run = TestRun(
             stock=arguments.stock,
+            transports=tuple(arguments.transports.split(",")),
             parallel=arguments.jobs,
             timeout=arguments.timeout,
             words=tuple(arguments.k),
@@ -67,6 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("-q", "--quiet", action="store_true", help="print no output of tests")
     parser.add_argument("--module", choices=[module.name for module in MODULES], help="one module of suites")
     parser.add_argument("--stock", action="store_true", help="run on torch's own agent")
+    parser.add_argument("--transports", default="unix,tcp,grpc", help="what may carry messages (unix,tcp,grpc)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests that run at once")
     parser.add_argument("--timeout", type=int, default=100, help="seconds for one test")
     parser.add_argument("--list", action="store_true", help="print the names of the tests")

@@ -60,6 +60,7 @@ class TestRun:
     """The options of a run.
 
     stock: whether to use torch's own agent instead of gradwire.
+    transports: what may carry gradwire's messages.
     parallel: number of tests that run at the same time.
     timeout: seconds for one test.
     words: run the tests with one of these in "Suite.test"; all if empty.
@@ -68,6 +69,7 @@ class TestRun:
     """
 
     stock: bool
+    transports: tuple[str, ...]
     parallel: int
     timeout: int
     words: tuple[str, ...]
@@ -83,7 +85,7 @@ def run_module(module: Module, run: TestRun, report: Connection) -> None:
     if not run.stock:
         import gradwire.compat
 
-        gradwire.compat.install()
+        gradwire.compat.install(transports=run.transports)
     with mock.patch.object(torch.jit, "script", script):  # the suites compile remote calls, which compat refuses
         tests = load(module)
     _shorten(run.excepted)
