@@ -309,6 +309,8 @@ class Network:
 
     def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Collects the payloads of an envelope that has arrived. Called by transports on any thread."""
+        if self._lost and source.id in self._lost:
+            return  # read after its loss has been handled, with which all that it had asked for has ended
         payloads: PayloadReader | None = read_inline
         if envelope.tensors or not envelope.body.HasField("inline"):
             try:
@@ -324,6 +326,9 @@ class Network:
 
     def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Collects the payloads outside an envelope. Called on the loop."""
+        if source.id in self._lost:
+            self._listener.on_dropped(source, envelope)
+            return
         try:
             arrived = self._router.collect(source.id, envelope)
         except Exception as error:  # a refusal, or no memory
