@@ -44,10 +44,9 @@ class Noop(Case):
         return [torch.tensor(self._rpc.rpc_sync(PEER, os.getpid) != os.getpid())]
 
 
-class SmallTensors(Case):
-    """Adds two tensors of two elements on the peer."""
+class SmallArguments(Case):
+    """A call whose arguments are two tensors of two elements; its time is that of its results."""
 
-    name = "add two tensors of 2 elements"
     workers = 2
 
     def __init__(self, system: System) -> None:
@@ -55,8 +54,14 @@ class SmallTensors(Case):
         self._args = torch.ones(2), torch.ones(2)
 
     def step(self) -> float:
-        """Adds once."""
+        """Calls once."""
         return seconds_of(self.results)
+
+
+class SmallTensors(SmallArguments):
+    """Adds two tensors of two elements on the peer."""
+
+    name = "add two tensors of 2 elements"
 
     def results(self) -> list[torch.Tensor]:
         """Returns the sum."""
@@ -143,19 +148,10 @@ def _echo(nbytes: int, name: str) -> type[Case]:
     return case
 
 
-class RemoteToHere(Case):
+class RemoteToHere(SmallArguments):
     """Makes a value on the peer, and fetches it."""
 
     name = "remote() and to_here()"
-    workers = 2
-
-    def __init__(self, system: System) -> None:
-        self._rpc = system.rpc
-        self._args = torch.ones(2), torch.ones(2)
-
-    def step(self) -> float:
-        """Makes and fetches one value."""
-        return seconds_of(self.results)
 
     def results(self) -> list[torch.Tensor]:
         """Returns the value."""

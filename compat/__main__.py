@@ -38,7 +38,7 @@ def main(arguments: list[str], values: Defaults = Defaults()) -> None:  # noqa: 
             main(rest, replace(values, insecure=True))
         case ["--host", host, *rest] if not host.startswith("-"):
             main(rest, replace(values, host=host))
-        case ["--transports", names, *rest] if set(names.split(",")) <= set(TRANSPORTS) and "grpc" in names:
+        case ["--transports", names, *rest] if {"grpc"} <= set(names.split(",")) <= set(TRANSPORTS):
             main(rest, replace(values, transports=names.split(",")))
         case ["-m", name, *rest]:
             run_module(name, rest, values)

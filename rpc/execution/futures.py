@@ -53,7 +53,7 @@ class Future(torch.futures.Future[T]):
         self.worker = worker
         """The name of the worker that the call was sent to."""
         self.describe: Callable[[], str] = lambda: operation
-        """What the call does, for people: such as `rpc_async add`."""
+        """Returns the operation of the call, for people: such as `rpc_async add`."""
         self._executor = executor
         self._cancel = cancel
         self._waiters: list[threading.Lock] = []

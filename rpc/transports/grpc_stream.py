@@ -38,8 +38,7 @@ from .sockets import UNIX, OfferedSocket, SocketParts, dial
 __all__ = ["GrpcStream", "GrpcStreams"]
 
 DIAL_ATTEMPTS = 3
-"""Attempts to open a stream. A peer serves before its address is known, so a refused connection means that it is
-gone; the further attempts are for a listen queue that overflows while many workers connect at once."""
+"""Attempts to open a stream: more than one, as a listen queue overflows while many workers connect at once."""
 
 DIAL_BACKOFF_S = 0.05
 """Seconds before the second attempt; doubled for each further one."""
@@ -52,6 +51,7 @@ READ_OUT_TIMEOUT_S = 5.0
 
 BROKEN_SOCKET_GRACE_S = 1.0
 """Seconds that a stream may stand after its socket broke; if the peer has died, the stream tells how."""
+
 log = logging.getLogger(__name__)
 
 
@@ -146,7 +146,7 @@ class GrpcStream:
 
     @property
     def name(self) -> str:
-        """What carries the envelopes: "unix", "tcp" or "grpc"."""
+        """The carrier of the envelopes: "unix", "tcp" or "grpc"."""
         return "grpc" if self.outbox.socket is None else self.outbox.socket.name
 
     def send(self, envelope: bytes) -> int:

@@ -29,9 +29,9 @@ class Outbox:
         self._queue: OrderedDict[int, bytes] = OrderedDict()
         """Envelopes as fields of a frame, by ticket."""
         self.socket: EnvelopeSocket | None = None
-        """What carries the envelopes in place of the gRPC stream."""
+        """The socket that carries the envelopes in place of the gRPC stream."""
         self.closed_reason: str | None = None
-        """Why nothing can be sent any more; None until then."""
+        """The reason that nothing can be sent any more; None until then."""
 
     def send(self, envelope: bytes) -> tuple[int, bool]:
         """Writes an envelope to the socket, or queues it.

@@ -39,7 +39,7 @@ MAX_UNADMITTED = 64
 
 _ADMITTED = b"\x01"
 _CREDENTIALS = struct.Struct("3i")
-"""What SO_PEERCRED tells: process, user and group."""
+"""The layout of SO_PEERCRED: process, user and group."""
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class OfferedSocket:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, kind: str, address: str) -> None:
         self.offer = agent_pb2.SocketOffer(kind=kind, address=address, nonce=secrets.token_bytes(NONCE_BYTES))
-        """What to tell the other worker."""
+        """The offer to tell the other worker."""
         self._connection: asyncio.Future[socket.socket] = loop.create_future()
 
     def admit(self, connection: socket.socket) -> None:
