@@ -64,7 +64,7 @@ def measure(rank: int, receivers: int, sizes: list[float], rounds: int, url: str
                 for way, taken in times.items():
                     taken.append(seconds_of(way, names, tensor))
             ours, theirs = (statistics.median(taken[WARM_UP:]) * 1e3 for taken in times.values())
-            print(f"{size:10g} MiB{ours:14.2f} ms{theirs:14.2f} ms{ours / theirs:9.2f}", flush=True)
+            print(f"{size:10g} MiB{ours:14.3f} ms{theirs:14.3f} ms{ours / theirs:9.2f}", flush=True)
     rpc.shutdown()
 
 
