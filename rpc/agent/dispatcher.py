@@ -101,9 +101,6 @@ class Dispatcher:
     def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Handles the loss of a worker."""
         self._worker_events.record_left(worker, end.reason)
-        # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
-        if not end.orderly and not (self._dynamic and end.cause is LossCause.UNREACHABLE):
-            self._failed[worker.id] = end.reason
         self._executor.submit(self._lose, worker, end)
 
     # On the executor's threads.
@@ -116,8 +113,12 @@ class Dispatcher:
             self._server.reject(source, envelope, error)
 
     def _lose(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        level = logging.WARNING if worker.id in self._failed else logging.INFO
+        # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
+        has_failed = not end.orderly and not (self._dynamic and end.cause is LossCause.UNREACHABLE)
+        level = logging.WARNING if has_failed else logging.INFO
         log.log(level, "worker %s is lost: %s", worker.name, end.reason)
+        if has_failed:  # not known before it is logged: a shutdown says that it goes without this worker
+            self._failed[worker.id] = end.reason
         self._client.on_worker_lost(worker, end)
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)
