@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from gradwire.c10d import HashStore
 from gradwire.extensions import DEFAULT_EXTENSIONS
@@ -26,6 +27,11 @@ from tests.c10d.members import join_all  # noqa: E402
 from tests.hosts import Network, why_unavailable  # noqa: E402
 from tests.remote_functions import assert_clean  # noqa: E402
 from tests.workers import Worker, Workers  # noqa: E402
+
+
+# No test asserts how long something takes, and so no example of a property may.
+hypothesis.settings.register_profile("gradwire", deadline=None)
+hypothesis.settings.load_profile("gradwire")
 
 
 class RootIsNoPackage:
