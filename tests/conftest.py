@@ -28,7 +28,6 @@ from tests.hosts import Network, why_unavailable  # noqa: E402
 from tests.remote_functions import assert_clean  # noqa: E402
 from tests.workers import Worker, Workers  # noqa: E402
 
-
 # No test asserts how long something takes, and so no example of a property may.
 hypothesis.settings.register_profile("gradwire", deadline=None)
 hypothesis.settings.load_profile("gradwire")

@@ -214,7 +214,7 @@ def run_program(operations: Sequence[tuple[str, int, bool]]) -> None:
 def test_random_programs(group, size):
     members = group(size)
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, suppress_health_check=list(HealthCheck))
     @given(st.lists(OPERATIONS, min_size=1, max_size=10))
     def run(operations):
         everywhere(members, run_program, operations)

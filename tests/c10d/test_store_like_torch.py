@@ -58,7 +58,7 @@ def run(store: torch.distributed.Store, program: list[tuple[Any, ...]]) -> list[
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "prefix"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=st.lists(STEPS, max_size=30))
 def test_random_programs(kind, program, tmp_path):
     expected = run(torch.distributed.HashStore(), program)

@@ -359,7 +359,7 @@ def element_addresses(tensor: Tensor) -> list[int]:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_views_arrive_as_views(data):
     whole = torch.arange(24.0).view(2, 3, 4).permute(data.draw(st.permutations(range(3))))
     views = [whole]

@@ -189,7 +189,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=4)
 
 
 @given(PLAIN, st.lists(SHAPES, max_size=3))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_values_and_tensors_round_trip(value, shapes):
     packer = Packer()
     tensors = [torch.randn(shape) for shape in shapes]
@@ -239,7 +239,7 @@ def test_placeholders_of_tensors_that_a_message_does_not_have(value):
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_any_bytes_as_a_tensor_decode_or_raise_value_error(data):
     try:
         message = agent_pb2.Tensor.FromString(data)
@@ -259,7 +259,6 @@ def test_hand_framing_is_protobufs(number, length):
 
 
 @given(st.text(), st.text())
-@settings(deadline=None)
 def test_any_text_travels_in_an_error(text, surrogates):
     error = decode_failure(encode_failure(KeyError(text + "\ud800" + surrogates)), "w")
     assert isinstance(error, KeyError)

@@ -55,7 +55,6 @@ def test_random_schedules_neither_leak_nor_delete_early(capsys):
 
     @settings(
         max_examples=SCHEDULES,
-        deadline=None,
         database=None,
         print_blob=True,
         derandomize=SCHEDULES < 1000,
