@@ -12,7 +12,7 @@ TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 TYPED  := c10d rpc rref autograd optim nn compat
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types-tests coverage matrix bench conformance programs graphs schedules all_gathers stores \
+.PHONY: help demo test lint types-tests coverage matrix bench throughput conformance programs graphs schedules all_gathers stores \
     operations huge proto changelog hooks clean
 
 help:            ## this list
@@ -35,10 +35,15 @@ test: $(READY)   ## what every change must pass
 matrix:          ## the tests on every torch that is supported, or on some: make matrix TORCH="2.11.0 2.15.0"
 	$(PYTHON) -m tests.matrix --make "$(MAKE)" $(TORCH)
 
-bench: $(READY)  ## distributed autograd and process groups against torch's own, in one run each
-	$(BIN)/python -m benchmarks calls
-	$(BIN)/python -m benchmarks autograd
-	$(BIN)/python -m benchmarks.collectives
+bench: $(READY)  ## all cases against TensorPipe in one table, the steps of a call, idle workers: docs/benchmarks
+	$(BIN)/python -m benchmarks --save docs/benchmarks
+	$(BIN)/python -m benchmarks.call_steps > docs/benchmarks/call_steps.txt
+	$(BIN)/python -m benchmarks.idle > docs/benchmarks/idle.txt
+	cat docs/benchmarks/call_steps.txt docs/benchmarks/idle.txt
+
+throughput: $(READY)  ## calls of many workers to one and of one to many, for a minute each: docs/benchmarks
+	$(BIN)/python -m benchmarks.throughput > docs/benchmarks/throughput.txt
+	cat docs/benchmarks/throughput.txt
 
 conformance: $(READY)  ## torch's own RPC test suites, on gradwire; with TRANSPORTS=grpc, by gRPC alone
 	$(BIN)/python -m tests.conformance $(TRANSPORTS:%=--transports %)

@@ -1,139 +1,85 @@
-"""Compares gradwire with torch.distributed.rpc on TensorPipe, in one run.
+"""Compares gradwire with torch.distributed.rpc on TensorPipe, all cases in one run and one table.
 
-python -m benchmarks calls                        # a table on stdout
-python -m benchmarks autograd
-python -m benchmarks calls --system gradwire-grpc # over the gRPC stream alone
-python -m benchmarks autograd --json FILE         # and the figures of every round in a file
-python -m benchmarks autograd --peer torch-tcp    # TensorPipe over TCP, as between hosts
+python -m benchmarks                             # the table on stdout
+python -m benchmarks -k echo backward            # only the cases with one of these words in their names
+python -m benchmarks --systems gradwire torch    # only these systems
+python -m benchmarks --rounds 15 --seconds 1     # more steps: 25 minutes in place of four
+python -m benchmarks --json FILE                 # also the time of every step, in seconds
+python -m benchmarks --save docs/benchmarks      # also the table as a page, and a plot
+python -m benchmarks --cases my_cases            # the list CASES of another module
 """
 
 import argparse
 import importlib
+import importlib.util
 import json
-import os
-import platform
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from . import autograd, calls
+from .harness import Case, compare
+from .machine import load_average, machine_facts
+from .report import DESCRIPTION, Table, figures, plot
+from .systems import SYSTEMS
+from .worker_sets import preload
 
-from .harness import Comparison, compare
-from .systems import GRADWIRE, SYSTEMS
-
-SUBJECTS = ["autograd", "calls"]
-"""Modules of this package with a list CASES."""
-
-MILLISECONDS = 1e3
+PAGE, PLOT = "figures.md", "figures.png"
+"""The files that `--save` writes."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    arguments = _arguments()
-    system, peer = SYSTEMS[arguments.system], SYSTEMS[arguments.peer]
-    subject = importlib.import_module(f".{arguments.subject}", __package__)
-    cases = [case for case in subject.CASES if arguments.k in case.name]
-    if not cases:
-        raise SystemExit(f"no case of {arguments.subject} has {arguments.k!r} in its name")
+    arguments = _arguments(argv)
+    systems = [SYSTEMS[name] for name in dict.fromkeys(arguments.systems)]
     facts = machine_facts()
+    facts["measured"] = f"{arguments.rounds} rounds of {arguments.seconds:g} s of each case on each system"
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    print(
-        f"\n{system.name} against {peer.name}, {arguments.rounds} rounds of {arguments.seconds:g} s each; "
-        f"milliseconds of a step;\nratios of medians, p99 and processor time, below 1 {system.name} is faster; in "
-        "brackets, the lowest\nand the highest ratio of the medians of a round\n"
-    )
-    print(header(system.name, peer.name), flush=True)
+    table = Table(systems)
+    print(f"\n{DESCRIPTION}\n\n{table.text_header()}", flush=True)
     comparisons = []
-    for comparison in compare(cases, (system, peer), rounds=arguments.rounds, seconds=arguments.seconds):
+    cases = _cases(arguments.cases, arguments.k)
+    for comparison in compare(cases, systems, rounds=arguments.rounds, seconds=arguments.seconds):
         comparisons.append(comparison)
-        print(row(comparison), flush=True)
-    facts["load average after"] = _load()
-    print(f"\nload average after (the benchmark's own included): {facts['load average after']}")
+        print(table.text_row(comparison), flush=True)
+    facts["load average after"] = f"{load_average()} (the benchmark's own included)"
+    print(f"\nload average after: {facts['load average after']}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures(facts, comparisons), indent=1))
+    if arguments.save is not None:
+        (arguments.save / PAGE).write_text(table.page(facts, comparisons, PLOT))
+        plot(arguments.save / PLOT, comparisons)
 
 
-def machine_facts() -> dict[str, str]:
-    """Returns the facts about machine and versions that the figures depend on."""
-    cores = len(os.sched_getaffinity(0))
-    return {
-        "machine": f"{platform.machine()}, {cores} cores, Python {platform.python_version()}",
-        "gradwire": GRADWIRE.version,
-        "torch": SYSTEMS["torch"].version,
-        "load average before": _load(),
-    }
+def _cases(module: str | None, words: Sequence[str]) -> list[type[Case]]:
+    """Returns the cases of a module, or of this package, whose names have one of the words in them."""
+    cases = [*calls.CASES, *autograd.CASES] if module is None else importlib.import_module(module).CASES
+    chosen = [case for case in cases if not words or any(word in case.name for word in words)]
+    if not chosen:
+        raise SystemExit(f"no case has {' or '.join(map(repr, words))} in its name")
+    return sorted(chosen, key=lambda case: case.workers)  # so that they share their processes
 
 
-def header(first: str, second: str) -> str:
-    """Returns the header of the table."""
-    columns = "".join(f"{name + ' median':>21}{'p99':>9}{'cpu':>9}" for name in (first, second))
-    return f"{'case':40}{columns}{'ratio':>8}{'p99':>7}{'cpu':>7}"
-
-
-def row(comparison: Comparison) -> str:
-    """Returns a line of the table."""
-    columns = "".join(
-        f"{comparison.median(name) * MILLISECONDS:21.3f}{comparison.p99(name) * MILLISECONDS:9.3f}"
-        f"{comparison.cpu_of_step(name) * MILLISECONDS:9.3f}"
-        for name in comparison.rounds
-    )
-    first, second = comparison.rounds
-    p99 = comparison.p99(first) / comparison.p99(second)
-    cpu = comparison.cpu_of_step(first) / comparison.cpu_of_step(second)
-    low, high = min(comparison.ratios), max(comparison.ratios)
-    return f"{comparison.case:40}{columns}{comparison.ratio:8.2f}{p99:7.2f}{cpu:7.2f}  ({low:.2f} to {high:.2f})"
-
-
-def figures(facts: dict[str, str], comparisons: Iterable[Comparison]) -> dict[str, Any]:
-    """Returns all figures as JSON-compatible values; times are in seconds."""
-    return {
-        "facts": facts,
-        "cases": [
-            {
-                "case": comparison.case,
-                "workers": comparison.workers,
-                "ratio": comparison.ratio,
-                "ratios": comparison.ratios,
-                "largest difference of results": comparison.difference,
-                "systems": {
-                    name: {
-                        "median": comparison.median(name),
-                        "p99": comparison.p99(name),
-                        "cpu": comparison.cpu_of_step(name),
-                        "rounds": comparison.rounds[name],
-                        "results": [
-                            {"shape": result.shape, "norm": float(np.linalg.norm(result))}
-                            for result in comparison.results[name]
-                        ],
-                    }
-                    for name in comparison.rounds
-                },
-            }
-            for comparison in comparisons
-        ],
-    }
-
-
-def _load() -> str:
-    return " ".join(f"{load:.2f}" for load in os.getloadavg())
-
-
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("subject", choices=SUBJECTS)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of each system (15)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of a round (1)")
-    parser.add_argument("--system", choices=[n for n in SYSTEMS if n.startswith("gradwire")], default="gradwire")
-    parser.add_argument("--peer", choices=list(SYSTEMS), default="torch")
-    parser.add_argument("-k", default="", metavar="WORD", help="only the cases with this in their name")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each system (5)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="length of a round (0.3)")
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), help="all of them")
+    parser.add_argument("-k", nargs="+", default=[], metavar="WORD", help="words in the names of cases")
+    parser.add_argument("--cases", metavar="MODULE", help="a module with a list CASES, instead of all cases here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
-    arguments = parser.parse_args()
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help=f"where to write {PAGE} and {PLOT}")
+    arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds is {arguments.rounds}: give at least 1")
+    if arguments.save is not None and not arguments.save.is_dir():
+        parser.error(f"--save {arguments.save} is no folder")
+    if arguments.save is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--save plots with matplotlib: pip install 'gradwire[examples]'")
     return arguments
 
 
 if __name__ == "__main__":
+    preload()
     main()

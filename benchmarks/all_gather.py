@@ -18,7 +18,7 @@ import torch
 from gradwire import rpc
 
 from .harness import Comparison
-from .worker_sets import WARM_UP, WorkerSet, take_turns
+from .worker_sets import WARM_UP, WorkerSet, preload, take_turns
 
 GROUP, MESSAGES = VARIANTS = "group", "messages"
 
@@ -60,7 +60,7 @@ def compare(case: str, sets: Sequence[WorkerSet], rounds: int, seconds: float) -
     measured: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
     for worker_set in take_turns(sets, rounds):
         measured[worker_set.name].append(worker_set.ask_all(measure, case, steps[worker_set.name])[0])
-    return Comparison(case, sets[0].size, measured, results={})
+    return Comparison(case, sets[0].size, measured)
 
 
 def row(comparison: Comparison) -> str:
@@ -69,19 +69,18 @@ def row(comparison: Comparison) -> str:
         f"{comparison.median(variant) * 1e3:14.3f}{comparison.p99(variant) * 1e3:10.3f}"
         for variant in comparison.rounds
     )
-    low, high = min(comparison.ratios), max(comparison.ratios)
-    return (
-        f"{comparison.workers:7}  {comparison.case:22}{columns}{comparison.ratio:9.3f}  ({low:.3f} to {high:.3f})"
-    )
+    ratio, ratios = comparison.ratio(*VARIANTS), comparison.ratios(*VARIANTS)
+    rounds = f"({min(ratios):.3f} to {max(ratios):.3f})"
+    return f"{comparison.workers:7}  {comparison.case:22}{columns}{ratio:9.3f}  {rounds}"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser("python -m benchmarks.all_gather", description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=6, help="turns of each way (6)")
     parser.add_argument("--seconds", type=float, default=0.5, help="that a turn takes (0.5)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.2f}; milliseconds of a collective")
     print(f"workers  {'case':22}{'group median':>14}{'p99':>10}{'messages':>14}{'p99':>10}{'ratio':>9}")
     for workers in arguments.workers:
@@ -92,4 +91,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    preload()
     main()

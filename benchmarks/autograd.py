@@ -2,43 +2,64 @@
 
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from .harness import Case, seconds_of
 from .systems import System, system_here, worker_name
 
-__all__ = ["CASES", "Linear", "ManyNodes", "OneProcess", "Pipeline", "TinyBackward"]
+__all__ = ["CASES", "LargeBackward", "Linear", "ManyNodes", "OneProcess", "Pipeline", "TinyBackward"]
 
 PEER = worker_name(1)
 
 LEARNING_RATE = 0.01
 
 
-class TinyBackward(Case):
-    """Adds two small tensors on the peer, runs backward and reads the gradients."""
+class _TwoLeaves(Case):
+    """A function of two tensors on the peer, of which both get a gradient."""
 
-    name = "tiny forward, backward, get_gradients"
-    workers = 2
+    function: ClassVar[Callable[..., torch.Tensor]]
+    elements: ClassVar[int]
 
     def __init__(self, system: System) -> None:
+        super().__init__(system)
         torch.manual_seed(0)
-        self._rpc, self._autograd = system.rpc, system.autograd
-        self._leaves = [torch.rand(3, requires_grad=True) for _ in range(2)]
-
-    def step(self) -> float:
-        """Runs a pass, with the creation and the release of the context."""
-        return seconds_of(self.results)
+        self._leaves = [torch.rand(self.elements, requires_grad=True) for _ in range(2)]
 
     def results(self) -> list[torch.Tensor]:
         """Returns the gradients of both tensors."""
         with self._autograd.context() as context_id:
-            added = self._rpc.rpc_sync(PEER, torch.add, args=tuple(self._leaves))
-            self._autograd.backward(context_id, [added.sum()])
+            self._autograd.backward(context_id, [self._forward()])
             gradients = self._autograd.get_gradients(context_id)
             return [gradients[leaf] for leaf in self._leaves]
+
+    def _forward(self) -> torch.Tensor:
+        result: torch.Tensor = self._rpc.rpc_sync(PEER, type(self).function, args=tuple(self._leaves)).sum()
+        return result
+
+
+class TinyBackward(_TwoLeaves):
+    """Adds two small tensors on the peer, runs backward and reads the gradients."""
+
+    name = "tiny forward, backward, get_gradients"
+    function = torch.add
+    elements = 3
+
+
+class LargeBackward(_TwoLeaves):
+    """Multiplies two large tensors on the peer; only backward is measured."""
+
+    name = "backward, gradients of 4 MiB"
+    function = torch.mul
+    elements = 1 << 20
+
+    def step(self) -> float:
+        """Runs forward, then measures backward."""
+        with self._autograd.context() as context_id:
+            loss = self._forward()
+            return seconds_of(lambda: self._autograd.backward(context_id, [loss]))
 
 
 class Stage:
@@ -76,7 +97,7 @@ class _Training(Case):
 
     def __init__(self, system: System, layers: Sequence[tuple[str, int, int]]) -> None:
         """Args: layers: the worker, the inputs and the outputs of each stage."""
-        self._rpc, self._autograd = system.rpc, system.autograd
+        super().__init__(system)
         self._stages = [
             system.rpc.remote(worker, Stage, args=(inputs, outputs, seed))
             for seed, (worker, inputs, outputs) in enumerate(layers)
@@ -89,7 +110,7 @@ class _Training(Case):
         """Returns the loss."""
 
     def step(self) -> float:
-        """Runs forward, backward and the optimizer's step, with the creation and the release of the context."""
+        """Runs forward, backward and the optimizer's step; its time includes opening and ending the context."""
         return seconds_of(self._train)
 
     def results(self) -> list[torch.Tensor]:
@@ -110,7 +131,6 @@ class Linear(_Training):
     """One layer on the peer, a batch of 32."""
 
     name = "training step, remote linear 256x256"
-    workers = 2
 
     def __init__(self, system: System) -> None:
         super().__init__(system, [(PEER, 256, 256)])
@@ -161,11 +181,10 @@ class ManyNodes(Case):
     """A chain of 5,000 nodes goes back and forth between two workers; only backward is measured."""
 
     name = "backward, 5,000 nodes on two workers"
-    workers = 2
 
     def __init__(self, system: System) -> None:
+        super().__init__(system)
         torch.manual_seed(0)
-        self._rpc, self._autograd = system.rpc, system.autograd
         self._leaf = torch.rand(16, requires_grad=True)
 
     def step(self) -> float:
@@ -188,12 +207,12 @@ class ManyNodes(Case):
 
 
 class OneProcess(Case):
-    """The same chain with torch's backward in one process, without RPC: both systems should measure the same."""
+    """The same chain with torch's backward in one process, without RPC: all systems should measure the same."""
 
     name = "backward, 5,000 nodes in one process"
-    workers = 2
 
-    def __init__(self, system: System) -> None:  # noqa: ARG002 - it needs none
+    def __init__(self, system: System) -> None:
+        super().__init__(system)
         torch.manual_seed(0)
         self._leaf = torch.rand(16, requires_grad=True)
 
@@ -213,4 +232,4 @@ class OneProcess(Case):
         return x.sum()
 
 
-CASES: list[type[Case]] = [TinyBackward, Linear, ManyNodes, OneProcess, Pipeline]
+CASES: list[type[Case]] = [TinyBackward, LargeBackward, Linear, ManyNodes, OneProcess, Pipeline]

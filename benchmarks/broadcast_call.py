@@ -11,13 +11,13 @@ process group: its time is printed apart.
 import argparse
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
-from gradwire import launch, rpc
+from gradwire import rpc
+
+from .worker_sets import WorkerSet, preload
 
 MIB = 2**20
 WARM_UP = 3
@@ -49,40 +49,51 @@ def seconds_of(way: Way, names: list[str], tensor: torch.Tensor) -> float:
     return taken
 
 
-def measure(rank: int, receivers: int, sizes: list[float], rounds: int, url: str) -> None:
-    """Runs in each process; rank 0 prints the figures."""
+def start(_: str, rank: int, size: int, url: str) -> Callable[[], None]:
+    """Joins the RPC group."""
     options = rpc.RpcBackendOptions(init_method=url, broadcasts=rpc.BroadcastOptions(threshold=64 * 1024))
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=receivers + 1, rpc_backend_options=options)
-    if rank == 0:
-        names = [f"worker{number}" for number in range(1, receivers + 1)]
-        first = seconds_of(broadcast, names, torch.rand(MIB // 4)) * 1e3
-        print(f"{receivers} receivers; forming their group, and 1 MiB: {first:.1f} ms")
-        for size in sizes:
-            tensor = torch.rand(int(size * MIB / 4))
-            times: dict[Way, list[float]] = {broadcast: [], call_each: []}
-            for _ in range(WARM_UP + rounds):
-                for way, taken in times.items():
-                    taken.append(seconds_of(way, names, tensor))
-            ours, theirs = (statistics.median(taken[WARM_UP:]) * 1e3 for taken in times.values())
-            print(f"{size:10g} MiB{ours:14.3f} ms{theirs:14.3f} ms{ours / theirs:9.2f}", flush=True)
-    rpc.shutdown()
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    return rpc.shutdown
 
 
-def main() -> None:
+def first_seconds(receivers: int) -> float:
+    """Returns the seconds of a first broadcast of 1 MiB, which forms the process group."""
+    return seconds_of(broadcast, names_of(receivers), torch.rand(MIB // 4))
+
+
+def medians(receivers: int, mib: float, rounds: int) -> tuple[float, float]:
+    """Returns the median seconds of a broadcast and of a call to each worker."""
+    names, tensor = names_of(receivers), torch.rand(int(mib * MIB / 4))
+    times: dict[Way, list[float]] = {broadcast: [], call_each: []}
+    for _ in range(WARM_UP + rounds):
+        for way, taken in times.items():
+            taken.append(seconds_of(way, names, tensor))
+    return statistics.median(times[broadcast][WARM_UP:]), statistics.median(times[call_each][WARM_UP:])
+
+
+def names_of(receivers: int) -> list[str]:
+    """Returns the names of the workers that are called."""
+    return [f"worker{number}" for number in range(1, receivers + 1)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser("python -m benchmarks.broadcast_call", description=__doc__.splitlines()[0])
     parser.add_argument("--receivers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.2f}; medians of {arguments.rounds}")
     print(f"{'':14}{'broadcast_call':>17}{'rpc_async':>17}{'ratio':>9}")
     for receivers in arguments.receivers:
-        with tempfile.TemporaryDirectory() as folder:
-            url = f"file://{Path(folder) / 'rendezvous'}"
-            sizes = receivers, arguments.mib, arguments.rounds, url
-            launch.spawn(measure, receivers + 1, sizes, start_method="forkserver")
+        with WorkerSet("gradwire", receivers + 1, start) as workers, workers.running():
+            first = workers.ask(first_seconds, receivers) * 1e3
+            print(f"{receivers} receivers; forming their group, and 1 MiB: {first:.1f} ms")
+            for mib in arguments.mib:
+                ours, theirs = workers.ask(medians, receivers, mib, arguments.rounds)
+                print(f"{mib:10g} MiB{ours * 1e3:14.3f} ms{theirs * 1e3:14.3f} ms{ours / theirs:9.2f}", flush=True)
 
 
 if __name__ == "__main__":
+    preload()
     main()

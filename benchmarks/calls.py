@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from .harness import Case, seconds_of
-from .systems import System, worker_name
+from .systems import System, system_here, worker_name
 
 __all__ = ["CASES"]
 
@@ -30,32 +30,22 @@ class Noop(Case):
     """A call that carries nothing."""
 
     name = "noop"
-    workers = 2
-
-    def __init__(self, system: System) -> None:
-        self._rpc = system.rpc
 
     def step(self) -> float:
         """Calls once."""
         return seconds_of(lambda: self._rpc.rpc_sync(PEER, noop))
 
     def results(self) -> list[torch.Tensor]:
-        """Returns the ids of two different processes as whether they differ."""
-        return [torch.tensor(self._rpc.rpc_sync(PEER, os.getpid) != os.getpid())]
+        """Returns 1 if the call runs in another process, else 0."""
+        return [torch.tensor(int(self._rpc.rpc_sync(PEER, os.getpid) != os.getpid()))]
 
 
 class SmallArguments(Case):
-    """A call whose arguments are two tensors of two elements; its time is that of its results."""
-
-    workers = 2
+    """A call whose arguments are two tensors of two elements."""
 
     def __init__(self, system: System) -> None:
-        self._rpc = system.rpc
+        super().__init__(system)
         self._args = torch.ones(2), torch.ones(2)
-
-    def step(self) -> float:
-        """Calls once."""
-        return seconds_of(self.results)
 
 
 class SmallTensors(SmallArguments):
@@ -84,9 +74,9 @@ class MethodCall(Case):
     """Calls a method of a value on the peer, by its RRef."""
 
     name = "RRef method call"
-    workers = 2
 
     def __init__(self, system: System) -> None:
+        super().__init__(system)
         self._counter = system.rpc.remote(PEER, Counter)
 
     def step(self) -> float:
@@ -98,37 +88,31 @@ class MethodCall(Case):
         return [torch.tensor(self._counter.rpc_sync().count())]
 
 
+def call_many(to: Sequence[str], count: int) -> int:
+    """Makes `count` calls to each of some workers, all at once; returns how many were answered."""
+    rpc = system_here().rpc
+    calls = [rpc.rpc_async(name, noop) for _ in range(count) for name in to]
+    return len([call.wait() for call in calls])
+
+
 class InFlight(Case):
     """64 calls at once; the time is that of one."""
 
     name = "noop, 64 in flight"
-    workers = 2
-    count: ClassVar[int] = 64
-
-    def __init__(self, system: System) -> None:
-        self._rpc = system.rpc
-
-    def step(self) -> float:
-        """Makes 64 calls and waits for all."""
-        return seconds_of(self._call) / self.count
-
-    def _call(self) -> list[Any]:
-        futures = [self._rpc.rpc_async(PEER, noop) for _ in range(self.count)]
-        return [future.wait() for future in futures]
+    calls = 64
 
     def results(self) -> list[torch.Tensor]:
         """Returns the number of answers."""
-        return [torch.tensor(len(self._call()))]
+        return [torch.tensor(call_many([PEER], self.calls))]
 
 
 class Echo(Case):
     """Sends a tensor to the peer, and gets it back."""
 
-    workers = 2
     nbytes: ClassVar[int]
 
     def __init__(self, system: System) -> None:
-        self._rpc = system.rpc
+        super().__init__(system)
         self._tensor = torch.arange(self.nbytes // 4, dtype=torch.float32)
 
     def step(self) -> float:
@@ -158,58 +142,30 @@ class RemoteToHere(SmallArguments):
         return [self._rpc.remote(PEER, torch.add, args=self._args).to_here()]
 
 
-class LargeBackward(Case):
-    """Backward of a product on the peer; the gradients have 4 MiB."""
-
-    name = "backward, gradients of 4 MiB"
-    workers = 2
-
-    def __init__(self, system: System) -> None:
-        torch.manual_seed(0)
-        self._rpc, self._autograd = system.rpc, system.autograd
-        self._leaves = [torch.rand(MIB, requires_grad=True) for _ in range(2)]
-
-    def step(self) -> float:
-        """Runs forward, then measures backward."""
-        with self._autograd.context() as context_id:
-            loss = self._rpc.rpc_sync(PEER, torch.mul, args=tuple(self._leaves)).sum()
-            return seconds_of(lambda: self._autograd.backward(context_id, [loss]))
-
-    def results(self) -> list[torch.Tensor]:
-        """Returns a part of the gradient of one factor."""
-        with self._autograd.context() as context_id:
-            loss = self._rpc.rpc_sync(PEER, torch.mul, args=tuple(self._leaves)).sum()
-            self._autograd.backward(context_id, [loss])
-            return [self._autograd.get_gradients(context_id)[self._leaves[0]][:1000]]
-
-
-def call_many(rpc: Any, to: str, count: int) -> int:
-    """Makes calls to a worker, all at once; returns how many were answered."""
-    return len([future.wait() for future in [rpc.rpc_async(to, noop) for _ in range(count)]])
-
-
-class Everybody(Case):
+class OneToMany(Case):
     """Worker 0 calls all others at once, 16 calls each; the time is that of one call."""
 
     name = "one to many: noop, 3 workers, 16 each"
     workers = 4
-    count: ClassVar[int] = 16
-
-    def __init__(self, system: System) -> None:
-        self._rpc = system.rpc
-        self._others: Sequence[str] = [worker_name(rank) for rank in range(1, self.workers)]
-
-    def step(self) -> float:
-        """Makes all calls and waits for them."""
-        return seconds_of(self._call) / (self.count * len(self._others))
-
-    def _call(self) -> list[Any]:
-        calls = [self._rpc.rpc_async(to, noop) for _ in range(self.count) for to in self._others]
-        return [call.wait() for call in calls]
+    calls = 48
 
     def results(self) -> list[torch.Tensor]:
         """Returns the number of answers."""
-        return [torch.tensor(len(self._call()))]
+        return [torch.tensor(call_many([worker_name(rank) for rank in (1, 2, 3)], 16))]
+
+
+class ManyToOne(Case):
+    """Three workers call worker 0, 64 calls each at once; the time is that of one call."""
+
+    name = "many to one: noop, 3 workers, 64 each"
+    workers = 4
+    calls = 192
+
+    def results(self) -> list[torch.Tensor]:
+        """Returns the number of answers; worker 0 asks the others to call it, which takes three more calls."""
+        args = [worker_name(0)], 64
+        callers = [self._rpc.rpc_async(worker_name(rank), call_many, args=args) for rank in (1, 2, 3)]
+        return [torch.tensor(sum(caller.wait() for caller in callers))]
 
 
 CASES: list[type[Case]] = [
@@ -228,6 +184,6 @@ CASES: list[type[Case]] = [
         )
     ),
     RemoteToHere,
-    LargeBackward,
-    Everybody,
+    OneToMany,
+    ManyToOne,
 ]

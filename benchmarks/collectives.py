@@ -13,19 +13,18 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import gradwire
 import numpy as np
 import torch
 
 from .backends import BACKENDS, Backend, Tensors
-from .worker_sets import WARM_UP, WorkerSet, take_turns
+from .machine import machine_facts
+from .worker_sets import WARM_UP, WorkerSet, preload, take_turns
 
 PEERS = {"shm": "gloo", "gloo": "ProcessGroupGloo", "mpi": "mpi4py"}
 """The backend that each engine is compared with."""
@@ -149,16 +148,10 @@ def row(case: Case, ranks: int, engine: str, measured: dict[str, list[list[float
     )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    arguments = _arguments()
-    facts = {
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "python": platform.python_version(),
-        "gradwire": gradwire.__version__,
-        "torch": torch.__version__,
-        "load average before": " ".join(f"{load:.2f}" for load in os.getloadavg()),
-    }
+    arguments = _arguments(argv)
+    facts = machine_facts()
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
     print(
         f"\n{arguments.rounds} rounds of {arguments.seconds:g} s each; microseconds of an operation, float32; "
@@ -185,7 +178,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"facts": facts, "cases": figures}))
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.collectives",
         description=__doc__,
@@ -204,11 +197,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each group (5)")
     parser.add_argument("--seconds", type=float, default=0.3, help="that a turn takes (0.3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if any(ranks < 2 or ranks % 2 for ranks in arguments.ranks):
         parser.error(f"--ranks are {arguments.ranks}: give even numbers, at least 2")
     return arguments
 
 
 if __name__ == "__main__":
+    preload()
     main()

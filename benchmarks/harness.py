@@ -1,4 +1,4 @@
-"""Measures one program on two systems, in alternating rounds of one run."""
+"""Measures one program on several systems, in alternating rounds of one run."""
 
 import contextlib
 import statistics
@@ -20,22 +20,28 @@ Results = list[np.ndarray[Any, Any]]
 
 
 class Case(ABC):
-    """A program to measure; it runs on worker 0 of `workers` workers."""
+    """A program to measure; it runs on worker 0 of `workers` workers, named worker0, worker1 and so on.
+
+    name: how the table shows it.
+    workers: how many it needs.
+    calls: how many calls `step` makes; times are those of one.
+    """
 
     name: ClassVar[str]
-    workers: ClassVar[int]
+    workers: ClassVar[int] = 2
+    calls: ClassVar[int] = 1
 
-    @abstractmethod
     def __init__(self, system: System) -> None:
-        """Sets up what the steps share."""
-
-    @abstractmethod
-    def step(self) -> float:
-        """Runs the measured operation once; returns the seconds it took."""
+        """Sets up what the steps share; called once on each system."""
+        self._rpc, self._autograd = system.rpc, system.autograd
 
     @abstractmethod
     def results(self) -> list[torch.Tensor]:
-        """Returns what a first step computes, such as gradients; equal on both systems. Called before `step`."""
+        """Returns what a first step computes, such as gradients; equal on all systems. Called before `step`."""
+
+    def step(self) -> float:
+        """Runs the measured operation once; returns the seconds it took. Here: `results`."""
+        return seconds_of(self.results)
 
 
 def seconds_of(function: Callable[[], object]) -> float:
@@ -49,63 +55,57 @@ def seconds_of(function: Callable[[], object]) -> float:
 class Comparison:
     """The measurements of one case.
 
-    rounds: the seconds of each step, by system and by round.
+    rounds: the seconds of each call or other operation, by system and by round.
     results: the results of the first step, by system.
-    cpu: the processor seconds of all workers together, by system and by round, with those of the steps that are
-        not counted.
+    cpu: the processor seconds of all workers together for one operation, by system and by round.
     """
 
     case: str
     workers: int
     rounds: Mapping[str, Sequence[Sequence[float]]]
-    results: Mapping[str, Results]
+    results: Mapping[str, Results] = field(default_factory=dict)
     cpu: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
-    def steps(self, system: str) -> list[float]:
-        """Returns the seconds of all steps of a system."""
-        return [seconds for one in self.rounds[system] for seconds in one]
-
     def median(self, system: str) -> float:
-        """Returns the median of a system's steps, in seconds."""
-        return statistics.median(self.steps(system))
+        """Returns the median of a system's times, in seconds."""
+        return statistics.median(self._times(system))
 
     def p99(self, system: str) -> float:
-        """Returns the 99th percentile of a system's steps, in seconds."""
-        return float(np.percentile(self.steps(system), 99))
+        """Returns the 99th percentile of a system's times, in seconds."""
+        return float(np.percentile(self._times(system), 99))
 
-    def cpu_of_step(self, system: str) -> float:
-        """Returns the processor seconds that a step takes on all workers together, on average."""
-        return sum(self.cpu[system]) / (len(self.steps(system)) + WARM_UP * len(self.rounds[system]))
+    def cpu_of(self, system: str) -> float:
+        """Returns the processor seconds of an operation on all workers together: the median of the rounds."""
+        return statistics.median(self.cpu[system])
 
-    @property
-    def ratio(self) -> float:
-        """The ratio of the medians, first system over second; below 1 the first is faster."""
-        first, second = self.rounds
+    def ratio(self, first: str, second: str) -> float:
+        """Returns the ratio of two systems' medians; below 1 the first is faster."""
         return self.median(first) / self.median(second)
 
-    @property
-    def ratios(self) -> list[float]:
-        """The ratio of the medians in each round."""
-        first, second = self.rounds.values()
-        return [
-            statistics.median(one) / statistics.median(other) for one, other in zip(first, second, strict=True)
-        ]
+    def ratios(self, first: str, second: str) -> list[float]:
+        """Returns the ratio of two systems' medians in each round."""
+        pairs = zip(self.rounds[first], self.rounds[second], strict=True)
+        return [statistics.median(one) / statistics.median(other) for one, other in pairs]
 
     @property
     def difference(self) -> float:
-        """The largest absolute difference between two elements of the results."""
-        first, second = self.results.values()
-        return max(float(np.abs(one - other).max()) for one, other in zip(first, second, strict=True))
+        """The largest absolute difference between two elements of the systems' results."""
+        first, *others = self.results.values()
+        pairs = [pair for other in others for pair in zip(first, other, strict=True)]
+        return max((float(np.abs(one - other).max()) for one, other in pairs), default=0.0)
+
+    def _times(self, system: str) -> list[float]:
+        return [seconds for one in self.rounds[system] for seconds in one]
 
 
 def compare(
-    cases: Sequence[type[Case]], systems: tuple[System, System], *, rounds: int, seconds: float
+    cases: Sequence[type[Case]], systems: Sequence[System], *, rounds: int, seconds: float
 ) -> Iterator[Comparison]:
-    """Measures cases one after another, on two systems.
+    """Measures cases one after another, each on all systems.
 
     Args:
         cases: classes at the top level of modules. Consecutive ones with as many workers share processes.
-        systems: the first is compared with the second.
+        systems: what to measure them on.
         rounds: rounds of each system.
         seconds: length of a round; at least one step is run.
 
@@ -133,8 +133,10 @@ def _compare(case: type[Case], sets: Sequence[WorkerSet], rounds: int, seconds: 
     cpu: dict[str, list[float]] = {worker_set.name: [] for worker_set in sets}
     for worker_set in take_turns(sets, rounds):
         before = sum(worker_set.ask_all(time.process_time))
-        measured[worker_set.name].append(worker_set.ask(_measure, seconds))
-        cpu[worker_set.name].append(sum(worker_set.ask_all(time.process_time)) - before)
+        steps, uncounted = worker_set.ask(_measure, seconds)
+        used = sum(worker_set.ask_all(time.process_time)) - before
+        measured[worker_set.name].append([step / case.calls for step in steps])
+        cpu[worker_set.name].append(used / (case.calls * (len(steps) + uncounted)))
     return Comparison(case.name, case.workers, measured, results, cpu)
 
 
@@ -149,16 +151,21 @@ _case: Case | None = None
 
 def _set_up(case: type[Case]) -> Results:
     global _case  # noqa: PLW0603
+    _case = None  # its memory is free before the next one needs as much
     _case = case(system_here())
     return [result.detach().numpy().copy() for result in _case.results()]
 
 
-def _measure(seconds: float) -> list[float]:
+def _measure(seconds: float) -> tuple[list[float], int]:
+    """Returns the seconds of each step, and the number of steps before them, which are not counted."""
     assert _case is not None
-    for _ in range(WARM_UP):
+    start = time.perf_counter()
+    uncounted = 0
+    while not uncounted or (uncounted < WARM_UP and time.perf_counter() < start + seconds / 2):
         _case.step()
+        uncounted += 1
     end = time.perf_counter() + seconds
     steps = [_case.step()]
     while time.perf_counter() < end:
         steps.append(_case.step())
-    return steps
+    return steps, uncounted

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, final
 
-__all__ = ["WARM_UP", "WorkerSet", "take_turns"]
+__all__ = ["WARM_UP", "WorkerSet", "preload", "take_turns"]
 
 WARM_UP = 5
-"""Steps at the beginning of each round that are not counted: the first ones wake threads that were stopped."""
+"""Steps at the beginning of each round, at most, that are not counted: they wake threads that were stopped."""
 
 ANSWER_TIMEOUT_S = 120.0
 """Seconds that a process may take to answer."""
@@ -27,8 +27,17 @@ Start = Callable[[str, int, int, str], Callable[[], None]]
 function that ends it."""
 
 _context = multiprocessing.get_context("forkserver")
-# torch.optim loads torch._dynamo late
-_context.set_forkserver_preload(["benchmarks.systems", "torch._dynamo", "gradwire.c10d"])
+
+
+def preload() -> None:
+    """Has the fork server of this process load what workers need, before the first one is started.
+
+    Called by commands only, since a process has one fork server: that of the tests loads other modules.
+    """
+    _context.set_forkserver_preload(["benchmarks.systems", "torch._dynamo", "gradwire.c10d"])  # for torch.optim
+    first = _context.Process(target=os.getpid)
+    first.start()
+    first.join()
 
 
 @final

@@ -1,0 +1,134 @@
+"""Measures what workers cost that have nothing to do: their start, their processor time and their threads.
+
+python -m benchmarks.idle                                  # 32 workers, all connected to each other
+python -m benchmarks.idle --workers 8 --systems gradwire torch torch-tcp
+
+Each worker calls each other one once, so that all pairs are connected. After a pause, the processor time of every
+worker is measured for 20 s.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .machine import load_average, machine_facts, thread_count
+from .systems import SYSTEMS, system_here, worker_name
+from .worker_sets import WorkerSet, preload
+
+TEXT_WIDTH = 100
+
+HEADER = (
+    f"{'':14}{'workers':>8}{'start s':>10}{'connect s':>10}{'cpu median':>12}{'cpu max':>10}{'threads':>9}"
+    f"{'Python':>9}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The cost of a group of workers that do nothing.
+
+    start_s: seconds to fork all of them, and until all have joined.
+    connect_s: seconds until each has called each other one.
+    cpu: the share of a core that each worker uses while idle.
+    threads: the largest number of threads of a worker, those of C++ libraries included.
+    python_threads: the largest number of Python threads of a worker.
+    """
+
+    system: str
+    workers: int
+    start_s: float
+    connect_s: float
+    cpu: Sequence[float]
+    threads: int
+    python_threads: int
+
+
+def call_each(size: int) -> None:
+    """Calls each worker once, this one aside."""
+    rpc = system_here().rpc
+    me = rpc.get_worker_info().id
+    for call in [rpc.rpc_async(worker_name(rank), os.getpid) for rank in range(size) if rank != me]:
+        call.wait()
+
+
+def measure(system: str, workers: int, pause: float, seconds: float) -> Idle:
+    """Starts a group of workers and measures them.
+
+    Args:
+        system: its name.
+        workers: how many.
+        pause: seconds between the last call and the measurement.
+        seconds: length of the measurement.
+    """
+    begun = time.perf_counter()
+    with WorkerSet(system, workers, _start) as worker_set:
+        start_s = time.perf_counter() - begun
+        with worker_set.running():
+            begun = time.perf_counter()
+            worker_set.ask_all(call_each, workers)
+            connect_s = time.perf_counter() - begun
+            time.sleep(pause)
+            before, begun = worker_set.ask_all(time.process_time), time.perf_counter()
+            time.sleep(seconds)
+            taken = time.perf_counter() - begun
+            after = worker_set.ask_all(time.process_time)
+            cpu = [(now - then) / taken for then, now in zip(before, after, strict=True)]
+            threads = max(worker_set.ask_all(thread_count))
+            python_threads = max(worker_set.ask_all(threading.active_count))
+    return Idle(system, workers, start_s, connect_s, cpu, threads, python_threads)
+
+
+def _start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
+    SYSTEMS[system].start(rank, size, url)
+    return SYSTEMS[system].stop
+
+
+def row(idle: Idle) -> str:
+    """Returns a line of the table."""
+    return (
+        f"{idle.system:14}{idle.workers:8}{idle.start_s:10.2f}{idle.connect_s:10.2f}"
+        f"{statistics.median(idle.cpu) * 100:12.3f}{max(idle.cpu) * 100:10.3f}"
+        f"{idle.threads:9}{idle.python_threads:9}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.idle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=32, help="in the group (32)")
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=["gradwire"], help="(gradwire)")
+    parser.add_argument("--pause", type=float, default=3.0, help="seconds before the measurement (3)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the measurement (20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
+    arguments = parser.parse_args(argv)
+    if arguments.workers < 2:
+        parser.error(f"--workers is {arguments.workers}: give at least 2")
+    facts = machine_facts()
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
+    text = (
+        "Seconds until all workers have joined, and until each has called each other one; processor time of "
+        f"an idle worker over {arguments.seconds:g} s, in % of a core; its threads, and those that run Python."
+    )
+    print(f"\n{textwrap.fill(text, TEXT_WIDTH)}\n\n{HEADER}", flush=True)
+    results = []
+    for system in arguments.systems:
+        idle = measure(system, arguments.workers, arguments.pause, arguments.seconds)
+        results.append(asdict(idle))
+        print(row(idle), flush=True)
+    print(f"\nload average after: {load_average()}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"facts": facts, "measured": results}, indent=1))
+
+
+if __name__ == "__main__":
+    preload()
+    main()
