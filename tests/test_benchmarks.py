@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from benchmarks import __main__ as table
 from benchmarks import all_gather, autograd, broadcast_call, call_steps, calls, collectives, idle, throughput
 from benchmarks.harness import Comparison
 from benchmarks.report import PAIRS
+from tests.workers import PRELOAD
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,6 +34,10 @@ def measure(capsys):
         return capsys.readouterr().out.splitlines()
 
     return run
+
+
+def test_importing_the_benchmarks_leaves_the_fork_server_of_the_tests_alone():
+    assert forkserver._forkserver._preload_modules == PRELOAD
 
 
 @pytest.mark.timeout(300)
