@@ -1,1 +1,1 @@
-"""Benchmarks of gradwire against TensorPipe, Gloo and mpi4py, such as `python -m benchmarks autograd`."""
+"""Benchmarks of gradwire against TensorPipe, Gloo and mpi4py, such as `python -m benchmarks`."""
