@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gradwire
@@ -48,7 +49,7 @@ class System:
         global _here  # noqa: PLW0603
         _here = self
         torch.set_num_threads(1)
-        warnings.filterwarnings("ignore", module=r"torch\.")  # of what torch itself calls
+        _drop_warnings_of_torch()
         self.rpc.init_rpc(
             worker_name(rank), rank=rank, world_size=world_size, rpc_backend_options=self.options(url)
         )
@@ -56,6 +57,18 @@ class System:
     def stop(self) -> None:
         """Leaves the RPC group when all workers do."""
         self.rpc.shutdown()
+
+
+def _drop_warnings_of_torch() -> None:
+    """Has warnings about what torch itself calls not shown. Filters do not do: torch overrides them."""
+    show = warnings.showwarning
+    folder = str(Path(torch.__file__).parent)
+
+    def show_others(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
+        if not filename.startswith(folder):
+            show(message, category, filename, *rest)
+
+    warnings.showwarning = show_others
 
 
 _here: System | None = None
