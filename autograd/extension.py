@@ -175,7 +175,7 @@ class Autograd(Extension):
 
     def _send_release(self, worker: int, context_id: int, told: Set[int]) -> None:
         """Tells a worker that a context has ended; `told` are the ids of workers that the creator tells itself."""
-        self.agent.control.send(self.agent.worker(worker), "autograd.release", (context_id, told))
+        self.agent.control.send(self.agent.worker(worker), "autograd.release", (context_id, told), urgent=False)
 
     def _on_release(self, sender: WorkerInfo, payload: Any) -> None:
         """Handles the control message that a context has ended."""

@@ -229,8 +229,8 @@ class _FaultyTransport:
 def _names(data: bytes) -> Sequence[str]:
     """Returns the names of a message, the most specific first."""
     envelope = agent_pb2.Envelope.FromString(data)
-    kind = [envelope.control.kind] if envelope.HasField("control") else []
-    return [*kind, MessageType.Name(envelope.type)]
+    kinds = dict.fromkeys(message.kind for message in envelope.control.messages)
+    return [*kinds, MessageType.Name(envelope.type)]
 
 
 FAULTY = register_backend("FAULTY", _options, start_faulty_agent)

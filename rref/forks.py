@@ -122,9 +122,7 @@ class References(ReferenceExtension):
             raise
         if fork.creation.done():  # a message that was not sent is known at once, so that it is not passed on
             fork.error = error_of(fork.creation)
-        fork.creation.add_done_callback(
-            lambda done: self.agent.control.run(partial(self._confirm, fork, error_of(done)))
-        )
+        fork.creation.add_done_callback(lambda done: self._on_created(fork, error_of(done)))
         return handle
 
     def _create_here(
@@ -229,10 +227,11 @@ class References(ReferenceExtension):
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def check() -> None:
+            # Added first: `_on_created`, on another thread, looks at the checks after it has settled its fork.
+            self._checks.append(check)
             if self._is_closed or all(fork.is_confirmed or fork.error for fork in forks):
+                self._checks.remove(check)
                 ready.set_result(None)
-            else:
-                self._checks.append(check)
 
         self.agent.control.run(check)
         return None if self._is_closed else ready  # if closed by now, the control thread may not run `check`
@@ -262,7 +261,7 @@ class References(ReferenceExtension):
 
             def on_registered(error: Exception | None) -> None:
                 self._confirm(fork, error)
-                self.agent.control.send(sender, "rref.accept", tuple(fork_id))
+                self.agent.control.send(sender, "rref.accept", tuple(fork_id), urgent=False)
 
             self.agent.control.send(owner, "rref.fork", (tuple(identifier), tuple(fork_id)), on_registered)
         return self._lease(fork)
@@ -276,24 +275,31 @@ class References(ReferenceExtension):
         if sender == self.agent.info:
             self.table.remove_fork(identifier, fork_id)
         else:
-            self.agent.control.send(sender, "rref.accept", tuple(fork_id))
+            self.agent.control.send(sender, "rref.accept", tuple(fork_id), urgent=False)
         return OwnerHandle(self.agent, entry)
 
     # The life of a fork, on the control thread.
 
     def _on_lease_released(self, fork: Fork) -> None:
         """Drops a fork. Called by finalizers: takes no lock."""
-        self.agent.control.run(partial(self._drop, fork))
+        self.agent.control.run(partial(self._drop, fork), urgent=False)
 
     def _drop(self, fork: Fork) -> None:
         fork.is_dropped = True
         self._delete_if_due(fork)
 
+    def _on_created(self, fork: Fork, error: Exception | None) -> None:
+        """Confirms the fork of a creation that has been answered. Called on any thread."""
+        fork.settle(error)
+        # Mostly nobody waits for it, and the control thread need not be woken.
+        if fork.is_dropped or self._checks:
+            self.agent.control.run(partial(self._on_settled, fork))
+
     def _confirm(self, fork: Fork, error: Exception | None) -> None:
-        if error is None:
-            fork.is_confirmed = True
-        else:
-            fork.error = error
+        fork.settle(error)
+        self._on_settled(fork)
+
+    def _on_settled(self, fork: Fork) -> None:
         self._delete_if_due(fork)
         self._run_checks()
 
@@ -310,14 +316,17 @@ class References(ReferenceExtension):
             check()
 
     def _delete_if_due(self, fork: Fork) -> None:
-        if not fork.is_dropped or not (fork.is_confirmed or fork.error):
+        if not fork.is_dropped or not (fork.is_confirmed or fork.error) or fork.is_deleted:
             return
+        fork.is_deleted = True
         # The owner has counted the fork of a creation that was sent, even if it failed: the request has ended by
         # now. Any other fork that is not confirmed needs no deleting.
         was_sent = fork.is_creator and not isinstance(fork.error, WorkerLostError | SendFailedError)
         if fork.is_confirmed or was_sent:
             payload = (tuple(fork.reference), tuple(fork.id))
-            self.agent.control.send(fork.owner, "rref.delete", payload, lambda _error: self._remove_fork(fork))
+            self.agent.control.send(
+                fork.owner, "rref.delete", payload, lambda _error: self._remove_fork(fork), urgent=False
+            )
         else:
             self._remove_fork(fork)
 

@@ -37,7 +37,7 @@ class Lease:
 @final
 @dataclass(slots=True, eq=False)
 class Fork:
-    """A fork on the worker that holds it. Changes on the control thread only."""
+    """A fork on the worker that holds it. Changes on the control thread only, except by `settle`."""
 
     reference: GlobalId
     """The id of the reference, which is that of the value."""
@@ -53,8 +53,17 @@ class Fork:
     """None once the program has dropped the reference."""
     is_dropped: bool = False
     """Whether the lease has been released."""
+    is_deleted: bool = False
+    """Whether the owner has been told to delete it, where it need be told."""
     creation: Future[Any] | None = None
     """On the creator: done when the call that makes the value has ended."""
+
+    def settle(self, error: Exception | None) -> None:
+        """Notes that the owner has counted the fork (None), or that it never will (the error)."""
+        if error is None:
+            self.is_confirmed = True
+        else:
+            self.error = error
 
     def state(self) -> str:
         """Returns the state in words: `pending`, `unconfirmed`, `confirmed`, `deleted` or `failed: ...`."""

@@ -952,28 +952,47 @@ Global___StreamHeader: typing_extensions.TypeAlias = StreamHeader
 
 @typing.final
 class ControlHeader(google.protobuf.message.Message):
+    """Control messages that travel together. The body is the list of their payloads."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACKNOWLEDGED_BELOW_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    acknowledged_below: builtins.int
+    """all messages with smaller numbers have been acknowledged to the sender"""
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ControlMessage]: ...
+    def __init__(
+        self,
+        *,
+        acknowledged_below: builtins.int = ...,
+        messages: collections.abc.Iterable[Global___ControlMessage] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_below", b"acknowledged_below", "messages", b"messages"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ControlHeader: typing_extensions.TypeAlias = ControlHeader
+
+@typing.final
+class ControlMessage(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: builtins.int
-    ACKNOWLEDGED_BELOW_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     number: builtins.int
     """counts the control messages from one worker to another"""
-    acknowledged_below: builtins.int
-    """all smaller numbers have been acknowledged to the sender"""
     kind: builtins.str
     """selects the handler, such as "rref.fork" """
     def __init__(
         self,
         *,
         number: builtins.int = ...,
-        acknowledged_below: builtins.int = ...,
         kind: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_below", b"acknowledged_below", "kind", b"kind", "number", b"number"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kind", b"kind", "number", b"number"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___ControlHeader: typing_extensions.TypeAlias = ControlHeader
+Global___ControlMessage: typing_extensions.TypeAlias = ControlMessage
 
 @typing.final
 class RemoteFailure(google.protobuf.message.Message):

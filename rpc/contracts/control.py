@@ -33,8 +33,10 @@ class ControlMessages(Protocol):
         payload: Any,
         done: OnSettled = lambda _error: None,
         expected: tuple[type[Exception], ...] = (),
+        *,
+        urgent: bool = True,
     ) -> None:
-        """Sends a message, again and again until it is acknowledged.
+        """Sends a message, again and again until it is acknowledged. Messages to one worker travel together.
 
         Args:
             worker: the receiver.
@@ -43,10 +45,16 @@ class ControlMessages(Protocol):
             done: called on the control thread with None, with what the handler raised, or with a WorkerLostError
                 if the receiver is gone.
             expected: classes of errors that the handler answers with on purpose; others are logged.
+            urgent: False if it may wait some milliseconds for others to travel with.
         """
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Runs a task on the control thread, after everything that was submitted before."""
+    def run(self, task: Callable[[], None], *, urgent: bool = True) -> None:
+        """Runs a task on the control thread, after everything that was submitted before.
+
+        Args:
+            task: what to run.
+            urgent: False if it may wait some milliseconds for others, which then share one wake-up of the thread.
+        """
 
     def pending(self) -> int:
         """Returns how many sent messages are not acknowledged yet."""

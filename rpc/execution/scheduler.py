@@ -6,10 +6,15 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Protocol, final
 
 __all__ = ["Scheduler", "SerialThread", "Task"]
+
+LINGER_S = 0.002
+"""Seconds that a task which is not urgent waits for others."""
 
 log = logging.getLogger(__name__)
 
@@ -22,14 +27,30 @@ class Scheduler(Protocol):
     A task that raises is logged, and the next one runs. Owned by one ControlMessages, which calls `close` once.
     """
 
-    def submit(self, task: Task) -> None:
-        """Queues a task. May be called from any thread; takes no lock, so finalizers may call it."""
+    def submit(self, task: Task, *, urgent: bool = True) -> None:
+        """Queues a task. May be called from any thread; takes no lock, so finalizers may call it.
+
+        Args:
+            task: what to run.
+            urgent: False if it may wait up to LINGER_S for others.
+        """
 
     def call_later(self, seconds: float, task: Task) -> None:
         """Has a task run after `seconds`. Only tasks may call this."""
 
     def close(self, seconds: float) -> None:
         """Ends after the queued tasks, and drops those of `call_later`. Waits at most `seconds` for the end."""
+
+
+class _WakeUp(Enum):
+    """What the thread of a SerialThread is woken for."""
+
+    RUN = auto()
+    """To run the queued tasks."""
+    LINGER = auto()
+    """To run them in LINGER_S."""
+    END = auto()
+    """To run them and end."""
 
 
 @final
@@ -43,8 +64,13 @@ class SerialThread:
             name: of the thread.
             initializer: runs first on the thread.
         """
-        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        """Tasks; None ends the thread."""
+        self._tasks: deque[Task] = deque()
+        self._wake_ups: queue.SimpleQueue[_WakeUp] = queue.SimpleQueue()
+        """Has at most one of RUN and one of LINGER."""
+        self._is_woken = False
+        """Whether RUN is in the queue."""
+        self._is_lingering = False
+        """Whether LINGER is in the queue, or its time is not over."""
         self._timers: list[tuple[float, int, Task]] = []
         """A heap of time of `time.monotonic`, count and task. Used by the thread only."""
         self._count = itertools.count()
@@ -52,9 +78,15 @@ class SerialThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: Task, *, urgent: bool = True) -> None:
         """Queues a task."""
-        self._queue.put(task)
+        self._tasks.append(task)
+        if urgent and not self._is_woken:
+            self._is_woken = True
+            self._wake_ups.put(_WakeUp.RUN)
+        elif not urgent and not self._is_lingering:
+            self._is_lingering = True
+            self._wake_ups.put(_WakeUp.LINGER)
 
     def call_later(self, seconds: float, task: Task) -> None:
         """Has a task run after `seconds`."""
@@ -62,26 +94,45 @@ class SerialThread:
 
     def close(self, seconds: float) -> None:
         """Ends the thread after the queued tasks; waits at most `seconds`."""
-        self._queue.put(None)
+        self._wake_ups.put(_WakeUp.END)
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
     def _run(self) -> None:
         self._initializer()
-        while (task := self._next()) is not None:
-            try:
-                task()
-            except Exception:
-                log.exception("a task of thread %s failed", self._thread.name)
-            del task  # an idle thread keeps no task alive
+        wake_up = _WakeUp.RUN
+        while wake_up is not _WakeUp.END:
+            wake_up = self._wait()
+            if wake_up is _WakeUp.LINGER:
+                self.call_later(LINGER_S, self._stop_lingering)
+            else:
+                self._run_queued()
 
-    def _next(self) -> Task | None:
-        """Waits for the next task; returns None at the end."""
+    def _wait(self) -> "_WakeUp":
+        """Waits until there is something to do, and runs what was to be done later."""
         while True:
             left = self._timers[0][0] - time.monotonic() if self._timers else None
             if left is not None and left <= 0:
-                return heapq.heappop(self._timers)[2]
+                self._run_one(heapq.heappop(self._timers)[2])
+                continue
             try:
-                return self._queue.get(timeout=left)
+                wake_up = self._wake_ups.get(timeout=left)
             except queue.Empty:
                 continue
+            if wake_up is _WakeUp.RUN:
+                self._is_woken = False  # before the tasks are taken: one that is queued from now on wakes again
+            return wake_up
+
+    def _stop_lingering(self) -> None:
+        self._is_lingering = False  # see `_wait`
+        self._run_queued()
+
+    def _run_queued(self) -> None:
+        while self._tasks:
+            self._run_one(self._tasks.popleft())
+
+    def _run_one(self, task: Task) -> None:
+        try:
+            task()
+        except Exception:
+            log.exception("a task of thread %s failed", self._thread.name)

@@ -230,7 +230,7 @@ class SimulatedScheduler:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: Task, *, urgent: bool = True) -> None:
         self._machine.control.append(task)
 
     def call_later(self, seconds: float, task: Task) -> None:
