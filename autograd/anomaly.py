@@ -7,16 +7,14 @@ of a backward pass, for a worker that is in it.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
 __all__ = ["AnomalyMode", "AnomalyScopes"]
 
 
-@dataclass(frozen=True, slots=True)
-class AnomalyMode:
+class AnomalyMode(NamedTuple):
     """The settings of `torch.autograd.set_detect_anomaly`."""
 
     enabled: bool

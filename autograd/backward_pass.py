@@ -9,20 +9,36 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import final
 
 from ..errors import AutogradError, RpcTimeoutError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import MessageType
 from ..rpc.execution.kept_errors import copy_error
 from .closure import SendId
 from .compression import TensorGradients, compress
+from .gradient_sender import GradientSender, PassId
 from .partial import PartialGradients
 
-__all__ = ["BackwardPass", "GradientFuture", "PassId", "Passes"]
+__all__ = ["BackwardPass", "GradientFuture", "PassPart", "Passes"]
 
-PassId = tuple[int, int]
-"""The id of the worker whose program called `backward`, and the number of the pass there."""
+
+@dataclass(frozen=True, slots=True)
+class PassPart:
+    """What a worker's part of a pass needs while it runs.
+
+    awaited: the messages whose gates take part, and the worker that will send the gradients of each.
+    receives: the number of received messages whose gradients the part computes.
+    timeout: seconds from now for which gates wait, 0 for no timeout.
+    sender: sends gradients to other workers.
+    partial: sums up the gradients of received messages, where they arrive in parts.
+    """
+
+    awaited: Mapping[int, int]
+    receives: int
+    timeout: float
+    sender: GradientSender
+    partial: PartialGradients | None = None
 
 
 @final
@@ -32,6 +48,11 @@ class GradientFuture:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[TensorGradients | Exception] = queue.SimpleQueue()
         self.has_gradients = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there are gradients, or an error, that nobody has waited for."""
+        return not self._queue.empty()
 
     def put(self, result: TensorGradients | Exception) -> None:
         """Sets the gradients, or the error that the gate raises."""
@@ -58,30 +79,34 @@ class BackwardPass:
         self._futures: dict[int, GradientFuture] = {}
         """By message id."""
         self._error: Exception | None = None
-        self._awaited: Mapping[int, int] = {}
-        self._timeout = 0.0
+        self._part: PassPart | None = None
+        """Set while the part runs."""
         self._deadline = 0.0
         """In terms of `time.monotonic`."""
-        self._partial: PartialGradients | None = None
+        self._gates_left = 0
+        """The gates that have not got their gradients."""
+        self._receives_left = 0
+        """The received messages whose gradients have not been computed."""
 
     @property
     def is_aborted(self) -> bool:
         """Whether the pass has failed, on whatever worker."""
         return self._error is not None
 
-    def start(self, awaited: Mapping[int, int], timeout: float, partial: PartialGradients | None) -> None:
+    def start(self, part: PassPart) -> None:
         """Prepares the pass for gates that wait. See `Passes.begin`."""
         with self._lock:
             if self._error is not None:
                 raise copy_error(self._error)
-            self._awaited, self._partial = awaited, partial
-            self._timeout, self._deadline = timeout, time.monotonic() + timeout
+            self._part = part
+            self._deadline = time.monotonic() + part.timeout
+            self._gates_left, self._receives_left = len(part.awaited), part.receives
 
     def finish(self) -> None:
         """Drops all gradients."""
         with self._lock:
             self._futures.clear()
-            self._awaited, self._partial = {}, None
+            self._part = None
 
     def abort(self, error: Exception) -> None:
         """Fails everything that waits, or will wait, for gradients. The first error counts."""
@@ -104,30 +129,38 @@ class BackwardPass:
             RpcTimeoutError: they did not arrive within the timeout of the pass.
             Exception: the pass has failed.
         """
+        part = self._running_part()
         with self._lock:
             future = self._future(message_id)
-        seconds = max(0.0, self._deadline - time.monotonic()) if self._timeout else None
+        seconds = max(0.0, self._deadline - time.monotonic()) if part.timeout else None
         try:
+            if not future.is_done:
+                part.sender.flush()
             with self._agent.blocking():
-                return future.wait(seconds)
+                gradients = future.wait(seconds)
+            self._gates_left -= 1
+            return gradients
         except queue.Empty:
             raise RpcTimeoutError(
-                self._agent.worker(self._awaited[message_id]).name,
-                self._timeout,
+                self._agent.worker(part.awaited[message_id]).name,
+                part.timeout,
                 f"a backward pass of autograd context {self._context_id}, in which worker "
                 f"{self._agent.info.name!r} waits for the gradients of its message {message_id} to worker",
             ) from None
 
     def send_gradients(self, send: SendId, gradients: TensorGradients) -> None:
         """Sends the gradients of the tensors of a received message to its sender. Called by its `RecvRpc` node."""
-        if self._partial is not None:
-            complete = self._partial.add(send, gradients)
+        part = self._running_part()
+        if part.partial is not None:
+            complete = part.partial.add(send, gradients)
             if complete is None:
                 return
-            gradients = complete
-        sender, message_id = send
-        value = (self._context_id, self.id, message_id, compress(gradients))
-        self._agent.post(self._agent.worker(sender), MessageType.GRADIENTS, value)
+            part.sender.send(send, compress(complete), is_last=False)
+            return
+        # Without partial gradients, the graph runs on one thread.
+        self._receives_left -= 1
+        is_last = not self._receives_left and not self._gates_left
+        part.sender.send(send, compress(gradients), is_last=is_last)
 
     def needed_workers(self) -> set[int]:
         """Returns the ids of the workers without which the pass cannot go on here.
@@ -136,11 +169,17 @@ class BackwardPass:
         """
         caller, _ = self.id
         with self._lock:
+            awaited = self._part.awaited if self._part is not None else {}
             return {caller} | {
                 worker
-                for message_id, worker in self._awaited.items()
+                for message_id, worker in awaited.items()
                 if (future := self._futures.get(message_id)) is None or not future.has_gradients
             }
+
+    def _running_part(self) -> PassPart:
+        part = self._part
+        assert part is not None, "a node of the graph runs although the pass does not"
+        return part
 
     def _future(self, message_id: int) -> GradientFuture:
         future = self._futures.get(message_id)
@@ -187,20 +226,12 @@ class Passes:
             )
         return running
 
-    def begin(
-        self,
-        identifier: PassId,
-        awaited: Mapping[int, int],
-        timeout: float,
-        partial: PartialGradients | None = None,
-    ) -> BackwardPass:
+    def begin(self, identifier: PassId, part: PassPart) -> BackwardPass:
         """Makes a pass the running one.
 
         Args:
             identifier: the pass.
-            awaited: the messages whose gates take part, and the worker that will send the gradients of each.
-            timeout: seconds from now for which gates wait, 0 for no timeout.
-            partial: sums up the gradients of received messages, where they arrive in parts.
+            part: this worker's.
 
         Raises:
             UnknownContextError: the context has ended.
@@ -216,7 +247,7 @@ class Passes:
                     "at the same time: run them one after the other, or in contexts of their own"
                 )
             begun = self._get(identifier)
-            begun.start(awaited, timeout, partial)
+            begun.start(part)
             self._running = begun
         # A worker that is lost from now on makes `on_worker_lost` abort the pass.
         for worker in begun.needed_workers():

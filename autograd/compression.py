@@ -22,6 +22,11 @@ class Repeated:
     part: torch.Tensor
     sizes: tuple[int, ...]
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensor."""
+        return self.part.device
+
 
 Compressed = list[torch.Tensor | Repeated | None]
 

@@ -1,18 +1,19 @@
 """A backward pass as seen by the worker whose program called `backward`."""
 
 import threading
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, final
 
 import torch
 
 from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType, Request
-from ..rpc.execution.futures import error_of
 from .anomaly import AnomalyMode
-from .backward_pass import PassId
+from .closure import SendId
+from .compression import Compressed, decompress
 from .context import Context
+from .gradient_sender import MessageGradients, PassId, post_gradients
 
 __all__ = ["PassCoordinator", "PassRequest"]
 
@@ -21,9 +22,8 @@ EXTRA_TIMEOUT_S = 10.0
 error, which says what it waited for, arrives first."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassRequest:
-    """Asks a worker to run its part of a pass: the body of a BACKWARD message.
+class PassRequest(NamedTuple):
+    """Asks a worker to run its part of a pass: the body of a BACKWARD message, with gradients for it or None.
 
     message_ids: the sends of the worker that take part.
     timeout: seconds for which gates wait, 0 for no timeout.
@@ -40,33 +40,63 @@ class PassRequest:
 
 @final
 class PassCoordinator:
-    """Has other workers run their parts of a pass, waits for them, and ends the pass everywhere when one fails."""
+    """Has other workers run their parts of a pass, waits for them, and ends the pass everywhere when one fails.
 
-    def __init__(self, agent: RpcAgent, context: Context, identifier: PassId, workers: list[int]) -> None:
+    It is the GradientSender of the caller's part: the request to a worker travels with the first gradients for it.
+    """
+
+    def __init__(
+        self, agent: RpcAgent, context: Context, identifier: PassId, requests: Mapping[int, PassRequest]
+    ) -> None:
         """Makes a coordinator.
 
         Args:
             agent: this worker's.
             context: the context of the pass.
             identifier: the pass.
-            workers: the ids of the other workers that take part.
+            requests: the parts of the other workers that take part, by their ids.
         """
         self._agent = agent
         self._context = context
         self._id = identifier
-        self._workers = workers
+        self._workers = list(requests)
+        self._not_started = dict(requests)
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._parts: list[torch.futures.Future[Any]] = []
 
-    def start(self, worker: int, request: PassRequest) -> None:
-        """Has a worker run its part."""
+    def start(self, soon: Collection[int]) -> None:
+        """Has the workers run their parts.
+
+        Args:
+            soon: the ids of workers to which this one is about to send gradients; the request goes with them.
+        """
+        for worker in self._not_started.keys() - soon:
+            self._start(worker, None)
+
+    def send(self, send: SendId, gradients: Compressed, *, is_last: bool) -> None:  # noqa: ARG002
+        """Sends the gradients of a message to its sender, with the request if it has not been sent."""
+        worker, message_id = send
+        if not self._start(worker, (message_id, gradients)):
+            post_gradients(self._agent, self._context.id, self._id, send, gradients)
+
+    def flush(self) -> None:
+        """Has the workers run their parts that have not been asked yet."""
+        for worker in list(self._not_started):
+            self._start(worker, None)
+
+    def _start(self, worker: int, gradients: MessageGradients | None) -> bool:
+        """Has a worker run its part, unless it has been asked."""
+        request = self._not_started.pop(worker, None)
+        if request is None:
+            return False
         timeout = request.timeout and request.timeout + EXTRA_TIMEOUT_S
         done = self._agent.request(
-            self._agent.worker(worker), Request(MessageType.BACKWARD, request, timeout=timeout)
+            self._agent.worker(worker), Request(MessageType.BACKWARD, (request, gradients), timeout=timeout)
         )
         self._parts.append(done)
         done.add_done_callback(self._part_done)
+        return True
 
     def fail(self, error: Exception) -> None:
         """Ends the pass on all workers. Only the first error counts."""
@@ -74,6 +104,7 @@ class PassCoordinator:
             if self._error is not None:
                 return
             self._error = error
+            self._not_started.clear()
         aborted = AutogradError(f"the backward pass was ended by an error elsewhere: {error}")
         self._context.passes.abort(self._id, aborted)
         for worker in self._workers:
@@ -83,6 +114,7 @@ class PassCoordinator:
 
     def wait(self) -> None:
         """Waits until all workers are done; raises the first error."""
+        self.flush()
         with self._agent.blocking():
             for part in self._parts:
                 try:
@@ -92,6 +124,11 @@ class PassCoordinator:
         if self._error is not None:
             raise self._error
 
-    def _part_done(self, part: torch.futures.Future[Any]) -> None:
-        if (error := error_of(part)) is not None:
-            self.fail(error)
+    def _part_done(self, part: torch.futures.Future[MessageGradients | None]) -> None:
+        """Handles the answer of a worker, which may have gradients for this one."""
+        try:
+            if (answer := part.value()) is not None:
+                message_id, gradients = answer
+                self._context.passes.set_gradients(self._id, message_id, decompress(gradients))
+        except Exception as error:
+            self.fail(error.with_traceback(None))

@@ -27,11 +27,13 @@ from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Incoming
 from .anomaly import AnomalyMode, AnomalyScopes
+from .backward_pass import PassPart
 from .closure import Closure
 from .compression import decompress
 from .context import Context, inside
 from .contexts import Contexts
 from .coordinator import PassCoordinator, PassRequest
+from .gradient_sender import AnsweringSender, GradientSender, MessageGradients
 from .graph import Graph, start_node
 from .partial import PartialGradients, total
 from .participants import all_sends, by_worker, complete_closure
@@ -108,26 +110,37 @@ class Engine:
         message_ids = by_worker(sends)
         mine = message_ids.pop(self._agent.info.id, [])
         pass_id = (self._agent.info.id, next(self._pass_numbers))
-        coordinator = PassCoordinator(self._agent, context, pass_id, list(message_ids))
 
         def request(message_ids: list[int]) -> PassRequest:
             return PassRequest(context.id, pass_id, message_ids, retain_graph, timeout, AnomalyMode.current())
 
-        for worker, of_worker in message_ids.items():
-            coordinator.start(worker, request(of_worker))
+        requests = {worker: request(of_worker) for worker, of_worker in message_ids.items()}
+        coordinator = PassCoordinator(self._agent, context, pass_id, requests)
+        coordinator.start(soon={node.sender for node in graph.receives})
         try:
-            self._run_part(context, roots, graph, request(mine))
+            self._run_part(context, roots, graph, request(mine), coordinator)
         except Exception as error:
             coordinator.fail(error)
         coordinator.wait()
 
     # Handlers of messages.
 
-    def serve_part(self, message: Incoming) -> None:
-        """Runs this worker's part of another worker's pass: the handler of BACKWARD."""
-        request: PassRequest = message.value
+    def serve_part(self, message: Incoming) -> MessageGradients | None:
+        """Runs this worker's part of another worker's pass: the handler of BACKWARD.
+
+        Returns:
+            Gradients for that worker, if the last ones are.
+        """
+        request: PassRequest
+        request, first = message.value
+        context = self._contexts.get(request.context_id)
+        if first is not None:
+            message_id, compressed = first
+            context.passes.set_gradients(request.pass_id, message_id, decompress(compressed))
+        sender = AnsweringSender(self._agent, context.id, request.pass_id)
         with self._anomaly.scope(request.anomaly):
-            self._run_part(self._contexts.get(request.context_id), [], Graph(), request)
+            self._run_part(context, [], Graph(), request, sender)
+        return sender.take()
 
     def serve_gradients(self, message: Incoming) -> None:
         """Passes received gradients to the gate of their message: the handler of GRADIENTS."""
@@ -148,7 +161,12 @@ class Engine:
     # This worker's part.
 
     def _run_part(
-        self, context: Context, roots: Sequence[torch.Tensor], graph: Graph, request: PassRequest
+        self,
+        context: Context,
+        roots: Sequence[torch.Tensor],
+        graph: Graph,
+        request: PassRequest,
+        sender: GradientSender,
     ) -> None:
         """Runs this worker's part of a pass and adds the gradients of leaves to the context.
 
@@ -157,6 +175,7 @@ class Engine:
             roots: the losses that are on this worker.
             graph: what gets a gradient if `roots` do; is extended by what the gates add.
             request: the pass, and the gates that take part.
+            sender: sends gradients to other workers.
         """
         message_ids = sorted(request.message_ids, reverse=True)  # the order in which torch's engine runs gates
         gates = [context.gate(message_id) for message_id in message_ids]
@@ -170,7 +189,8 @@ class Engine:
             graphs = [Graph([start_node(output)]) for output in outputs]
         partial = None if graphs is None else _partial_gradients(graphs)
         awaited = context.destinations(message_ids)
-        running = context.passes.begin(request.pass_id, awaited, request.timeout, partial)
+        part = PassPart(awaited, len(graph.receives), request.timeout, sender, partial)
+        running = context.passes.begin(request.pass_id, part)
         with inside(context):
             try:
                 if graphs is None:
@@ -181,9 +201,11 @@ class Engine:
             finally:
                 context.passes.end(running)
             nodes = graph.leaves
+            if replicated:
+                sender.flush()  # averaging waits for other replicas
             for module in replicated:
                 nodes, gradients = self._average(context, module, nodes, gradients)
-            context.gradients.accumulate(nodes, gradients)
+            context.gradients.accumulate(nodes, gradients, before_hook=sender.flush)
 
     def _average(
         self,

@@ -61,7 +61,12 @@ class LeafGradients:
         self._swap_lock = swap_lock
         self._gradients: GradientsByLeaf = {}
 
-    def accumulate(self, nodes: Sequence[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def accumulate(
+        self,
+        nodes: Sequence[Any],
+        gradients: tuple[torch.Tensor | None, ...],
+        before_hook: Callable[[], None] = lambda: None,
+    ) -> None:
         """Adds the gradients that a pass has computed, and runs the hooks of the leaves.
 
         A gradient that nothing else refers to is stolen, in torch's term: kept without a copy. Any other is
@@ -70,6 +75,7 @@ class LeafGradients:
         Args:
             nodes: the accumulation nodes of leaves.
             gradients: one for each. The caller keeps no other reference to them.
+            before_hook: called before each hook, which may wait for other workers.
 
         Raises:
             Exception: what a hook raised.
@@ -81,7 +87,7 @@ class LeafGradients:
             can_steal = (
                 gradient is not None and sys.getrefcount(gradient) == 3 and _can_steal(gradient, node.variable)
             )
-            self._accumulate_one(node, gradient, can_steal=can_steal)
+            self._accumulate_one(node, gradient, before_hook, can_steal=can_steal)
 
     def get(self) -> GradientsByLeaf:
         """Returns all gradients so far."""
@@ -107,17 +113,21 @@ class LeafGradients:
         with self._lock:
             self._gradients.clear()
 
-    def _accumulate_one(self, node: Any, gradient: torch.Tensor | None, *, can_steal: bool) -> None:
+    def _accumulate_one(
+        self, node: Any, gradient: torch.Tensor | None, before_hook: Callable[[], None], *, can_steal: bool
+    ) -> None:
         """Does what an accumulation node does, hooks included, for the context instead of `.grad`."""
         leaf = node.variable
         for hook in _hooks(node.register_prehook):
+            before_hook()
             changed = hook((gradient,))
             if changed is not None:
                 gradient, can_steal = changed[0] if isinstance(changed, tuple) else changed, False
         if gradient is not None:
             self._add(leaf, gradient, can_steal=can_steal)
-            self._run_post_accumulate_hooks(leaf)
+            self._run_post_accumulate_hooks(leaf, before_hook)
         for hook in _hooks(node.register_hook):
+            before_hook()
             hook((), (gradient,))
 
     def _add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, can_steal: bool) -> None:
@@ -129,11 +139,12 @@ class LeafGradients:
             else:
                 self._gradients[leaf] = gradient if can_steal else _copy(gradient, leaf)
 
-    def _run_post_accumulate_hooks(self, leaf: torch.Tensor) -> None:
+    def _run_post_accumulate_hooks(self, leaf: torch.Tensor, before_hook: Callable[[], None]) -> None:
         """Runs these hooks with the gradient in `.grad`; the context keeps what they leave there."""
         hooks: Mapping[int, Any] | None = leaf._post_accumulate_grad_hooks
         if not hooks:
             return
+        before_hook()
         with self._swap_lock.swapped([leaf]):
             before, leaf.grad = leaf.grad, self._gradients.get(leaf)
             try:

@@ -18,10 +18,9 @@ and,
 docs/rref.md draws the states of a fork.
 """
 
-import concurrent.futures
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
@@ -65,8 +64,6 @@ class References(ReferenceExtension):
         the fork, and the id of the other worker."""
         self._fork_deleted = threading.Condition()
         """Notified when the owner of a dropped fork has removed it."""
-        self._checks: list[Callable[[], None]] = []
-        """Run when a fork has been confirmed, or cannot be. Used on the control thread."""
         self._creating: weakref.WeakValueDictionary[GlobalId, Lease] = weakref.WeakValueDictionary()
         """The leases of the values that `remote` has created here, kept by creating messages in flight too."""
         self._is_closed = False
@@ -219,23 +216,6 @@ class References(ReferenceExtension):
         if message.envelope.HasField("created"):
             message.state[References] = self.values.begin_creation(message)
 
-    def wait_before_run(self, message: Incoming) -> "concurrent.futures.Future[None] | None":
-        """Returns a future that is done when the owners have confirmed the references in a request's arguments."""
-        forks = [r._handle.fork for r in message.references if isinstance(r._handle, UserHandle)]
-        if all(fork.is_confirmed for fork in forks):
-            return None
-        ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-        def check() -> None:
-            # Added first: `_on_created`, on another thread, looks at the checks after it has settled its fork.
-            self._checks.append(check)
-            if self._is_closed or all(fork.is_confirmed or fork.error for fork in forks):
-                self._checks.remove(check)
-                ready.set_result(None)
-
-        self.agent.control.run(check)
-        return None if self._is_closed else ready  # if closed by now, the control thread may not run `check`
-
     def scope(self, message: Incoming) -> AbstractContextManager[None] | None:
         """Returns the context manager in which a value is created."""
         entry = message.state.get(References)
@@ -263,7 +243,8 @@ class References(ReferenceExtension):
                 self._confirm(fork, error)
                 self.agent.control.send(sender, "rref.accept", tuple(fork_id), urgent=False)
 
-            self.agent.control.send(owner, "rref.fork", (tuple(identifier), tuple(fork_id)), on_registered)
+            payload = (tuple(identifier), tuple(fork_id))
+            self.agent.control.send(owner, "rref.fork", payload, on_registered, urgent=False)
         return self._lease(fork)
 
     def _accept_as_owner(self, sender: WorkerInfo, identifier: GlobalId, fork_id: GlobalId) -> OwnerHandle:
@@ -291,29 +272,18 @@ class References(ReferenceExtension):
     def _on_created(self, fork: Fork, error: Exception | None) -> None:
         """Confirms the fork of a creation that has been answered. Called on any thread."""
         fork.settle(error)
-        # Mostly nobody waits for it, and the control thread need not be woken.
-        if fork.is_dropped or self._checks:
-            self.agent.control.run(partial(self._on_settled, fork))
+        if fork.is_dropped:  # else the control thread need not be woken
+            self.agent.control.run(partial(self._delete_if_due, fork), urgent=False)
 
     def _confirm(self, fork: Fork, error: Exception | None) -> None:
         fork.settle(error)
-        self._on_settled(fork)
-
-    def _on_settled(self, fork: Fork) -> None:
         self._delete_if_due(fork)
-        self._run_checks()
 
     def _fail_unconfirmed(self) -> None:
         """Fails the forks that are not confirmed, because the agent has shut down."""
         for fork in list(self._forks):  # messages that arrived before may still add some
             if not fork.is_confirmed and fork.error is None:
                 fork.error = RRefError(f"worker {self.agent.info.name!r} has shut down its RPC agent")
-        self._run_checks()
-
-    def _run_checks(self) -> None:
-        checks, self._checks = self._checks, []
-        for check in checks:
-            check()
 
     def _delete_if_due(self, fork: Fork) -> None:
         if not fork.is_dropped or not (fork.is_confirmed or fork.error) or fork.is_deleted:

@@ -1,9 +1,8 @@
 """The extensions of one agent: calls their hooks, and collects their handlers of message types."""
 
-import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, final
 
@@ -37,7 +36,6 @@ class Extensions:
         # The hooks that some extension overrides.
         self._on_send: Sequence[Callable[[Outgoing], None]] = ()
         self._on_receive: Sequence[Callable[[Incoming], None]] = ()
-        self._wait_before_run: Sequence[Callable[[Incoming], concurrent.futures.Future[None] | None]] = ()
         self._scope: Sequence[Callable[[Incoming], AbstractContextManager[None] | None]] = ()
         self._on_complete: Sequence[Callable[[int], None]] = ()
 
@@ -51,7 +49,6 @@ class Extensions:
         self._extensions = (*self._extensions, extension)
         self._on_send = self._overridden("on_send")
         self._on_receive = self._overridden("on_receive")
-        self._wait_before_run = self._overridden("wait_before_run")
         self._scope = self._overridden("scope")
         self._on_complete = self._overridden("on_complete")
 
@@ -128,12 +125,6 @@ class Extensions:
                 extension.on_decode_error(Incoming(source, envelope, b"", []), error)
             except Exception:
                 log.exception("the headers of a message from worker %s cannot be processed", source.name)
-
-    def waits_before_run(self, message: Incoming) -> "Iterator[concurrent.futures.Future[None]]":
-        """Yields the futures to wait for before the handler of a request runs."""
-        for wait_before_run in self._wait_before_run:
-            if (ready := wait_before_run(message)) is not None:
-                yield ready
 
     def scope(self, message: Incoming) -> AbstractContextManager[object] | None:
         """Returns the context for running a request's handler, if it or the extensions have one."""

@@ -88,9 +88,6 @@ class Server:
         """
         try:
             message = self._codec.read(source, envelope, payloads, user_values=handler.user_values)
-            if message.references:
-                for ready in self._extensions.waits_before_run(message):
-                    self._executor.wait(ready)
             try:
                 if (scope := self._extensions.scope(message)) is None:
                     return self._run_in_scope(message, handler)

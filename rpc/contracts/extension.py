@@ -4,7 +4,6 @@ An agent knows requests and answers only. Calls, references, autograd and profil
 handlers for its message types, and has hooks on every message that carries users' values.
 """
 
-import concurrent.futures
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -57,13 +56,6 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
 
     def on_receive(self, message: Incoming) -> None:
         """Reads the headers of a message before it is unpickled; may replace tensors, and fills in references."""
-
-    def wait_before_run(self, message: Incoming) -> "concurrent.futures.Future[None] | None":  # noqa: ARG002
-        """Returns a future that the handler of a request has to wait for, if there is one.
-
-        Called only for requests with references.
-        """
-        return None
 
     def scope(self, message: Incoming) -> AbstractContextManager[None] | None:  # noqa: ARG002
         """Returns the context in which the handler of a request runs, if there is one.

@@ -13,7 +13,7 @@ from typing import Protocol, final
 
 __all__ = ["Scheduler", "SerialThread", "Task"]
 
-LINGER_S = 0.002
+LINGER_S = 0.005
 """Seconds that a task which is not urgent waits for others."""
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class SerialThread:
         """Whether RUN is in the queue."""
         self._is_lingering = False
         """Whether LINGER is in the queue, or its time is not over."""
+        self._is_running = False
+        """Whether the thread runs the queued tasks."""
         self._timers: list[tuple[float, int, Task]] = []
         """A heap of time of `time.monotonic`, count and task. Used by the thread only."""
         self._count = itertools.count()
@@ -81,6 +83,8 @@ class SerialThread:
     def submit(self, task: Task, *, urgent: bool = True) -> None:
         """Queues a task."""
         self._tasks.append(task)
+        if self._is_running and threading.get_ident() == self._thread.ident:
+            return  # this thread comes to it next
         if urgent and not self._is_woken:
             self._is_woken = True
             self._wake_ups.put(_WakeUp.RUN)
@@ -114,6 +118,7 @@ class SerialThread:
             left = self._timers[0][0] - time.monotonic() if self._timers else None
             if left is not None and left <= 0:
                 self._run_one(heapq.heappop(self._timers)[2])
+                self._run_queued()
                 continue
             try:
                 wake_up = self._wake_ups.get(timeout=left)
@@ -124,12 +129,15 @@ class SerialThread:
             return wake_up
 
     def _stop_lingering(self) -> None:
-        self._is_lingering = False  # see `_wait`
-        self._run_queued()
+        self._is_lingering = False  # see `_wait`, which runs the tasks next
 
     def _run_queued(self) -> None:
+        # Again: a finalizer may have queued a task after the last one, before the flag was reset.
         while self._tasks:
-            self._run_one(self._tasks.popleft())
+            self._is_running = True
+            while self._tasks:
+                self._run_one(self._tasks.popleft())
+            self._is_running = False
 
     def _run_one(self, task: Task) -> None:
         try:

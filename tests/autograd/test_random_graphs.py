@@ -13,12 +13,11 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.autograd.backward_pass import BackwardPass
 from gradwire.autograd.closure import MAX_HEADER_SENDS, SendId
+from gradwire.autograd.coordinator import PassCoordinator
 from gradwire.autograd.extension import Autograd
+from gradwire.autograd.gradient_sender import AnsweringSender
 from gradwire.autograd.graph import Graph, start_node
-from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.rpc.contracts.messages import MessageType
-from gradwire.rpc.contracts.worker import WorkerInfo
 
 from tests.autograd.program_runs import Distributed, gradients_in_one_process, roots, run_body
 from tests.autograd.programs import Program, generate
@@ -38,7 +37,7 @@ class Watch:
 
     def __init__(self, context_id: int, starts: Iterable[torch.Tensor] = ()) -> None:
         """Counts the runs of each node that gets a gradient from the context's gates or from other starts."""
-        self.posted: list[SendId] = []
+        self.sent: list[SendId] = []
         self.arrived: list[int] = []
         self.runs: Counter[Any] = Counter()
         self.starts = [start_node(tensor) for tensor in starts]
@@ -78,19 +77,25 @@ def _received(graph: Any) -> list[SendId]:
 
 def trace_messages() -> None:
     """Has the watches of this process record which gradients are sent and received."""
-    post, arrive = GrpcAgent.post, BackwardPass.set_gradients
+    arrive = BackwardPass.set_gradients
 
-    def traced_post(agent: GrpcAgent, worker: WorkerInfo, kind: Any, value: Any, **others: Any) -> int:
-        if kind == MessageType.GRADIENTS:
-            context_id, _, message_id, _ = value
-            Watch.of_context[context_id].posted.append((worker.id, message_id))
-        return post(agent, worker, kind, value, **others)
+    def trace_sends(kind: type) -> None:
+        send = kind.send
+
+        def traced_send(self: Any, message: SendId, gradients: Any, **others: Any) -> None:
+            context_id = self._context.id if kind is PassCoordinator else self._context_id
+            Watch.of_context[context_id].sent.append(message)
+            send(self, message, gradients, **others)
+
+        kind.send = traced_send
 
     def traced_arrive(running: BackwardPass, message_id: int, gradients: Any) -> None:
         Watch.of_context[running._context_id].arrived.append(message_id)
         arrive(running, message_id, gradients)
 
-    GrpcAgent.post, BackwardPass.set_gradients = traced_post, traced_arrive
+    BackwardPass.set_gradients = traced_arrive
+    trace_sends(PassCoordinator)
+    trace_sends(AnsweringSender)
 
 
 def run_one_root_at_a_time() -> None:
@@ -109,7 +114,7 @@ def outcome(seed: int, context_id: int, taking_part: list[int], passes: int) -> 
     leaves = Distributed(seed, current_agent().info.id).leaves().all()
     del Distributed.of_program[seed]
     assert all(leaf.grad is None for leaf in leaves)
-    return [found.get(leaf) for leaf in leaves], seen.posted, seen.arrived, seen.wrong_runs(taking_part, passes)
+    return [found.get(leaf) for leaf in leaves], seen.sent, seen.arrived, seen.wrong_runs(taking_part, passes)
 
 
 def ancestors(starts: Iterable[SendId], above: dict[SendId, list[SendId]]) -> set[SendId]:
@@ -145,18 +150,18 @@ def check(program: Program) -> int:
         mode = "fast" if settled and taking_part == above.keys() else "smart"
         for number in range(passes if losses else 0):
             autograd.backward(context_id, losses, retain_graph=number < passes - 1, mode=mode, timeout=60)
-        posted: Counter[SendId] = Counter()
+        all_sent: Counter[SendId] = Counter()
         arrived: Counter[SendId] = Counter()
         for worker in range(program.workers):
             mine = [number for sender, number in taking_part if sender == worker]
             value = (program.seed, context_id, mine, passes if losses else 0)
             gradients, sent, received, wrong = rpc.rpc_sync(f"worker{worker}", outcome, value)
             assert not wrong, wrong
-            posted.update(sent)
+            all_sent.update(sent)
             arrived.update((worker, number) for number in received)
             for index, (found, wanted) in enumerate(zip(gradients, expected[worker], strict=True)):
                 compare(found, wanted, passes, f"leaf {index} of worker {worker}")
-    assert posted == arrived == Counter(dict.fromkeys(taking_part, passes))
+    assert all_sent == arrived == Counter(dict.fromkeys(taking_part, passes))
     return len(taking_part)
 
 

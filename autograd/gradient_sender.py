@@ -1,0 +1,79 @@
+"""How the gradients of a running backward pass leave a worker."""
+
+from typing import Protocol, final
+
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import MessageType
+from .closure import SendId
+from .compression import Compressed
+
+__all__ = ["AnsweringSender", "GradientSender", "MessageGradients", "PassId", "post_gradients"]
+
+PassId = tuple[int, int]
+"""The id of the worker whose program called `backward`, and the number of the pass there."""
+
+MessageGradients = tuple[int, Compressed]
+"""The number of a message in the part of its sender, and the gradients of its tensors."""
+
+
+class GradientSender(Protocol):
+    """Sends the gradients of one worker's part of a pass. Each implementation has one that travel with others."""
+
+    def send(self, send: SendId, gradients: Compressed, *, is_last: bool) -> None:
+        """Sends the gradients of a message to its sender, at once or with a message that follows soon.
+
+        Args:
+            send: the message.
+            gradients: those of its tensors.
+            is_last: whether no gate waits any more, and no other gradients follow.
+        """
+
+    def flush(self) -> None:
+        """Sends what has been kept for later. Called before this worker waits for anything."""
+
+
+def post_gradients(agent: RpcAgent, context_id: int, pass_id: PassId, send: SendId, gradients: Compressed) -> None:
+    """Sends the gradients of a message to its sender, in a message of their own."""
+    sender, message_id = send
+    value = (context_id, pass_id, message_id, gradients)
+    agent.post(agent.worker(sender), MessageType.GRADIENTS, value)
+
+
+@final
+class AnsweringSender:
+    """Sends the gradients of a part that another worker has asked for; its last ones travel with the answer."""
+
+    def __init__(self, agent: RpcAgent, context_id: int, pass_id: PassId) -> None:
+        """Makes the sender of one part.
+
+        Args:
+            agent: this worker's.
+            context_id: the id of the context.
+            pass_id: the pass.
+        """
+        self._agent = agent
+        self._context_id = context_id
+        self._pass_id = pass_id
+        self._kept: MessageGradients | None = None
+
+    def send(self, send: SendId, gradients: Compressed, *, is_last: bool) -> None:
+        """Sends the gradients of a message to its sender, or keeps them for the answer."""
+        sender, message_id = send
+        caller, _ = self._pass_id
+        # On devices, the answer would use another device map than a message of its own.
+        if is_last and sender == caller and all(each is None or each.device.type == "cpu" for each in gradients):
+            self._kept = message_id, gradients
+        else:
+            post_gradients(self._agent, self._context_id, self._pass_id, send, gradients)
+
+    def flush(self) -> None:
+        """Sends the gradients that were kept for the answer."""
+        if (kept := self.take()) is not None:
+            message_id, gradients = kept
+            caller, _ = self._pass_id
+            post_gradients(self._agent, self._context_id, self._pass_id, (caller, message_id), gradients)
+
+    def take(self) -> MessageGradients | None:
+        """Returns the gradients for the answer, and forgets them."""
+        kept, self._kept = self._kept, None
+        return kept
