@@ -288,12 +288,16 @@ def test_an_answer_with_a_reference_to_a_value_of_a_dead_owner():
     rref = create(schedule, caller, owner)
     schedule.settle()
     answer = on(caller, rpc.rpc_async, called.info, receive, ([rref], 2), None, 0)
-    while not called.waiting:
-        assert schedule.step()
-    hold_back(schedule, MessageType.CONTROL)
+    call = hold_back(schedule, MessageType.CALL)
     schedule.kill(owner)
     schedule.settle()
-    assert "cannot be passed on" in str(error_of(answer))
+    schedule.flights += call
+    schedule.settle()
+    if (error := error_of(answer)) is not None:
+        assert "cannot be passed on" in str(error)
+    else:
+        (passed_on,) = answer.value()
+        assert passed_on._handle.fork.state() == "failed: WorkerLostError"
 
 
 def test_a_value_is_there_as_long_as_a_reference_to_it():
