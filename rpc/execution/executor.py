@@ -14,7 +14,6 @@ detector: when no task is taken from the queue although all threads are busy, th
 waits longer before it adds each further one.
 """
 
-import concurrent.futures
 import logging
 import threading
 import time
@@ -22,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from .poller import OnReady, Poller
 
@@ -49,8 +48,6 @@ MIN_THREADS = 2
 """Threads that stay: one runs what it has read while the other waits in epoll."""
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _Task = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -191,11 +188,6 @@ class Executor:
             with self._lock:
                 self._running += counted
 
-    def wait(self, future: "concurrent.futures.Future[T]") -> T:
-        """Returns the result of a future that other calls complete, or raises its exception."""
-        with self.blocking():
-            return future.result()
-
     def close(self, seconds: float) -> bool:
         """Drops the queued tasks and lets the threads end; waits at most `seconds` for them.
 
@@ -321,7 +313,8 @@ class Executor:
                     self._polling -= 1
                 elif (self._closed or is_idle or self._polling > self._size) and self._should_end(is_idle=is_idle):
                     break
-                watches = task is None and (bool(poller.kept) or time.monotonic() < self._watch_until)
+                # One is enough: every look takes the interpreter from those that run functions.
+                watches = task is None and not self._watchers and self._must_watch()
                 self._watchers += watches
                 taken = self._taken
                 need = self._need() if self._must_look_for_threads(leaves=leaves) else _Need.NOTHING
@@ -336,6 +329,10 @@ class Executor:
                 poller.take_over(WATCH_INTERVAL_S)
         poller.release()
         return None
+
+    def _must_watch(self) -> bool:
+        """Returns whether a thread has to look after the others. Called with the lock."""
+        return bool(self._poller.kept) or time.monotonic() < self._watch_until
 
     def _must_look_for_threads(self, *, leaves: bool) -> bool:
         """Returns whether a thread may be missing. Called with the lock."""
