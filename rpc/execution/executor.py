@@ -14,26 +14,19 @@ detector: when no task is taken from the queue although all threads are busy, th
 waits longer before it adds each further one.
 """
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, final
 
 from .poller import OnReady, Poller
+from .stalls import StallDetector
 
 __all__ = ["Executor"]
-
-STALL_TIMEOUT_S = 0.02
-"""Seconds in which no task is taken from the queue, after which one thread is added.
-
-The second additional thread takes twice that, the third one three times that, up to MAX_STALL_TIMEOUT_S.
-"""
-
-MAX_STALL_TIMEOUT_S = 0.25
 
 IDLE_TIMEOUT_S = 10.0
 """Seconds that a thread waits for work before it ends, unless it is one of the last two."""
@@ -43,6 +36,9 @@ WATCH_INTERVAL_S = 0.001
 
 WATCH_FOR_S = 0.02
 """Seconds after the last busy socket in which a waiting thread looks after the others."""
+
+MAX_WATCHERS = 2
+"""Waiting threads that look after the others, at most: the one that looks next may also be the one that reads."""
 
 MIN_THREADS = 2
 """Threads that stay: one runs what it has read while the other waits in epoll."""
@@ -90,8 +86,6 @@ class Executor:
         self._urgent: deque[_Task] = deque()
         self._lock = threading.Lock()
         """Guards the counts and the queues."""
-        self._saturated = threading.Condition(self._lock)
-        """Notified when a task is queued for which no thread is free: wakes the stall detector."""
         self._thread_ended = threading.Condition(self._lock)
         self._thread = _ThreadState()
         self._threads = 0
@@ -99,19 +93,21 @@ class Executor:
         """Threads in epoll, or about to look at the queues."""
         self._running = 0
         """Threads that run tasks which count against `size`, and are not in `blocking`."""
-        self._extra = 0
-        """Tasks beyond `size` that the stall detector has allowed since the queue was last empty."""
         self._taken = 0
         """Tasks taken from the queue so far."""
         self._started = 0
         """Threads started so far."""
-        self._has_stall_detector = False
+        self._stalls = StallDetector(
+            f"{name}-stalls", self._lock, self._tasks.__len__, lambda: self._taken, self._provide_threads
+        )
         self._closed = False
         self._poller = Poller()
         self._watchers = 0
         """Polling threads that look after those which keep a file descriptor."""
         self._watch_until = 0.0
         """By the monotonic clock."""
+        self._to_release: deque[threading.Lock] = deque()
+        """See `release`."""
 
     @property
     def threads(self) -> int:
@@ -164,7 +160,7 @@ class Executor:
         """Forgets a file descriptor; an OnReady of it may still run."""
         self._poller.unwatch(descriptor)
 
-    @contextmanager
+    @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
         """Context manager for blocking on other calls; another thread replaces the blocked one meanwhile.
 
@@ -176,6 +172,7 @@ class Executor:
             return
         thread.is_blocked = True
         counted = thread.is_counted
+        self._release_deferred()
         self._poller.release()
         with self._lock:
             self._running -= counted
@@ -188,6 +185,19 @@ class Executor:
             with self._lock:
                 self._running += counted
 
+    def release(self, waiter: threading.Lock) -> None:
+        """Releases a lock that a thread waits for; a moment later if this thread completes an answer.
+
+        The thread that is woken needs the interpreter, as this one does until it waits in epoll again.
+        """
+        thread = self._thread
+        if not thread.is_worker or thread.is_counted or thread.is_blocked:
+            waiter.release()
+            return
+        self._to_release.append(waiter)
+        if not self._watchers:  # a watcher releases it if this thread does not come to it
+            self._release_deferred()
+
     def close(self, seconds: float) -> bool:
         """Drops the queued tasks and lets the threads end; waits at most `seconds` for them.
 
@@ -199,7 +209,7 @@ class Executor:
             was_closed, self._closed = self._closed, True
             self._tasks.clear()
             self._urgent.clear()
-            self._saturated.notify_all()
+            self._stalls.close()
             own = 1 if self._thread.is_worker else 0  # a thread cannot wait for its own end
             if not self._threads and not was_closed:
                 self._poller.close()
@@ -225,22 +235,22 @@ class Executor:
         elif self._has_runnable():
             self._poller.wake()
         elif self._tasks:
-            if not self._has_stall_detector:
-                self._has_stall_detector = True
+            if not self._stalls.is_started:
+                self._stalls.is_started = True
                 return _Need.STALL_DETECTOR
-            self._saturated.notify()
+            self._stalls.notify()
         return _Need.NOTHING
 
     def _has_runnable(self) -> bool:
         """Returns whether a thread may run a task that is queued."""
-        return bool(self._urgent) or (bool(self._tasks) and self._running < self._size + self._extra)
+        return bool(self._urgent) or (bool(self._tasks) and self._running < self._size + self._stalls.extra)
 
     def _take(self) -> _Task | None:
         """Takes a task that may run now."""
         self._thread.is_counted = False
         if self._urgent:
             return self._urgent.popleft()
-        if not self._tasks or self._running >= self._size + self._extra:
+        if not self._tasks or self._running >= self._size + self._stalls.extra:
             return None
         self._running += 1
         self._taken += 1
@@ -260,11 +270,16 @@ class Executor:
         if need is not _Need.NOTHING:
             self._provide(need)
 
+    def _provide_threads(self) -> None:
+        with self._lock:
+            need = self._need()
+        self._provide(need)
+
     def _provide(self, need: "_Need") -> None:
         if need is _Need.THREAD:
             self._start_thread()
         elif need is _Need.STALL_DETECTOR:
-            threading.Thread(target=self._detect_stalls, name=f"{self._name}-stalls", daemon=True).start()
+            self._stalls.start()
 
     def _start_thread(self) -> None:
         """Starts a thread that `_need` has counted."""
@@ -313,26 +328,28 @@ class Executor:
                     self._polling -= 1
                 elif (self._closed or is_idle or self._polling > self._size) and self._should_end(is_idle=is_idle):
                     break
-                # One is enough: every look takes the interpreter from those that run functions.
-                watches = task is None and not self._watchers and self._must_watch()
+                watches = task is None and self._watchers < MAX_WATCHERS and self._must_watch()
                 self._watchers += watches
                 taken = self._taken
                 need = self._need() if self._must_look_for_threads(leaves=leaves) else _Need.NOTHING
             if need is not _Need.NOTHING:
                 self._provide(need)
+            if self._to_release and (task is None or self._thread.is_counted):
+                self._release_deferred()
             if task is not None:
                 return task
             poller.release()
             has_ticked = not self._poll(WATCH_INTERVAL_S if watches else IDLE_TIMEOUT_S)
             is_idle = has_ticked and not watches
             if has_ticked and watches:
+                self._release_deferred()
                 poller.take_over(WATCH_INTERVAL_S)
         poller.release()
         return None
 
     def _must_watch(self) -> bool:
         """Returns whether a thread has to look after the others. Called with the lock."""
-        return bool(self._poller.kept) or time.monotonic() < self._watch_until
+        return bool(self._poller.kept or self._to_release) or time.monotonic() < self._watch_until
 
     def _must_look_for_threads(self, *, leaves: bool) -> bool:
         """Returns whether a thread may be missing. Called with the lock."""
@@ -369,28 +386,14 @@ class Executor:
         if descriptor >= 0:
             if poller.is_busy:
                 self._watch_until = poller.last_ready + WATCH_FOR_S
-            if self._watchers and (self._tasks or self._urgent):
+            # Not for a single answer: the thread that waits for it is to have the interpreter for itself.
+            if self._watchers and (self._tasks or len(self._urgent) > 1):
                 poller.keep(descriptor)
             else:
                 poller.watch_again(descriptor)
         return True
 
-    def _detect_stalls(self) -> None:
-        while True:
-            with self._lock:
-                # While there are tasks, the detector must not wait without a timeout, not even if threads are
-                # idle: an idle thread may be about to take a task that waits for the next one.
-                if self._closed:
-                    return
-                if not self._tasks:
-                    self._extra = 0
-                    self._saturated.wait()
-                    continue
-                taken = self._taken
-                stall = min(MAX_STALL_TIMEOUT_S, STALL_TIMEOUT_S * (self._extra + 1))
-                self._saturated.wait_for(lambda: self._closed, stall)
-                if self._closed or not self._tasks or self._taken != taken:
-                    continue
-                self._extra += 1
-                need = self._need()
-            self._provide(need)
+    def _release_deferred(self) -> None:
+        while self._to_release:
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                self._to_release.popleft().release()

@@ -58,6 +58,8 @@ class Future(torch.futures.Future[T]):
         self._cancel = cancel
         self._waiters: list[threading.Lock] = []
         """A held lock for each thread that waits, which is released when the future is done or about to be."""
+        self._is_completing = False
+        """Whether the future is done or about to be. Set before the waiters are looked at."""
 
     @property
     def operation(self) -> str:
@@ -107,25 +109,24 @@ class Future(torch.futures.Future[T]):
         woken = threading.Lock()
         woken.acquire()
         self._waiters.append(woken)
-        if not self.done():  # else whoever completed it may have looked at the waiters before
+        if not self._is_completing:  # else whoever completes it may have looked at the waiters before
             woken.acquire()
 
     def set_result(self, result: T) -> None:
         """Completes the future with a value."""
         self._wake()
         super().set_result(result)  # runs callbacks, for which nobody else should wait
-        self._wake()  # those that have begun to wait in between
 
     def set_exception(self, result: Exception) -> None:  # type: ignore[override] # torch's type is a value's
         """Completes the future with an exception."""
         self._wake()
         super().set_exception(result.with_traceback(None))  # type: ignore[arg-type]
-        self._wake()
 
     def _wake(self) -> None:
+        self._is_completing = True
         while self._waiters:
             with contextlib.suppress(IndexError):  # another thread has taken it
-                self._waiters.pop().release()
+                self._executor.release(self._waiters.pop())
 
 
 async def wait_async(future: torch.futures.Future[T]) -> T:

@@ -263,3 +263,26 @@ def test_a_future_says_what_was_asked_of_whom(workers):
         rpc.rpc_sync("worker1", set_event, ("never",))
 
     a.run(check)
+
+
+def test_a_callback_does_not_hold_up_the_thread_that_waits(two_workers):
+    """Also at a high rate, at which a thread that is waited for is woken last."""
+
+    def check() -> None:
+        for _ in range(100):
+            rpc.rpc_sync("worker1", add, (1, 1))
+        for number in range(20):
+            has_waited, is_over = threading.Event(), threading.Event()
+
+            def callback(_: object, has_waited: threading.Event = has_waited, is_over: threading.Event = is_over):
+                assert has_waited.wait(60)
+                is_over.set()
+
+            call = rpc.rpc_async("worker1", wait_for, (f"go {number}",))
+            torch.futures.collect_all([call]).add_done_callback(callback)
+            rpc.rpc_async("worker1", set_event, (f"go {number}",))
+            call.wait()
+            has_waited.set()
+            assert is_over.wait(60)
+
+    two_workers[0].run(check)
