@@ -300,6 +300,8 @@ class GrpcAgent(RpcAgent):
             quiescence.wait_here(timeout)
         else:
             self._log_missing(quiescence.wait_everywhere(timeout, self._dispatcher.failed))
+            # If this worker leads the shutdown, the others need its answers to leave too.
+            self._server.answering.wait_for_none(CLOSE_TIMEOUT_S)
 
     def _log_missing(self, failed: Mapping[int, str]) -> None:
         """Logs the workers that have failed and so do not take part in the shutdown, each once."""

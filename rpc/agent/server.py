@@ -42,6 +42,8 @@ class Server:
         self.cancellable = CancellableRequests()
         self.deferred = CallCounter()
         """Requests that are to be answered later."""
+        self.answering = CallCounter()
+        """Those of them whose answer is known and has not been sent."""
         self._me = me
         self._codec = codec
         self._extensions = extensions
@@ -142,6 +144,7 @@ class Server:
         """Returns a callback that answers a request with the result of a future, on a thread of the executor."""
 
         def on_done(future: "concurrent.futures.Future[Any]") -> None:
+            self.answering.begin()
             self._executor.submit(answer, future)
 
         def answer(future: "concurrent.futures.Future[Any]") -> None:
@@ -154,6 +157,7 @@ class Server:
             except BaseException as error:
                 self._answer_error(request.source, request.envelope, error)
             finally:
+                self.answering.end()
                 self.deferred.end()
                 if handler.user_values:
                     self._calls.end()

@@ -36,6 +36,8 @@ class _OpenRound:
         self.values: dict[int, Any] = {}
         self.statuses: dict[int, MemberStatus] = {}
         self.answers: list[Future[RoundResult]] = []
+        self.own_answer: Future[RoundResult] | None = None
+        """The one of them that is for this worker."""
         self.has_asked_others = False
         """Whether the members whose values are missing have been asked for the round's result."""
 
@@ -100,8 +102,10 @@ class RoundLeader:
                 result = last_result
             open_round = self._open.pop(key, None)
             askers = self._askers.pop(key, set())
-        for answer in open_round.answers if open_round is not None else ():
-            answer.set_result(result)
+        if open_round is not None:
+            # Its own last: once this worker has the result, it may shut down.
+            for answer in sorted(open_round.answers, key=lambda each: each is open_round.own_answer):
+                answer.set_result(result)
         for leader in askers:
             self._agent.control.send(self._agent.worker(leader), TELL_RESULT, (key, result))
 
@@ -132,6 +136,8 @@ class RoundLeader:
             open_round.values[message.source.id] = value
             open_round.statuses[message.source.id] = status
             open_round.answers.append(answer)
+            if message.source.id == self._agent.info.id:
+                open_round.own_answer = answer
             open_round.expected -= {i for i in members if self._agent.end_of(i) is not None}
             to_ask = open_round.missing if was_tried and not open_round.has_asked_others else ()
             open_round.has_asked_others |= was_tried
