@@ -5,7 +5,7 @@ is known to be zero. None of these is sent element by element.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +15,7 @@ TensorGradients = Sequence[torch.Tensor | None]
 """The gradients of the tensors of one message; None for a tensor that the loss does not depend on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Repeated:
+class Repeated(NamedTuple):
     """A tensor that repeats `part` along each dimension in which `part` has size 1 and the tensor has not."""
 
     part: torch.Tensor

@@ -5,10 +5,10 @@ It is that of PyTorch's design note "Remote Reference Protocol", with acknowledg
 
 * A *fork* is one worker's reference to another's value. The owner keeps a value as long as it has forks.
 * `remote` makes the first fork. The owner confirms it by its answer to the creating message.
-* A worker that passes a reference on makes a fork for the receiver. The receiver reports the fork to the owner and,
-  once the owner has confirmed it, tells the sender. Until then the sender keeps its own fork, so the owner always
-  counts at least one, and the receiver may use its reference at once. A fork that the owner sends is counted before
-  it leaves.
+* A worker that passes a reference on makes a fork for the receiver. The receiver reports the fork to the owner
+  and, once the owner has confirmed it, tells the sender. Until then the sender keeps its own fork, so the owner
+  always counts at least one, and the receiver may use its reference at once. A fork that the owner sends is
+  counted before it leaves.
 * A dropped fork is reported to the owner, but not before the owner has confirmed it, nor while a request that
   names the value is in flight: no request reaches the owner after the fork of its sender is gone.
 * An owner that receives the name of a value before its creating message asks the creator whether it will arrive:

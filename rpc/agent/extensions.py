@@ -33,6 +33,8 @@ class Extensions:
         """The handlers of all extensions, by message type."""
         self._packer = packer
         self._extensions: Sequence[Extension] = ()
+        self._by_class: dict[type, Any] = {}
+        """The extensions that `get` has returned, by the class that was asked for."""
         # The hooks that some extension overrides.
         self._on_send: Sequence[Callable[[Outgoing], None]] = ()
         self._on_receive: Sequence[Callable[[Incoming], None]] = ()
@@ -59,7 +61,11 @@ class Extensions:
 
     def get(self, kind: type[E]) -> E:
         """Returns the extension of this class. Raises StopIteration if there is none."""
-        return next(extension for extension in self._extensions if isinstance(extension, kind))
+        found = self._by_class.get(kind)
+        if found is None:
+            found = next(extension for extension in self._extensions if isinstance(extension, kind))
+            self._by_class[kind] = found
+        return found
 
     # Sending.
 

@@ -106,9 +106,15 @@ class Server:
             message.value = self._codec.unpack(message)
             result = handler.run(message)
             if isinstance(result, Deferred):
-                self.deferred.begin()
-                result.future.add_done_callback(self._answer_later(message, handler))
-                return True
+                if not result.future.done():
+                    self.deferred.begin()
+                    result.future.add_done_callback(self._answer_later(message, handler))
+                    return True
+                # Not raised here: every raise would add a frame to an error that is kept.
+                if (error := result.future.exception()) is not None:
+                    self._answer_error(message.source, message.envelope, error)
+                    return False
+                result = result.future.result()
             self._answer(message, result, handler)
         except BaseException as error:
             message.error = error  # which scopes look at when they end
