@@ -283,7 +283,7 @@ class References(ReferenceExtension):
         """Fails the forks that are not confirmed, because the agent has shut down."""
         for fork in list(self._forks):  # messages that arrived before may still add some
             if not fork.is_confirmed and fork.error is None:
-                fork.error = RRefError(f"worker {self.agent.info.name!r} has shut down its RPC agent")
+                fork.settle(RRefError(f"worker {self.agent.info.name!r} has shut down its RPC agent"))
 
     def _delete_if_due(self, fork: Fork) -> None:
         if not fork.is_dropped or not (fork.is_confirmed or fork.error) or fork.is_deleted:

@@ -1,8 +1,9 @@
 """The handles of RRefs: the owner's handle to a value, and a user's handle to a fork of a reference to it."""
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from ..errors import RRefError
@@ -57,6 +58,8 @@ class Fork:
     """Whether the owner has been told to delete it, where it need be told."""
     creation: Future[Any] | None = None
     """On the creator: done when the call that makes the value has ended."""
+    _waiters: list[threading.Event] = field(default_factory=list)
+    """Set by `settle`."""
 
     def settle(self, error: Exception | None) -> None:
         """Notes that the owner has counted the fork (None), or that it never will (the error)."""
@@ -64,6 +67,15 @@ class Fork:
             self.is_confirmed = True
         else:
             self.error = error
+        for waiter in self._waiters:
+            waiter.set()
+
+    def wait_until_settled(self, seconds: float | None) -> None:
+        """Waits until `settle` has been called, for `seconds` at most."""
+        waiter = threading.Event()
+        self._waiters.append(waiter)
+        if not self.is_confirmed and self.error is None:
+            waiter.wait(seconds)
 
     def state(self) -> str:
         """Returns the state in words: `pending`, `unconfirmed`, `confirmed`, `deleted` or `failed: ...`."""
@@ -145,6 +157,15 @@ class UserHandle:
     def creation(self) -> Future[Any] | None:
         """Done when the call that makes the value has ended, if this handle is from `remote`."""
         return self.fork.creation
+
+    def is_confirmed(self) -> bool:
+        """Returns whether the owner is known to have counted the fork; waits for an answer that is on its way."""
+        fork = self.fork
+        if not fork.is_confirmed and fork.error is None and not fork.is_creator:
+            self.agent.control.run(lambda: None)  # so that the control thread sends what it keeps back
+            with self.agent.blocking():
+                fork.wait_until_settled(self.agent.rpc_timeout or None)
+        return fork.is_confirmed
 
     def check_usable(self, rref: object, use: str) -> None:
         """Raises the error that keeps the reference from being used.

@@ -78,9 +78,13 @@ class RRef(Generic[T_co]):
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Returns whether the owner is known to have counted this reference; True on the owner."""
+        """Returns whether the owner is known to have counted this reference; True on the owner.
+
+        For a reference that was received from a worker, waits for the owner's answer. For one that `remote` has
+        created here, it is False until the call that makes the value has ended.
+        """
         handle = self._handle
-        return isinstance(handle, OwnerHandle) or handle.fork.is_confirmed
+        return isinstance(handle, OwnerHandle) or handle.is_confirmed()
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
         """Waits for the value and returns a copy of it; on the owner, the value itself.
