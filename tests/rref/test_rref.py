@@ -259,6 +259,7 @@ def test_a_call_with_values_makes_no_forks(three_workers, owner):
         rrefs = [rpc.remote(owner, Counter, (start,)) for start in (1, 2, 3)]
         for rref in rrefs:
             rref.rpc_sync().add(0)
+        wait_until(lambda: owner == "worker1" or not rpc.debug_info()["num_forks"])  # of creations that end
         assert call_with_values(rrefs, total, 10).wait() == (36, 3 if owner == "worker1" else 0)
         pending = call_with_values([rpc.remote(owner, Counter, (5,))], total, 1)  # the last reference is dropped
         assert pending.wait()[0] == 6
