@@ -22,7 +22,7 @@ from ..channels.router import (
     PayloadWriter,
     read_inline,
 )
-from ..channels.shared_memory import SharedMemoryChannel
+from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -137,7 +137,13 @@ class Network:
             self._streams.abort,
         )
         self.broadcasts = BroadcastChannel(
-            loop, self.me.id, chunks, self._options.channels, self._options.broadcasts
+            loop,
+            self.me.id,
+            chunks,
+            self._shared_memory,
+            lambda peer: UNIX in kinds and self._is_on_this_host(peer),
+            self._options.channels,
+            self._options.broadcasts,
         )
         self._router = ChannelRouter(
             self._options.channels,

@@ -9,7 +9,7 @@ from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
 from .base import Channel, SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
-from .shared_memory import SharedMemoryChannel
+from .shared_memory.channel import SharedMemoryChannel
 
 __all__ = ["ChannelRouter", "PayloadReader", "PayloadWriter", "read_inline"]
 
@@ -50,7 +50,6 @@ class PayloadWriter:
         self._broadcast = broadcast
         self._count = 0
         self._transfers: list[StartTransfer] = []
-        self._in_segments: list[agent_pb2.Payload] = []
         self.external: list[agent_pb2.Payload] = []
         """The payloads that are not in the envelope."""
         self.nbytes = 0
@@ -60,7 +59,8 @@ class PayloadWriter:
         """Chooses a channel for these bytes, and returns the description of the payload for the envelope."""
         position, self._count = self._count, self._count + 1
         if self._broadcast is not None and (shared := self._broadcast.put(self._peer, position, data)) is not None:
-            self._transfers.append(shared.start)
+            if shared.start is not None:
+                self._transfers.append(shared.start)
             self.external.append(shared.payload)
             self.nbytes += data.nbytes if shared.is_first else 0
             return shared.payload
@@ -68,7 +68,6 @@ class PayloadWriter:
         if data.nbytes >= self._shared_threshold:
             in_segment = self._shared_memory.send(self._peer, data)
             if in_segment is not None:
-                self._in_segments.append(in_segment)
                 self.external.append(in_segment)
                 return in_segment
         if data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
@@ -89,8 +88,9 @@ class PayloadWriter:
 
     def abort(self) -> None:
         """Takes back what has been put, because the envelope was not sent."""
-        for payload in self._in_segments:
-            self._shared_memory.withdraw(self._peer, payload)
+        for payload in self.external:
+            if payload.HasField("segment"):
+                self._shared_memory.withdraw(self._peer, payload)
 
 
 @final

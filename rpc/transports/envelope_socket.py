@@ -54,6 +54,7 @@ class _Kind(IntEnum):
     SEGMENT = 2  # a number and a size; with a descriptor
     RELEASED = 3  # numbers of segments
     DROPPED = 4  # the same
+    SHARED_SEGMENT = 5  # as SEGMENT
 
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,15 @@ class SegmentListener(Protocol):
     def connect(self, connection: "EnvelopeSocket") -> None:
         """Uses a socket to tell the peer of segments. Called before anything is sent by it."""
 
-    def on_segment(self, number: int, size: int, descriptor: int) -> None:
-        """Handles a segment that the peer has made; the descriptor is closed after that."""
+    def on_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool) -> None:
+        """Handles a segment that the peer has made; the descriptor is closed after that.
+
+        Args:
+            number: the peer's number of the segment.
+            size: its bytes.
+            descriptor: of the segment.
+            is_shared: whether other workers receive the same bytes.
+        """
 
     def on_released(self, numbers: Sequence[int]) -> None:
         """Handles segments of this worker that the peer does not use any more."""
@@ -137,9 +145,10 @@ class EnvelopeSocket:
             frame = self._take_released() + frame  # in one write, for which the peer wakes up once
         self._writer.put(frame)
 
-    def send_segment(self, number: int, size: int, descriptor: int) -> None:
+    def send_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
-        frame = _HEADER.pack(_SEGMENT.size, _Kind.SEGMENT) + _SEGMENT.pack(number, size)
+        kind = _Kind.SHARED_SEGMENT if is_shared else _Kind.SEGMENT
+        frame = _HEADER.pack(_SEGMENT.size, kind) + _SEGMENT.pack(number, size)
         self._writer.put_descriptor(frame, descriptor)
 
     def flush_released(self) -> None:
@@ -245,15 +254,15 @@ class EnvelopeSocket:
         self._beginning = data[start:]
 
     def _take_segment_frame(self, kind: int, content: bytes) -> None:
-        if self._segments is None or kind > _Kind.DROPPED:
+        if self._segments is None or kind > _Kind.SHARED_SEGMENT:
             raise ValueError(f"a frame of kind {kind}")
-        if kind == _Kind.SEGMENT:
+        if kind in (_Kind.SEGMENT, _Kind.SHARED_SEGMENT):
             if len(content) != _SEGMENT.size or not self._received_descriptors:
                 raise ValueError("a segment without its descriptor")
             descriptor = self._received_descriptors.popleft()
             try:
                 number, size = _SEGMENT.unpack(content)
-                self._segments.on_segment(number, size, descriptor)
+                self._segments.on_segment(number, size, descriptor, is_shared=kind == _Kind.SHARED_SEGMENT)
             finally:
                 os.close(descriptor)
             return

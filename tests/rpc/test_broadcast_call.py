@@ -10,7 +10,17 @@ from gradwire.errors import SerializationError, UnknownWorkerError
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import add, assert_clean, identity, wait_until
-from tests.rpc.broadcasts import LARGE, MIB, OTHERS, bytes_sent, each_result, group_count, ramp, total
+from tests.rpc.broadcasts import (
+    BETWEEN_HOSTS,
+    LARGE,
+    MIB,
+    OTHERS,
+    bytes_sent,
+    each_result,
+    group_count,
+    ramp,
+    total,
+)
 
 
 def raise_on(name: str, tensor: torch.Tensor) -> float:
@@ -75,7 +85,7 @@ def equal(one, other) -> bool:
 
 
 def test_results_are_those_of_rpc_async(workers):
-    a, *_ = workers.rpc(4, broadcasts=rpc.BroadcastOptions(threshold=256 * 1024))
+    a, *_ = workers.rpc(4, transports=BETWEEN_HOSTS, broadcasts=rpc.BroadcastOptions(threshold=256 * 1024))
 
     def compare() -> None:
         torch.set_num_threads(1)
@@ -94,7 +104,7 @@ def test_results_are_those_of_rpc_async(workers):
 
 
 def test_workers_can_be_named_in_every_way_and_must_be_right(workers):
-    a, *_ = workers.rpc(3)
+    a, *_ = workers.rpc(3, transports=BETWEEN_HOSTS)
 
     def call() -> None:
         names = ["worker2", 0, rpc.get_worker_info("worker1")]
@@ -120,7 +130,7 @@ def test_workers_can_be_named_in_every_way_and_must_be_right(workers):
 
 
 def test_each_worker_fails_for_itself(workers):
-    a, *_ = workers.rpc(4)
+    a, *_ = workers.rpc(4, transports=BETWEEN_HOSTS)
 
     def call() -> None:
         tensor = ramp()
@@ -133,7 +143,7 @@ def test_each_worker_fails_for_itself(workers):
 
 
 def test_tensors_that_share_memory_share_it_at_each_receiver(workers):
-    a, *_ = workers.rpc(3)
+    a, *_ = workers.rpc(3, transports=BETWEEN_HOSTS)
 
     def call() -> None:
         tensor = ramp()
@@ -150,7 +160,7 @@ def named_segments() -> set[str]:
 
 
 def test_a_large_tensor_leaves_its_worker_once(workers):
-    a, b, c, d = workers.rpc(4)
+    a, b, c, d = workers.rpc(4, transports=BETWEEN_HOSTS)
     before = named_segments()
 
     def call() -> None:
@@ -181,7 +191,7 @@ def scaled(weight: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_gradients_from_all_workers_add_up(workers):
-    a, *_ = workers.rpc(4)
+    a, *_ = workers.rpc(4, transports=BETWEEN_HOSTS)
 
     def train() -> None:
         leaf = torch.randn(256, 1024, dtype=torch.float64).requires_grad_()
@@ -208,7 +218,7 @@ def test_gradients_from_all_workers_add_up(workers):
 
 
 def test_references_are_forked_for_each_worker(workers):
-    a, *_ = workers.rpc(4)
+    a, *_ = workers.rpc(4, transports=BETWEEN_HOSTS)
 
     def call() -> None:
         mine, other = rpc.RRef(5), rpc.remote("worker1", identity, (7,))
@@ -231,7 +241,7 @@ def broadcast_to_others(rounds: int) -> None:
 
 
 def test_all_workers_broadcast_at_once(workers):
-    started = workers.rpc(3)
+    started = workers.rpc(3, transports=BETWEEN_HOSTS)
 
     def several_threads() -> None:
         threads = [threading.Thread(target=broadcast_to_others, args=(5,)) for _ in range(3)]
@@ -246,7 +256,7 @@ def test_all_workers_broadcast_at_once(workers):
 
 
 def test_least_recently_used_groups_end(workers):
-    a, b, *_ = workers.rpc(4, broadcasts=rpc.BroadcastOptions(max_groups=1))
+    a, b, *_ = workers.rpc(4, transports=BETWEEN_HOSTS, broadcasts=rpc.BroadcastOptions(max_groups=1))
 
     def call() -> None:
         for _ in range(3):
@@ -261,7 +271,7 @@ def test_least_recently_used_groups_end(workers):
 
 
 def test_where_nothing_is_broadcast(workers, tmp_path):
-    a, *_ = workers.rpc(3, broadcasts=rpc.BroadcastOptions(enabled=False))
+    a, *_ = workers.rpc(3, transports=BETWEEN_HOSTS, broadcasts=rpc.BroadcastOptions(enabled=False))
     others = ["worker1", "worker2"]
     a.run(each_result, others, total, (ramp(),))
     assert a.run(group_count) == 0

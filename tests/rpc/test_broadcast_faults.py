@@ -15,7 +15,17 @@ from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
 
 from tests import remote_functions
 from tests.remote_functions import assert_clean, identity, set_event, wait_for, wait_until
-from tests.rpc.broadcasts import LARGE, MIB, OTHERS, bytes_sent, each_result, group_count, ramp, total
+from tests.rpc.broadcasts import (
+    BETWEEN_HOSTS,
+    LARGE,
+    MIB,
+    OTHERS,
+    bytes_sent,
+    each_result,
+    group_count,
+    ramp,
+    total,
+)
 
 
 def wait_on(name: str, tensor: torch.Tensor) -> float:
@@ -33,7 +43,7 @@ def result_of(index: int):
 
 
 def test_a_receiver_is_killed_in_the_middle(workers):
-    a, b, c, d = workers.rpc(4)
+    a, b, c, d = workers.rpc(4, transports=BETWEEN_HOSTS)
     tensor_sum = a.run(lambda: total(ramp()))
     a.run(each_result, OTHERS, identity, (1,))
     os.kill(c.pid, signal.SIGSTOP)  # so that the broadcast hangs in the middle
@@ -60,7 +70,7 @@ def test_a_receiver_is_killed_in_the_middle(workers):
 
 
 def test_the_sender_is_killed_in_the_middle(workers):
-    a, b, c, d = workers.rpc(4)
+    a, b, c, d = workers.rpc(4, transports=BETWEEN_HOSTS)
     a.run(each_result, OTHERS, total, (ramp(),))
     os.kill(c.pid, signal.SIGSTOP)
     a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
@@ -80,7 +90,7 @@ def set_timeouts(seconds: float) -> None:
 
 
 def test_a_receiver_that_hangs_delays_no_other(workers):
-    a, b, c, d = workers.rpc(4)
+    a, b, c, d = workers.rpc(4, transports=BETWEEN_HOSTS)
     tensor_sum = a.run(lambda: total(ramp()))
     for rounds in range(2):  # first before the group has formed, then after
         remaining = 3 * rounds
@@ -109,7 +119,7 @@ def no_engine(_setup: object) -> None:
 
 @pytest.mark.parametrize("who", [0, 2])
 def test_workers_that_cannot_form_a_group(workers, who):
-    started = workers.rpc(4)
+    started = workers.rpc(4, transports=BETWEEN_HOSTS)
     workers.each(started, set_timeouts, 0.3)
 
     def break_engine() -> None:
@@ -137,7 +147,9 @@ def test_a_payload_that_one_worker_refuses(workers, tmp_path):
 
     def join(rank: int) -> None:
         channels = rpc.ChannelOptions(max_payload_bytes=4 * MIB if rank == 2 else 64 * MIB)
-        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meet", channels=channels)
+        options = rpc.RpcBackendOptions(
+            init_method=f"file://{tmp_path}/meet", channels=channels, transports=BETWEEN_HOSTS
+        )
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=4, rpc_backend_options=options)
 
     for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
@@ -156,7 +168,7 @@ def test_a_payload_that_one_worker_refuses(workers, tmp_path):
 
 
 def test_cancelling_and_timing_out_one_of_them(workers):
-    a, b, *_ = workers.rpc(4, num_worker_threads=1)
+    a, b, *_ = workers.rpc(4, transports=BETWEEN_HOSTS, num_worker_threads=1)
     with_b = ["worker1", "worker2"]
 
     def call() -> None:
@@ -186,7 +198,10 @@ def test_a_message_that_is_not_sent_fails_its_call_only(workers, tmp_path):
 
     def join(rank: int) -> None:
         options = FaultyRpcBackendOptions(
-            init_method=f"file://{tmp_path}/meet", messages_to_fail=["CALL"], num_fail_sends=1
+            init_method=f"file://{tmp_path}/meet",
+            messages_to_fail=["CALL"],
+            num_fail_sends=1,
+            transports=BETWEEN_HOSTS,
         )
         rpc.init_rpc(f"worker{rank}", "FAULTY", rank=rank, world_size=4, rpc_backend_options=options)
 
@@ -207,7 +222,7 @@ def test_a_message_that_is_not_sent_fails_its_call_only(workers, tmp_path):
 
 def test_a_worker_outside_the_group_receives_chunks(workers):
     """A worker joins no group that it is not a member of, nor too many groups."""
-    a, b, c = workers.rpc(3)
+    a, b, c = workers.rpc(3, transports=BETWEEN_HOSTS)
 
     def join_no_groups() -> None:
         broadcast_channel.MAX_RECEIVING_GROUPS = 0

@@ -8,8 +8,9 @@ import struct
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.rpc.channels import shared_memory
-from gradwire.rpc.channels.segments import MappedSegments, Segment, SegmentPool, SharedMemoryLimit
+from gradwire.rpc.channels.shared_memory import channel as shared_memory
+from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
+from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool, SharedMemoryLimit
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import identity, wait_until
@@ -258,19 +259,21 @@ def test_a_call_that_is_not_sent_gives_its_segment_back(pair):
 
 def test_a_pool_makes_what_it_lacks_within_its_limit():
     limit = SharedMemoryLimit(300 << 10)
-    pool = SegmentPool(limit)
-    first, is_new = pool.take(100)
+    pool = SegmentPool(limit, ["receiver"])
+    first, is_new = pool.put(memoryview(bytes(100)))
     assert (first.size, is_new) == (64 << 10, True)
-    second, _ = pool.take(65 << 10)
+    second, _ = pool.put(memoryview(bytes(65 << 10)))
     assert second.size == 128 << 10
-    assert pool.take(200 << 10) is None
-    pool.recycle([first.number, 77, first.number])
-    assert pool.take(1) == (first, False)
-    pool.recycle([first.number])
+    assert pool.put(memoryview(bytes(200 << 10))) is None
+    pool.take_back("receiver", [first.number, 77, first.number])
+    assert pool.put(memoryview(bytes(1))) == (first, False)
+    pool.take_back("receiver", [first.number])
+    assert pool.remove_idle() == []
     assert pool.remove_idle() == [first.number]
     assert limit.used == 128 << 10
     pool.close()
     assert limit.used == 0
+    assert pool.put(memoryview(bytes(1))) is None
     for segment in (first, second):
         os.close(segment.descriptor)
 
@@ -278,7 +281,7 @@ def test_a_pool_makes_what_it_lacks_within_its_limit():
 def test_what_a_peer_says_of_segments_is_checked():
     released = []
     mapped = MappedSegments(1 << 20, lambda: released.append(True))
-    segment = Segment(1, 1 << 17)
+    segment = Segment(1, 1 << 17, memoryview(bytes(100_000)))
     with pytest.raises(ValueError, match="not the size"):
         mapped.add(1, 1 << 18, segment.descriptor)
     with open("/dev/null") as null, pytest.raises(ValueError, match="is no segment"):

@@ -1,5 +1,7 @@
 """The channel for large payloads that go to several workers at once, by the broadcast of a process group.
 
+Workers of one host share memory instead: see shared_memory/broadcast.py.
+
 The sender makes a group for each set of receivers when it first sends to them. Each message names a payload as the
 n-th broadcast of a group, so that the members agree on the order; each takes part on a thread of its own.
 
@@ -26,6 +28,7 @@ from ...contracts.messages import Buffer
 from ...contracts.options import BroadcastOptions, ChannelOptions
 from ...contracts.worker import WorkerInfo
 from ..base import SendingChannel, StartTransfer
+from ..shared_memory.channel import SharedMemoryChannel
 from .receiving import ReceivingGroup
 from .sending import Broadcast, SendingGroup
 
@@ -73,21 +76,27 @@ class BroadcastChannel:
         loop: asyncio.AbstractEventLoop,
         me: int,
         chunked: SendingChannel,
+        shared_memory: SharedMemoryChannel,
+        shares_memory: Callable[[int], bool],
         limits: ChannelOptions,
         options: BroadcastOptions,
     ) -> None:
-        """Broadcasts nothing before `open`.
+        """Forms no group before `open`.
 
         Args:
             loop: the agent's event loop.
             me: the id of this worker.
             chunked: carries payloads that are not broadcast after all.
+            shared_memory: shares payloads among workers of this host.
+            shares_memory: returns whether payloads for the worker with an id go through shared memory.
             limits: the size of the largest payload that is received.
             options: whether, and from which size on, payloads are broadcast.
         """
         self._loop = loop
         self._me = me
         self._chunked = chunked
+        self._shared_memory = shared_memory
+        self._shares_memory = shares_memory
         self._limits = limits
         self._options = options
         self._dependencies: BroadcastDependencies | None = None
@@ -113,10 +122,15 @@ class BroadcastChannel:
 
     def broadcast(self, receivers: Collection[int]) -> Broadcast | None:
         """Returns what messages to these workers share, which the caller releases; None if there are too few."""
-        others = tuple(sorted(set(receivers) - {self._me}))
-        if self._dependencies is None or not self._options.enabled or len(others) < 2:
+        others = sorted(set(receivers) - {self._me})
+        if not self._options.enabled or len(others) < 2:
             return None
-        return Broadcast(others, self._options.threshold, self._acquire)
+        distant = tuple(peer for peer in others if not self._shares_memory(peer))
+        group = distant if self._dependencies is not None and len(distant) > 1 else ()
+        segments = self._shared_memory.broadcast(others)
+        if not group and segments is None:
+            return None
+        return Broadcast(group, self._options.threshold, self._acquire, segments)
 
     def _acquire(self, receivers: tuple[int, ...]) -> SendingGroup | None:
         """Acquires the group for these receivers, and makes it if there is none; None if it cannot be formed."""

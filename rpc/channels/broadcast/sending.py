@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import final
 
-import numpy as np
 import torch
 
 from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ..base import SendingChannel, StartTransfer
+from ..shared_memory.broadcast import SegmentBroadcast, address_and_size
 from .group import BroadcastGroup
 
 __all__ = ["Broadcast", "BroadcastPart", "SendingGroup"]
@@ -35,12 +35,12 @@ class BroadcastPart:
     """One receiver's part in the broadcast of a payload.
 
     payload: the description for the receiver's envelope.
-    start: to be called when that envelope is queued.
+    start: to be called when that envelope is queued, if anything remains to be sent.
     is_first: whether no other receiver's envelope has named the payload yet.
     """
 
     payload: agent_pb2.Payload
-    start: StartTransfer
+    start: StartTransfer | None
     is_first: bool
 
 
@@ -201,7 +201,8 @@ class SendingGroup:
 class Broadcast:
     """The payloads that the messages of one call to several workers share.
 
-    Kept until all workers have answered: until then, any of them may request a payload by chunks.
+    Workers of this host share a segment, the others a process group. Kept until all workers have answered: until
+    then, any member of the group may request a payload by chunks.
     """
 
     def __init__(
@@ -209,17 +210,20 @@ class Broadcast:
         receivers: tuple[int, ...],
         threshold: int,
         acquire: Callable[[tuple[int, ...]], SendingGroup | None],
+        segments: SegmentBroadcast | None,
     ) -> None:
         """Forms no group yet.
 
         Args:
-            receivers: the ids of the workers, without this one.
+            receivers: the ids of the workers that form a group with this one.
             threshold: bytes of the smallest payload that is broadcast.
             acquire: acquires the group of these receivers; returns None if there can be none.
+            segments: shares payloads among workers of this host.
         """
         self._receivers = receivers
         self._threshold = threshold
         self._acquire = acquire
+        self._segments = segments
         self._group: SendingGroup | None = None
         self._has_acquired = False
         self._payloads: dict[int, _SharedPayload] = {}
@@ -237,22 +241,28 @@ class Broadcast:
             The receiver's part; None if the payload must be sent in another way, because it is small, or not the
             same bytes as in the first message, or because there is no group.
         """
-        if data.nbytes < self._threshold or peer not in self._receivers:
+        if data.nbytes < self._threshold:
             return None
+        if self._segments is not None and (shared := self._segments.put(peer, position, data)) is not None:
+            in_segment, is_first = shared
+            return BroadcastPart(in_segment, None, is_first)
+        return self._put_to_group(peer, position, data) if peer in self._receivers else None
+
+    def _put_to_group(self, peer: int, position: int, data: memoryview) -> BroadcastPart | None:
         if not self._has_acquired:
             self._has_acquired, self._group = True, self._acquire(self._receivers)
         if self._group is None:
             return None
-        shared = self._payloads.get(position)
-        is_first = shared is None
-        if shared is None:
-            shared = self._group.start_broadcast(data)
-            if shared is None:
+        payload = self._payloads.get(position)
+        is_first = payload is None
+        if payload is None:
+            payload = self._group.start_broadcast(data)
+            if payload is None:
                 return None
-            self._payloads[position] = shared
-        elif _address_and_size(shared.data) != _address_and_size(data):
+            self._payloads[position] = payload
+        elif address_and_size(payload.data) != address_and_size(data):
             return None
-        part = self._group.add_receiver(peer, shared)
+        part = self._group.add_receiver(peer, payload)
         return None if part is None else BroadcastPart(*part, is_first)
 
     def not_sent(self, peer: int) -> None:
@@ -261,18 +271,15 @@ class Broadcast:
             self._group.abort()
 
     def release(self) -> None:
-        """Releases the group. Called when all messages have been sent, or could not be."""
+        """Releases group and segments. Called when all messages have been sent, or could not be."""
+        if self._segments is not None:
+            self._segments.release()
         if self._group is not None:
             self._group.release()
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
-
-
-def _address_and_size(data: memoryview) -> tuple[int, int]:
-    """Returns what identifies a payload that is kept alive."""
-    return np.frombuffer(data, np.uint8).ctypes.data, data.nbytes
 
 
 def _do_nothing() -> None:

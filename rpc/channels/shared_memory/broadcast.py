@@ -1,0 +1,105 @@
+"""One segment for the same payload to several workers of this host."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from ....proto.v1 import agent_pb2
+from .peer import PeerSegments, describe
+from .sending import Segment, SegmentPool
+
+__all__ = ["SegmentBroadcast", "address_and_size"]
+
+
+def address_and_size(data: memoryview) -> tuple[int, int]:
+    """Returns what identifies a payload that is kept alive."""
+    return np.frombuffer(data, np.uint8).ctypes.data, data.nbytes
+
+
+@dataclass(slots=True)
+class _SharedPayload:
+    """A payload in a segment, whose source is kept alive by the caller, and who is not told of it yet."""
+
+    segment: Segment
+    source: tuple[int, int]
+    missing: set[int]
+
+
+@final
+class SegmentBroadcast:
+    """The payloads in segments that the messages of one call share. Used by one thread.
+
+    The receivers map these segments privately, so each can write to what it receives.
+    """
+
+    def __init__(self, pool: SegmentPool, receivers: Mapping[int, PeerSegments]) -> None:
+        """Shares nothing yet.
+
+        Args:
+            pool: makes segments for exactly these receivers.
+            receivers: by id.
+        """
+        self._pool = pool
+        self._receivers = receivers
+        self._payloads: dict[int, _SharedPayload] = {}
+        """By position in the messages."""
+
+    def put(self, peer: int, position: int, data: memoryview) -> tuple[agent_pb2.Payload, bool] | None:
+        """Copies a payload of a message into a segment, if that of an earlier message has not been the same.
+
+        Args:
+            peer: the message's receiver.
+            position: the payload's position among those of the message.
+            data: its bytes.
+
+        Returns:
+            Its description, and whether the message is the first with these bytes. None if the payload must be
+            sent in another way: the receiver has no segments, its bytes are others, or there is no memory.
+        """
+        if peer not in self._receivers:
+            return None
+        shared = self._payloads.get(position)
+        is_first = shared is None
+        if shared is None:
+            segment = self._put_first(data)
+            if segment is None:
+                return None
+            shared = _SharedPayload(segment, address_and_size(data), set(self._receivers))
+            self._payloads[position] = shared
+        elif shared.source != address_and_size(data):
+            return None
+        shared.missing.discard(peer)
+        return describe(shared.segment, data.nbytes), is_first
+
+    def _put_first(self, data: memoryview) -> Segment | None:
+        put = self._pool.put(data)
+        if put is None:
+            return None
+        segment, is_new = put
+        if is_new and not self._announce(segment):
+            self._pool.remove(segment)
+            return None
+        return segment
+
+    def _announce(self, segment: Segment) -> bool:
+        """Passes a new segment to all receivers, before their messages; returns False if it has to be removed."""
+        descriptors = [segment.descriptor]
+        try:
+            while len(descriptors) < len(self._receivers):
+                descriptors.append(os.dup(segment.descriptor))
+        except OSError:  # too many are open
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return False
+        for receiver, descriptor in zip(self._receivers.values(), descriptors, strict=True):
+            receiver.announce(segment, descriptor)
+        return True
+
+    def release(self) -> None:
+        """Takes the segments back from receivers to which no message has named them. Called after the last one."""
+        for shared in self._payloads.values():
+            for peer in shared.missing:
+                self._pool.take_back(self._receivers[peer], [shared.segment.number])

@@ -1,0 +1,139 @@
+"""The channel for large payloads between workers of one host: segments of shared memory."""
+
+import asyncio
+import threading
+from collections.abc import Collection
+from typing import ClassVar, final
+
+from ....proto.v1 import agent_pb2
+from ...contracts.messages import Buffer
+from ...contracts.options import ChannelOptions
+from ..base import check_size
+from .broadcast import SegmentBroadcast
+from .peer import PeerSegments
+from .sending import SegmentPool, SharedMemoryLimit
+
+__all__ = ["SharedMemoryChannel"]
+
+IDLE_TIMEOUT_S = 10.0
+"""Seconds after which a pool that nothing has been sent from drops the segments that are free."""
+
+
+@final
+class SharedMemoryChannel:
+    """Copies payloads into segments, which the receiver maps, and so receives them without a copy.
+
+    A worker is connected by `listener` when there is a unix socket to it; to other workers, and beyond the limit
+    of shared memory, `send` sends nothing, and the payload has to go by another channel.
+    """
+
+    name: ClassVar[str] = "segment"
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: ChannelOptions) -> None:
+        """Shares nothing yet; `loop` is the agent's event loop."""
+        self._loop = loop
+        self._options = options
+        self._limit = SharedMemoryLimit(options.max_shared_bytes)
+        self._lock = threading.Lock()
+        """Guards changes of `_peers`, and `_shared_pools`."""
+        self._peers: dict[int, PeerSegments] = {}
+        self._shared_pools: dict[frozenset[PeerSegments], SegmentPool] = {}
+        """The pools of segments that several workers receive, by receivers."""
+        self._idle_check: asyncio.TimerHandle | None = None
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all segments that this worker has made."""
+        return self._limit.used
+
+    def listener(self, peer: int) -> PeerSegments:
+        """Returns what handles the frames about segments on a new socket to a worker. Called on the loop."""
+        state = PeerSegments(self._loop, self._options, self._limit)
+        with self._lock:
+            self._peers[peer] = state
+        if self._idle_check is None:
+            self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._drop_idle)
+        return state
+
+    def send(self, peer: int, data: memoryview) -> agent_pb2.Payload | None:
+        """Copies a payload into a segment.
+
+        Returns:
+            Its description; None if there is no socket to the peer, or no memory within the limit.
+        """
+        state = self._peers.get(peer)
+        return None if state is None else state.send(data)
+
+    def broadcast(self, receivers: Collection[int]) -> SegmentBroadcast | None:
+        """Returns what messages to these workers share; None if fewer than two of them are connected."""
+        with self._lock:
+            connected = {
+                peer: state
+                for peer in receivers
+                if (state := self._peers.get(peer)) is not None and state.is_connected
+            }
+            if len(connected) < 2:
+                return None
+            key = frozenset(connected.values())
+            pool = self._shared_pools.get(key)
+            if pool is None:
+                pool = self._shared_pools[key] = SegmentPool(self._limit, key)
+                for state in key:
+                    state.shared_pools = (*state.shared_pools, pool)
+        return SegmentBroadcast(pool, connected)
+
+    def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer:
+        """Returns the bytes in their segment. Called by the thread that reads the socket.
+
+        Raises:
+            ValueError: there is no such segment, or its bytes are in use.
+        """
+        state = self._peers.get(peer)
+        if state is None:
+            raise ValueError("malformed payload: a segment of a worker on another host")
+        check_size(payload.segment.nbytes, self._options)
+        return state.mapped.lease(payload.segment.number, payload.segment.nbytes)
+
+    def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
+        """Gives the segment back."""
+        if (state := self._peers.get(peer)) is not None:
+            state.mapped.drop(payload.segment.number)
+
+    def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:  # noqa: ARG002
+        """Returns False: the receiver can look at the segment."""
+        return False
+
+    def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
+        """Takes back the segment of an envelope that was not sent."""
+        if (state := self._peers.get(peer)) is not None:
+            state.on_released([payload.segment.number])
+
+    def drop_peer(self, peer: int, reason: str) -> None:  # noqa: ARG002
+        """Drops the segments for a lost peer. Bytes that were received from it stay readable and writable."""
+        with self._lock:
+            state = self._peers.pop(peer, None)
+        if state is not None:
+            state.close()
+
+    async def close(self) -> None:
+        """Drops all segments."""
+        if self._idle_check is not None:
+            self._idle_check.cancel()
+        for peer in list(self._peers):
+            self.drop_peer(peer, "this worker shuts down")
+
+    def _drop_idle(self) -> None:
+        """Drops the free segments of the pools that were not used since the last check. Called on the loop."""
+        self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._drop_idle)
+        for state in self._peers.values():
+            if numbers := state.pool.remove_idle():
+                state.send_dropped(numbers)
+        for receivers, pool in list(self._shared_pools.items()):
+            if numbers := pool.remove_idle():
+                for state in receivers:
+                    state.send_dropped(numbers)
+            if pool.close_if_empty():
+                with self._lock:
+                    del self._shared_pools[receivers]
+                    for state in receivers:
+                        state.shared_pools = tuple(each for each in state.shared_pools if each is not pool)

@@ -1,0 +1,95 @@
+"""Files of shared memory in the address space of this process."""
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import final
+
+import numpy as np
+
+__all__ = ["MAX_SEGMENTS", "SEALS", "Mapping"]
+
+MAX_SEGMENTS = 4096
+"""Segments that one agent makes, and that it maps of one other worker. A process may have 65,530 mappings."""
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+PAGES_AT_A_TIME = 1 << 17
+"""Pages whose state is read at a time: eight bytes each."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@final
+class Mapping:
+    """A file in the memory of this process, until this object goes.
+
+    Unlike `mmap`, it keeps no descriptor. What is written to a private one stays in this process: the kernel
+    copies a page when it is first written to.
+    """
+
+    __slots__ = ("_address", "is_private", "size")
+
+    def __init__(self, descriptor: int, size: int, *, private: bool = False) -> None:
+        """Maps the first `size` bytes of a file. Raises OSError."""
+        self.is_private = private
+        self.size = 0
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._address = address
+        self.size = size
+
+    def __del__(self) -> None:
+        if self.size:
+            _libc.munmap(self._address, self.size)
+
+    def buffer(self, nbytes: int) -> "ctypes.Array[ctypes.c_char]":
+        """Returns the first bytes as a writable buffer."""
+        made = (ctypes.c_char * nbytes).from_address(self._address)
+        made.mapping = self  # type: ignore[attr-defined] # which lives as long as the buffer
+        return made
+
+    def forget_writes(self) -> bool:
+        """Drops the copies of pages that a private mapping has, so that it is the file again.
+
+        Returns:
+            Whether that succeeded; it does not in a process that has locked its memory.
+        """
+        # Most receivers only read. To look for copies takes a tenth of the time of dropping and mapping all pages.
+        if not _has_copies(self._address, self.size):
+            return True
+        return bool(_libc.madvise(self._address, self.size, mmap.MADV_DONTNEED) == 0)
+
+
+def _has_copies(address: int, size: int) -> bool:
+    """Returns whether some pages of a private mapping of a file may not be those of the file."""
+    first, count = address // mmap.PAGESIZE, -(-size // mmap.PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            for begin in range(first, first + count, PAGES_AT_A_TIME):
+                wanted = 8 * min(PAGES_AT_A_TIME, first + count - begin)
+                entries = os.pread(pages.fileno(), wanted, 8 * begin)
+                if len(entries) != wanted:
+                    return True
+                # Bit 63: in memory, 62: swapped out, 61: of a file.
+                states = np.frombuffer(entries, dtype=np.uint64) >> np.uint64(61)
+                if np.any((states != 0) & (states & np.uint64(1) == 0)):
+                    return True
+    except OSError:
+        return True  # a system that does not tell
+    return False

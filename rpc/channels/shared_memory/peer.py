@@ -1,0 +1,124 @@
+"""The segments between this worker and one other."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import final
+
+from ....proto.v1 import agent_pb2
+from ...contracts.options import ChannelOptions
+from ...transports.envelope_socket import EnvelopeSocket
+from .receiving import MappedSegments
+from .sending import Segment, SegmentPool, SharedMemoryLimit
+
+__all__ = ["PeerSegments", "describe"]
+
+FLUSH_AFTER_S = 0.02
+"""Seconds after which segments that are not used any more are given back, if no envelope tells it before."""
+
+
+def describe(segment: Segment, nbytes: int) -> agent_pb2.Payload:
+    """Returns the description of a payload of `nbytes` in a segment."""
+    return agent_pb2.Payload(segment=agent_pb2.SegmentPayload(number=segment.number, nbytes=nbytes))
+
+
+@final
+class PeerSegments:
+    """What this worker sends to one other in segments, and receives from it: a SegmentListener."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: ChannelOptions, limit: SharedMemoryLimit) -> None:
+        """Shares nothing before `connect`.
+
+        Args:
+            loop: the agent's event loop.
+            options: how much of the other worker's memory is mapped.
+            limit: bounds the segments that this worker makes.
+        """
+        self.pool = SegmentPool(limit, [self])
+        """The segments for the other worker alone."""
+        self.shared_pools: tuple[SegmentPool, ...] = ()
+        """The segments that further workers receive as well."""
+        self.mapped = MappedSegments(options.max_mapped_bytes, self._on_lease_released)
+        self._loop = loop
+        self._socket: EnvelopeSocket | None = None
+        self._is_flush_scheduled = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a socket to the other worker."""
+        return self._socket is not None
+
+    def connect(self, connection: EnvelopeSocket) -> None:
+        """Uses a socket from now on. Called on the loop."""
+        connection.released = self.mapped.released
+        self._socket = connection
+
+    def close(self) -> None:
+        """Drops the segments for the other worker, which is lost. Bytes received from it stay."""
+        self._socket = None
+        self.pool.close()
+        for pool in self.shared_pools:
+            pool.forget(self)
+        self.mapped.close()
+
+    # Sending: on any thread.
+
+    def send(self, data: memoryview) -> agent_pb2.Payload | None:
+        """Copies a payload into a segment; returns None if there is no socket, or no memory for it."""
+        connection = self._socket
+        if connection is None or (put := self.pool.put(data)) is None:
+            return None
+        segment, is_new = put
+        if is_new:
+            connection.send_segment(segment.number, segment.size, segment.descriptor)
+        return describe(segment, data.nbytes)
+
+    def announce(self, segment: Segment, descriptor: int) -> None:
+        """Tells the other worker of a segment that further workers receive as well. Closes the descriptor."""
+        if (connection := self._socket) is not None:
+            connection.send_segment(segment.number, segment.size, descriptor, is_shared=True)
+        else:
+            os.close(descriptor)
+
+    def send_dropped(self, numbers: Sequence[int]) -> None:
+        """Tells the other worker of segments that are not used again."""
+        if (connection := self._socket) is not None:
+            connection.send_dropped(numbers)
+
+    # The frames about segments.
+
+    def on_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool) -> None:
+        """Maps a segment of the other worker."""
+        self.mapped.add(number, size, descriptor, is_shared=is_shared)
+
+    def on_released(self, numbers: Sequence[int]) -> None:
+        """Takes back segments that the other worker does not use any more."""
+        self.pool.take_back(self, numbers)
+        for pool in self.shared_pools:
+            pool.take_back(self, numbers)
+
+    def on_dropped(self, numbers: Sequence[int]) -> None:
+        """Forgets segments that the other worker does not use again."""
+        for number in numbers:
+            self.mapped.remove(number)
+
+    # Giving back.
+
+    def _on_lease_released(self) -> None:
+        """Has the segment given back soon. Called by finalizers: takes no lock."""
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
+            self._call_soon(self._schedule_flush)
+
+    def _call_soon(self, function: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function)
+
+    def _schedule_flush(self) -> None:
+        self._loop.call_later(FLUSH_AFTER_S, self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_scheduled = False
+        if self._socket is not None and self.mapped.released:
+            self._socket.flush_released()

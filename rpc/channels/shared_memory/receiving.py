@@ -1,0 +1,139 @@
+"""The segments of shared memory that another worker has made for this one."""
+
+import ctypes
+import fcntl
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+from .mapping import MAX_SEGMENTS, SEALS, Mapping
+
+__all__ = ["MappedSegments"]
+
+log = logging.getLogger(__name__)
+
+
+@final
+class MappedSegments:
+    """The segments that one other worker has made for this worker. One thread at a time uses them.
+
+    Bytes in them belong to whoever has a buffer of them. When the last reference to a buffer is gone, the segment
+    goes back to the other worker.
+    """
+
+    def __init__(self, max_bytes: int, on_released: Callable[[], None]) -> None:
+        """Has mapped nothing yet.
+
+        Args:
+            max_bytes: of all segments that are mapped at a time.
+            on_released: called when there is something in `released`. Finalizers call it: it must take no lock.
+        """
+        self._max_bytes = max_bytes
+        self._on_released = on_released
+        self._mapped_bytes = 0
+        self._maps: dict[int, Mapping] = {}
+        """By number."""
+        self._refused: set[int] = set()
+        """The numbers of the segments that are not mapped because that would be too much."""
+        self._pinned: set[int] = set()
+        """The numbers of the segments that a forked child may still use."""
+        self._leases: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
+        """The buffers in use, by the number of their segment."""
+        self.released: deque[int] = deque()
+        """The numbers of the segments that are not used any more, and have to be given back."""
+        _mapped_here.add(self)
+
+    def add(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
+        """Maps a new segment. If that would be too much, payloads in the segment are refused.
+
+        Args:
+            number: the sender's number of the segment.
+            size: its bytes.
+            descriptor: of the segment; stays the caller's.
+            is_shared: whether other workers receive the same bytes, and must not see what is written here.
+
+        Raises:
+            ValueError: the descriptor is no segment of this size, or the number is in use.
+        """
+        if size < 1 or number in self._maps or number in self._refused:
+            raise ValueError(f"segment {number} of {size} bytes is there already, or empty")
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if os.fstat(descriptor).st_size != size or seals & SEALS != SEALS:
+                raise ValueError(f"segment {number} has not the size that was announced, or may change it")
+        except OSError as error:
+            raise ValueError(f"segment {number} is no segment: {error}") from None
+        if len(self._maps) + len(self._refused) >= 2 * MAX_SEGMENTS:
+            raise ValueError(f"segment {number} is one too many")
+        if self._mapped_bytes + size > self._max_bytes or len(self._maps) >= MAX_SEGMENTS:
+            self._refused.add(number)
+            return
+        try:
+            self._maps[number] = Mapping(descriptor, size, private=is_shared)
+        except OSError as error:  # there is no memory
+            log.warning("cannot map a segment of %d bytes: %s", size, error)
+            self._refused.add(number)
+            return
+        self._mapped_bytes += size
+
+    def remove(self, number: int) -> None:
+        """Forgets a segment that the other worker has dropped; its memory goes when nothing refers to it."""
+        self._refused.discard(number)
+        if (mapped := self._maps.pop(number, None)) is not None:
+            self._mapped_bytes -= mapped.size
+
+    def close(self) -> None:
+        """Forgets all segments; buffers that are in use stay."""
+        self._maps.clear()
+        self._mapped_bytes = 0
+
+    def lease(self, number: int, nbytes: int) -> memoryview:
+        """Returns the bytes in a segment; they may be written to.
+
+        Raises:
+            ValueError: there is no such segment, it is refused or smaller, or its bytes are in use.
+        """
+        if number in self._refused:
+            raise ValueError(
+                f"a payload of {nbytes} bytes in shared memory is refused: {self._mapped_bytes} bytes are mapped, "
+                f"and max_mapped_bytes is {self._max_bytes}"
+            )
+        mapped = self._maps.get(number)
+        if mapped is None or not 0 < nbytes <= mapped.size or number in self._leases:
+            raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}")
+        buffer = mapped.buffer(nbytes)
+        self._leases[number] = weakref.ref(buffer, lambda _: self._release(number))
+        return memoryview(buffer).cast("B")
+
+    def drop(self, number: int) -> None:
+        """Gives the bytes in a segment back without looking at them."""
+        if number in self._refused or (number in self._maps and number not in self._leases):
+            self._release(number)
+
+    def pin_leases(self) -> None:
+        """Keeps the segments that are in use from being given back: a child that is forked has them too."""
+        self._pinned.update(list(self._leases))
+
+    def _release(self, number: int) -> None:
+        self._leases.pop(number, None)
+        if number in self._pinned:
+            return
+        mapped = self._maps.get(number)
+        if mapped is None or not mapped.is_private or mapped.forget_writes():
+            self.released.append(number)
+            self._on_released()
+
+
+_mapped_here: "weakref.WeakSet[MappedSegments]" = weakref.WeakSet()
+"""Of all agents of this process, for a fork."""
+
+
+def _pin_before_fork() -> None:
+    for mapped in list(_mapped_here):
+        mapped.pin_leases()
+
+
+os.register_at_fork(before=_pin_before_fork)
