@@ -51,7 +51,7 @@ class ChannelOptions:
     max_inline_bytes: int = MIB
     chunk_bytes: int = MIB
     max_payload_bytes: int = 16 * GIB
-    shared_memory_threshold: int = 32 * KIB
+    shared_memory_threshold: int = 48 * KIB
     max_shared_bytes: int = 4 * GIB
     max_mapped_bytes: int = 16 * GIB
 

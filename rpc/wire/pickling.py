@@ -222,7 +222,7 @@ class _Extractor:
         return {index for index, identity in self.parameter_ids.items() if identity in self._owned_ids}
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        if self._with_small and is_small(tensor):
+        if self._with_small and is_small(tensor, self._stream.tell()):
             self._note_memory(tensor)
             return reduce_small(tensor)
         return tensor_placeholder, (self._extract(tensor),)

@@ -1,8 +1,8 @@
 """Small tensors inside the pickle of a message.
 
-As a protobuf message of its own, with a payload, a tensor of a few elements takes several times as long. So plain
-ones are pickled with their bytes: dense, on the CPU, without gradients. Those that share memory with other tensors
-of the message are not, because they have to share it at the receiver too.
+A protobuf message of its own, with a payload, takes longer than copying the bytes a few times more. So plain ones
+are pickled with their bytes: dense, on the CPU, without gradients. Those that share memory with other tensors of
+the message are not, because they have to share it at the receiver too.
 """
 
 import ctypes
@@ -14,10 +14,21 @@ import torch
 from ...proto.v1 import agent_pb2
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
 
-__all__ = ["SMALL_BYTES", "address_of", "is_in_order", "is_small", "reduce_small", "small_tensor"]
+__all__ = [
+    "MAX_SMALL_BYTES",
+    "MAX_TINY_BYTES",
+    "address_of",
+    "is_in_order",
+    "is_small",
+    "reduce_small",
+    "small_tensor",
+]
 
-SMALL_BYTES = 4096
-"""Bytes of a tensor below which it is small."""
+MAX_SMALL_BYTES = 64 << 10
+"""Bytes of the largest small tensor, and of a pickle that small tensors are still put into."""
+
+MAX_TINY_BYTES = 4 << 10
+"""Bytes of the largest tensor that is put into any pickle. Many larger ones are copied fewer times beside it."""
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -26,12 +37,18 @@ def address_of(tensor: torch.Tensor) -> int:
     return address and address - int(tensor.storage_offset()) * tensor.itemsize
 
 
-def is_small(tensor: torch.Tensor) -> bool:
-    """Returns whether `reduce_small` can pickle a tensor; a plain one, of exactly the class torch.Tensor."""
+def is_small(tensor: torch.Tensor, pickled_bytes: int) -> bool:
+    """Returns whether `reduce_small` shall pickle a tensor.
+
+    Args:
+        tensor: a tensor of exactly the class torch.Tensor.
+        pickled_bytes: bytes of the pickle so far.
+    """
     if not tensor.is_cpu or tensor.requires_grad or tensor.layout is not torch.strided:
         return False
     nbytes = tensor.nbytes
-    if not 0 < nbytes < SMALL_BYTES or tensor.dtype not in PLAIN_DTYPES:
+    most = MAX_SMALL_BYTES if pickled_bytes < MAX_SMALL_BYTES else MAX_TINY_BYTES
+    if not 0 < nbytes <= most or tensor.dtype not in PLAIN_DTYPES:
         return False
     return not tensor.is_nested and is_in_order(tensor, nbytes)
 

@@ -1,9 +1,9 @@
 """Large payloads between workers of one host are in shared memory, of which nothing is left."""
 
-import contextlib
 import gc
 import os
 import struct
+import subprocess
 
 import pytest
 import torch
@@ -13,11 +13,20 @@ from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
 from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool, SharedMemoryLimit
 from gradwire.rpc.contracts.agent import current_agent
 
+from tests.hosts import MEMORY, separate, why_unavailable
 from tests.remote_functions import identity, wait_until
-
-MIB = 1 << 20
-
-kept = []
+from tests.rpc.segments import (
+    MIB,
+    channel,
+    forget,
+    keep,
+    kept,
+    kept_sums,
+    mapped_files,
+    segments_of,
+    used_bytes,
+    write_to_all,
+)
 
 
 @pytest.fixture
@@ -25,16 +34,6 @@ def pair(two_workers):
     """Two workers, of which the first has called the second: so there is a socket."""
     two_workers[0].run(rpc.rpc_sync, "worker1", os.getpid)
     return two_workers
-
-
-def fetch_many(value, count):
-    kept.extend(rpc.rpc_sync("worker1", identity, (torch.full((MIB,), value),)) for _ in range(count))
-    return rpc.rpc_sync("worker1", used_bytes)
-
-
-def write_to_all():
-    for tensor in kept:
-        tensor.add_(1)
 
 
 def fetch_and_write():
@@ -46,38 +45,6 @@ def fetch_and_write():
     assert z.sum() == MIB
     assert x.sum() == MIB
     kept.extend([y, z[5:7], y.view(-1, 4)[3]])
-
-
-def channel():
-    return current_agent()._network._shared_memory
-
-
-def used_bytes():
-    return channel().used_bytes
-
-
-def keep(tensor):
-    kept.append(tensor)
-
-
-def forget():
-    kept.clear()
-    gc.collect()
-
-
-def kept_sums():
-    return [tensor.sum().item() for tensor in kept]
-
-
-def mapped_files():
-    """Returns how many segments this process has mapped or opened."""
-    with open("/proc/self/maps") as maps:
-        mapped = sum("memfd:gradwire" in line for line in maps)
-    descriptors = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            descriptors += "memfd:gradwire" in os.readlink(f"/proc/self/fd/{name}")
-    return mapped, descriptors
 
 
 def test_large_tensors_are_in_segments_and_small_ones_are_not(pair):
@@ -222,16 +189,52 @@ def setattr_of_channel(seconds):
     shared_memory.IDLE_TIMEOUT_S = seconds
 
 
+def exchange(count):
+    """Has worker1 keep some tensors, and keeps as many of worker1's."""
+    for number in range(count):
+        rpc.rpc_sync("worker1", keep, (torch.full((MIB // 8,), float(number)),))
+        kept.append(rpc.rpc_sync("worker1", torch.full, ((MIB // 8,), float(number))))
+
+
 def test_nothing_is_left_of_a_killed_worker(pair):
     a, b = pair
-    assert a.run(fetch_many, 3.0, 20) >= 80 * MIB
+    a.run(exchange, 50)
+    a.run(forget, 20)
+    made = segments_of([b.pid])
+    assert len(made) >= 100
     b.kill()
-    a.run(wait_until, lambda: used_bytes() == 0)
-    assert a.run(kept_sums) == [3.0 * MIB] * 20
+    a.run(wait_until, lambda: used_bytes() == 0 and mapped_files() == (20, 0))
+    assert len(made & segments_of()) == 20  # the ones whose tensors are kept
+    assert a.run(kept_sums) == [number * MIB / 8 for number in range(20)]
     a.run(write_to_all)
-    assert a.run(kept_sums) == [4.0 * MIB] * 20
+    assert a.run(kept_sums) == [(number + 1) * MIB / 8 for number in range(20)]
     a.run(forget)
-    assert a.run(mapped_files) == (0, 0)
+    assert not made & segments_of()
+
+
+def test_the_size_of_dev_shm_does_not_matter(workers):
+    """As in a container, which has 64 MB of it."""
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    started = workers(2)
+    for worker in started:
+        worker.run(separate, worker.name, workers.folder, MEMORY)
+        worker.run(shrink_dev_shm)
+    workers.join_rpc(started, transports=("unix", "grpc"))
+
+    def send():
+        rpc.rpc_sync("worker1", os.getpid)
+        x = torch.arange(20 * MIB, dtype=torch.float32)
+        assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
+        assert used_bytes() >= x.nbytes == 80 * MIB
+
+    started[0].run(send)
+
+
+def shrink_dev_shm():
+    subprocess.run(["mount", "-o", "remount,size=64m", "/dev/shm"], check=True)
+    shm = os.statvfs("/dev/shm")
+    assert shm.f_blocks * shm.f_frsize == 64 * MIB
 
 
 def test_a_call_that_is_not_sent_gives_its_segment_back(pair):

@@ -5,7 +5,7 @@ import torch
 from gradwire.errors import SerializationError
 from gradwire.rpc.wire.dtypes import DTYPE_NUMBERS, PLAIN_DTYPES
 from gradwire.rpc.wire.pickling import Packer
-from gradwire.rpc.wire.small_tensors import SMALL_BYTES, small_tensor
+from gradwire.rpc.wire.small_tensors import MAX_SMALL_BYTES, MAX_TINY_BYTES, small_tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +41,7 @@ def test_all_dtypes_and_shapes(dtype, sizes, data):
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.ones(SMALL_BYTES // 4),
+        torch.ones(MAX_SMALL_BYTES // 4 + 1),
         torch.ones(2, requires_grad=True),
         torch.ones(0),
         torch.ones(4, 4).t()[1:],
@@ -65,6 +65,16 @@ def test_all_dtypes_and_shapes(dtype, sizes, data):
 )
 def test_others_are_beside_the_pickle(tensor):
     assert len(Packer().pack(tensor, "the value").tensors) == 1
+
+
+@pytest.mark.parametrize(("nbytes", "inside"), [(MAX_TINY_BYTES, range(100, 101)), (MAX_SMALL_BYTES, range(1, 4))])
+def test_only_tiny_ones_are_added_to_a_large_pickle(nbytes, inside):
+    tensors = [torch.full((nbytes // 4,), float(number)) for number in range(100)]
+    packed = Packer().pack(tensors, "the value")
+    found = 100 - len(packed.tensors)
+    assert found in inside
+    unpacked = Packer().unpack(packed.body, packed.tensors, [])
+    assert all(map(torch.equal, unpacked, tensors))
 
 
 def test_tensors_that_share_memory_are_beside_it():

@@ -1,0 +1,74 @@
+"""Functions that the tests of shared memory call on workers."""
+
+import contextlib
+import gc
+import os
+from pathlib import Path
+
+from gradwire.rpc.contracts.agent import current_agent
+
+MIB = 1 << 20
+
+kept = []
+
+
+def channel():
+    return current_agent()._network._shared_memory
+
+
+def used_bytes():
+    return channel().used_bytes
+
+
+def keep(tensor):
+    kept.append(tensor)
+
+
+def forget(count=0):
+    """Forgets what is kept, except for the first `count` tensors."""
+    del kept[count:]
+    gc.collect()
+
+
+def kept_sums():
+    return [tensor.sum().item() for tensor in kept]
+
+
+def write_to_all():
+    for tensor in kept:
+        tensor.add_(1)
+
+
+def mapped_files():
+    """Returns how many segments this process has mapped, and how many it has opened."""
+    return len(mapped_in("self")), len(opened_in("self"))
+
+
+def mapped_in(process):
+    """Returns the inodes of the segments that a process has mapped, each as often as it is mapped."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return [int(line.split()[4]) for line in lines if "memfd:gradwire" in line]
+
+
+def opened_in(process):
+    """Returns the inodes of the segments that a process has opened."""
+    found = []
+    for name in os.listdir(f"/proc/{process}/fd"):
+        path = f"/proc/{process}/fd/{name}"
+        with contextlib.suppress(OSError):  # it has been closed
+            if "memfd:gradwire" in os.readlink(path):
+                found.append(os.stat(path).st_ino)
+    return found
+
+
+def segments_of(processes=None):
+    """Returns the inodes of all segments that processes have mapped or opened. Their memory lives that long.
+
+    Args:
+        processes: their ids; None for all processes of this machine.
+    """
+    found = set()
+    for process in processes or filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            found.update(mapped_in(process), opened_in(process))
+    return found

@@ -1,0 +1,224 @@
+"""broadcast_call to workers of one host: they receive a large tensor in one segment."""
+
+import os
+
+import pytest
+import torch
+from gradwire import rpc
+from gradwire.errors import SendFailedError
+from gradwire.rpc.channels.shared_memory import channel as shared_memory
+from gradwire.rpc.channels.shared_memory import mapping
+from gradwire.rpc.channels.shared_memory.mapping import Mapping
+from gradwire.rpc.channels.shared_memory.sending import SegmentPool, SharedMemoryLimit
+from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
+
+from tests.remote_functions import wait_until
+from tests.rpc.broadcasts import OTHERS, bytes_sent, each_result, group_count, ramp, total
+from tests.rpc.segments import MIB, channel, forget, keep, kept_sums, mapped_files, used_bytes, write_to_all
+
+ONE_HOST = ("unix", "grpc")
+
+
+@pytest.fixture
+def four(workers):
+    """Four workers, of which the first is connected to the others."""
+    started = workers.rpc(4, transports=ONE_HOST)
+    started[0].run(each_result, OTHERS, os.getpid)
+    return started
+
+
+def free_shared_segments():
+    return sum(len(free) for pool in channel()._shared_pools.values() for free in pool._free.values())
+
+
+def check_and_overwrite(tensor, value):
+    """Returns whether all elements are `value`, and changes them."""
+    found = bool((tensor == value).all())
+    tensor.fill_(-1)
+    return found
+
+
+def check(tensor, value):
+    return bool((tensor == value).all())
+
+
+def keep_on(name, tensor):
+    if rpc.get_worker_info().name == name:
+        keep(tensor)
+
+
+def test_a_tensor_is_in_one_segment_for_all(four):
+    a, *others = four
+
+    def send():
+        tensor = ramp(4 * MIB)
+        for _ in range(3):
+            start = bytes_sent()
+            assert each_result(OTHERS, total, (tensor,)) == [total(tensor)] * 3
+            assert 16 * MIB < bytes_sent() - start < 16 * MIB + 10_000
+            wait_until(lambda: free_shared_segments() == 1)
+        assert used_bytes() == 16 * MIB
+        assert group_count() == 0
+
+    a.run(send)
+    for worker in others:
+        assert worker.run(mapped_files) == (1, 0)
+
+
+def test_receivers_write_to_memory_of_their_own(four):
+    def send():
+        for number in range(6):
+            function = check_and_overwrite if number % 3 else check
+            tensor = torch.full((MIB,), float(number))
+            assert each_result(OTHERS, function, (tensor, number)) == [True] * 3
+            assert check(tensor, number)
+            wait_until(lambda: free_shared_segments() == 1)
+        assert used_bytes() == 4 * MIB
+
+    four[0].run(send)
+
+
+def test_a_segment_is_used_again_when_all_have_given_it_back(four):
+    a, b, *_ = four
+
+    def send(value):
+        each_result(OTHERS, keep_on, ("worker1", torch.full((MIB,), value)))
+
+    a.run(send, 1.0)
+    a.run(send, 2.0)
+    assert b.run(kept_sums) == [1.0 * MIB, 2.0 * MIB]
+    assert a.run(used_bytes) == 8 * MIB
+    assert a.run(free_shared_segments) == 0
+    b.run(write_to_all)
+    b.run(forget, 1)
+    a.run(wait_until, lambda: free_shared_segments() == 1)
+    a.run(send, 3.0)
+    assert a.run(used_bytes) == 8 * MIB
+    assert b.run(kept_sums) == [2.0 * MIB, 3.0 * MIB]
+
+
+def test_a_receiver_that_is_killed_has_given_back_what_it_had(four):
+    a, b, c, _ = four
+
+    def send(names, function, *args):
+        return each_result(names, function, (*args, torch.full((MIB,), 5.0)))
+
+    a.run(send, OTHERS, keep_on, "worker1")
+    a.run(send, OTHERS, keep_on, "worker2")
+    b.kill()
+    a.run(wait_until, lambda: free_shared_segments() == 1)
+    assert a.run(send, OTHERS[1:], total) == [5.0 * MIB] * 2
+    c.run(write_to_all)
+    assert c.run(kept_sums) == [6.0 * MIB]
+    a.kill()
+    assert c.run(kept_sums) == [6.0 * MIB]
+
+
+def broadcast_with_a_loss(names):
+    """Broadcasts, while one of the messages is not sent."""
+    first, *others = rpc.broadcast_call(names, total, (ramp(),))
+    with pytest.raises(SendFailedError, match="'worker1'"):
+        first.wait()
+    assert [future.wait() for future in others] == [total(ramp())] * 2
+    wait_until(lambda: free_shared_segments() == 1)
+
+
+def test_a_message_that_is_not_sent_gives_its_part_back(workers, tmp_path):
+    started = workers(4)
+
+    def join(rank):
+        options = FaultyRpcBackendOptions(
+            init_method=f"file://{tmp_path}/meet",
+            messages_to_fail=["CALL"],
+            num_fail_sends=1,
+            transports=ONE_HOST,
+        )
+        rpc.init_rpc(f"worker{rank}", "FAULTY", rank=rank, world_size=4, rpc_backend_options=options)
+
+    for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
+        pending.result()
+
+    def connect():
+        for name in OTHERS:
+            rpc.remote(name, os.getpid).to_here()
+
+    started[0].run(connect)
+    started[0].run(broadcast_with_a_loss, OTHERS)
+
+
+def test_beyond_the_limit_each_worker_is_sent_the_bytes(workers):
+    started = workers.rpc(4, transports=ONE_HOST, channels=rpc.ChannelOptions(max_shared_bytes=4 * MIB))
+
+    def send():
+        each_result(OTHERS, os.getpid)
+        assert each_result(OTHERS, total, (ramp(),)) == [total(ramp())] * 3
+        assert used_bytes() == 0
+
+    started[0].run(send)
+
+
+def set_idle_timeout(seconds):
+    shared_memory.IDLE_TIMEOUT_S = seconds
+
+
+def test_idle_segments_are_dropped_by_all(workers):
+    started = workers(4)
+    workers.each(started, set_idle_timeout, 0.2)
+    workers.join_rpc(started, transports=ONE_HOST)
+
+    def send():
+        each_result(OTHERS, os.getpid)
+        each_result(OTHERS, total, (ramp(),))
+        wait_until(lambda: used_bytes() == 0 and not channel()._shared_pools)
+
+    for _ in range(2):
+        started[0].run(send)
+        for worker in started:
+            worker.run(wait_until, lambda: mapped_files() == (0, 0))
+
+
+def test_a_segment_has_several_holders():
+    limit = SharedMemoryLimit(1 << 20)
+    pool = SegmentPool(limit, ["one", "other"])
+    first, _ = pool.put(memoryview(b"abc"))
+    pool.take_back("one", [first.number])
+    pool.take_back("one", [first.number])
+    second, is_new = pool.put(memoryview(b"def"))
+    assert is_new
+    pool.take_back("other", [first.number])
+    assert pool.put(memoryview(b"ghi")) == (first, False)
+    pool.forget("one")
+    pool.take_back("other", [first.number, second.number])
+    third, is_new = pool.put(memoryview(b"jkl"))
+    assert not is_new
+    pool.take_back("other", [third.number])
+    pool.remove_idle()
+    assert len(pool.remove_idle()) == 2
+    assert limit.used == 0
+    pool.forget("other")
+    assert pool.put(memoryview(b"mno")) is None
+    for segment in (first, second):
+        os.close(segment.descriptor)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_private_mapping_forgets_what_is_written_to_it(is_told, monkeypatch):
+    if not is_told:
+
+        def refuse(*_args, **_options):
+            raise PermissionError
+
+        monkeypatch.setattr(mapping, "open", refuse, raising=False)
+    descriptor = os.memfd_create("private")
+    size = 3 * mapping.mmap.PAGESIZE
+    os.write(descriptor, b"a" * size)
+    private = Mapping(descriptor, size, private=True)
+    shown = memoryview(private.buffer(size)).cast("B")
+    assert private.forget_writes()
+    for position in (0, size - 1):
+        shown[position] = ord("b")
+        os.pwrite(descriptor, b"c" * size, 0)
+        assert shown[position] == ord("b")
+        assert private.forget_writes()
+        assert bytes(shown) == b"c" * size
+    os.close(descriptor)
