@@ -2,10 +2,11 @@
 
 python -m benchmarks.broadcast_call                              # a table on stdout
 python -m benchmarks.broadcast_call --mib 0.25 1 --receivers 2   # these sizes, to two workers
+python -m benchmarks.broadcast_call --transports tcp grpc        # as between hosts
 
 Workers on this host get one float32 tensor and answer with one of its elements. Both variants run in turns in the
-same processes; times are from the calls to the last answer. The first broadcast to a set of workers forms their
-process group: its time is printed apart.
+same processes; times are from the calls to the last answer. The time of the first broadcast is printed apart: it
+connects the workers, and forms their process group unless they share memory.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from gradwire import rpc
@@ -49,15 +51,16 @@ def seconds_of(way: Way, names: list[str], tensor: torch.Tensor) -> float:
     return taken
 
 
-def start(_: str, rank: int, size: int, url: str) -> Callable[[], None]:
+def start(transports: Sequence[str], _: str, rank: int, size: int, url: str) -> Callable[[], None]:
     """Joins the RPC group."""
-    options = rpc.RpcBackendOptions(init_method=url, broadcasts=rpc.BroadcastOptions(threshold=64 * 1024))
+    broadcasts = rpc.BroadcastOptions(threshold=64 * 1024)
+    options = rpc.RpcBackendOptions(init_method=url, transports=transports, broadcasts=broadcasts)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     return rpc.shutdown
 
 
 def first_seconds(receivers: int) -> float:
-    """Returns the seconds of a first broadcast of 1 MiB, which forms the process group."""
+    """Returns the seconds of a first broadcast of 1 MiB."""
     return seconds_of(broadcast, names_of(receivers), torch.rand(MIB // 4))
 
 
@@ -82,13 +85,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--receivers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--transports", nargs="+", default=["unix", "tcp", "grpc"])
     arguments = parser.parse_args(argv)
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.2f}; medians of {arguments.rounds}")
     print(f"{'':14}{'broadcast_call':>17}{'rpc_async':>17}{'ratio':>9}")
     for receivers in arguments.receivers:
-        with WorkerSet("gradwire", receivers + 1, start) as workers, workers.running():
+        joining = partial(start, arguments.transports)
+        with WorkerSet("gradwire", receivers + 1, joining) as workers, workers.running():
             first = workers.ask(first_seconds, receivers) * 1e3
-            print(f"{receivers} receivers; forming their group, and 1 MiB: {first:.1f} ms")
+            print(f"{receivers} receivers; the first broadcast, of 1 MiB: {first:.1f} ms")
             for mib in arguments.mib:
                 ours, theirs = workers.ask(medians, receivers, mib, arguments.rounds)
                 print(f"{mib:10g} MiB{ours * 1e3:14.3f} ms{theirs * 1e3:14.3f} ms{ours / theirs:9.2f}", flush=True)

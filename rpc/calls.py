@@ -275,8 +275,9 @@ def broadcast_call(
 ) -> list[Future[Any]]:
     """Runs a function on several workers with the same arguments, and returns futures of the results at once.
 
-    It does what `rpc_async` does to each of them, but pickles the arguments once, and in a static group large CPU
-    tensors leave this worker once, by a process group of all receivers: see BroadcastOptions.
+    It does what `rpc_async` does to each of them, but pickles the arguments once, and large CPU tensors leave this
+    worker once: in shared memory for the receivers on this host, and in a static group by a process group of the
+    receivers on other hosts; see BroadcastOptions.
 
     Args:
         names: workers, each by its name, id or WorkerInfo; this worker too.

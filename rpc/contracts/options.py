@@ -41,7 +41,7 @@ class ChannelOptions:
     chunk_bytes: bytes of one chunk of a larger payload.
     max_payload_bytes: bytes of the largest payload a worker accepts from another; nothing larger is allocated.
     shared_memory_threshold: bytes from which a payload for a worker of this host, to which there is a unix socket,
-        goes through shared memory.
+        goes through shared memory. (A few tensors of up to 64 KiB are part of the body.)
     max_shared_bytes: bytes of shared memory that this worker makes at most, for all other workers together; beyond
         that, payloads travel as between hosts.
     max_mapped_bytes: bytes of shared memory that this worker accepts from one other worker.
@@ -66,7 +66,9 @@ class ChannelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastOptions:
-    """When `broadcast_call` sends large tensors to all workers at once, in static groups.
+    """When `broadcast_call` sends large tensors to all workers at once.
+
+    Workers of this host share memory; those of other hosts receive by a process group, in static groups.
 
     enabled: False to send them to each worker by itself.
     threshold: bytes from which a tensor counts as large.

@@ -12,6 +12,9 @@ OTHERS = ["worker1", "worker2", "worker3"]
 BETWEEN_HOSTS = ("tcp", "grpc")
 """The transports with which workers of one host broadcast by a process group, as workers on several hosts do."""
 
+ONE_HOST = ("unix", "grpc")
+"""The transports with which they share memory."""
+
 
 def each_result(names, function, args=(), kwargs=None):
     return [future.wait() for future in rpc.broadcast_call(names, function, args, kwargs)]

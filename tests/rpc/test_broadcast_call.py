@@ -14,6 +14,7 @@ from tests.rpc.broadcasts import (
     BETWEEN_HOSTS,
     LARGE,
     MIB,
+    ONE_HOST,
     OTHERS,
     bytes_sent,
     each_result,
@@ -21,6 +22,11 @@ from tests.rpc.broadcasts import (
     ramp,
     total,
 )
+
+
+@pytest.fixture(params=[BETWEEN_HOSTS, ONE_HOST], ids=["process group", "shared memory"])
+def transports(request):
+    return request.param
 
 
 def raise_on(name: str, tensor: torch.Tensor) -> float:
@@ -84,8 +90,9 @@ def equal(one, other) -> bool:
     return bool(torch.equal(one, other)) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_results_are_those_of_rpc_async(workers):
-    a, *_ = workers.rpc(4, transports=BETWEEN_HOSTS, broadcasts=rpc.BroadcastOptions(threshold=256 * 1024))
+def test_results_are_those_of_rpc_async(workers, transports):
+    a, *_ = workers.rpc(4, transports=transports, broadcasts=rpc.BroadcastOptions(threshold=256 * 1024))
+    a.run(each_result, OTHERS, os.getpid)  # connects them
 
     def compare() -> None:
         torch.set_num_threads(1)
@@ -97,7 +104,7 @@ def test_results_are_those_of_rpc_async(workers):
                 one_by_one = [rpc.rpc_async(name, describe_all, (), values).wait() for name in names]
                 for one, other in zip(broadcasts, one_by_one, strict=True):
                     assert equal(one, other), (one, other)
-        assert group_count() == 1
+        assert group_count() == (transports == BETWEEN_HOSTS)
 
     a.run(compare)
     workers.each(workers.all, rpc.shutdown)
@@ -129,8 +136,9 @@ def test_workers_can_be_named_in_every_way_and_must_be_right(workers):
     a.run(call)
 
 
-def test_each_worker_fails_for_itself(workers):
-    a, *_ = workers.rpc(4, transports=BETWEEN_HOSTS)
+def test_each_worker_fails_for_itself(workers, transports):
+    a, *_ = workers.rpc(4, transports=transports)
+    a.run(each_result, OTHERS, os.getpid)  # connects them
 
     def call() -> None:
         tensor = ramp()
@@ -142,8 +150,9 @@ def test_each_worker_fails_for_itself(workers):
     a.run(call)
 
 
-def test_tensors_that_share_memory_share_it_at_each_receiver(workers):
-    a, *_ = workers.rpc(3, transports=BETWEEN_HOSTS)
+def test_tensors_that_share_memory_share_it_at_each_receiver(workers, transports):
+    a, *_ = workers.rpc(3, transports=transports)
+    a.run(each_result, OTHERS[:2], os.getpid)  # connects them
 
     def call() -> None:
         tensor = ramp()
@@ -190,8 +199,8 @@ def scaled(weight: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return (tensor * (weight + rpc.get_worker_info().id)).sum(dim=0)
 
 
-def test_gradients_from_all_workers_add_up(workers):
-    a, *_ = workers.rpc(4, transports=BETWEEN_HOSTS)
+def test_gradients_from_all_workers_add_up(workers, transports):
+    a, *_ = workers.rpc(4, transports=transports)
 
     def train() -> None:
         leaf = torch.randn(256, 1024, dtype=torch.float64).requires_grad_()
@@ -206,7 +215,7 @@ def test_gradients_from_all_workers_add_up(workers):
                     loss = loss + result.square().sum()
             autograd.backward(context, [loss])
             found = autograd.get_gradients(context)
-            assert group_count() == 1
+            assert group_count() == (transports == BETWEEN_HOSTS)
         loss = torch.zeros((), dtype=torch.float64)
         for tensor, factor in ((leaf * 2, weight), (strided, weight[:512]), (parameter, weight)):
             for identifier in (1, 2, 3):
@@ -217,8 +226,9 @@ def test_gradients_from_all_workers_add_up(workers):
     a.run(train)
 
 
-def test_references_are_forked_for_each_worker(workers):
-    a, *_ = workers.rpc(4, transports=BETWEEN_HOSTS)
+def test_references_are_forked_for_each_worker(workers, transports):
+    a, *_ = workers.rpc(4, transports=transports)
+    a.run(each_result, OTHERS, os.getpid)  # connects them
 
     def call() -> None:
         mine, other = rpc.RRef(5), rpc.remote("worker1", identity, (7,))
@@ -240,8 +250,8 @@ def broadcast_to_others(rounds: int) -> None:
             assert future.wait() == total(tensor)
 
 
-def test_all_workers_broadcast_at_once(workers):
-    started = workers.rpc(3, transports=BETWEEN_HOSTS)
+def test_all_workers_broadcast_at_once(workers, transports):
+    started = workers.rpc(3, transports=transports)
 
     def several_threads() -> None:
         threads = [threading.Thread(target=broadcast_to_others, args=(5,)) for _ in range(3)]
@@ -249,7 +259,7 @@ def test_all_workers_broadcast_at_once(workers):
             thread.start()
         for thread in threads:
             thread.join()
-        assert group_count() == 3
+        assert group_count() == (3 if transports == BETWEEN_HOSTS else 0)
 
     workers.each(started, several_threads)
     workers.each(started, rpc.shutdown)

@@ -13,10 +13,8 @@ from gradwire.rpc.channels.shared_memory.sending import SegmentPool, SharedMemor
 from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
 
 from tests.remote_functions import wait_until
-from tests.rpc.broadcasts import OTHERS, bytes_sent, each_result, group_count, ramp, total
+from tests.rpc.broadcasts import ONE_HOST, OTHERS, bytes_sent, each_result, group_count, ramp, total
 from tests.rpc.segments import MIB, channel, forget, keep, kept_sums, mapped_files, used_bytes, write_to_all
-
-ONE_HOST = ("unix", "grpc")
 
 
 @pytest.fixture
@@ -75,7 +73,13 @@ def test_receivers_write_to_memory_of_their_own(four):
             wait_until(lambda: free_shared_segments() == 1)
         assert used_bytes() == 4 * MIB
 
-    four[0].run(send)
+    a, b, *others = four
+    a.run(send)
+    a.run(each_result, OTHERS, keep, (torch.ones(MIB),))
+    b.run(write_to_all)
+    assert b.run(kept_sums) == [2 * MIB]
+    for other in others:
+        assert other.run(kept_sums) == [MIB]
 
 
 def test_a_segment_is_used_again_when_all_have_given_it_back(four):
