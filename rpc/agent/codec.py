@@ -155,6 +155,7 @@ class Codec:
             envelope.tensors.extend(
                 encode_tensors(message.tensors, writer.put, message.device_map, message.leaves)
             )
+            message.tensors = []  # a received one gives its segment back, with this envelope
             data = envelope.SerializeToString()
             message.payloads, message.nbytes = writer.external, writer.nbytes
             self.traffic.sent(writer.nbytes)  # now: the receiver may ask for the counts at once

@@ -105,6 +105,8 @@ class Server:
         try:
             message.value = self._codec.unpack(message)
             result = handler.run(message)
+            # Memory that the sender shares with this worker goes back to it with the answer.
+            message.value, message.body, message.tensors = None, b"", []
             if isinstance(result, Deferred):
                 if not result.future.done():
                     self.deferred.begin()
@@ -115,18 +117,19 @@ class Server:
                     self._answer_error(message.source, message.envelope, error)
                     return False
                 result = result.future.result()
-            self._answer(message, result, handler)
+            if message.envelope.id:
+                answer = self._pack_answer(message, result, handler)
+                del result  # it may be in that memory, too
+                self._send_answer(answer)
         except BaseException as error:
             message.error = error  # which scopes look at when they end
             self._answer_error(message.source, message.envelope, error)
         return False
 
-    def _answer(self, request: Incoming, value: object, handler: Handler) -> None:
-        if not request.envelope.id:
-            return
+    def _pack_answer(self, request: Incoming, value: object, handler: Handler) -> Outgoing:
         device_map = self._codec.device_map(request.source, request)
         packed = self._codec.pack(value, "the result", request.source, device_map, is_answer=True)
-        message = Outgoing(
+        return Outgoing(
             request.source,
             agent_pb2.Envelope(id=request.envelope.id, type=RESULT),
             packed.body,
@@ -137,8 +140,10 @@ class Server:
             device_map,
             packed.leaves,
         )
+
+    def _send_answer(self, answer: Outgoing) -> None:
         try:
-            self._codec.send(message)
+            self._codec.send(answer)
         except WorkerLostError:
             pass  # a caller that is gone needs no answer
         except SendFailedError as error:
@@ -158,8 +163,8 @@ class Server:
                 # Not raised here: every raise would add a frame to an error that is kept.
                 if (error := future.exception()) is not None:
                     self._answer_error(request.source, request.envelope, error)
-                else:
-                    self._answer(request, future.result(), handler)
+                elif request.envelope.id:
+                    self._send_answer(self._pack_answer(request, future.result(), handler))
             except BaseException as error:
                 self._answer_error(request.source, request.envelope, error)
             finally:

@@ -198,7 +198,8 @@ class ChannelRouter:
             raise
 
         def read(payload: agent_pb2.Payload) -> Buffer:
-            return received[payload.segment.number] if payload.HasField("segment") else payload.inline
+            # Kept no longer: a segment goes back when nothing refers to its bytes.
+            return received.pop(payload.segment.number) if payload.HasField("segment") else payload.inline
 
         return read
 

@@ -77,6 +77,23 @@ def test_segments_are_used_again(pair):
     assert descriptors == 0
 
 
+def add_up(tensors):
+    return sum(tensor.sum().item() for tensor in tensors)
+
+
+@pytest.mark.parametrize("function", [identity, add_up])
+def test_segments_come_back_with_the_answer(pair, function):
+    """So the next call finds them in the processor's cache."""
+
+    def call():
+        tensors = [torch.ones(MIB, dtype=torch.uint8), torch.ones(MIB // 8)]
+        for _ in range(20):
+            rpc.rpc_sync("worker1", function, (tensors,))
+        assert used_bytes() == MIB + MIB // 2
+
+    pair[0].run(call)
+
+
 def test_received_tensors_are_ordinary_ones(pair):
     """They can be written to and kept, and outlive their sender; others do not see what is written."""
     a, b = pair
