@@ -24,8 +24,8 @@ def keep(tensor):
     kept.append(tensor)
 
 
-def forget(count=0):
-    """Forgets what is kept, except for the first `count` tensors."""
+def release_kept(count=0):
+    """Releases what is kept, except for the first `count` tensors."""
     del kept[count:]
     gc.collect()
 

@@ -92,11 +92,11 @@ def test_tensors_without_a_device_map(workers):
         with pytest.raises(
             SerializationError, match=r"args\[0\] cannot be sent: it is a tensor on cuda:0.*`RpcBackendOptions`"
         ):
-            rpc.rpc_sync("worker1", identity, (torch.zeros(2000),))
+            rpc.rpc_sync("worker1", identity, (torch.zeros(20_000),))
 
     def ask():
         with pytest.raises(SerializationError, match="Response device mapping is not available.*'worker0'"):
-            rpc.rpc_sync("worker1", torch.zeros, (2000,))
+            rpc.rpc_sync("worker1", torch.zeros, (20_000,))
 
     def as_if_on_a_gpu():
         serialization.check_sendable = Mock(side_effect=UnmappedDeviceError(CUDA0))

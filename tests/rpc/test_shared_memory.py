@@ -18,11 +18,11 @@ from tests.remote_functions import identity, wait_until
 from tests.rpc.segments import (
     MIB,
     channel,
-    forget,
     keep,
     kept,
     kept_sums,
     mapped_files,
+    release_kept,
     segments_of,
     used_bytes,
     write_to_all,
@@ -101,7 +101,7 @@ def test_received_tensors_are_ordinary_ones(pair):
     b.kill()
     a.run(gc.collect)
     assert a.run(kept_sums)[1:] == [2.0, 8.0]
-    a.run(forget)
+    a.run(release_kept)
 
 
 def test_nothing_is_sent_through_a_segment_while_its_bytes_are_in_use(pair):
@@ -114,7 +114,7 @@ def test_nothing_is_sent_through_a_segment_while_its_bytes_are_in_use(pair):
     a.run(send, 20)
     assert b.run(kept_sums) == [float(number * MIB) for number in range(20)]
     assert a.run(used_bytes) >= 80 * MIB
-    b.run(forget)
+    b.run(release_kept)
 
 
 def test_beyond_the_limit_payloads_travel_as_between_hosts(workers):
@@ -177,7 +177,7 @@ def forked_child_keeps_its_tensors():
     kept.append(rpc.rpc_sync("worker1", identity, (torch.full((MIB,), 2.0),)))
     go, told = os.pipe(), os.pipe()
     child = sum_in_child(go, told)
-    forget()
+    release_kept()
     for number in range(5):  # which would be received into the same memory
         rpc.rpc_sync("worker1", identity, (torch.full((MIB,), float(number)),))
     os.write(go[1], b"x")
@@ -216,7 +216,7 @@ def exchange(count):
 def test_nothing_is_left_of_a_killed_worker(pair):
     a, b = pair
     a.run(exchange, 50)
-    a.run(forget, 20)
+    a.run(release_kept, 20)
     made = segments_of([b.pid])
     assert len(made) >= 100
     b.kill()
@@ -225,7 +225,7 @@ def test_nothing_is_left_of_a_killed_worker(pair):
     assert a.run(kept_sums) == [number * MIB / 8 for number in range(20)]
     a.run(write_to_all)
     assert a.run(kept_sums) == [(number + 1) * MIB / 8 for number in range(20)]
-    a.run(forget)
+    a.run(release_kept)
     assert not made & segments_of()
 
 
@@ -341,5 +341,5 @@ def test_what_is_not_used_any_more_is_given_back_without_another_message(pair):
 
     a.run(send)
     assert a.run(free_segments) == 0
-    b.run(forget)
+    b.run(release_kept)
     a.run(wait_until, lambda: free_segments() == 1)

@@ -14,7 +14,7 @@ from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
 
 from tests.remote_functions import wait_until
 from tests.rpc.broadcasts import ONE_HOST, OTHERS, bytes_sent, each_result, group_count, ramp, total
-from tests.rpc.segments import MIB, channel, forget, keep, kept_sums, mapped_files, used_bytes, write_to_all
+from tests.rpc.segments import MIB, channel, keep, kept_sums, mapped_files, release_kept, used_bytes, write_to_all
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_segment_is_used_again_when_all_have_given_it_back(four):
     assert a.run(used_bytes) == 8 * MIB
     assert a.run(free_shared_segments) == 0
     b.run(write_to_all)
-    b.run(forget, 1)
+    b.run(release_kept, 1)
     a.run(wait_until, lambda: free_shared_segments() == 1)
     a.run(send, 3.0)
     assert a.run(used_bytes) == 8 * MIB
@@ -191,7 +191,7 @@ def test_a_segment_has_several_holders():
     assert is_new
     pool.take_back("other", [first.number])
     assert pool.put(memoryview(b"ghi")) == (first, False)
-    pool.forget("one")
+    pool.remove_receiver("one")
     pool.take_back("other", [first.number, second.number])
     third, is_new = pool.put(memoryview(b"jkl"))
     assert not is_new
@@ -199,14 +199,14 @@ def test_a_segment_has_several_holders():
     pool.remove_idle()
     assert len(pool.remove_idle()) == 2
     assert limit.used == 0
-    pool.forget("other")
+    pool.remove_receiver("other")
     assert pool.put(memoryview(b"mno")) is None
     for segment in (first, second):
         os.close(segment.descriptor)
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_private_mapping_forgets_what_is_written_to_it(is_told, monkeypatch):
+def test_what_is_written_to_a_private_mapping_is_discarded(is_told, monkeypatch):
     if not is_told:
 
         def refuse(*_args, **_options):
@@ -218,11 +218,11 @@ def test_a_private_mapping_forgets_what_is_written_to_it(is_told, monkeypatch):
     os.write(descriptor, b"a" * size)
     private = Mapping(descriptor, size, private=True)
     shown = memoryview(private.buffer(size)).cast("B")
-    assert private.forget_writes()
+    assert private.discard_writes()
     for position in (0, size - 1):
         shown[position] = ord("b")
         os.pwrite(descriptor, b"c" * size, 0)
         assert shown[position] == ord("b")
-        assert private.forget_writes()
+        assert private.discard_writes()
         assert bytes(shown) == b"c" * size
     os.close(descriptor)

@@ -80,7 +80,7 @@ class SegmentBroadcast:
             return None
         segment, is_new = put
         if is_new and not self._announce(segment):
-            self._pool.remove(segment)
+            self._pool.discard(segment)
             return None
         return segment
 

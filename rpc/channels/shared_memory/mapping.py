@@ -64,7 +64,7 @@ class Mapping:
         made.mapping = self  # type: ignore[attr-defined] # which lives as long as the buffer
         return made
 
-    def forget_writes(self) -> bool:
+    def discard_writes(self) -> bool:
         """Drops the copies of pages that a private mapping has, so that it is the file again.
 
         Returns:

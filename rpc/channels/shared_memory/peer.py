@@ -59,7 +59,7 @@ class PeerSegments:
         self._socket = None
         self.pool.close()
         for pool in self.shared_pools:
-            pool.forget(self)
+            pool.remove_receiver(self)
         self.mapped.close()
 
     # Sending: on any thread.
@@ -99,7 +99,7 @@ class PeerSegments:
             pool.take_back(self, numbers)
 
     def on_dropped(self, numbers: Sequence[int]) -> None:
-        """Forgets segments that the other worker does not use again."""
+        """Removes segments that the other worker does not use again."""
         for number in numbers:
             self.mapped.remove(number)
 

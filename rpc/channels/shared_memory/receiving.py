@@ -80,13 +80,13 @@ class MappedSegments:
         self._mapped_bytes += size
 
     def remove(self, number: int) -> None:
-        """Forgets a segment that the other worker has dropped; its memory goes when nothing refers to it."""
+        """Removes a segment that the other worker has dropped; its memory goes when nothing refers to it."""
         self._refused.discard(number)
         if (mapped := self._maps.pop(number, None)) is not None:
             self._mapped_bytes -= mapped.size
 
     def close(self) -> None:
-        """Forgets all segments; buffers that are in use stay."""
+        """Removes all segments; buffers that are in use stay."""
         self._maps.clear()
         self._mapped_bytes = 0
 
@@ -122,7 +122,7 @@ class MappedSegments:
         if number in self._pinned:
             return
         mapped = self._maps.get(number)
-        if mapped is None or not mapped.is_private or mapped.forget_writes():
+        if mapped is None or not mapped.is_private or mapped.discard_writes():
             self.released.append(number)
             self._on_released()
 

@@ -93,7 +93,7 @@ class Segment:
 class SegmentPool:
     """The segments that this worker has made for one other worker, or for several. Safe to use from any thread.
 
-    A segment whose bytes have been sent is free again when all receivers have given it back, or are forgotten.
+    A segment whose bytes have been sent is free again when all receivers have given it back, or are removed.
     """
 
     def __init__(self, limit: SharedMemoryLimit, receivers: Iterable[Hashable]) -> None:
@@ -164,14 +164,14 @@ class SegmentPool:
                 if (segment := self._in_use.get(number)) is not None:
                     self._return(segment, receiver)
 
-    def remove(self, segment: Segment) -> None:
+    def discard(self, segment: Segment) -> None:
         """Drops a segment that has been put, of which no receiver has been told."""
         with self._lock:
             removed = self._in_use.pop(segment.number, None)
         if removed is not None:
             self._limit.release([segment.size])
 
-    def forget(self, receiver: Hashable) -> None:
+    def remove_receiver(self, receiver: Hashable) -> None:
         """Takes back all segments from a receiver that is lost, and sends it no others."""
         with self._lock:
             self._receivers.discard(receiver)
