@@ -101,6 +101,26 @@ def test_a_segment_is_used_again_when_all_have_given_it_back(four):
     assert b.run(kept_sums) == [2.0 * MIB, 3.0 * MIB]
 
 
+def add_one_on(name, tensor):
+    if rpc.get_worker_info().name == name:
+        tensor.add_(1)
+
+
+def test_a_receiver_that_writes_gets_copies(four):
+    a, b, *_ = four
+
+    def send(value, function):
+        each_result(OTHERS, function, ("worker1", torch.full((MIB,), value)))
+        wait_until(lambda: free_shared_segments() == 1)
+
+    a.run(send, 1.0, add_one_on)
+    for value in (2.0, 3.0):
+        a.run(send, value, keep_on)
+    b.run(write_to_all)
+    assert b.run(kept_sums) == [3.0 * MIB, 4.0 * MIB]
+    assert a.run(used_bytes) == 4 * MIB
+
+
 def test_a_receiver_that_is_killed_has_given_back_what_it_had(four):
     a, b, c, _ = four
 
@@ -218,7 +238,7 @@ def test_what_is_written_to_a_private_mapping_is_discarded(is_told, monkeypatch)
     os.write(descriptor, b"a" * size)
     private = Mapping(descriptor, size, private=True)
     shown = memoryview(private.buffer(size)).cast("B")
-    assert private.discard_writes()
+    assert private.discard_writes() is not is_told
     for position in (0, size - 1):
         shown[position] = ord("b")
         os.pwrite(descriptor, b"c" * size, 0)

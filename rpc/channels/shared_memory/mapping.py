@@ -6,8 +6,6 @@ import mmap
 import os
 from typing import final
 
-import numpy as np
-
 __all__ = ["MAX_SEGMENTS", "SEALS", "Mapping"]
 
 MAX_SEGMENTS = 4096
@@ -31,6 +29,12 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+_IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
+"""Bits in the last byte of a page's entry in /proc/self/pagemap."""
+
+_NO_COPY = bytes(last for last in range(256) if last & _OF_FILE or not last & (_IN_MEMORY | _SWAPPED))
+"""The last bytes of the entries of pages that are those of the file, or not mapped."""
 
 
 @final
@@ -68,12 +72,17 @@ class Mapping:
         """Drops the copies of pages that a private mapping has, so that it is the file again.
 
         Returns:
-            Whether that succeeded; it does not in a process that has locked its memory.
+            Whether there may have been any.
+
+        Raises:
+            OSError: they cannot be dropped, because this process has locked its memory.
         """
         # Most receivers only read. To look for copies takes a tenth of the time of dropping and mapping all pages.
         if not _has_copies(self._address, self.size):
-            return True
-        return bool(_libc.madvise(self._address, self.size, mmap.MADV_DONTNEED) == 0)
+            return False
+        if _libc.madvise(self._address, self.size, mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return True
 
 
 def _has_copies(address: int, size: int) -> bool:
@@ -86,9 +95,7 @@ def _has_copies(address: int, size: int) -> bool:
                 entries = os.pread(pages.fileno(), wanted, 8 * begin)
                 if len(entries) != wanted:
                     return True
-                # Bit 63: in memory, 62: swapped out, 61: of a file.
-                states = np.frombuffer(entries, dtype=np.uint64) >> np.uint64(61)
-                if np.any((states != 0) & (states & np.uint64(1) == 0)):
+                if entries[7::8].translate(None, _NO_COPY):
                     return True
     except OSError:
         return True  # a system that does not tell

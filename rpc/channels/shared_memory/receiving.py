@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
+import numpy as np
+
 from .mapping import MAX_SEGMENTS, SEALS, Mapping
 
 __all__ = ["MappedSegments"]
@@ -22,6 +24,9 @@ class MappedSegments:
 
     Bytes in them belong to whoever has a buffer of them. When the last reference to a buffer is gone, the segment
     goes back to the other worker.
+
+    What other workers receive as well is mapped privately, so that the kernel copies each page that is written to.
+    That takes ten times as long as copying all at once: once some have been written to, the next ones are copied.
     """
 
     def __init__(self, max_bytes: int, on_released: Callable[[], None]) -> None:
@@ -42,6 +47,8 @@ class MappedSegments:
         """The numbers of the segments that a forked child may still use."""
         self._leases: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
         """The buffers in use, by the number of their segment."""
+        self._are_written_to = False
+        """Whether bytes that other workers received as well have been written to."""
         self.released: deque[int] = deque()
         """The numbers of the segments that are not used any more, and have to be given back."""
         _mapped_here.add(self)
@@ -104,6 +111,8 @@ class MappedSegments:
         mapped = self._maps.get(number)
         if mapped is None or not 0 < nbytes <= mapped.size or number in self._leases:
             raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}")
+        if mapped.is_private and self._are_written_to:
+            return self._copy(number, mapped.buffer(nbytes))
         buffer = mapped.buffer(nbytes)
         self._leases[number] = weakref.ref(buffer, lambda _: self._release(number))
         return memoryview(buffer).cast("B")
@@ -122,9 +131,22 @@ class MappedSegments:
         if number in self._pinned:
             return
         mapped = self._maps.get(number)
-        if mapped is None or not mapped.is_private or mapped.discard_writes():
-            self.released.append(number)
-            self._on_released()
+        if mapped is not None and mapped.is_private:
+            try:
+                self._are_written_to |= mapped.discard_writes()
+            except OSError as error:
+                log.warning("cannot use a segment of %d bytes again: %s", mapped.size, error)
+                return
+        self._give_back(number)
+
+    def _copy(self, number: int, buffer: "ctypes.Array[ctypes.c_char]") -> memoryview:
+        copied = np.frombuffer(memoryview(buffer), dtype=np.uint8).copy()
+        self._give_back(number)
+        return copied.data
+
+    def _give_back(self, number: int) -> None:
+        self.released.append(number)
+        self._on_released()
 
 
 _mapped_here: "weakref.WeakSet[MappedSegments]" = weakref.WeakSet()
