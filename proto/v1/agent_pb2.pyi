@@ -579,14 +579,16 @@ Global___ChunkedPayload: typing_extensions.TypeAlias = ChunkedPayload
 
 @typing.final
 class SegmentPayload(google.protobuf.message.Message):
-    """Bytes at the beginning of a segment of shared memory, of which the sender has told on the unix socket."""
+    """Bytes at the beginning of a segment of shared memory, of which the sender has told on the unix socket. Several workers
+    may receive the same segment.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     number: builtins.int
-    """counts the segments that the sender has made for the receiver"""
+    """counts the segments that the sender has made"""
     nbytes: builtins.int
     def __init__(
         self,
