@@ -106,7 +106,8 @@ class Server:
             message.value = self._codec.unpack(message)
             result = handler.run(message)
             # Memory that the sender shares with this worker goes back to it with the answer.
-            message.value, message.body, message.tensors = None, b"", []
+            message.value, message.body = None, b""
+            message.tensors.clear()
             if isinstance(result, Deferred):
                 if not result.future.done():
                     self.deferred.begin()

@@ -1,1 +1,1 @@
-"""Channels: how the bytes of bodies and tensors travel, in the envelope, in shared memory, in chunks, or by broadcast."""
+"""Channels: how bytes of bodies and tensors travel: in the envelope, in shared memory, in chunks, by broadcast."""
