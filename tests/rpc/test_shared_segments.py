@@ -122,7 +122,7 @@ def test_a_receiver_that_writes_gets_copies(four):
 
 
 def test_a_receiver_that_is_killed_has_given_back_what_it_had(four):
-    a, b, c, _ = four
+    a, b, c, d = four
 
     def send(names, function, *args):
         return each_result(names, function, (*args, torch.full((MIB,), 5.0)))
@@ -134,8 +134,19 @@ def test_a_receiver_that_is_killed_has_given_back_what_it_had(four):
     assert a.run(send, OTHERS[1:], total) == [5.0 * MIB] * 2
     c.run(write_to_all)
     assert c.run(kept_sums) == [6.0 * MIB]
+    for worker in (c, d):
+        worker.kill()
+    a.run(wait_until, lambda: used_bytes() == 0)
+
+
+def test_what_is_received_outlives_the_sender(four):
+    a, b, *_ = four
+    a.run(each_result, OTHERS, keep, (torch.full((MIB,), 5.0),))
     a.kill()
-    assert c.run(kept_sums) == [6.0 * MIB]
+    b.run(write_to_all)
+    assert b.run(kept_sums) == [6.0 * MIB]
+    b.run(release_kept)
+    b.run(wait_until, lambda: mapped_files() == (0, 0))
 
 
 def broadcast_with_a_loss(names):

@@ -172,12 +172,14 @@ class SegmentPool:
             self._limit.release([segment.size])
 
     def remove_receiver(self, receiver: Hashable) -> None:
-        """Takes back all segments from a receiver that is lost, and sends it no others."""
+        """Takes back all segments from a lost receiver, and sends it no others. Closes the pool after the last one."""
         with self._lock:
             self._receivers.discard(receiver)
-            self._is_closed |= not self._receivers
+            is_last = not self._receivers
             for segment in list(self._in_use.values()):
                 self._return(segment, receiver)
+        if is_last:
+            self.close()
 
     def remove_idle(self) -> list[int]:
         """Drops the free segments, if nothing has been put since the last call.
@@ -197,12 +199,12 @@ class SegmentPool:
 
     def close(self) -> None:
         """Drops all segments; the receivers are gone, or keep what they have mapped."""
-        self._drop_free()
         with self._lock:
             self._is_closed = True
             in_use = list(self._in_use.values())
             self._in_use.clear()
         self._limit.release([segment.size for segment in in_use])
+        self._drop_free()
 
     def _drop_free(self) -> list[int]:
         with self._lock:
