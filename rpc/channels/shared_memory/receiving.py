@@ -137,14 +137,14 @@ class MappedSegments:
             except OSError as error:
                 log.warning("cannot use a segment of %d bytes again: %s", mapped.size, error)
                 return
-        self._give_back(number)
+        self._return(number)
 
     def _copy(self, number: int, buffer: "ctypes.Array[ctypes.c_char]") -> memoryview:
         copied = np.frombuffer(memoryview(buffer), dtype=np.uint8).copy()
-        self._give_back(number)
+        self._return(number)
         return copied.data
 
-    def _give_back(self, number: int) -> None:
+    def _return(self, number: int) -> None:
         self.released.append(number)
         self._on_released()
 

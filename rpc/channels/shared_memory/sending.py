@@ -172,7 +172,7 @@ class SegmentPool:
             self._limit.release([segment.size])
 
     def remove_receiver(self, receiver: Hashable) -> None:
-        """Takes back all segments from a lost receiver, and sends it no others. Closes the pool after the last one."""
+        """Takes back all segments from a lost receiver, and sends it no others; closes after the last receiver."""
         with self._lock:
             self._receivers.discard(receiver)
             is_last = not self._receivers
