@@ -5,6 +5,7 @@ import gc
 import os
 from pathlib import Path
 
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent
 
 MIB = 1 << 20
@@ -12,8 +13,14 @@ MIB = 1 << 20
 kept = []
 
 
+def network():
+    agent = current_agent()
+    assert isinstance(agent, GrpcAgent)
+    return agent._network
+
+
 def channel():
-    return current_agent()._network._shared_memory
+    return network()._shared_memory
 
 
 def used_bytes():

@@ -11,7 +11,6 @@ from gradwire import rpc
 from gradwire.rpc.channels.shared_memory import channel as shared_memory
 from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
 from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool, SharedMemoryLimit
-from gradwire.rpc.contracts.agent import current_agent
 
 from tests.hosts import MEMORY, separate, why_unavailable
 from tests.remote_functions import identity, wait_until
@@ -22,6 +21,7 @@ from tests.rpc.segments import (
     kept,
     kept_sums,
     mapped_files,
+    network,
     release_kept,
     segments_of,
     used_bytes,
@@ -261,17 +261,17 @@ def test_a_call_that_is_not_sent_gives_its_segment_back(pair):
         rpc.rpc_sync("worker1", identity, (torch.ones(MIB),))
         before = used_bytes()
         assert before > 0
-        network = current_agent()._network
-        send = network.send
+        used = network()
+        send = used.send
 
         def refuse(worker, envelope):
             raise ValueError("on purpose")
 
-        network.send = refuse
+        used.send = refuse
         for _ in range(5):
             with pytest.raises(ValueError, match="on purpose"):
                 rpc.rpc_async("worker1", identity, (torch.ones(MIB),))
-        network.send = send
+        used.send = send
         assert used_bytes() <= before + 4 * MIB
 
     a.run(check)
