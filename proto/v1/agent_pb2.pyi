@@ -349,6 +349,58 @@ class SocketChoice(google.protobuf.message.Message):
 Global___SocketChoice: typing_extensions.TypeAlias = SocketChoice
 
 @typing.final
+class BulkRequest(google.protobuf.message.Message):
+    """Asks the receiver for connections by which the sender sends it large payloads, and nothing comes back. Answered by a
+    BulkOffer.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUNDLE_FIELD_NUMBER: builtins.int
+    CONNECTIONS_FIELD_NUMBER: builtins.int
+    bundle: builtins.int
+    """counts the sender's requests to the receiver; the connections open and end together"""
+    connections: builtins.int
+    """how many"""
+    def __init__(
+        self,
+        *,
+        bundle: builtins.int = ...,
+        connections: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bundle", b"bundle", "connections", b"connections"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BulkRequest: typing_extensions.TypeAlias = BulkRequest
+
+@typing.final
+class BulkOffer(google.protobuf.message.Message):
+    """Each socket carries parts of payloads, in any order. A part begins with a header of 16 bytes: the letters "part", the
+    number of the part in its payload (32 bits) and the transfer_id (64 bits), both little endian. Parts have 1 MiB,
+    except the last one of a payload.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUNDLE_FIELD_NUMBER: builtins.int
+    SOCKETS_FIELD_NUMBER: builtins.int
+    bundle: builtins.int
+    @property
+    def sockets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SocketOffer]:
+        """as many as asked for; none if the payloads have to go another way"""
+
+    def __init__(
+        self,
+        *,
+        bundle: builtins.int = ...,
+        sockets: collections.abc.Iterable[Global___SocketOffer] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bundle", b"bundle", "sockets", b"sockets"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BulkOffer: typing_extensions.TypeAlias = BulkOffer
+
+@typing.final
 class Frame(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -358,6 +410,8 @@ class Frame(google.protobuf.message.Message):
     GOODBYE_FIELD_NUMBER: builtins.int
     DEPARTURE_FIELD_NUMBER: builtins.int
     CHOICE_FIELD_NUMBER: builtins.int
+    BULK_REQUEST_FIELD_NUMBER: builtins.int
+    BULK_OFFER_FIELD_NUMBER: builtins.int
     goodbye: builtins.bool
     """the sender closes the stream; a stream closed without it means a lost worker"""
     @property
@@ -372,6 +426,10 @@ class Frame(google.protobuf.message.Message):
 
     @property
     def choice(self) -> Global___SocketChoice: ...
+    @property
+    def bulk_request(self) -> Global___BulkRequest: ...
+    @property
+    def bulk_offer(self) -> Global___BulkOffer: ...
     def __init__(
         self,
         *,
@@ -381,10 +439,12 @@ class Frame(google.protobuf.message.Message):
         goodbye: builtins.bool = ...,
         departure: Global___Departure | None = ...,
         choice: Global___SocketChoice | None = ...,
+        bulk_request: Global___BulkRequest | None = ...,
+        bulk_offer: Global___BulkOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "departure", b"departure", "hello", b"hello", "welcome", b"welcome"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "hello", b"hello", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "departure", b"departure", "envelopes", b"envelopes", "goodbye", b"goodbye", "hello", b"hello", "welcome", b"welcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "envelopes", b"envelopes", "goodbye", b"goodbye", "hello", b"hello", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Frame: typing_extensions.TypeAlias = Frame
@@ -528,6 +588,7 @@ class Payload(google.protobuf.message.Message):
     LOCAL_FIELD_NUMBER: builtins.int
     BROADCAST_FIELD_NUMBER: builtins.int
     SEGMENT_FIELD_NUMBER: builtins.int
+    BULK_FIELD_NUMBER: builtins.int
     inline: builtins.bytes
     local: builtins.int
     """a worker sends to itself: the key under which it keeps the bytes"""
@@ -537,6 +598,8 @@ class Payload(google.protobuf.message.Message):
     def broadcast(self) -> Global___BroadcastPayload: ...
     @property
     def segment(self) -> Global___SegmentPayload: ...
+    @property
+    def bulk(self) -> Global___BulkPayload: ...
     def __init__(
         self,
         *,
@@ -545,12 +608,13 @@ class Payload(google.protobuf.message.Message):
         local: builtins.int = ...,
         broadcast: Global___BroadcastPayload | None = ...,
         segment: Global___SegmentPayload | None = ...,
+        bulk: Global___BulkPayload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast", "segment"]
+    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast", "segment", "bulk"]
     _WhichOneofArgType_location: typing_extensions.TypeAlias = typing.Literal["location", b"location"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 
@@ -600,6 +664,30 @@ class SegmentPayload(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SegmentPayload: typing_extensions.TypeAlias = SegmentPayload
+
+@typing.final
+class BulkPayload(google.protobuf.message.Message):
+    """Bytes that the same worker sends by the connections of a bundle: see BulkRequest."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUNDLE_FIELD_NUMBER: builtins.int
+    TRANSFER_ID_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    bundle: builtins.int
+    transfer_id: builtins.int
+    nbytes: builtins.int
+    def __init__(
+        self,
+        *,
+        bundle: builtins.int = ...,
+        transfer_id: builtins.int = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bundle", b"bundle", "nbytes", b"nbytes", "transfer_id", b"transfer_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BulkPayload: typing_extensions.TypeAlias = BulkPayload
 
 @typing.final
 class BroadcastPayload(google.protobuf.message.Message):

@@ -11,8 +11,9 @@ from typing import Any, final
 
 import torch
 
-from ...errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
+from ...errors import AnswerFailedError, RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
+from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
 from ..channels.router import PayloadReader
 from ..contracts.devices import Device, DeviceMap
@@ -283,6 +284,8 @@ class Client:
         if self._is_from_another(source, envelope.id):
             return
         self.kept.pop(envelope.id, None)
+        if isinstance(error, PayloadLostError):
+            error = AnswerFailedError(source.name, str(error))
         self._fail(self._take(envelope.id), error)
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:

@@ -288,6 +288,7 @@ class GrpcAgent(RpcAgent):
             "lost_workers": {self.worker(lost).name: end.reason for lost, end in self._network.lost.items()},
             **self._codec.traffic.counts(),
             "transports": self._network.transport_names(),
+            "channels": self._network.channel_names(),
             "broadcast_groups": self._network.broadcasts.groups,
             "all_gather_groups": self._all_gather_service.formed_groups,
             **self._extensions.live_objects(),

@@ -1,8 +1,10 @@
 """An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, final
 
 import grpc
@@ -13,15 +15,11 @@ from ...errors import LossCause, SerializationError, UnknownWorkerError, WorkerL
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
+from ..channels.bulk.channel import BulkChannel
 from ..channels.chunked import ChunkedChannel
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.router import (
-    ChannelRouter,
-    PayloadReader,
-    PayloadWriter,
-    read_inline,
-)
+from ..channels.router import ChannelRouter, Collecting, PayloadReader, PayloadWriter, read_inline
 from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
@@ -31,6 +29,7 @@ from ..membership.addresses import ListenAddress
 from ..membership.members import Member
 from ..membership.roster import RosterLog
 from ..transports.base import Transport, TransportClosedError
+from ..transports.bulk_sockets import BulkSockets
 from ..transports.grpc_stream import GrpcStreams
 from ..transports.handshake import Handshake
 from ..transports.loopback import LoopbackTransport
@@ -57,10 +56,7 @@ class NetworkListener(Protocol):
     """Handles what a network reports. Its methods are called on any thread and must not block."""
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Handles an envelope whose payloads have not arrived, or have to be collected.
-
-        `on_message`, `on_rejected` or `on_dropped` follows.
-        """
+        """Handles an envelope before its payloads; `on_message`, `on_rejected` or `on_dropped` follows."""
 
     def on_message(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, announced: bool
@@ -118,40 +114,29 @@ class Network:
         self._events.run(self._build(group))
 
     async def _build(self, group: str) -> None:
-        loop = self._events.loop
+        loop, channels = self._events.loop, self._options.channels
         self._handshake = Handshake(group, self.me, self._learn)
-        self._shared_memory = SharedMemoryChannel(loop, self._options.channels)
+        self._shared_memory = SharedMemoryChannel(loop, channels)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         self._sockets = SocketListener(loop, kinds)
-        self._streams = GrpcStreams(
-            loop,
-            self._handshake,
-            self,
-            SocketParts(kinds, self._sockets, self._executor, self._is_on_this_host, self._shared_memory.listener),
+        bulk = BulkSockets(loop, self._sockets, self._is_on_this_host, self._send_frame)
+        parts = SocketParts(
+            kinds, self._sockets, self._executor, self._is_on_this_host, self._shared_memory.listener, bulk
         )
-        chunks = ChunkedChannel(
-            loop,
-            self._handshake,
-            lambda peer: self._members[peer].address,
-            self._options.channels,
-            self._streams.abort,
-        )
+        self._streams = GrpcStreams(loop, self._handshake, self, parts)
+        chunks = ChunkedChannel(loop, self._handshake, self._address_of, channels, self._streams.abort)
+        memory, broadcasts = self._shared_memory, self._options.broadcasts
         self.broadcasts = BroadcastChannel(
-            loop,
-            self.me.id,
-            chunks,
-            self._shared_memory,
-            lambda peer: UNIX in kinds and self._is_on_this_host(peer),
-            self._options.channels,
-            self._options.broadcasts,
+            loop, self.me.id, chunks, memory, self._may_share_memory, channels, broadcasts
         )
         self._router = ChannelRouter(
-            self._options.channels,
+            channels,
             self.me.id,
             small=InlineChannel(),
-            large=chunks,
+            bulk=BulkChannel(loop, bulk, self._executor, chunks, channels, self._has_socket),
+            chunked=chunks,
             local=LocalChannel(),
-            shared_memory=self._shared_memory,
+            shared_memory=memory,
             broadcast=self.broadcasts,
         )
         self._server = aio.server(options=SERVER_OPTIONS)
@@ -181,6 +166,18 @@ class Network:
         """Sets the members; none of them is let in before `admit`."""
         for member in sorted(members, key=lambda member: member.info.id):
             self._add(member)
+
+    def _address_of(self, peer: int) -> str:
+        return self._members[peer].address
+
+    def _send_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
+        self._streams.send_frame(peer, frame)
+
+    def _may_share_memory(self, peer: int) -> bool:
+        return UNIX in self._options.transports and self._is_on_this_host(peer)
+
+    def _has_socket(self, peer: int) -> bool:
+        return self._transports[peer].name in (UNIX, TCP)
 
     def _is_on_this_host(self, peer: int) -> bool:
         return self._members[peer].network == self._members[self.me.id].network
@@ -256,6 +253,10 @@ class Network:
         """Returns the name of the transport to each member, by the member's name."""
         return {worker.name: self._transports[worker.id].name for worker in self.workers()}
 
+    def channel_names(self) -> dict[str, str]:
+        """Returns the name of the channel for large payloads to each member, by the member's name."""
+        return {worker.name: self._router.name_for(worker.id) for worker in self.workers()}
+
     def writer(self, worker: WorkerInfo, broadcast: Broadcast | None = None) -> PayloadWriter:
         """Returns a writer for the payloads of an envelope; `broadcast` is shared with other envelopes."""
         return self._router.writer(worker.id, broadcast)
@@ -317,18 +318,22 @@ class Network:
         """Collects the payloads of an envelope that has arrived. Called by transports on any thread."""
         if self._lost and source.id in self._lost:
             return  # read after its loss has been handled, with which all that it had asked for has ended
-        payloads: PayloadReader | None = read_inline
-        if envelope.tensors or not envelope.body.HasField("inline"):
-            try:
-                payloads = self._router.collect_now(source.id, envelope)
-            except ValueError as error:
-                self._listener.on_rejected(source, envelope, error)
-                return
-        if payloads is not None:
-            self._listener.on_message(source, envelope, payloads, announced=False)
-        else:
+        if not envelope.tensors and envelope.body.HasField("inline"):
+            self._listener.on_message(source, envelope, read_inline, announced=False)
+            return
+        try:
+            payloads = self._router.collect_now(source.id, envelope)
+        except (ValueError, RuntimeError) as error:  # a refusal, or no memory
+            self._listener.on_rejected(source, envelope, error)
+            return
+        if payloads is None:
             self._listener.on_announced(source, envelope)
             self._events.loop.call_soon_threadsafe(self._collect, source, envelope)
+        elif isinstance(payloads, concurrent.futures.Future):
+            self._listener.on_announced(source, envelope)
+            payloads.add_done_callback(partial(self._on_collected, source, envelope))
+        else:
+            self._listener.on_message(source, envelope, payloads, announced=False)
 
     def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Collects the payloads outside an envelope. Called on the loop."""
@@ -340,21 +345,20 @@ class Network:
         except Exception as error:  # a refusal, or no memory
             self._listener.on_rejected(source, envelope, error)
             return
-        if not isinstance(arrived, asyncio.Future):
+        if isinstance(arrived, asyncio.Future):
+            arrived.add_done_callback(partial(self._on_collected, source, envelope))
+        else:
             self._listener.on_message(source, envelope, arrived, announced=True)
-            return
 
-        def collected(done: "asyncio.Future[PayloadReader]") -> None:
-            error = None if done.cancelled() else done.exception()
-            if isinstance(error, ValueError):
-                self._listener.on_rejected(source, envelope, error)
-            elif done.cancelled() or error is not None:
-                # The worker is lost, which fails what waits for this message.
-                self._listener.on_dropped(source, envelope)
-            else:
-                self._listener.on_message(source, envelope, done.result(), announced=True)
-
-        arrived.add_done_callback(collected)
+    def _on_collected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, done: Collecting) -> None:
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, ValueError):
+            self._listener.on_rejected(source, envelope, error)
+        elif done.cancelled() or error is not None:
+            # The worker is lost, which fails what waits for this message.
+            self._listener.on_dropped(source, envelope)
+        else:
+            self._listener.on_message(source, envelope, done.result(), announced=True)
 
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """Handles the end of the connection to a worker. Called by transports on the loop."""

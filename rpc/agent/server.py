@@ -8,6 +8,7 @@ from typing import Any, final
 
 from ...errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
+from ..channels.base import PayloadLostError
 from ..channels.router import PayloadReader
 from ..contracts.messages import ERROR, RESULT, Deferred, Handler, Incoming, Outgoing
 from ..contracts.worker import WorkerInfo
@@ -78,6 +79,8 @@ class Server:
     def reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""
         self.cancellable.discard(source, envelope)
+        if isinstance(error, PayloadLostError):
+            error = SendFailedError(self._me.name, str(error))
         self._answer_error(source, envelope, error)
 
     def _run(

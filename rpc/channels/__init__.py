@@ -1,1 +1,1 @@
-"""Channels: how bytes of bodies and tensors travel: in the envelope, in shared memory, in chunks, by broadcast."""
+"""Channels: how the bytes of bodies and tensors travel, inside the envelope or apart from it."""

@@ -5,6 +5,7 @@ body and of each of its tensors. A payload may travel inside the envelope or apa
 """
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
@@ -12,10 +13,20 @@ from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
 
-__all__ = ["Channel", "SendingChannel", "StartTransfer", "check_size"]
+__all__ = ["Arriving", "Channel", "PayloadLostError", "SendingChannel", "StartTransfer", "check_size"]
+
+Arriving = asyncio.Future[Buffer] | concurrent.futures.Future[Buffer]
+"""The bytes of a payload that has not arrived."""
 
 StartTransfer = Callable[[], None]
 """Starts to send a payload. Called at most once, from any thread, and must not block."""
+
+
+class PayloadLostError(ValueError):
+    """The connection that carried a payload broke, while the worker that sent it is not lost.
+
+    A ValueError, because the message is rejected as one whose payload is malformed.
+    """
 
 
 def check_size(nbytes: int, options: ChannelOptions) -> None:
@@ -48,10 +59,11 @@ class Channel(Protocol):
     name: ClassVar[str]
     """The name of the channel: the field of the oneof `location` in `Payload` that it sets."""
 
-    def receive(self, peer: int, payload: agent_pb2.Payload) -> "Buffer | asyncio.Future[Buffer]":
+    def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer | Arriving:
         """Returns the bytes of a payload, or a future of them if they have not arrived.
 
-        The future fails with ValueError if the transfer is malformed, with ConnectionError if the peer is lost.
+        The future fails with ValueError if the transfer is malformed or breaks, and with ConnectionError if the
+        peer is lost.
 
         Args:
             peer: the sender.

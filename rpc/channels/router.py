@@ -1,20 +1,27 @@
 """Chooses the channel of each payload, and collects the payloads of received envelopes."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
-from .base import Channel, SendingChannel, StartTransfer
+from .base import Arriving, Channel, SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
+from .bulk.channel import BulkChannel
 from .shared_memory.channel import SharedMemoryChannel
 
-__all__ = ["ChannelRouter", "PayloadReader", "PayloadWriter", "read_inline"]
+__all__ = ["ChannelRouter", "Collecting", "PayloadReader", "PayloadWriter", "read_inline"]
 
 PayloadReader = Callable[[agent_pb2.Payload], Buffer]
 """Returns the bytes of a payload of one received envelope."""
+
+Collecting = asyncio.Future[PayloadReader] | concurrent.futures.Future[PayloadReader]
+"""The payloads of an envelope, some of which have not arrived."""
 
 
 @final
@@ -103,7 +110,8 @@ class ChannelRouter:
         self_id: int,
         *,
         small: SendingChannel,
-        large: SendingChannel,
+        bulk: BulkChannel,
+        chunked: SendingChannel,
         local: SendingChannel,
         shared_memory: SharedMemoryChannel,
         broadcast: Channel,
@@ -114,7 +122,8 @@ class ChannelRouter:
             options: the sizes of small payloads.
             self_id: the id of this worker.
             small: for payloads inside the envelope.
-            large: for all others.
+            bulk: for all others; sends by `chunked` where there are no bulk connections.
+            chunked: receives what was sent in chunks.
             local: for large payloads from this worker to itself.
             shared_memory: for large payloads to workers that it is connected to.
             broadcast: receives large payloads that were sent to several workers at once.
@@ -122,10 +131,11 @@ class ChannelRouter:
         self._options = options
         self._self_id = self_id
         self._small = small
-        self._large = large
+        self._bulk = bulk
+        self._chunked = chunked
         self._local = local
         self._shared_memory = shared_memory
-        channels: Sequence[Channel] = (small, large, local, shared_memory, broadcast)
+        channels: Sequence[Channel] = (small, bulk, chunked, local, shared_memory, broadcast)
         self._by_name = {channel.name: channel for channel in channels}
 
     @property
@@ -133,9 +143,17 @@ class ChannelRouter:
         """All channels."""
         return tuple(self._by_name.values())
 
+    def name_for(self, peer: int) -> str:
+        """Returns the name of the channel that large payloads to a worker go by now."""
+        if peer == self._self_id:
+            return self._local.name
+        if self._shared_memory.is_connected(peer):
+            return self._shared_memory.name
+        return self._bulk.name if self._bulk.is_connected(peer) else self._chunked.name
+
     def writer(self, peer: int, broadcast: Broadcast | None = None) -> "PayloadWriter":
         """Returns a writer for the payloads of one envelope to `peer`; see PayloadWriter."""
-        large = self._local if peer == self._self_id else self._large
+        large = self._local if peer == self._self_id else self._bulk
         return PayloadWriter(self._options, peer, self._small, large, self._shared_memory, broadcast)
 
     def can_withdraw(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
@@ -170,43 +188,55 @@ class ChannelRouter:
             raise
         return asyncio.ensure_future(collection.complete()) if collection.pending else collection.read
 
-    def collect_now(self, peer: int, envelope: agent_pb2.Envelope) -> "PayloadReader | None":
-        """Collects the payloads of a received envelope, if they are there. Called by the thread that reads.
+    def collect_now(
+        self, peer: int, envelope: agent_pb2.Envelope
+    ) -> "PayloadReader | concurrent.futures.Future[PayloadReader] | None":
+        """Collects the payloads of a received envelope. Called by the thread that reads.
 
         Returns:
-            The reader of the payloads; None if some of them have to be collected on the loop.
+            The reader of the payloads if all have arrived, else a future of it; None if some of them have to be
+            collected on the loop.
 
         Raises:
-            ValueError: a payload is refused.
+            ValueError: a payload is refused. All of the envelope's payloads are discarded.
+            RuntimeError: there is no memory for one; as well.
         """
         external = []
         for payload in _payloads(envelope):
             location = payload.WhichOneof("location")
-            if location == "segment":
+            if location in ("segment", "bulk"):
                 external.append(payload)
             elif location is not None and location != "inline":
                 return None
         if not external:
             return read_inline
-        received: dict[int, Buffer] = {}
+        segments: dict[int, Buffer] = {}
+        pending: dict[int, concurrent.futures.Future[Buffer]] = {}
         try:
             for payload in external:
-                received[payload.segment.number] = self._shared_memory.receive(peer, payload)
-        except ValueError:
-            for payload in external[len(received) :]:
-                self._shared_memory.discard(peer, payload)
+                if payload.HasField("segment"):
+                    segments[payload.segment.number] = self._shared_memory.receive(peer, payload)
+                else:
+                    pending[payload.bulk.transfer_id] = self._bulk.receive(peer, payload)
+        except (ValueError, RuntimeError):
+            for payload in external:
+                if payload.segment.number not in segments:
+                    self._channel(peer, payload).discard(peer, payload)
             raise
+        transfers: dict[int, Buffer] = {}
 
         def read(payload: agent_pb2.Payload) -> Buffer:
             # Kept no longer: a segment goes back when nothing refers to its bytes.
-            return received.pop(payload.segment.number) if payload.HasField("segment") else payload.inline
+            if payload.HasField("segment"):
+                return segments.pop(payload.segment.number)
+            return transfers.pop(payload.bulk.transfer_id) if payload.HasField("bulk") else payload.inline
 
-        return read
+        return _when_all_arrived(pending, transfers, read) if pending else read
 
     def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
         channel = self._by_name[payload.WhichOneof("location") or self._small.name]
         # A local payload of another worker is malformed; the other channel refuses it.
-        return self._large if channel is self._local and peer != self._self_id else channel
+        return self._chunked if channel is self._local and peer != self._self_id else channel
 
 
 @final
@@ -217,8 +247,10 @@ class _Collection:
         self.received: dict[bytes, Buffer] = {}
         self.pending: dict[bytes, asyncio.Future[Buffer]] = {}
 
-    def add(self, payload: agent_pb2.Payload, data: "Buffer | asyncio.Future[Buffer]") -> None:
+    def add(self, payload: agent_pb2.Payload, data: Buffer | Arriving) -> None:
         key = payload.SerializeToString()
+        if isinstance(data, concurrent.futures.Future):
+            data = asyncio.wrap_future(data)
         if isinstance(data, asyncio.Future):
             self.pending[key] = data
         else:
@@ -233,6 +265,33 @@ class _Collection:
     def read(self, payload: agent_pb2.Payload) -> Buffer:
         """Returns the bytes of a payload inside or outside the envelope."""
         return payload.inline if _is_inline(payload) else self.received[payload.SerializeToString()]
+
+
+def _when_all_arrived(
+    pending: "Mapping[int, concurrent.futures.Future[Buffer]]", transfers: dict[int, Buffer], read: PayloadReader
+) -> "concurrent.futures.Future[PayloadReader]":
+    """Returns a future of a reader, which is done when the payloads are; it fails with the first that does.
+
+    Args:
+        pending: the payloads, by transfer id. The callbacks, which futures keep, do not refer to them.
+        transfers: where to put the bytes for the reader.
+        read: the reader.
+    """
+    collected: concurrent.futures.Future[PayloadReader] = concurrent.futures.Future()
+    count = len(pending)
+
+    def on_arrival(number: int, arrived: "concurrent.futures.Future[Buffer]") -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # another thread was first
+            if (error := arrived.exception()) is not None:
+                collected.set_exception(error)
+                return
+            transfers[number] = arrived.result()
+            if len(transfers) == count:
+                collected.set_result(read)
+
+    for number, future in pending.items():
+        future.add_done_callback(partial(on_arrival, number))
+    return collected
 
 
 def _is_inline(payload: agent_pb2.Payload) -> bool:

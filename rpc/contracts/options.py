@@ -12,6 +12,7 @@ from .devices import Device
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_RPC_TIMEOUT",
+    "MAX_BULK_CONNECTIONS",
     "AllGatherOptions",
     "BroadcastOptions",
     "ChannelOptions",
@@ -22,6 +23,9 @@ __all__ = [
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+
+MAX_BULK_CONNECTIONS = 16
+"""Connections by which one worker may send large payloads to another."""
 
 TRANSPORTS = ("unix", "tcp", "grpc")
 """What may carry messages."""
@@ -37,9 +41,13 @@ class ChannelOptions:
     """Where the bytes of bodies and tensors travel.
 
     inline_threshold: bytes below which a payload travels inside its envelope.
-    max_inline_bytes: bytes of payloads that one envelope carries inside at most; the rest is chunked.
-    chunk_bytes: bytes of one chunk of a larger payload.
+    max_inline_bytes: bytes of payloads that one envelope carries inside at most; the rest is sent apart from it.
+    chunk_bytes: bytes of one chunk of a larger payload that goes by gRPC, because there are no bulk connections.
+    bulk_connections: TCP connections, from 1 to 16, by which this worker sends payloads of inline_threshold bytes
+        and more to each worker of another host. They carry parts of one payload at the same time.
     max_payload_bytes: bytes of the largest payload a worker accepts from another; nothing larger is allocated.
+    max_cached_bytes: bytes of memory of received tensors that this worker keeps for further ones when the tensors
+        are gone, as long as it receives large payloads from other hosts.
     shared_memory_threshold: bytes from which a payload for a worker of this host, to which there is a unix socket,
         goes through shared memory. (A few tensors of up to 64 KiB are part of the body.)
     max_shared_bytes: bytes of shared memory that this worker makes at most, for all other workers together; beyond
@@ -50,7 +58,9 @@ class ChannelOptions:
     inline_threshold: int = 128 * KIB
     max_inline_bytes: int = MIB
     chunk_bytes: int = MIB
+    bulk_connections: int = 2
     max_payload_bytes: int = 16 * GIB
+    max_cached_bytes: int = 256 * MIB
     shared_memory_threshold: int = 48 * KIB
     max_shared_bytes: int = 4 * GIB
     max_mapped_bytes: int = 16 * GIB
@@ -59,7 +69,12 @@ class ChannelOptions:
         for option in fields(self):
             value = getattr(self, option.name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{option.name} is {value!r}: give a whole number of bytes, at least 1")
+                unit = "connections" if option.name == "bulk_connections" else "bytes"
+                raise ValueError(f"{option.name} is {value!r}: give a whole number of {unit}, at least 1")
+        if self.bulk_connections > MAX_BULK_CONNECTIONS:
+            raise ValueError(
+                f"bulk_connections is {self.bulk_connections}: give a number from 1 to {MAX_BULK_CONNECTIONS}"
+            )
         if self.max_inline_bytes > 32 * MIB or self.chunk_bytes > 32 * MIB:
             raise ValueError("max_inline_bytes and chunk_bytes can be 32 MiB at most: gRPC frames hold no more")
 

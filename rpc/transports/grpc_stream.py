@@ -94,6 +94,11 @@ class GrpcStreams:
         """Ends the stream to a peer that cannot be used any more; see `GrpcStream.abort`."""
         self._streams[peer].abort(reason)
 
+    def send_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
+        """Sends a frame without envelopes by the stream to a peer."""
+        self._streams[peer].outbox.put_frame(frame.SerializeToString())
+        self._streams[peer].connect()
+
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
         """Serves the Exchange method of the agent's gRPC service."""
         first = await context.read()
@@ -196,9 +201,8 @@ class GrpcStream:
 
         It is not used if there is a stream, or if this worker is opening one and has the lower id.
         """
-        if self._state is _State.OPEN:
-            return False
-        if self._state is _State.DIALING and self._peer.id > self._streams.handshake.me.id:
+        is_preferred = self._state is _State.DIALING and self._peer.id > self._streams.handshake.me.id
+        if self._state is _State.OPEN or is_preferred:
             return False
         if self._dialing is not None:
             self._dialing.cancel()
@@ -237,6 +241,7 @@ class GrpcStream:
                     self._streams.listener.on_envelope(self._peer, envelope)
                 if frame.HasField("choice"):
                     await self._on_choice(frame.choice.kind)
+                self._streams.sockets.bulk.on_frame(self._peer.id, frame)
                 if frame.goodbye:
                     peer_end = WorkerEnd.from_proto(frame.departure)
                     break
@@ -273,15 +278,10 @@ class GrpcStream:
         self._wake.set()
 
     def _use_socket(self, kind: str, connection: socket.socket) -> None:
-        segments = self._streams.sockets.segments(self._peer.id) if kind == UNIX else None
-        used = EnvelopeSocket(
-            kind,
-            connection,
-            self._streams.sockets.executor,
-            partial(self._streams.listener.on_envelope, self._peer),
-            self._on_socket_end,
-            segments,
-        )
+        sockets = self._streams.sockets
+        segments = sockets.segments(self._peer.id) if kind == UNIX else None
+        on_envelope = partial(self._streams.listener.on_envelope, self._peer)
+        used = EnvelopeSocket(kind, connection, sockets.executor, on_envelope, self._on_socket_end, segments)
         if segments is not None:
             segments.connect(used)
         self.outbox.use_socket(used)

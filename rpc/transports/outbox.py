@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import final
 
 from ...proto.v1 import agent_pb2
@@ -28,6 +28,8 @@ class Outbox:
         self._tickets = itertools.count()
         self._queue: OrderedDict[int, bytes] = OrderedDict()
         """Envelopes as fields of a frame, by ticket."""
+        self._frames: deque[bytes] = deque()
+        """Frames without envelopes. They go by the stream, also if there is a socket."""
         self.socket: EnvelopeSocket | None = None
         """The socket that carries the envelopes in place of the gRPC stream."""
         self.closed_reason: str | None = None
@@ -60,6 +62,10 @@ class Outbox:
         self._queue[ticket] = envelope
         return ticket, len(self._queue) == 1
 
+    def put_frame(self, frame: bytes) -> None:
+        """Queues a frame without envelopes for the stream, in front of the envelopes."""
+        self._frames.append(frame)
+
     def withdraw(self, ticket: int) -> bool:
         """Removes an envelope from the queue, if it is there."""
         with self._lock:
@@ -74,7 +80,9 @@ class Outbox:
             self.socket = connection
 
     def next_frame(self) -> bytes:
-        """Takes envelopes of up to FRAME_BYTES, but at least one, from the queue; empty if there is none."""
+        """Takes a frame from the queue, up to FRAME_BYTES, but at least one envelope; empty if there is none."""
+        if self._frames:
+            return self._frames.popleft()
         with self._lock:
             taken: list[bytes] = []
             size = 0

@@ -15,14 +15,23 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from ...c10d.addresses import format_address
 from ...proto.v1 import agent_pb2
 from ..execution.executor import Executor
 from .envelope_socket import SegmentListener
 
-__all__ = ["TCP", "UNIX", "OfferedSocket", "SocketListener", "SocketParts", "dial"]
+__all__ = [
+    "OFFER_TIMEOUT_S",
+    "TCP",
+    "UNIX",
+    "FrameListener",
+    "OfferedSocket",
+    "SocketListener",
+    "SocketParts",
+    "dial",
+]
 
 UNIX = "unix"
 TCP = "tcp"
@@ -34,14 +43,27 @@ NONCE_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 """Seconds that the offered address may take to accept a connection, and the dialing worker to dial it."""
 
+OFFER_TIMEOUT_S = CONNECT_TIMEOUT_S + NONCE_TIMEOUT_S
+"""Seconds after which an offer is void."""
+
 MAX_UNADMITTED = 64
 """Connections that may not have said their nonce yet; further ones wait to be accepted."""
+
+KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+"""How the kernel finds out that the other host has lost power or network: after 20 + 4 * 5 idle seconds."""
 
 _ADMITTED = b"\x01"
 _CREDENTIALS = struct.Struct("3i")
 """The layout of SO_PEERCRED: process, user and group."""
 
 log = logging.getLogger(__name__)
+
+
+class FrameListener(Protocol):
+    """Handles fields of frames that have nothing to do with envelopes. Called on the event loop."""
+
+    def on_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
+        """Handles the frame of a peer; most frames have no such field."""
 
 
 @final
@@ -60,9 +82,13 @@ class OfferedSocket:
         else:
             self._connection.set_result(connection)
 
-    async def connection(self) -> socket.socket:
-        """Waits for the connection, which the other worker says that it has made. Raises TimeoutError."""
-        async with asyncio.timeout(NONCE_TIMEOUT_S):
+    async def connection(self, seconds: float = NONCE_TIMEOUT_S) -> socket.socket:
+        """Waits for the connection. Raises TimeoutError.
+
+        Args:
+            seconds: how long; by default as long as it takes if the other worker says that it has made it.
+        """
+        async with asyncio.timeout(seconds):
             return await asyncio.shield(self._connection)
 
     def withdraw(self) -> None:
@@ -83,7 +109,8 @@ class SocketListener:
             kinds: UNIX, TCP or both: what may be offered.
         """
         self._loop = loop
-        self._kinds = kinds
+        self.kinds = kinds
+        """What may be offered."""
         self._where = ("", "")
         self._listeners: dict[str, socket.socket] = {}
         self._accepting: set[asyncio.Task[None]] = set()
@@ -101,8 +128,8 @@ class SocketListener:
         Args:
             same_host: whether the worker is on this host, and in this network namespace.
         """
-        kind = UNIX if same_host and UNIX in self._kinds else TCP
-        if kind not in self._kinds:
+        kind = UNIX if same_host and UNIX in self.kinds else TCP
+        if kind not in self.kinds:
             return None
         try:
             address = self._listen(kind)
@@ -111,7 +138,7 @@ class SocketListener:
             return None
         offered = OfferedSocket(self._loop, kind, address)
         self._offered[offered.offer.nonce] = offered
-        self._loop.call_later(CONNECT_TIMEOUT_S + NONCE_TIMEOUT_S, self._offered.pop, offered.offer.nonce, None)
+        self._loop.call_later(OFFER_TIMEOUT_S, self._offered.pop, offered.offer.nonce, None)
         return offered
 
     async def close(self) -> None:
@@ -203,7 +230,7 @@ async def dial(
             try:
                 return offer.kind, await _dial(loop, offer)
             except (OSError, ValueError) as error:
-                log.info("no %s socket to %s, so gRPC carries the calls: %s", offer.kind, offer.address, error)
+                log.info("no %s socket to %s, so gRPC is used: %s", offer.kind, offer.address, error)
     return None
 
 
@@ -256,6 +283,8 @@ def _prepare(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @final
@@ -268,6 +297,7 @@ class SocketParts:
     executor: its threads read the sockets.
     is_same_host: tells by the id of a worker whether it is on this host, in this network namespace.
     segments: returns what handles the frames about shared memory, on a new unix socket to the worker with this id.
+    bulk: handles the requests for bulk connections, and the offers of them, that come by the stream.
     """
 
     kinds: Sequence[str]
@@ -275,3 +305,4 @@ class SocketParts:
     executor: Executor
     is_same_host: Callable[[int], bool]
     segments: Callable[[int], SegmentListener]
+    bulk: "FrameListener"

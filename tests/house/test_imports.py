@@ -33,7 +33,7 @@ RPC_ARROWS = {
     "contracts": {"execution"},
     "wire": {"contracts", "execution"},
     "transports": {"contracts", "execution", "wire"},
-    "channels": {"contracts", "wire", "transports"},
+    "channels": {"contracts", "execution", "wire", "transports"},
     "membership": {"contracts"},
     "collectives": {"contracts"},
     "profiling": {"contracts"},

@@ -27,7 +27,7 @@ from ...contracts.control import ControlMessages
 from ...contracts.messages import Buffer
 from ...contracts.options import BroadcastOptions, ChannelOptions
 from ...contracts.worker import WorkerInfo
-from ..base import SendingChannel, StartTransfer
+from ..base import Arriving, SendingChannel, StartTransfer
 from ..shared_memory.channel import SharedMemoryChannel
 from .receiving import ReceivingGroup
 from .sending import Broadcast, SendingGroup
@@ -207,7 +207,7 @@ class BroadcastChannel:
         """Sends by chunks: `broadcast` is for several receivers."""
         return self._chunked.send(peer, data)
 
-    def receive(self, peer: int, payload: agent_pb2.Payload) -> "asyncio.Future[Buffer] | Buffer":
+    def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer | Arriving:
         """Takes part in the broadcast, and returns a future of the bytes."""
         announced = payload.broadcast
         if not 0 < announced.nbytes <= self._limits.max_payload_bytes:

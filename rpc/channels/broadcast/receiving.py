@@ -11,7 +11,7 @@ import torch
 from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
-from ..base import Channel
+from ..base import Arriving, Channel
 from .group import BroadcastGroup
 
 __all__ = ["ReceivingGroup"]
@@ -80,7 +80,7 @@ class ReceivingGroup:
         else:
             self._group.start()
 
-    def receive(self, payload: agent_pb2.BroadcastPayload) -> "asyncio.Future[Buffer] | Buffer":
+    def receive(self, payload: agent_pb2.BroadcastPayload) -> Buffer | Arriving:
         """Returns a future of an announced payload's bytes, received as chunks if this worker has left the group.
 
         Raises:

@@ -46,6 +46,11 @@ class SharedMemoryChannel:
         """Bytes of all segments that this worker has made."""
         return self._limit.used
 
+    def is_connected(self, peer: int) -> bool:
+        """Returns whether there is a unix socket to a peer."""
+        state = self._peers.get(peer)
+        return state is not None and state.is_connected
+
     def listener(self, peer: int) -> PeerSegments:
         """Returns what handles the frames about segments on a new socket to a worker. Called on the loop."""
         state = PeerSegments(self._loop, self._options, self._limit)

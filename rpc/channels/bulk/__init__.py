@@ -1,0 +1,1 @@
+"""Bulk connections: TCP connections of their own for large payloads between hosts."""
