@@ -21,6 +21,7 @@ GradwireError
     ├── RpcTimeoutError           .worker, .seconds: a call did not finish within its timeout
     ├── RpcCancelledError         .worker: the caller cancelled the call
     ├── SendFailedError           .worker, .reason: a message was not sent; sending it again is safe
+    ├── SendQueueFullError        .worker, .option, .limit: a call was not sent, as too much is in flight
     ├── AnswerFailedError         .worker, .reason: a call has run, but its answer could not be sent
     ├── WorkerLostError           .worker, .reason, .cause: the peer died, left, or cannot be reached
     ├── SerializationError        .path: the part of the arguments or of the result that cannot be sent
@@ -65,6 +66,7 @@ __all__ = [
     "RpcError",
     "RpcTimeoutError",
     "SendFailedError",
+    "SendQueueFullError",
     "SerializationError",
     "StoreError",
     "StoreNetworkError",
@@ -228,7 +230,7 @@ class UnknownWorkerError(RpcError):
 
 
 class RpcTimeoutError(RpcError):
-    """A call did not finish within its timeout. The remote function may have run."""
+    """A call did not finish within its timeout. The remote function may have run, unless the text denies it."""
 
     def __init__(self, worker: str, seconds: float, activity: str = "a call to worker") -> None:
         super().__init__(f"RPC ran for more than its timeout of {seconds:g} s: {activity} {worker!r}")
@@ -251,6 +253,25 @@ class SendFailedError(RpcError):
         super().__init__(f"{activity} {worker!r} could not be sent: {reason}")
         self.worker = worker
         self.reason = reason
+
+
+class SendQueueFullError(RpcError):
+    """A call was not sent, because too much is in flight. Calling again is safe.
+
+    Attributes:
+        worker: the name of the worker called.
+        option: the option of FlowControlOptions that is the bound.
+        limit: its value.
+    """
+
+    def __init__(self, worker: str, option: str, limit: int, advice: str) -> None:
+        super().__init__(
+            f"a call to worker {worker!r} was not sent: as much is in flight as {option}={limit} of "
+            f"rpc.FlowControlOptions allows; {advice}"
+        )
+        self.worker = worker
+        self.option = option
+        self.limit = limit
 
 
 class AnswerFailedError(RpcError):

@@ -25,7 +25,13 @@ from .backend_registry import (
 from .calls import broadcast_call, rpc_async, rpc_sync
 from .collectives.api import AllGatherStates, all_gather, barrier
 from .contracts.agent import RpcAgent, is_initialized
-from .contracts.options import AllGatherOptions, BroadcastOptions, ChannelOptions, RpcBackendOptions
+from .contracts.options import (
+    AllGatherOptions,
+    BroadcastOptions,
+    ChannelOptions,
+    FlowControlOptions,
+    RpcBackendOptions,
+)
 from .contracts.worker import WorkerInfo
 from .contracts.worker_events import WorkerEventHandle, WorkerJoined, WorkerLeft
 from .execution.futures import Future
@@ -45,6 +51,7 @@ __all__ = [
     "BackendValue",
     "BroadcastOptions",
     "ChannelOptions",
+    "FlowControlOptions",
     "Future",
     "RRef",
     "RpcAgent",

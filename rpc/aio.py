@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar, TypeVarTuple, final, overload
 
 import torch
 
-from .calls import rpc_async
+from .calls import send_call_async
 from .contracts.agent import Destination, current_agent
 from .contracts.arguments import UNSET_RPC_TIMEOUT
 from .contracts.worker import WorkerInfo
@@ -91,9 +91,10 @@ async def call(
 ) -> Any:
     """Runs a function on a worker and returns its result. Takes and raises what `rpc_sync` does.
 
-    Cancelling the task that awaits it cancels the call: see `Future.cancel`.
+    Cancelling the task that awaits it cancels the call: see `Future.cancel`. While more is in flight than
+    FlowControlOptions allow, only this task waits, while `rpc_async` in a coroutine raises SendQueueFullError.
     """
-    return await rpc_async(to, func, args, kwargs, timeout)
+    return await (await send_call_async(to, func, args, kwargs, timeout))
 
 
 async def wait(future: torch.futures.Future[R]) -> R:

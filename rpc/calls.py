@@ -1,6 +1,7 @@
 """The functions that call other workers: `rpc_sync`, `rpc_async` and `broadcast_call`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from ..torch_internals import profiler_enabled
@@ -19,6 +20,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "send_call",
+    "send_call_async",
 ]
 
 R = TypeVar("R")
@@ -108,6 +110,8 @@ def rpc_async(
 
     Raises:
         NotInitializedError, UnknownWorkerError, SerializationError, TypeError, ValueError: nothing was sent.
+        SendQueueFullError: nothing was sent, as too much is in flight, and FlowControlOptions or an event loop on
+            this thread do not allow to wait.
     """
     future = send_call(to, func, args, kwargs, timeout)
     note_future(future)
@@ -148,6 +152,24 @@ def send_call(
     else:
         future = agent.request(worker, request)
     future.describe = lambda: f"rpc_{mode.value} {name or name_of(func)}"
+    return future
+
+
+async def send_call_async(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Sends a call as `rpc_async` does, but does not block an event loop while too much is in flight."""
+    agent = current_agent()
+    worker = agent.worker(to)
+    request = Request(CALL, check_call(func, args, kwargs), check_timeout(timeout), CALL_PARTS)
+    with profiled_call(agent, RPCExecMode.ASYNC, func, worker) if profiler_enabled() else nullcontext():
+        future = await agent.request_async(worker, request)
+    future.describe = lambda: f"rpc_async {name_of(func)}"
+    note_future(future)
     return future
 
 

@@ -179,6 +179,10 @@ class _FaultyTransport:
     def name(self) -> str:
         return "faulty"
 
+    @property
+    def queued_bytes(self) -> int:
+        return self._transport.queued_bytes
+
     def __init__(
         self, faults: _Faults, transport: Transport, peer: WorkerInfo, loop: asyncio.AbstractEventLoop
     ) -> None:

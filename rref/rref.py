@@ -120,7 +120,11 @@ class RRef(Generic[T_co]):
                     raise _value_timeout(handle, seconds) from None
                 raise copy_error(error).with_traceback(error.__traceback__) from error.__cause__
         else:
-            value = await self._fetch(handle, seconds)
+            try:
+                fetched = await handle.agent.request_async(handle.owner, self._fetch_request(handle, seconds))
+            except NotInitializedError as error:
+                raise self._is_gone(error) from None
+            value = await fetched
         return value
 
     def local_value(self) -> T_co:
@@ -243,16 +247,17 @@ class RRef(Generic[T_co]):
         return known
 
     def _fetch(self, handle: UserHandle, seconds: float | None) -> Future[Any]:
-        handle.check_usable(self, "to_here()")
-        identifier = tuple(handle.id)
         try:
-            return handle.agent.request(
-                handle.owner, Request(MessageType.RREF_FETCH, identifier, timeout=seconds, keep=handle.lease)
-            )
+            return handle.agent.request(handle.owner, self._fetch_request(handle, seconds))
         except NotInitializedError as error:
-            raise NotInitializedError(
-                f"{error}. {self} is gone: Cannot call to_here() on it after deletion."
-            ) from None
+            raise self._is_gone(error) from None
+
+    def _fetch_request(self, handle: UserHandle, seconds: float | None) -> Request:
+        handle.check_usable(self, "to_here()")
+        return Request(MessageType.RREF_FETCH, tuple(handle.id), timeout=seconds, keep=handle.lease)
+
+    def _is_gone(self, error: NotInitializedError) -> NotInitializedError:
+        return NotInitializedError(f"{error}. {self} is gone: Cannot call to_here() on it after deletion.")
 
     def _wait(self, handle: OwnerHandle, seconds: float) -> T_co:
         try:

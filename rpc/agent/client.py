@@ -1,11 +1,11 @@
 """The requests that this worker has sent, until they are answered."""
 
+import asyncio
 import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, final
 
@@ -16,8 +16,8 @@ from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
 from ..channels.router import PayloadReader
-from ..contracts.devices import Device, DeviceMap
-from ..contracts.messages import CANCEL, ERROR, Handler, Outgoing, Request
+from ..contracts.devices import DeviceMap
+from ..contracts.messages import CANCEL, ERROR, Outgoing, Request
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.deadlines import Deadlines
@@ -26,41 +26,21 @@ from ..execution.futures import Future
 from ..wire.device_maps import device_map_to_proto
 from ..wire.failures import decode_failure
 from ..wire.pickling import Packed
-from ..wire.tensors import make_sendable
+from ..wire.tensors import bytes_of
 from .codec import Codec
 from .extensions import Extensions
 from .factories import DeadlinesFactory
+from .flow_control import FlowControl, Waiter
 from .network import Network
+from .pending import PendingRequest
 from .stats import CallCounter
 
-__all__ = ["Client", "PendingRequest"]
+__all__ = ["Client"]
 
 MAX_KEPT_BYTES = 1024
 """Bytes of the body and tensors of a pending request that may stay in its envelope; larger ones are removed."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class PendingRequest:
-    """A request that is not answered yet."""
-
-    identifier: int
-    future: Future[Any]
-    worker: WorkerInfo
-    handler: Handler
-    timeout: float
-    sent: Outgoing | None = None
-    """Set once it is sent, if it can be cancelled."""
-
-
-@dataclass(slots=True, frozen=True)
-class _Encoded:
-    """A request's value, pickled for one device map, and what its message shares with those to other workers."""
-
-    packed: Packed
-    device_map: DeviceMap
-    broadcast: Broadcast | None = None
 
 
 @final
@@ -78,6 +58,7 @@ class Client:
         extensions: Extensions,
         executor: Executor,
         calls: CallCounter,
+        flow_control: FlowControl,
         make_deadlines: DeadlinesFactory,
         name: str,
     ) -> None:
@@ -89,6 +70,7 @@ class Client:
             extensions: know the message types, and have hooks.
             executor: runs what an expired deadline causes, and is told of threads that wait for an answer.
             calls: counts users' calls in flight.
+            flow_control: bounds them.
             make_deadlines: makes the clock of the timeouts.
             name: of this worker, for the clock's thread.
         """
@@ -101,6 +83,8 @@ class Client:
         self._extensions = extensions
         self._executor = executor
         self._calls = calls
+        self._flow_control = flow_control
+        self._nesting = flow_control.nesting
         self._ids = itertools.count(1)
         self._deadlines: Deadlines = make_deadlines(
             self._expire, self.pending.__contains__, self.pending.__len__, f"gradwire-deadlines-{name}"
@@ -118,65 +102,27 @@ class Client:
         """
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack(request.value, request.label, worker, device_map)
-        return self._send(worker, request, timeout, packed, packed.tensors, device_map)
+        return self.send_packed(worker, request, timeout, packed, packed.tensors, device_map)
 
-    def send_all(
-        self,
-        workers: Sequence[WorkerInfo],
-        request: Request,
-        timeout: float,
-        around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
-    ) -> list[Future[Any]]:
-        """Sends a request to several workers: see `RpcAgent.request_all`."""
-        encoded = self._encode_all(workers, request)
-        same_for_all = all(each.packed is encoded[0].packed for each in encoded)
-        broadcast = self._network.broadcast(workers) if same_for_all else None
-        if broadcast is None:
-            return [self._try_send(*each, request, timeout, around) for each in zip(workers, encoded, strict=True)]
-        encoded[0].packed.tensors[:] = map(make_sendable, encoded[0].packed.tensors)
-        request = replace(request, keep=broadcast)
+    async def send_async(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
+        """Sends a request as `send` does, but awaits capacity for it instead of blocking."""
+        device_map = self._codec.device_map(worker)
+        packed = self._codec.pack(request.value, request.label, worker, device_map)
+        pending, message = self._begin(worker, request, timeout, packed, packed.tensors, device_map)
+        waiter = None
         try:
-            return [
-                self._try_send(worker, replace(each, broadcast=broadcast), request, timeout, around)
-                for worker, each in zip(workers, encoded, strict=True)
-            ]
-        finally:
-            broadcast.release()
+            if message.user_values and (waiter := self._admit(pending, message, blocks=False)) is not None:
+                await asyncio.wrap_future(waiter.woken)
+            if waiter is None or self._is_to_be_sent(pending):
+                self._codec.send(message)
+        except BaseException as error:
+            if not self._roll_back(pending, error):
+                raise
+        else:
+            self._note_sent(pending, message, waiter)
+        return pending.future
 
-    def _encode_all(self, workers: Sequence[WorkerInfo], request: Request) -> "list[_Encoded]":
-        """Pickles a request for several workers: once for each device map."""
-        by_map: dict[frozenset[tuple[Device, Device]], _Encoded] = {}
-        encoded = []
-        for worker in workers:
-            device_map = self._codec.device_map(worker)
-            key = frozenset(device_map.items())
-            if key not in by_map:
-                packed = self._codec.pack(request.value, request.label, worker, device_map)
-                by_map[key] = _Encoded(packed, device_map)
-            encoded.append(by_map[key])
-        return encoded
-
-    def _try_send(
-        self,
-        worker: WorkerInfo,
-        encoded: "_Encoded",
-        request: Request,
-        timeout: float,
-        around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
-    ) -> Future[Any]:
-        """Sends a request to one of several workers; an error fails this future only."""
-        with around(worker):
-            try:
-                packed = encoded.packed
-                tensors = [*packed.tensors]  # extensions replace some of them, for this worker only
-                return self._send(worker, request, timeout, packed, tensors, encoded.device_map, encoded.broadcast)
-            except Exception as error:
-                operation = self._extensions.handlers[request.kind].operation
-                future: Future[Any] = Future(self._executor, None, worker.name, operation)
-                future.set_exception(error)
-                return future
-
-    def _send(
+    def send_packed(
         self,
         worker: WorkerInfo,
         request: Request,
@@ -186,6 +132,46 @@ class Client:
         device_map: DeviceMap,
         broadcast: Broadcast | None = None,
     ) -> Future[Any]:
+        """Sends a request whose value is pickled.
+
+        Args:
+            worker: the receiver.
+            request: what to send.
+            timeout: seconds, 0 for none.
+            packed: the value.
+            tensors: those of the value, in a list that extensions may change.
+            device_map: which the value was pickled for.
+            broadcast: what the message shares with messages to other workers.
+        """
+        pending, message = self._begin(worker, request, timeout, packed, tensors, device_map)
+        waiter = None
+        try:
+            if message.user_values and (waiter := self._admit(pending, message)) is not None:
+                with self._executor.blocking():
+                    waiter.woken.result()
+            if waiter is None or self._is_to_be_sent(pending):
+                self._codec.send(message, broadcast)
+            elif broadcast is not None:
+                broadcast.not_sent(worker.id)
+        except BaseException as error:
+            if broadcast is not None:
+                broadcast.not_sent(worker.id)
+            if not self._roll_back(pending, error):
+                raise
+        else:
+            self._note_sent(pending, message, waiter)
+        return pending.future
+
+    def _begin(
+        self,
+        worker: WorkerInfo,
+        request: Request,
+        timeout: float,
+        packed: Packed,
+        tensors: list[torch.Tensor],
+        device_map: DeviceMap,
+    ) -> tuple[PendingRequest, Outgoing]:
+        """Makes the message of a request, and registers it: the answer may arrive before `send` returns."""
         handler = self._extensions.handlers[request.kind]
         identifier = next(self._ids)
         envelope = agent_pb2.Envelope(id=identifier, type=request.kind)
@@ -204,18 +190,51 @@ class Client:
             device_map,
             packed.leaves,
         )
-        pending = self._register(worker, identifier, handler, timeout, request.keep)
-        try:
-            self._codec.send(message, broadcast)
-        except BaseException as error:
-            if not self._roll_back(pending, error):
-                raise
-        else:
-            if handler.cancellable:
-                self._keep_for_cancel(pending, message)
-            if timeout:
-                self._deadlines.add(identifier, timeout)
-        return pending.future
+        cancel = partial(self.cancel, identifier) if handler.cancellable else None
+        future: Future[Any] = Future(self._executor, cancel, worker.name, handler.operation)
+        if handler.user_values:
+            self._calls.begin()
+        depth = self._nesting.depth
+        if depth:
+            envelope.depth = depth
+        pending = self.pending[identifier] = PendingRequest(identifier, future, worker, handler, timeout, depth)
+        if request.keep is not None:
+            self.kept[identifier] = worker.id, request.keep
+        return pending, message
+
+    def _admit(self, pending: PendingRequest, message: Outgoing, *, blocks: bool = True) -> Waiter | None:
+        """Counts a call as in flight. Returns what to wait for first if there is no capacity."""
+        nbytes = len(message.body)
+        if message.tensors:
+            nbytes += bytes_of(message.tensors)
+        waiter = self._flow_control.admit(pending.worker, pending.identifier, nbytes, blocks=blocks)
+        if waiter is not None:
+            pending.is_waiting = True
+            # Its timeout, the loss of its worker and shutdown fail the call, which ends the wait.
+            pending.future.add_done_callback(waiter.wake)
+            if pending.timeout:
+                self._deadlines.add(pending.identifier, pending.timeout)
+            if pending.worker.id in self._network.lost:  # handled before the request was registered
+                waiter.wake()
+        return waiter
+
+    def _is_to_be_sent(self, pending: PendingRequest) -> bool:
+        """Returns whether a call that has waited for capacity has not failed meanwhile."""
+        pending.is_waiting = False
+        if pending.identifier in self.pending:
+            return True
+        self._release_unsent(pending)
+        return False
+
+    def _release_unsent(self, pending: PendingRequest) -> None:
+        self.kept.pop(pending.identifier, None)
+        self._flow_control.abandon(pending.worker.id, pending.identifier)
+
+    def _note_sent(self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None) -> None:
+        if pending.handler.cancellable:
+            self._keep_for_cancel(pending, message)
+        if pending.timeout and waiter is None:
+            self._deadlines.add(pending.identifier, pending.timeout)
 
     def _keep_for_cancel(self, pending: PendingRequest, message: Outgoing) -> None:
         """Keeps what is needed to take a request back: not its value."""
@@ -225,26 +244,13 @@ class Client:
         message.body, message.tensors, message.references = b"", [], []
         pending.sent = message
 
-    def _register(
-        self, worker: WorkerInfo, identifier: int, handler: Handler, timeout: float, keep: object
-    ) -> PendingRequest:
-        """Registers a request before it is sent: the answer may arrive before `send` returns."""
-        cancel = partial(self.cancel, identifier) if handler.cancellable else None
-        future: Future[Any] = Future(self._executor, cancel, worker.name, handler.operation)
-        if handler.user_values:
-            self._calls.begin()
-        pending = self.pending[identifier] = PendingRequest(identifier, future, worker, handler, timeout)
-        if keep is not None:
-            self.kept[identifier] = worker.id, keep
-        return pending
-
     def _roll_back(self, pending: PendingRequest, error: BaseException) -> bool:
-        """Undoes `_register` for a request that was not sent.
+        """Undoes `_begin` and `_admit` for a request that was not sent.
 
         Returns:
             Whether the error fails the future. Else the caller gets it at once.
         """
-        self.kept.pop(pending.identifier, None)
+        self._release_unsent(pending)
         if isinstance(error, SendFailedError):
             error = SendFailedError(pending.worker.name, error.reason, pending.handler.description)
         if isinstance(error, WorkerLostError | SendFailedError):
@@ -262,6 +268,7 @@ class Client:
         if self._is_from_another(source, identifier):
             return
         pending = self.pending.pop(identifier, None)
+        self._flow_control.release(source.id, identifier)
         if self.kept:
             self.kept.pop(identifier, None)
         try:
@@ -276,7 +283,11 @@ class Client:
             return
         if pending is not None:
             self._tell_complete(pending)
-            pending.future.set_result(message.value)
+            if pending.depth:
+                with self._nesting.at(pending.depth):
+                    pending.future.set_result(message.value)
+            else:
+                pending.future.set_result(message.value)
             self._count_end(pending)
 
     def on_rejected_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
@@ -284,12 +295,14 @@ class Client:
         if self._is_from_another(source, envelope.id):
             return
         self.kept.pop(envelope.id, None)
+        self._flow_control.release(source.id, envelope.id)
         if isinstance(error, PayloadLostError):
             error = AnswerFailedError(source.name, str(error))
         self._fail(self._take(envelope.id), error)
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Fails the requests to a worker that is lost."""
+        self._flow_control.drop_worker(worker.id)  # first: callbacks may make calls that wait for capacity
         for identifier, pending in list(self.pending.items()):
             if pending.worker.id == worker.id:
                 self._fail(self._take(identifier), end.as_error(worker.name))
@@ -318,9 +331,10 @@ class Client:
         self._deadlines.close()
 
     def fail_all(self, error: Exception) -> None:
-        """Fails all requests that are pending."""
+        """Fails all requests that are pending, and those that are sent from now on."""
         for identifier in list(self.pending):
             self._fail(self._take(identifier), error)
+        self._flow_control.close()  # last: those that wait have failed, so they are not sent
         self.kept.clear()
 
     def _expire(self, identifier: int) -> None:
@@ -330,13 +344,16 @@ class Client:
 
     def _time_out(self, identifier: int) -> None:
         if (pending := self._take(identifier)) is not None:
-            error = RpcTimeoutError(pending.worker.name, pending.timeout, pending.handler.description)
-            self._fail(pending, error)
+            activity = pending.handler.description
+            if pending.is_waiting:
+                activity = f"not sent, because too much is in flight: {activity}"
+            self._fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, activity))
 
     def _withdraw(self, worker: WorkerInfo, sent: Outgoing) -> None:
         """Takes a request back, or asks its worker not to begin it. Called on the event loop."""
         if self._network.withdraw(worker, sent.ticket, sent.payloads):
             self.kept.pop(sent.envelope.id, None)
+            self._flow_control.release(worker.id, sent.envelope.id)
             self._executor.submit(self._extensions.on_send_aborted, sent)
             return
         cancel = agent_pb2.Envelope(id=sent.envelope.id, type=CANCEL)
@@ -358,7 +375,8 @@ class Client:
     def _fail(self, pending: PendingRequest | None, error: Exception) -> None:
         if pending is not None:
             self._tell_complete(pending)
-            pending.future.set_exception(error)
+            with self._nesting.at(pending.depth):  # of the calls that callbacks make
+                pending.future.set_exception(error)
             self._count_end(pending)
 
     def _tell_complete(self, pending: PendingRequest) -> None:

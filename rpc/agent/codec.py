@@ -123,20 +123,15 @@ class Codec:
             WorkerLostError, SendFailedError, SerializationError: nothing was sent; see `Network.send`.
             Exception: an extension refuses the message; nothing was sent.
         """
+        self._network.check_present(message.destination)
+        if not message.user_values:
+            self._put(message, broadcast)
+            return
+        self._extensions.on_send(message)
         try:
-            self._network.check_present(message.destination)
-            if not message.user_values:
-                self._put(message, broadcast)
-                return
-            self._extensions.on_send(message)
-            try:
-                self._put(message, broadcast)
-            except BaseException:
-                self._extensions.on_send_aborted(message)
-                raise
+            self._put(message, broadcast)
         except BaseException:
-            if broadcast is not None:
-                broadcast.not_sent(message.destination.id)
+            self._extensions.on_send_aborted(message)
             raise
 
     def _put(self, message: Outgoing, broadcast: Broadcast | None) -> None:

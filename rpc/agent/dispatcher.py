@@ -15,6 +15,8 @@ from ..execution.executor import Executor
 from ..membership.worker_events import WorkerEvents
 from .client import Client
 from .extensions import Extensions
+from .network_listener import Pause
+from .received_requests import ReceivedRequests
 from .server import Server
 
 __all__ = ["Dispatcher"]
@@ -39,6 +41,7 @@ class Dispatcher:
         extensions: Extensions,
         worker_events: WorkerEvents,
         executor: Executor,
+        received: ReceivedRequests,
         *,
         dynamic: bool,
     ) -> None:
@@ -51,6 +54,7 @@ class Dispatcher:
             extensions: are told of lost workers, and of messages that cannot be decoded.
             worker_events: is told of workers that join and leave.
             executor: runs what may block.
+            received: counts the requests that wait for a thread.
             dynamic: whether the group is a dynamic one.
         """
         self._client = client
@@ -59,6 +63,7 @@ class Dispatcher:
         self._extensions = extensions
         self._worker_events = worker_events
         self._executor = executor
+        self._received = received
         self._dynamic = dynamic
         self._failed: dict[int, str] = {}
 
@@ -67,17 +72,24 @@ class Dispatcher:
         """The ids of workers that were lost without leaving, and why they are lost; it grows."""
         return self._failed
 
-    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> Pause:
         """Handles an envelope whose payloads have not arrived yet."""
         self._server.on_announced(source, envelope)
+        return self._received.pause_of(source)
 
     def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Handles a message whose payloads will not arrive."""
         self._server.cancellable.discard(source, envelope)
 
     def on_message(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, announced: bool
-    ) -> None:
+        self,
+        source: WorkerInfo,
+        envelope: agent_pb2.Envelope,
+        payloads: PayloadReader,
+        *,
+        announced: bool,
+        nbytes: int = 0,
+    ) -> Pause:
         """Handles a message that has arrived."""
         kind = envelope.type
         if kind == CANCEL:
@@ -88,7 +100,10 @@ class Dispatcher:
         else:
             if not announced:
                 self._server.on_announced(source, envelope)
+            pause = self._received.add(source, nbytes)
             self._executor.submit(self._server.serve, source, envelope, payloads)
+            return pause
+        return None
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Handles a message that cannot be read."""

@@ -10,8 +10,8 @@ request that it answers.
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, final
 
 import torch
@@ -39,7 +39,10 @@ from .control import RetryingControlMessages
 from .dispatcher import Dispatcher
 from .extensions import Extensions
 from .factories import AgentFactories
+from .flow_control import FlowControl
+from .multi_sender import MultiSender
 from .quiescence import Quiescence
+from .received_requests import ReceivedRequests
 from .server import Server
 from .stats import CallCounter
 
@@ -105,16 +108,25 @@ class GrpcAgent(RpcAgent):
         packer = Packer()
         self._extensions = Extensions(packer)
         self._codec = Codec(info, options, packer, self._extensions, self._network)
+        self._flow_control = FlowControl(options.flow_control)
         self._client = Client(
             self._codec,
             self._network,
             self._extensions,
             self._executor,
             self._calls,
+            self._flow_control,
             factories.deadlines,
             info.name,
         )
-        self._server = Server(info, self._codec, self._extensions, self._executor, self._calls)
+        self._multi_sender = MultiSender(
+            self._client, self._codec, self._network, self._extensions, self._executor
+        )
+        self._received = ReceivedRequests(options.flow_control)
+        nesting = self._flow_control.nesting
+        self._server = Server(
+            info, self._codec, self._extensions, self._executor, self._calls, nesting, self._received
+        )
         self._all_gather_service = AllGatherService(self, self._codec)
         self._extensions.handlers.update(
             {
@@ -132,6 +144,7 @@ class GrpcAgent(RpcAgent):
             self._extensions,
             self._worker_events,
             self._executor,
+            self._received,
             dynamic=self._dynamic,
         )
 
@@ -198,6 +211,10 @@ class GrpcAgent(RpcAgent):
         """Sends a request and returns a future of its answer."""
         return self._client.send(worker, request, self._timeout_of(request))
 
+    async def request_async(self, worker: WorkerInfo, request: Request) -> Future[Any]:
+        """Sends a request, when there is capacity for it, and returns a future of its answer."""
+        return await self._client.send_async(worker, request, self._timeout_of(request))
+
     def request_all(
         self,
         workers: Sequence[WorkerInfo],
@@ -205,7 +222,7 @@ class GrpcAgent(RpcAgent):
         around: Callable[[WorkerInfo], AbstractContextManager[None]] = lambda _worker: nullcontext(),
     ) -> list[Future[Any]]:
         """Sends a request to several workers and returns futures of their answers."""
-        return self._client.send_all(workers, request, self._timeout_of(request), around)
+        return self._multi_sender.send_all(workers, request, self._timeout_of(request), around)
 
     def _timeout_of(self, request: Request) -> float:
         if self._closed:
@@ -255,9 +272,14 @@ class GrpcAgent(RpcAgent):
 
     # Threads.
 
-    def serving(self, message: Incoming) -> AbstractContextManager[object]:
-        """Returns the context in which a request is handled."""
-        return self._extensions.scope(message) or nullcontext()
+    @contextmanager
+    def serving(self, message: Incoming) -> Iterator[None]:
+        """Context manager in which a request is handled."""
+        with (
+            self._flow_control.nesting.at(message.envelope.depth + 1),
+            self._extensions.scope(message) or nullcontext(),
+        ):
+            yield
 
     def submit(self, task: Callable[..., None], *args: Any) -> None:
         """Runs a task on a thread of the executor."""
@@ -289,9 +311,21 @@ class GrpcAgent(RpcAgent):
             **self._codec.traffic.counts(),
             "transports": self._network.transport_names(),
             "channels": self._network.channel_names(),
+            "flow_control": self._flow_control_figures(),
             "broadcast_groups": self._network.broadcasts.groups,
             "all_gather_groups": self._all_gather_service.formed_groups,
             **self._extensions.live_objects(),
+        }
+
+    def _flow_control_figures(self) -> Mapping[str, Mapping[str, int]]:
+        """Returns what is in flight to each worker, queued for it and received from it, by the worker's name."""
+        return {
+            worker.name: {
+                **self._flow_control.figures(worker),
+                "send_queue_bytes": self._network.queued_bytes(worker),
+                **self._received.figures(worker),
+            }
+            for worker in self.workers()
         }
 
     def join(self, timeout: float) -> None:

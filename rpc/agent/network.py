@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import grpc
 
@@ -19,7 +19,13 @@ from ..channels.bulk.channel import BulkChannel
 from ..channels.chunked import ChunkedChannel
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.router import ChannelRouter, Collecting, PayloadReader, PayloadWriter, read_inline
+from ..channels.router import (
+    ChannelRouter,
+    Collecting,
+    PayloadWriter,
+    external_bytes,
+    read_inline,
+)
 from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
@@ -35,8 +41,9 @@ from ..transports.handshake import Handshake
 from ..transports.loopback import LoopbackTransport
 from ..transports.settings import MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
 from ..transports.sockets import TCP, UNIX, SocketListener, SocketParts
+from .network_listener import NetworkListener, Pause
 
-__all__ = ["Network", "NetworkListener"]
+__all__ = ["Network"]
 
 DRAIN_SECONDS = 5.0
 """Seconds that a closing worker waits for its peers to receive what is queued for them."""
@@ -50,30 +57,6 @@ GRACE_SECONDS = 1.0
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
-
-
-class NetworkListener(Protocol):
-    """Handles what a network reports. Its methods are called on any thread and must not block."""
-
-    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Handles an envelope before its payloads; `on_message`, `on_rejected` or `on_dropped` follows."""
-
-    def on_message(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, *, announced: bool
-    ) -> None:
-        """Handles a message that has arrived with all payloads; `announced` if `on_announced` came before."""
-
-    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """Handles a message whose payloads are not accepted."""
-
-    def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Handles a message whose payloads will not arrive, because its sender is lost."""
-
-    def on_peer_joined(self, worker: WorkerInfo) -> None:
-        """Handles a worker that has joined the dynamic group after this one. Called once for each."""
-
-    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Handles the loss of a worker. Called once for each."""
 
 
 @final
@@ -249,6 +232,10 @@ class Network:
             raise UnknownWorkerError(destination, [worker.name for worker in self.workers()])
         return found
 
+    def queued_bytes(self, worker: WorkerInfo) -> int:
+        """Returns the bytes of envelopes for a worker that the operating system has not taken yet."""
+        return self._transports[worker.id].queued_bytes
+
     def transport_names(self) -> dict[str, str]:
         """Returns the name of the transport to each member, by the member's name."""
         return {worker.name: self._transports[worker.id].name for worker in self.workers()}
@@ -314,28 +301,28 @@ class Network:
         self._router.withdraw(worker.id, payloads)
         return True
 
-    def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> Pause:
         """Collects the payloads of an envelope that has arrived. Called by transports on any thread."""
         if self._lost and source.id in self._lost:
-            return  # read after its loss has been handled, with which all that it had asked for has ended
+            return None  # read after its loss has been handled, with which all that it had asked for has ended
         if not envelope.tensors and envelope.body.HasField("inline"):
-            self._listener.on_message(source, envelope, read_inline, announced=False)
-            return
+            return self._listener.on_message(source, envelope, read_inline, announced=False, nbytes=nbytes)
         try:
             payloads = self._router.collect_now(source.id, envelope)
         except (ValueError, RuntimeError) as error:  # a refusal, or no memory
             self._listener.on_rejected(source, envelope, error)
-            return
+            return None
+        nbytes += external_bytes(envelope)
+        if payloads is not None and not isinstance(payloads, concurrent.futures.Future):
+            return self._listener.on_message(source, envelope, payloads, announced=False, nbytes=nbytes)
+        pause = self._listener.on_announced(source, envelope)
         if payloads is None:
-            self._listener.on_announced(source, envelope)
-            self._events.loop.call_soon_threadsafe(self._collect, source, envelope)
-        elif isinstance(payloads, concurrent.futures.Future):
-            self._listener.on_announced(source, envelope)
-            payloads.add_done_callback(partial(self._on_collected, source, envelope))
+            self._events.loop.call_soon_threadsafe(self._collect, source, envelope, nbytes)
         else:
-            self._listener.on_message(source, envelope, payloads, announced=False)
+            payloads.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
+        return pause
 
-    def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> None:
         """Collects the payloads outside an envelope. Called on the loop."""
         if source.id in self._lost:
             self._listener.on_dropped(source, envelope)
@@ -346,11 +333,13 @@ class Network:
             self._listener.on_rejected(source, envelope, error)
             return
         if isinstance(arrived, asyncio.Future):
-            arrived.add_done_callback(partial(self._on_collected, source, envelope))
+            arrived.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
         else:
-            self._listener.on_message(source, envelope, arrived, announced=True)
+            self._listener.on_message(source, envelope, arrived, announced=True, nbytes=nbytes)
 
-    def _on_collected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, done: Collecting) -> None:
+    def _on_collected(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int, done: Collecting
+    ) -> None:
         error = None if done.cancelled() else done.exception()
         if isinstance(error, ValueError):
             self._listener.on_rejected(source, envelope, error)
@@ -358,7 +347,7 @@ class Network:
             # The worker is lost, which fails what waits for this message.
             self._listener.on_dropped(source, envelope)
         else:
-            self._listener.on_message(source, envelope, done.result(), announced=True)
+            self._listener.on_message(source, envelope, done.result(), announced=True, nbytes=nbytes)
 
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """Handles the end of the connection to a worker. Called by transports on the loop."""

@@ -17,6 +17,8 @@ from ..wire.failures import encode_failure
 from .cancellation import CancellableRequests
 from .codec import Codec
 from .extensions import Extensions
+from .flow_control import Nesting
+from .received_requests import ReceivedRequests
 from .stats import CallCounter
 
 __all__ = ["Server"]
@@ -29,7 +31,14 @@ class Server:
     """Runs the handlers of requests, on the executor's threads, and sends their answers."""
 
     def __init__(
-        self, me: WorkerInfo, codec: Codec, extensions: Extensions, executor: Executor, calls: CallCounter
+        self,
+        me: WorkerInfo,
+        codec: Codec,
+        extensions: Extensions,
+        executor: Executor,
+        calls: CallCounter,
+        nesting: Nesting,
+        received: ReceivedRequests,
     ) -> None:
         """Makes the server of one agent.
 
@@ -39,6 +48,8 @@ class Server:
             extensions: have the handlers, and hooks.
             executor: runs the handlers.
             calls: counts users' calls in flight.
+            nesting: is told how deep the calls are that the handlers make.
+            received: is told of requests that begin to run.
         """
         self.cancellable = CancellableRequests()
         self.deferred = CallCounter()
@@ -50,6 +61,8 @@ class Server:
         self._extensions = extensions
         self._executor = executor
         self._calls = calls
+        self._nesting = nesting
+        self._received = received
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Notes a request whose payloads have not arrived yet. Called on the event loop."""
@@ -59,6 +72,7 @@ class Server:
 
     def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Runs a request and answers it. Runs on a thread of the executor."""
+        self._received.begin(source)
         handler = self._extensions.handlers.get(envelope.type)
         if handler is None:
             self.reject(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
@@ -67,13 +81,19 @@ class Server:
             self._extensions.on_decode_error(source, envelope, cancelled)
             self._answer_error(source, envelope, cancelled)  # so that its caller knows that it is over
         elif not handler.user_values:
-            self._run(source, envelope, payloads, handler)
+            self._nesting.depth = envelope.depth + 1  # hooks of a backward pass may make calls
+            try:
+                self._run(source, envelope, payloads, handler)
+            finally:
+                self._nesting.depth = 0
         else:
             self._calls.begin_serving()
+            self._nesting.depth = envelope.depth + 1
             deferred = False
             try:
                 deferred = self._run(source, envelope, payloads, handler)
             finally:
+                self._nesting.depth = 0
                 self._calls.end_serving(deferred=deferred)
 
     def reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:

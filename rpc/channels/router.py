@@ -15,7 +15,14 @@ from .broadcast.sending import Broadcast
 from .bulk.channel import BulkChannel
 from .shared_memory.channel import SharedMemoryChannel
 
-__all__ = ["ChannelRouter", "Collecting", "PayloadReader", "PayloadWriter", "read_inline"]
+__all__ = [
+    "ChannelRouter",
+    "Collecting",
+    "PayloadReader",
+    "PayloadWriter",
+    "external_bytes",
+    "read_inline",
+]
 
 PayloadReader = Callable[[agent_pb2.Payload], Buffer]
 """Returns the bytes of a payload of one received envelope."""
@@ -301,6 +308,16 @@ def _is_inline(payload: agent_pb2.Payload) -> bool:
 def read_inline(payload: agent_pb2.Payload) -> Buffer:
     """Returns the bytes of a payload inside its envelope."""
     return payload.inline
+
+
+def external_bytes(envelope: agent_pb2.Envelope) -> int:
+    """Returns the bytes of the payloads outside a received envelope, as it tells them."""
+    nbytes = 0
+    for payload in _payloads(envelope):
+        location = payload.WhichOneof("location")
+        if location not in ("inline", "local", None):
+            nbytes += getattr(payload, location).nbytes
+    return nbytes
 
 
 def _payloads(envelope: agent_pb2.Envelope) -> Iterator[agent_pb2.Payload]:

@@ -83,8 +83,14 @@ class RpcAgent(ABC):
 
         Raises:
             SerializationError: the value does not pickle; nothing was sent.
+            SendQueueFullError: too much is in flight, and the options or the calling thread do not allow to wait;
+                nothing was sent.
             NotInitializedError: the agent has shut down.
         """
+
+    async def request_async(self, worker: WorkerInfo, request: Request) -> Future[Any]:
+        """Sends a request as `request` does, but does not block an event loop while too much is in flight."""
+        return self.request(worker, request)
 
     def request_all(
         self,

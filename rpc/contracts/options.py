@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ __all__ = [
     "AllGatherOptions",
     "BroadcastOptions",
     "ChannelOptions",
+    "FlowControlOptions",
     "RpcBackendOptions",
     "check_rpc_timeout",
 ]
@@ -119,9 +120,55 @@ class AllGatherOptions:
         _check_switch_and_counts(self, "after", "max_groups")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowControlOptions:
+    """How much may wait for a slow or stopped worker: on the workers that call it, and on itself.
+
+    A call is in flight from when it is sent, or queued to be sent, until its answer arrives. One that times out or
+    is cancelled stays in flight until then, as it still waits to be sent or to run. A call counts as the bytes of
+    its arguments, and as 1 KiB at least. A call to a worker to which no other is in flight is always sent, however
+    large; for calls that remote functions make, only others of their depth of nesting count for this rule.
+
+    max_in_flight: calls to one worker that may be in flight.
+    max_in_flight_bytes: their bytes.
+    max_total_in_flight: calls to all workers together that may be in flight.
+    max_total_in_flight_bytes: their bytes.
+    max_received: requests of one worker that may have arrived and not run yet; beyond that, nothing more is read
+        from the connection to that worker until half of them have begun to run.
+    max_received_bytes: their bytes.
+    when_full: what a call does that would be one too many: "wait" until there is capacity, for as long as the
+        timeout of the call, or "raise" SendQueueFullError.
+    """
+
+    max_in_flight: int = 1 << 16
+    max_in_flight_bytes: int = 4 * GIB
+    max_total_in_flight: int = 1 << 18
+    max_total_in_flight_bytes: int = 16 * GIB
+    max_received: int = 1 << 16
+    max_received_bytes: int = 4 * GIB
+    when_full: Literal["wait", "raise"] = "wait"
+
+    def __post_init__(self) -> None:
+        _check_counts(self, *(option.name for option in fields(self) if option.name != "when_full"))
+        for name, total in (
+            ("max_in_flight", "max_total_in_flight"),
+            ("max_in_flight_bytes", "max_total_in_flight_bytes"),
+        ):
+            if getattr(self, name) > getattr(self, total):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, more than {total}={getattr(self, total)}: raise that too"
+                )
+        if self.when_full not in ("wait", "raise"):
+            raise ValueError(f"when_full is {self.when_full!r}: give 'wait' or 'raise'")
+
+
 def _check_switch_and_counts(options: BroadcastOptions | AllGatherOptions, *counts: str) -> None:
     if not isinstance(options.enabled, bool):
         raise TypeError(f"enabled is {options.enabled!r}: give True or False")
+    _check_counts(options, *counts)
+
+
+def _check_counts(options: object, *counts: str) -> None:
     for name in counts:
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -147,6 +194,7 @@ class RpcBackendOptions:
     channels: how the bytes of bodies and tensors travel.
     broadcasts: when tensors for several workers are sent to all of them at once.
     all_gather: when `all_gather` and `barrier` run through a process group.
+    flow_control: how much may be in flight, and received and not run yet.
     device_maps: by the name of a called worker: from this worker's CUDA devices to that worker's, for the tensors
         of a call. Results come back the opposite way.
     devices: this worker's CUDA devices that take part in calls. By default those in `device_maps`.
@@ -168,6 +216,7 @@ class RpcBackendOptions:
     channels: ChannelOptions = field(default_factory=ChannelOptions)
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
     all_gather: AllGatherOptions = field(default_factory=AllGatherOptions)
+    flow_control: FlowControlOptions = field(default_factory=FlowControlOptions)
     device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
     devices: Sequence[Device] = ()
 
@@ -296,6 +345,7 @@ _CHECKS = {
     "channels": _check_kind("channels", ChannelOptions),
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
     "all_gather": _check_kind("all_gather", AllGatherOptions),
+    "flow_control": _check_kind("flow_control", FlowControlOptions),
     "device_maps": _check_device_maps,
     "devices": _check_devices,
 }

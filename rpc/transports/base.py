@@ -1,5 +1,6 @@
 """The contract of transports, which carry the envelopes of messages between two workers."""
 
+import concurrent.futures
 from typing import Protocol
 
 from ...proto.v1 import agent_pb2
@@ -31,8 +32,15 @@ class Transport(Protocol):
     def name(self) -> str:
         """The name of this kind of transport in debug info."""
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of envelopes that have been sent by `send` and that the operating system has not taken yet."""
+
     def send(self, envelope: bytes) -> int:
-        """Queues one envelope, of at most `settings.MAX_ENVELOPE_BYTES`. The queue is unbounded.
+        """Queues one envelope, of at most `settings.MAX_ENVELOPE_BYTES`.
+
+        The queue has no bound of its own: it holds calls, which are bounded while they are in flight, and what
+        answers and accompanies calls.
 
         Returns:
             A ticket for `withdraw`.
@@ -64,10 +72,21 @@ class Transport(Protocol):
 class TransportListener(Protocol):
     """Receives the envelopes of all transports of an agent. Its methods must not block or raise."""
 
-    def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def on_envelope(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int
+    ) -> "concurrent.futures.Future[None] | None":
         """Handles an envelope from a peer. Called on any thread, for one peer by one thread at a time.
 
         Also called while `close` waits for the peer's goodbye.
+
+        Args:
+            source: the peer.
+            envelope: the envelope.
+            nbytes: its serialized size.
+
+        Returns:
+            A future: the transport reads nothing more from the peer, besides what it has read already, before it
+            is done. None if it can go on.
         """
 
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:

@@ -5,6 +5,7 @@ byte, and the content: an envelope, or what the channel of shared memory has to 
 of kind END ends a direction: the sender leaves in order.
 """
 
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -23,7 +24,7 @@ from ..execution.poller import READABLE
 from .frame_writer import FrameWriter
 from .settings import MAX_ENVELOPE_BYTES
 
-__all__ = ["CLOSED", "EnvelopeSocket", "OnSocketEnd", "SegmentListener"]
+__all__ = ["CLOSED", "EnvelopeSocket", "OnEnvelope", "OnSocketEnd", "SegmentListener"]
 
 READ_BYTES = 256 << 10
 """Bytes read at a time."""
@@ -58,6 +59,9 @@ class _Kind(IntEnum):
 
 
 log = logging.getLogger(__name__)
+
+OnEnvelope = Callable[[agent_pb2.Envelope, int], "concurrent.futures.Future[None] | None"]
+"""Handles an envelope: takes it and its serialized size. See TransportListener.on_envelope."""
 
 OnSocketEnd = Callable[[str], None]
 """Handles the end of a socket: takes the reason, which is empty if the peer has sent its end."""
@@ -98,7 +102,7 @@ class EnvelopeSocket:
         name: str,
         connection: socket.socket,
         executor: Executor,
-        on_envelope: Callable[[agent_pb2.Envelope], None],
+        on_envelope: OnEnvelope,
         on_end: OnSocketEnd,
         segments: SegmentListener | None = None,
     ) -> None:
@@ -108,7 +112,8 @@ class EnvelopeSocket:
             name: what debug info calls this kind of connection.
             connection: the socket; closed by `close`, or when the peer has closed it.
             executor: its threads read.
-            on_envelope: called with each envelope that arrives, in order. Must not block or raise.
+            on_envelope: called with each envelope that arrives, in order. Must not block or raise. Nothing more
+                is read before the future that it returns is done.
             on_end: called once, after the last envelope.
             segments: handles the frames about shared memory, on a unix socket.
         """
@@ -122,7 +127,11 @@ class EnvelopeSocket:
         self._writer = FrameWriter(connection, executor)
         self.released: deque[int] = deque()
         """The segments of the peer that this worker does not use any more, and has not told the peer of."""
+        self._paused: list[int] = []
+        """The descriptor of the socket while nothing is read; whoever takes it out has reading go on."""
         # What follows is used by the one thread that reads.
+        self._pause: concurrent.futures.Future[None] | None = None
+        """The last that `on_envelope` has returned since reading began."""
         self._received_descriptors: deque[int] = deque()
         self._beginning = b""
         """Bytes that have been read of a frame whose rest has not arrived."""
@@ -135,6 +144,11 @@ class EnvelopeSocket:
     def start(self) -> None:
         """Begins to read."""
         self._executor.watch(self._connection.fileno(), READABLE, self._on_readable)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that have been sent by this object and that the operating system has not taken."""
+        return self._writer.queued_bytes
 
     def send(self, envelope: bytes) -> None:
         """Writes an envelope, or queues it. Raises BrokenPipeError if the connection is known to be closed."""
@@ -178,6 +192,7 @@ class EnvelopeSocket:
         self._writer.cut()
         if self._has_ended:
             self.release()
+        self._read_on()
 
     def release(self) -> None:
         """Releases a connection that no thread reads any more, unless a thread is writing."""
@@ -206,7 +221,21 @@ class EnvelopeSocket:
         except Exception as error:
             log.exception("a message cannot be handled")
             self._end(f"its connection failed: {error!r}")
-        return not self._has_ended
+        if self._has_ended or self._pause is None:
+            return not self._has_ended
+        pause, self._pause = self._pause, None
+        self._paused.append(self._connection.fileno())
+        # From here on, another thread may read.
+        if self._writer.is_broken:  # what is left is read to the end: `close` may have come before the pause
+            self._read_on()
+        else:
+            pause.add_done_callback(self._read_on)
+        return False
+
+    def _read_on(self, *_: object) -> None:
+        """Ends a pause. Does nothing if there is none."""
+        with contextlib.suppress(IndexError):
+            self._executor.watch_again(self._paused.pop())
 
     def _receive(self) -> bytes:
         if self._segments is None:
@@ -226,7 +255,7 @@ class EnvelopeSocket:
         self._large_filled += count
         if self._large_filled == len(envelope):
             self._large = None
-            self._on_envelope(agent_pb2.Envelope.FromString(bytes(envelope)))
+            self._pause = self._on_envelope(agent_pb2.Envelope.FromString(bytes(envelope)), len(envelope))
 
     def _take_frames(self, data: bytes) -> None:
         """Handles the frames that are complete, and keeps the beginning of the one after them."""
@@ -245,7 +274,9 @@ class EnvelopeSocket:
                 break
             start = content + length
             if kind == _Kind.ENVELOPE:
-                self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]))
+                pause = self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]), length)
+                if pause is not None:
+                    self._pause = pause
             elif kind == _Kind.END:
                 self._end("")
                 return

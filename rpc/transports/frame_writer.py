@@ -74,6 +74,11 @@ class FrameWriter:
         """Whether nothing can be sent any more."""
         _writers_here.add(self)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the frames that are not written completely."""
+        return sum(map(len, list(self._queue)))
+
     def put(self, frame: bytes) -> None:
         """Writes a frame, or queues it. Drops it if the connection is broken."""
         if self.is_broken:

@@ -2,17 +2,29 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from enum import Enum, auto
 from typing import Any
 
 import grpc
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
+from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
+from .base import TransportListener
 from .settings import aio
 from .sockets import OfferedSocket
 
-__all__ = ["Read", "Write", "end_of_error", "raise_status", "welcome_frame", "write_frame"]
+__all__ = [
+    "Read",
+    "StreamState",
+    "Write",
+    "deliver",
+    "end_of_error",
+    "raise_status",
+    "welcome_frame",
+    "write_frame",
+]
 
 
 Read = Callable[[], Awaitable[Any]]
@@ -20,6 +32,25 @@ Read = Callable[[], Awaitable[Any]]
 
 Write = Callable[[bytes], Awaitable[Any]]
 """Writes a serialized frame."""
+
+
+class StreamState(Enum):
+    """What the stream between two workers is doing."""
+
+    IDLE = auto()
+    DIALING = auto()
+    AWAITING_PEER = auto()  # the peer is opening the stream that will be used
+    OPEN = auto()
+    CLOSED = auto()
+
+
+async def deliver(listener: TransportListener, peer: WorkerInfo, frame: agent_pb2.Frame) -> None:
+    """Hands the envelopes of a frame to a listener, and waits until more may be read."""
+    pause = None
+    for envelope in frame.envelopes:
+        pause = listener.on_envelope(peer, envelope, envelope.ByteSize()) or pause
+    if pause is not None:
+        await asyncio.wrap_future(pause)
 
 
 def welcome_frame(offered: OfferedSocket | None = None, *, duplicate: bool = False) -> bytes:

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
-from enum import Enum, auto
 from functools import partial
 from typing import Any, final
 
@@ -29,7 +28,7 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from .base import TransportListener
 from .envelope_socket import CLOSED, EnvelopeSocket
-from .grpc_calls import Read, Write, end_of_error, raise_status, welcome_frame, write_frame
+from .grpc_calls import Read, StreamState, Write, deliver, end_of_error, raise_status, welcome_frame, write_frame
 from .handshake import Handshake, RefusedError
 from .outbox import Outbox
 from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
@@ -53,14 +52,6 @@ BROKEN_SOCKET_GRACE_S = 1.0
 """Seconds that a stream may stand after its socket broke; if the peer has died, the stream tells how."""
 
 log = logging.getLogger(__name__)
-
-
-class _State(Enum):
-    IDLE = auto()
-    DIALING = auto()
-    AWAITING_PEER = auto()  # the peer is opening the stream that will be used
-    OPEN = auto()
-    CLOSED = auto()
 
 
 @final
@@ -138,7 +129,7 @@ class GrpcStream:
         self._peer = peer
         self._address = address
         # All attributes that follow are used on the loop only.
-        self._state = _State.IDLE
+        self._state = StreamState.IDLE
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self.goodbye = b""
@@ -153,6 +144,11 @@ class GrpcStream:
     def name(self) -> str:
         """The carrier of the envelopes: "unix", "tcp" or "grpc"."""
         return "grpc" if self.outbox.socket is None else self.outbox.socket.name
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of envelopes that are not on their way."""
+        return self.outbox.queued_bytes
 
     def send(self, envelope: bytes) -> int:
         """Sends an envelope, or queues it."""
@@ -171,10 +167,10 @@ class GrpcStream:
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
         """Sends the queue and a goodbye, waits for the peer's goodbye, and ends the stream."""
-        if self._state is _State.IDLE and dial:
+        if self._state is StreamState.IDLE and dial:
             self._start_or_wake()
         self.goodbye = agent_pb2.Frame(goodbye=True, departure=end.to_proto()).SerializeToString()
-        if self._state is _State.IDLE:
+        if self._state is StreamState.IDLE:
             self._finish(SHUT_DOWN, report=False)
             return
         self._wake.set()
@@ -193,7 +189,7 @@ class GrpcStream:
 
     def on_goodbye_sent(self) -> None:
         """Ends a stream that is awaited only to say goodbye. Called on the loop when the goodbye is sent."""
-        if self._state is _State.AWAITING_PEER:
+        if self._state is StreamState.AWAITING_PEER:
             self._finish(SHUT_DOWN, report=False)
 
     def accept(self) -> bool:
@@ -201,13 +197,13 @@ class GrpcStream:
 
         It is not used if there is a stream, or if this worker is opening one and has the lower id.
         """
-        is_preferred = self._state is _State.DIALING and self._peer.id > self._streams.handshake.me.id
-        if self._state is _State.OPEN or is_preferred:
+        is_preferred = self._state is StreamState.DIALING and self._peer.id > self._streams.handshake.me.id
+        if self._state is StreamState.OPEN or is_preferred:
             return False
         if self._dialing is not None:
             self._dialing.cancel()
             self._dialing = None
-        self._state = _State.OPEN
+        self._state = StreamState.OPEN
         return True
 
     async def welcome(self, read: Read, write: Write) -> None:
@@ -229,7 +225,7 @@ class GrpcStream:
             write: writes a frame.
             first: a frame to write before all others.
         """
-        self._state = _State.OPEN
+        self._state = StreamState.OPEN
         self._runner = asyncio.current_task()
         writer = self._loop.create_task(self._write_frames(write, first))
         reason = CLOSED
@@ -237,8 +233,7 @@ class GrpcStream:
         try:
             while (data := await read()) is not aio.EOF:
                 frame = agent_pb2.Frame.FromString(data)
-                for envelope in frame.envelopes:
-                    self._streams.listener.on_envelope(self._peer, envelope)
+                await deliver(self._streams.listener, self._peer, frame)
                 if frame.HasField("choice"):
                     await self._on_choice(frame.choice.kind)
                 self._streams.sockets.bulk.on_frame(self._peer.id, frame)
@@ -268,7 +263,7 @@ class GrpcStream:
         offered = self._offered
         if offered is not None and kind:
             connection = await offered.connection()
-            if self._state is _State.CLOSED:
+            if self._state is StreamState.CLOSED:
                 connection.close()
             else:
                 self._use_socket(offered.offer.kind, connection)
@@ -294,7 +289,7 @@ class GrpcStream:
 
     def _handle_socket_end(self, reason: str) -> None:
         self._socket_ended.set()
-        if reason and self._state is _State.OPEN and not self.goodbye:
+        if reason and self._state is StreamState.OPEN and not self.goodbye:
             self._loop.call_later(BROKEN_SOCKET_GRACE_S, self.abort, reason)
 
     async def _read_out_socket(self) -> None:
@@ -304,8 +299,8 @@ class GrpcStream:
                 await asyncio.wait_for(self._socket_ended.wait(), READ_OUT_TIMEOUT_S)
 
     def _start_or_wake(self) -> None:
-        if self._state is _State.IDLE and not self.goodbye:
-            self._state = _State.DIALING
+        if self._state is StreamState.IDLE and not self.goodbye:
+            self._state = StreamState.DIALING
             self._dialing = self._loop.create_task(self._dial())
         else:
             self._wake.set()
@@ -363,11 +358,11 @@ class GrpcStream:
 
     def _wait_for_peer(self) -> None:
         """Waits for the stream that the peer is opening; if none comes, opens one again."""
-        self._state = _State.AWAITING_PEER
+        self._state = StreamState.AWAITING_PEER
 
         def redial() -> None:
-            if self._state is _State.AWAITING_PEER:
-                self._state = _State.IDLE
+            if self._state is StreamState.AWAITING_PEER:
+                self._state = StreamState.IDLE
                 self._start_or_wake()
 
         self._loop.call_later(DUPLICATE_TIMEOUT_S, redial)
@@ -391,9 +386,9 @@ class GrpcStream:
             pass  # `run` sees the same end while it reads, with the reason
 
     def _finish(self, end: WorkerEnd, *, report: bool = True) -> None:
-        if self._state is _State.CLOSED:
+        if self._state is StreamState.CLOSED:
             return
-        self._state = _State.CLOSED
+        self._state = StreamState.CLOSED
         self.outbox.close(end.reason)
         self._ended.set()
         if report:

@@ -19,6 +19,11 @@ class LoopbackTransport:
         """The name in debug info."""
         return "loopback"
 
+    @property
+    def queued_bytes(self) -> int:
+        """Returns 0: there is no queue."""
+        return 0
+
     def __init__(self, me: WorkerInfo, listener: TransportListener) -> None:
         self._me = me
         self._listener = listener
@@ -28,7 +33,7 @@ class LoopbackTransport:
         """Delivers an envelope."""
         if self._closed:
             raise TransportClosedError(SHUT_DOWN.reason)
-        self._listener.on_envelope(self._me, agent_pb2.Envelope.FromString(envelope))
+        self._listener.on_envelope(self._me, agent_pb2.Envelope.FromString(envelope), len(envelope))
         return 0
 
     def withdraw(self, ticket: int) -> bool:  # noqa: ARG002

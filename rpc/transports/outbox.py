@@ -35,6 +35,13 @@ class Outbox:
         self.closed_reason: str | None = None
         """The reason that nothing can be sent any more; None until then."""
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the envelopes that are queued, here or in front of the socket."""
+        with self._lock:
+            queued = sum(map(len, self._queue.values()))
+        return queued + (self.socket.queued_bytes if self.socket is not None else 0)
+
     def send(self, envelope: bytes) -> tuple[int, bool]:
         """Writes an envelope to the socket, or queues it.
 

@@ -23,7 +23,14 @@ from .shared_tensors import find_shared, restore_shared
 from .small_tensors import is_in_order
 from .strides import can_keep_strides, dims_by_descending_stride, restore_strides
 
-__all__ = ["UnmappedDeviceError", "check_sendable", "decode_tensors", "encode_tensors", "make_sendable"]
+__all__ = [
+    "UnmappedDeviceError",
+    "bytes_of",
+    "check_sendable",
+    "decode_tensors",
+    "encode_tensors",
+    "make_sendable",
+]
 
 PutPayload = Callable[[memoryview], agent_pb2.Payload]
 """Sends bytes, and returns where the receiver finds them."""
@@ -196,6 +203,15 @@ def _quantization(tensor: torch.Tensor) -> agent_pb2.Quantization:
     if tensor.qscheme() is torch.per_tensor_affine:
         return agent_pb2.Quantization(scale=tensor.q_scale(), zero_point=tensor.q_zero_point())
     return agent_pb2.Quantization(axis=tensor.q_per_channel_axis())
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of the elements of tensors; memory that they share is counted for each of them."""
+    return sum(
+        (tensor.nbytes if tensor.layout is torch.strided else bytes_of(_components(tensor)))
+        for tensor in tensors
+        if not tensor.is_meta
+    )
 
 
 def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -98,7 +98,7 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
     """Sends a hand-made request from a to b. Returns a future of its answer."""
     future = a.request(b.info, Request(MessageType.CALL, (identity, ("ready",), {})))
     assert future.wait() == "ready"
-    from gradwire.rpc.agent.client import PendingRequest
+    from gradwire.rpc.agent.pending import PendingRequest
     from gradwire.rpc.execution.futures import Future
 
     future = Future(a._executor)

@@ -23,7 +23,7 @@ from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.agent.network import NetworkListener
+from gradwire.rpc.agent.network_listener import NetworkListener
 from gradwire.rpc.channels.inline import InlineChannel
 from gradwire.rpc.channels.router import PayloadWriter
 from gradwire.rpc.contracts.agent import holder

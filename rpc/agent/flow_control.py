@@ -1,0 +1,342 @@
+"""Bounds the calls that this worker has in flight: to each worker, and in sum.
+
+A call is in flight from when it is sent, or queued to be sent, until its answer arrives or its worker is lost. Its
+timeout does not end that: a worker that is stopped would otherwise be sent more calls after each timeout.
+
+Calls wait for capacity, and functions wait for the calls that they make. So that these waits never form a circle,
+each call has a depth: 0 for a call of the program, and for those that a remote function makes, one more than that
+of the call that it serves. A call is always admitted if none of its depth to the same worker is in flight. (The
+structured buffer pool of store-and-forward networks does the same with the hops of a packet.) docs/architecture.md
+has the argument.
+
+Far from the bounds, calls are counted by single operations on a dict and a set, which need no lock; near them, and
+for large and nested calls, under a lock.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, final
+
+from ...errors import SendQueueFullError
+from ..contracts.options import FlowControlOptions
+from ..contracts.worker import WorkerInfo
+
+__all__ = ["CALL_BYTES", "FlowControl", "Nesting", "Waiter"]
+
+CALL_BYTES = 1 << 10
+"""Bytes that a call counts as at least: some of what this worker keeps of it besides its arguments."""
+
+LOCK_FREE_MARGIN = 64
+"""The distance to a bound in which calls are counted under the lock. So a bound is exceeded only if more threads
+than this are interrupted between two steps at once."""
+
+TOTAL_OPTIONS = frozenset({"max_total_in_flight", "max_total_in_flight_bytes"})
+
+
+class Nesting(threading.local):
+    """How many calls the calls of this thread are inside of: 0 outside of remote functions."""
+
+    depth = 0
+
+    @contextlib.contextmanager
+    def at(self, depth: int) -> Iterator[None]:
+        """Context manager in which the calls of this thread have another depth."""
+        before, self.depth = self.depth, depth
+        try:
+            yield
+        finally:
+            self.depth = before
+
+
+class _Charge(NamedTuple):
+    """What a call counts as."""
+
+    depth: int
+    extra_bytes: int
+    """Its bytes beyond CALL_BYTES."""
+
+
+_PLAIN = _Charge(0, 0)
+"""The charge of nearly all calls; compared by identity."""
+
+
+@final
+class Waiter:
+    """A call that waits for capacity."""
+
+    def __init__(self, identifier: int, charge: _Charge) -> None:
+        self.identifier = identifier
+        self.charge = charge
+        self.woken: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done when the call is admitted, or has failed."""
+
+    def wake(self, *_: object) -> None:
+        """Ends the wait. Does nothing when called again."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.woken.set_result(None)
+
+
+@final
+class _Window:
+    """The calls to one worker that are in flight, and those that wait."""
+
+    def __init__(self, worker: WorkerInfo) -> None:
+        self.worker = worker
+        self.calls: dict[int, _Charge] = {}
+        """Those in flight, by id."""
+        self.lock_free_limit = 0
+        """The number of calls up to which no lock is needed."""
+        # Guarded by the lock of FlowControl.
+        self.extra_bytes = 0
+        self.nested: Counter[int] = Counter()
+        """The number of calls in flight by depth, except those of depth 0."""
+        self.waiting: dict[int, deque[Waiter]] = {}
+        """By depth."""
+
+    def count_at(self, depth: int) -> int:
+        """Returns the number of calls in flight of this depth."""
+        if depth:
+            return self.nested[depth]
+        # A nested call that is being released may still be in one of the two.
+        return max(0, len(self.calls) - self.nested.total()) if self.nested else len(self.calls)
+
+
+@final
+class FlowControl:
+    """Counts the calls of one agent that are in flight, and has more of them wait. Safe to use from any thread."""
+
+    def __init__(self, options: FlowControlOptions) -> None:
+        """Args: options: the bounds."""
+        self.nesting = Nesting()
+        self._options = options
+        self._max_calls, self._max_bytes = options.max_in_flight, options.max_in_flight_bytes
+        self._max_total_calls = options.max_total_in_flight
+        self._max_total_bytes = options.max_total_in_flight_bytes
+        self._lock = threading.Lock()
+        self._windows: dict[int, _Window] = {}
+        """By worker id."""
+        self._calls: set[int] = set()
+        """The ids of all calls in flight."""
+        self._lock_free_limit = 0
+        # Guarded by the lock.
+        self._is_closed = False
+        self._extra_bytes = 0
+        self._waiting: dict[int, _Window] = {}
+        """The windows in which calls wait, by worker id; the one that has admitted last is the last."""
+        self._is_total_full = False
+        """Whether a call waits for the sum over all workers."""
+        self._set_total_limit()
+
+    def admit(self, worker: WorkerInfo, identifier: int, nbytes: int, *, blocks: bool = True) -> Waiter | None:
+        """Counts a call as in flight, or has it wait for that.
+
+        Args:
+            worker: the worker that is called.
+            identifier: of the call.
+            nbytes: of its arguments.
+            blocks: whether the thread would block in the wait; an event loop must not.
+
+        Returns:
+            None if the call is admitted; else it is when `woken` of the waiter is done, unless it has failed.
+
+        Raises:
+            SendQueueFullError: the call may not wait.
+        """
+        window = self._windows.get(worker.id)
+        if window is None:
+            window = self._add(worker)
+        if (
+            nbytes <= CALL_BYTES
+            and len(window.calls) < window.lock_free_limit
+            and len(self._calls) < self._lock_free_limit
+            and not self.nesting.depth
+        ):
+            window.calls[identifier] = _PLAIN
+            self._calls.add(identifier)
+            return None
+        return self._admit_or_queue(window, identifier, nbytes, blocks=blocks)
+
+    def release(self, worker: int, identifier: int) -> None:
+        """Counts a call as answered, or not sent. Does nothing if no such call to the worker is in flight."""
+        window = self._windows.get(worker)
+        charge = window.calls.pop(identifier, None) if window is not None else None
+        if window is None or charge is None:
+            return
+        self._calls.discard(identifier)
+        if charge is _PLAIN and not window.waiting and not self._is_total_full:
+            return
+        with self._lock:
+            self._uncount(window, charge)
+            if window.waiting or self._is_total_full:
+                self._admit_waiters(window)
+
+    def drop_worker(self, worker: int) -> None:
+        """Forgets the calls to a worker that is lost: they will not be answered."""
+        if (window := self._windows.get(worker)) is None:
+            return
+        with self._lock:
+            for identifier in list(window.calls):
+                if (charge := window.calls.pop(identifier, None)) is not None:
+                    self._calls.discard(identifier)
+                    self._uncount(window, charge)
+            self._admit_waiters(window)
+
+    def abandon(self, worker: int, identifier: int) -> None:
+        """Has a call wait no longer, or counts it as not sent."""
+        window = self._windows.get(worker)
+        if window is not None and window.waiting:
+            with self._lock:
+                for queue in window.waiting.values():
+                    for waiter in [each for each in queue if each.identifier == identifier]:
+                        queue.remove(waiter)
+                self._admit_waiters(window)  # those behind it may be smaller
+        self.release(worker, identifier)
+
+    def close(self) -> None:
+        """Admits all calls from now on, also those that wait: they fail, because the agent is closed."""
+        with self._lock:
+            self._is_closed = True
+            for window in list(self._waiting.values()):
+                self._admit_from(window)
+
+    def figures(self, worker: WorkerInfo) -> Mapping[str, int]:
+        """Returns the numbers of calls to a worker that are in flight and that wait, and the bytes in flight."""
+        window = self._windows.get(worker.id, _Window(worker))
+        with self._lock:
+            return {
+                "calls_in_flight": len(window.calls),
+                "bytes_in_flight": len(window.calls) * CALL_BYTES + window.extra_bytes,
+                "waiting_calls": sum(map(len, window.waiting.values())),
+            }
+
+    def _add(self, worker: WorkerInfo) -> _Window:
+        with self._lock:
+            window = self._windows.setdefault(worker.id, _Window(worker))
+            self._set_limit(window)
+            return window
+
+    def _admit_or_queue(self, window: _Window, identifier: int, nbytes: int, *, blocks: bool) -> Waiter | None:
+        depth, extra_bytes = self.nesting.depth, max(0, nbytes - CALL_BYTES)
+        charge = _Charge(depth, extra_bytes) if depth or extra_bytes else _PLAIN
+        with self._lock:
+            exceeded = self._exceeded(window, charge)
+            if exceeded is None and self._is_next(window, depth):
+                self._count(window, identifier, charge)
+                return None
+            if self._options.when_full == "raise":
+                raise self._full_error(window, exceeded, "wait for earlier calls, or set a larger bound")
+            if blocks and _has_event_loop():
+                advice = "an event loop must not block: use `await aio.call(...)`, which waits"
+                raise self._full_error(window, exceeded, advice)
+            waiter = Waiter(identifier, charge)
+            window.waiting.setdefault(depth, deque()).append(waiter)
+            self._waiting[window.worker.id] = window
+            self._admit_waiters(window)  # a call may have been released without the lock since `_exceeded`
+        return waiter
+
+    def _full_error(self, window: _Window, exceeded: str | None, advice: str) -> SendQueueFullError:
+        option = exceeded or "max_in_flight"  # earlier calls wait
+        return SendQueueFullError(window.worker.name, option, getattr(self._options, option), advice)
+
+    # With the lock.
+
+    def _exceeded(self, window: _Window, charge: _Charge) -> str | None:
+        """Returns the option that keeps a call from being sent now; None if there is none."""
+        if self._is_closed or not window.count_at(charge.depth):
+            return None
+        calls, total, (_, extra_bytes) = len(window.calls) + 1, len(self._calls) + 1, charge
+        if calls > self._max_calls:
+            return "max_in_flight"
+        if calls * CALL_BYTES + window.extra_bytes + extra_bytes > self._max_bytes:
+            return "max_in_flight_bytes"
+        if total > self._max_total_calls:
+            return "max_total_in_flight"
+        if total * CALL_BYTES + self._extra_bytes + extra_bytes > self._max_total_bytes:
+            return "max_total_in_flight_bytes"
+        return None
+
+    def _is_next(self, window: _Window, depth: int) -> bool:
+        """Returns whether a new call need not wait behind others."""
+        if not window.waiting and not self._is_total_full:
+            return True
+        if not window.count_at(depth):
+            return depth not in window.waiting
+        return not self._is_total_full and all(other < depth for other in window.waiting)
+
+    def _count(self, window: _Window, identifier: int, charge: _Charge) -> None:
+        window.calls[identifier] = charge
+        self._calls.add(identifier)
+        self._add_charge(window, charge, 1)
+
+    def _uncount(self, window: _Window, charge: _Charge) -> None:
+        self._add_charge(window, charge, -1)
+
+    def _add_charge(self, window: _Window, charge: _Charge, sign: int) -> None:
+        depth, extra_bytes = charge
+        if depth:
+            window.nested[depth] += sign
+            if not window.nested[depth]:
+                del window.nested[depth]
+        if extra_bytes:
+            window.extra_bytes += sign * extra_bytes
+            self._extra_bytes += sign * extra_bytes
+            self._set_limit(window)
+            self._set_total_limit()
+
+    def _admit_waiters(self, released: _Window) -> None:
+        """Admits the calls that there is capacity for, after something was released in a window."""
+        windows = list(self._waiting.values()) if self._is_total_full else [released]
+        wait_for_total = [self._admit_from(window) for window in windows]
+        self._is_total_full = any(wait_for_total)
+        self._set_total_limit()
+
+    def _admit_from(self, window: _Window) -> bool:
+        """Admits calls that wait in a window, the deepest first: others wait for them.
+
+        Returns:
+            Whether a call waits for the sum over all workers.
+        """
+        is_blocked = is_total_full = False
+        for depth in sorted(window.waiting, reverse=True):
+            queue = window.waiting[depth]
+            while queue:
+                exceeded = self._exceeded(window, queue[0].charge)
+                if exceeded in TOTAL_OPTIONS:
+                    # First: until it is set, calls are released without the lock.
+                    self._is_total_full = True
+                    exceeded = self._exceeded(window, queue[0].charge)
+                    is_total_full |= exceeded in TOTAL_OPTIONS
+                if exceeded is not None or (is_blocked and window.count_at(depth)):
+                    is_blocked = True
+                    break
+                waiter = queue.popleft()
+                self._count(window, waiter.identifier, waiter.charge)
+                self._waiting[window.worker.id] = self._waiting.pop(window.worker.id)
+                waiter.wake()
+            if not queue:
+                del window.waiting[depth]
+        if not window.waiting:
+            self._waiting.pop(window.worker.id, None)
+        self._set_limit(window)
+        return is_total_full
+
+    def _set_limit(self, window: _Window) -> None:
+        limit = min(self._max_calls, (self._max_bytes - window.extra_bytes) // CALL_BYTES)
+        window.lock_free_limit = 0 if window.waiting else limit - LOCK_FREE_MARGIN
+
+    def _set_total_limit(self) -> None:
+        limit = min(self._max_total_calls, (self._max_total_bytes - self._extra_bytes) // CALL_BYTES)
+        self._lock_free_limit = 0 if self._is_total_full else limit - LOCK_FREE_MARGIN
+
+
+def _has_event_loop() -> bool:
+    """Returns whether the calling thread runs an event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

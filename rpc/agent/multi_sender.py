@@ -1,0 +1,112 @@
+"""Sends one request to several workers, and its bytes as seldom as possible."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from ..channels.broadcast.sending import Broadcast
+from ..contracts.devices import Device, DeviceMap
+from ..contracts.messages import Request
+from ..contracts.worker import WorkerInfo
+from ..execution.executor import Executor
+from ..execution.futures import Future
+from ..wire.pickling import Packed
+from ..wire.tensors import make_sendable
+from .client import Client
+from .codec import Codec
+from .extensions import Extensions
+from .network import Network
+
+__all__ = ["MultiSender"]
+
+
+@dataclass(slots=True, frozen=True)
+class _Encoded:
+    """A request's value, pickled for one device map, and what its message shares with those to other workers."""
+
+    packed: Packed
+    device_map: DeviceMap
+    broadcast: Broadcast | None = None
+
+
+@final
+class MultiSender:
+    """Sends requests to several workers by the client of an agent."""
+
+    def __init__(
+        self, client: Client, codec: Codec, network: Network, extensions: Extensions, executor: Executor
+    ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            client: sends the request to each worker.
+            codec: pickles values.
+            network: broadcasts large payloads.
+            extensions: know the message types.
+            executor: of the futures of requests that cannot be sent.
+        """
+        self._client = client
+        self._codec = codec
+        self._network = network
+        self._extensions = extensions
+        self._executor = executor
+
+    def send_all(
+        self,
+        workers: Sequence[WorkerInfo],
+        request: Request,
+        timeout: float,
+        around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
+    ) -> list[Future[Any]]:
+        """Sends a request to several workers: see `RpcAgent.request_all`."""
+        encoded = self._encode_all(workers, request)
+        same_for_all = all(each.packed is encoded[0].packed for each in encoded)
+        broadcast = self._network.broadcast(workers) if same_for_all else None
+        if broadcast is not None:
+            encoded[0].packed.tensors[:] = map(make_sendable, encoded[0].packed.tensors)
+            request = replace(request, keep=broadcast)
+            encoded = [replace(each, broadcast=broadcast) for each in encoded]
+        try:
+            # In the order of ids: calls that wait for capacity hold back the broadcast that they take part in.
+            in_order = sorted(zip(workers, encoded, strict=True), key=lambda each: each[0].id)
+            sent = {each[0].id: self._try_send(*each, request, timeout, around) for each in in_order}
+            return [sent[worker.id] for worker in workers]
+        finally:
+            if broadcast is not None:
+                broadcast.release()
+
+    def _encode_all(self, workers: Sequence[WorkerInfo], request: Request) -> "list[_Encoded]":
+        """Pickles a request for several workers: once for each device map."""
+        by_map: dict[frozenset[tuple[Device, Device]], _Encoded] = {}
+        encoded = []
+        for worker in workers:
+            device_map = self._codec.device_map(worker)
+            key = frozenset(device_map.items())
+            if key not in by_map:
+                packed = self._codec.pack(request.value, request.label, worker, device_map)
+                by_map[key] = _Encoded(packed, device_map)
+            encoded.append(by_map[key])
+        return encoded
+
+    def _try_send(
+        self,
+        worker: WorkerInfo,
+        encoded: "_Encoded",
+        request: Request,
+        timeout: float,
+        around: Callable[[WorkerInfo], contextlib.AbstractContextManager[None]],
+    ) -> Future[Any]:
+        """Sends a request to one of several workers; an error fails this future only."""
+        with around(worker):
+            try:
+                packed = encoded.packed
+                tensors = [*packed.tensors]  # extensions replace some of them, for this worker only
+                return self._client.send_packed(
+                    worker, request, timeout, packed, tensors, encoded.device_map, encoded.broadcast
+                )
+            except Exception as error:
+                operation = self._extensions.handlers[request.kind].operation
+                future: Future[Any] = Future(self._executor, None, worker.name, operation)
+                future.set_exception(error)
+                return future
