@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as table
-from benchmarks import all_gather, autograd, broadcast_call, call_steps, calls, collectives, idle, throughput
+from benchmarks import (
+    all_gather,
+    autograd,
+    broadcast_call,
+    call_steps,
+    calls,
+    collectives,
+    idle,
+    stalled_peer,
+    throughput,
+)
 from benchmarks.harness import Comparison
 from benchmarks.report import PAIRS
 from tests.workers import PRELOAD
@@ -203,3 +213,17 @@ def test_all_gather_is_measured(measure):
         (row,) = (line for line in lines if f"2  {case} " in line)
         group, _, messages, _, ratio, *_ = row.split(case)[1].split()
         assert float(ratio) == pytest.approx(float(group) / float(messages), rel=0.05, abs=0.01)
+
+
+def test_a_stalled_peer_is_measured(measure):
+    lines = measure(stalled_peer.main, "--seconds", 0.5, "--kib", 16, "--in-flight", 1)
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith(("before", "during", "ratio"))}
+    for column, index in ((2, 1), (4, 2)):
+        ratio = float(rows["during"][column]) / float(rows["before"][column])
+        assert float(rows["ratio"][index]) == pytest.approx(ratio, abs=0.01, rel=0.01)
+    for worker in ("stopped", "slow"):
+        (row,) = (line for line in lines if line.startswith(f"calls to the {worker} worker"))
+        count, highest = int(row.split()[5].rstrip(",")), float(row.split("at most")[1].split()[0])
+        assert count > 16
+        assert 0 < highest <= 1.0
+    assert any(line.startswith("the caller's memory grew by ") for line in lines)
