@@ -227,10 +227,13 @@ class GrpcStream:
         """
         self._state = StreamState.OPEN
         self._runner = asyncio.current_task()
-        writer = self._loop.create_task(self._write_frames(write, first))
+        writer: asyncio.Task[None] | None = None
         reason = CLOSED
         peer_end: WorkerEnd | None = None
         try:
+            if first:  # before anything is read: gRPC cannot end a stream during a write
+                await write(first)
+            writer = self._loop.create_task(self._write_frames(write))
             while (data := await read()) is not aio.EOF:
                 frame = agent_pb2.Frame.FromString(data)
                 await deliver(self._streams.listener, self._peer, frame)
@@ -246,13 +249,14 @@ class GrpcStream:
             reason = f"its connection broke: {error.details()}"
         except DecodeError:
             reason = "it sent bytes that are no frame"
-        except asyncio.CancelledError:
-            pass  # gRPC cancels a handler whose peer has vanished
+        except (asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
+            pass  # gRPC cancels a handler whose peer has vanished, and refuses its writes
         except Exception as error:
             log.exception("the stream to worker %s failed", self._peer.name)
             reason = f"its connection broke: {error!r}"
         finally:
-            writer.cancel()
+            if writer is not None:
+                writer.cancel()
             try:
                 await self._read_out_socket()
             finally:  # gRPC may cancel this
@@ -367,10 +371,8 @@ class GrpcStream:
 
         self._loop.call_later(DUPLICATE_TIMEOUT_S, redial)
 
-    async def _write_frames(self, write: Write, first: bytes) -> None:
+    async def _write_frames(self, write: Write) -> None:
         try:
-            if first:
-                await write(first)
             while True:
                 if self._offered is None and (frame := self.outbox.next_frame()):
                     await write(frame)

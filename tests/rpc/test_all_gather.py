@@ -96,10 +96,16 @@ def test_the_leader_dies_after_it_has_answered_a_member_that_calls_no_more(worke
 
     c.run(be_slow)
     a.run(die_between_answers)
+    pending = [c.start(gather, c.name)]
+    a.run(wait_until, has_value_of_worker2)  # not the last one to arrive: see above
     a.start(gather, "a")
-    pending = [worker.start(gather, worker.name) for worker in (b, c, d)]
+    pending += [worker.start(gather, worker.name) for worker in (b, d)]
     expected = {0: "a", 1: "worker1", 2: "worker2", 3: "worker3"}
     assert [p.result() for p in pending] == [expected] * 3
+
+
+def has_value_of_worker2() -> bool:
+    return any(2 in each.values for each in list(current_agent()._all_gather_service._leader._open.values()))
 
 
 def twice(value: str) -> tuple[dict[int, object], dict[int, object]]:

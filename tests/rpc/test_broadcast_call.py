@@ -48,7 +48,8 @@ def describe(value):
     """Returns what a worker has received."""
     if isinstance(value, torch.Tensor):
         dense = value.to_dense() if value.is_sparse else value
-        text = dense.detach() if dense.is_complex() else dense.detach().double()
+        # A copy: the rounding of sums depends on where the elements are in memory.
+        text = dense.detach().to(torch.complex128 if dense.is_complex() else torch.float64)
         return type(value).__name__, value.dtype, value.shape, value.is_sparse, value.requires_grad, text.sum()
     if isinstance(value, dict):
         return {key: describe(item) for key, item in value.items()}
