@@ -107,7 +107,7 @@ def test_a_killed_peer_is_lost_at_once(two_workers):
 
 
 def test_answers_that_were_sent_before_a_death_arrive(workers):
-    a, _ = workers.rpc(2)
+    a, _ = workers.rpc(2, num_worker_threads=1)  # one call after another
 
     def call():
         futures = [rpc.rpc_async("worker1", identity, (index,)) for index in range(100)]
