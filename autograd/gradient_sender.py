@@ -17,7 +17,7 @@ MessageGradients = tuple[int, Compressed]
 
 
 class GradientSender(Protocol):
-    """Sends the gradients of one worker's part of a pass. Each implementation has one that travel with others."""
+    """Sends the gradients of one worker's part of a pass, some of them together with other messages."""
 
     def send(self, send: SendId, gradients: Compressed, *, is_last: bool) -> None:
         """Sends the gradients of a message to its sender, at once or with a message that follows soon.
