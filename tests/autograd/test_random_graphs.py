@@ -79,7 +79,7 @@ def trace_messages() -> None:
     """Has the watches of this process record which gradients are sent and received."""
     arrive = BackwardPass.set_gradients
 
-    def trace_sends(kind: type) -> None:
+    def trace_sends(kind: Any) -> None:
         send = kind.send
 
         def traced_send(self: Any, message: SendId, gradients: Any, **others: Any) -> None:

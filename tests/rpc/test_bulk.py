@@ -13,10 +13,10 @@ from gradwire import autograd, rpc
 from gradwire.errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
 from gradwire.rpc.channels.bulk import channel, receiving
 from gradwire.rpc.channels.bulk.parts import PART_BYTES
-from gradwire.rpc.contracts.agent import current_agent
 
 from tests import remote_functions
 from tests.remote_functions import identity, keep, process_id, wait_until
+from tests.rpc.segments import network
 from tests.rpc.test_several_hosts import join_all, master
 
 MIB = 1 << 20
@@ -32,7 +32,7 @@ held = []
 
 
 def bulk():
-    return current_agent()._network._router._bulk
+    return network()._router._bulk
 
 
 def channel_to(name):

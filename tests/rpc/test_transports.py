@@ -10,9 +10,9 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import WorkerLostError
-from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import identity, wait_until
+from tests.rpc.segments import network
 
 
 def transport_to(name):
@@ -137,7 +137,7 @@ def test_a_stranger_is_shut_out(two_workers):
 
 
 def _address_if_listening():
-    listeners = current_agent()._network._sockets._listeners
+    listeners = network()._sockets._listeners
     return listeners["unix"].getsockname() if listeners else None
 
 
@@ -163,7 +163,7 @@ def test_a_socket_that_breaks_costs_the_connection(two_workers):
     a.run(transport_to, "worker1")
 
     def cut():
-        current_agent()._network._transports[1].outbox.socket._connection.shutdown(socket.SHUT_RDWR)
+        network()._transports[1].outbox.socket._connection.shutdown(socket.SHUT_RDWR)
         with pytest.raises(WorkerLostError):
             rpc.rpc_sync("worker1", time.sleep, (60,))
 

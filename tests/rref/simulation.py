@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from gradwire.errors import LossCause, SendFailedError, UnknownWorkerError
 from gradwire.extensions import DEFAULT_EXTENSIONS
@@ -24,11 +24,9 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.agent.network_listener import NetworkListener
-from gradwire.rpc.channels.inline import InlineChannel
-from gradwire.rpc.channels.router import PayloadWriter
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType
-from gradwire.rpc.contracts.options import ChannelOptions, RpcBackendOptions
+from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import WorkerEnd
 from gradwire.rpc.membership.members import Member
@@ -266,8 +264,8 @@ class SimulatedNetwork:
             raise UnknownWorkerError(destination, [])
         return self._members[identifier]
 
-    def writer(self, worker: WorkerInfo, _broadcast: object = None) -> PayloadWriter:
-        return PayloadWriter(ChannelOptions(), worker.id, InlineChannel(), InlineChannel())
+    def writer(self, worker: WorkerInfo, _broadcast: object = None) -> NoReturn:
+        raise AssertionError(f"a message to {worker.name} is too large for its envelope")
 
     def check_present(self, worker: WorkerInfo) -> None:
         if worker.id in self.lost:
