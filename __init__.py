@@ -1,4 +1,4 @@
-"""RPC and distributed autograd for PyTorch, over gRPC."""
+"""RPC and distributed autograd for PyTorch, by gRPC, sockets and shared memory."""
 
 # Before anything else imports grpc.
 from . import grpc_setup as grpc_setup  # isort: split

@@ -5,7 +5,8 @@ reads it, and runs what has arrived itself: no other thread has to be woken for 
 another thread waits in epoll. At a high rate, the thread that has read a socket keeps it until it has run what it
 has read, because two threads that run short Python functions hold each other up. The waiting thread then is a
 watcher: it looks every millisecond, and takes over the socket and what has not begun to run if a function takes
-longer. A function that waits for another call gives up the socket at once.
+longer. A function that waits for another call gives up the socket at once. A thread that completes a future wakes
+those that wait for it last, because they need the interpreter, which it still has.
 
 A fixed pool deadlocks as soon as calls nest deeper than it has threads. So `size` bounds only threads that can
 make progress: a thread that waits for another call does not count, and another thread is started in its place.

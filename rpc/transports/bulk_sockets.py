@@ -123,8 +123,8 @@ class BulkSockets:
     def _on_request(self, peer: int, request: agent_pb2.BulkRequest) -> None:
         bundle, offered = request.bundle, []
         listener = self._listener
-        is_sound = bool(self._sockets.kinds) and 0 < request.connections <= MAX_BULK_CONNECTIONS
-        if listener is not None and is_sound and listener.on_offered(peer, bundle):
+        is_valid = bool(self._sockets.kinds) and 0 < request.connections <= MAX_BULK_CONNECTIONS
+        if listener is not None and is_valid and listener.on_offered(peer, bundle):
             offered = self._offer(peer, request.connections)
             self._start(self._accept(peer, bundle, offered, listener))
         offers = [each.offer for each in offered]

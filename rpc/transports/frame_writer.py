@@ -1,7 +1,7 @@
 """Writes frames into a socket that several threads send by, without waiting for the peer.
 
-Whoever sends also writes, unless another thread is writing: that thread then takes what has been queued meanwhile.
-If the socket's buffer is full, a thread of the executor goes on when there is room.
+The thread that sends also writes, unless another one is writing: that one then takes what has been queued
+meanwhile. If the socket's buffer is full, a thread of the executor goes on when there is room.
 
 Ctrl-C may interrupt the main thread between any two steps. So what has been written is noted by the same call that
 writes: a C function that a signal does not interrupt, such as `list.extend` over `map`.

@@ -11,7 +11,6 @@ from gradwire.errors import RpcCancelledError, RpcTimeoutError, SendFailedError,
 from gradwire.rpc.channels.broadcast import channel as broadcast_channel
 from gradwire.rpc.channels.broadcast import group as broadcast_group
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
 
 from tests import remote_functions
 from tests.remote_functions import assert_clean, identity, set_event, wait_for, wait_until
@@ -26,6 +25,7 @@ from tests.rpc.broadcasts import (
     ramp,
     total,
 )
+from tests.rpc.test_fault_injection import faulty
 
 
 def wait_on(name: str, tensor: torch.Tensor) -> float:
@@ -193,20 +193,8 @@ def test_cancelling_and_timing_out_one_of_them(workers):
     workers.each(workers.all, rpc.shutdown)
 
 
-def test_a_message_that_is_not_sent_fails_its_call_only(workers, tmp_path):
-    started = workers(4)
-
-    def join(rank: int) -> None:
-        options = FaultyRpcBackendOptions(
-            init_method=f"file://{tmp_path}/meet",
-            messages_to_fail=["CALL"],
-            num_fail_sends=1,
-            transports=BETWEEN_HOSTS,
-        )
-        rpc.init_rpc(f"worker{rank}", "FAULTY", rank=rank, world_size=4, rpc_backend_options=options)
-
-    for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
-        pending.result()
+def test_a_message_that_is_not_sent_fails_its_call_only(workers):
+    started = faulty(workers, 4, messages_to_fail=["CALL"], num_fail_sends=1, transports=BETWEEN_HOSTS)
 
     def call() -> None:
         first, *others = rpc.broadcast_call(OTHERS, total, (ramp(),))

@@ -10,11 +10,11 @@ from gradwire.rpc.channels.shared_memory import channel as shared_memory
 from gradwire.rpc.channels.shared_memory import mapping
 from gradwire.rpc.channels.shared_memory.mapping import Mapping
 from gradwire.rpc.channels.shared_memory.sending import SegmentPool, SharedMemoryLimit
-from gradwire.rpc.fault_injection import FaultyRpcBackendOptions
 
 from tests.remote_functions import wait_until
 from tests.rpc.broadcasts import ONE_HOST, OTHERS, bytes_sent, each_result, group_count, ramp, total
 from tests.rpc.segments import MIB, channel, keep, kept_sums, mapped_files, release_kept, used_bytes, write_to_all
+from tests.rpc.test_fault_injection import faulty
 
 
 @pytest.fixture
@@ -158,20 +158,8 @@ def broadcast_with_a_loss(names):
     wait_until(lambda: free_shared_segments() == 1)
 
 
-def test_a_message_that_is_not_sent_gives_its_part_back(workers, tmp_path):
-    started = workers(4)
-
-    def join(rank):
-        options = FaultyRpcBackendOptions(
-            init_method=f"file://{tmp_path}/meet",
-            messages_to_fail=["CALL"],
-            num_fail_sends=1,
-            transports=ONE_HOST,
-        )
-        rpc.init_rpc(f"worker{rank}", "FAULTY", rank=rank, world_size=4, rpc_backend_options=options)
-
-    for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
-        pending.result()
+def test_a_message_that_is_not_sent_gives_its_part_back(workers):
+    started = faulty(workers, 4, messages_to_fail=["CALL"], num_fail_sends=1, transports=ONE_HOST)
 
     def connect():
         for name in OTHERS:

@@ -1,7 +1,7 @@
 """The parts in which payloads travel by bulk connections, and their headers.
 
-A header has no sizes: those follow from the size that the payload's envelope announces. So nothing is allocated or
-read on the word of a header.
+A header has no sizes: those follow from the size that the payload's envelope announces. So a header cannot make
+the receiver allocate, or read, anything that has not been announced.
 """
 
 import struct

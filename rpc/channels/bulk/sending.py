@@ -3,9 +3,9 @@
 All connections of a bundle take parts from one queue, each when its socket has space, and payloads take turns. So
 a large payload uses all connections, and does not hold up a smaller one behind it.
 
-Whoever sends a payload also writes, as far as the socket takes it, and threads of the executor go on when there is
-space. Ctrl-C may interrupt the main thread between any two steps. So threads that are not the executor's write
-once, and what has been written is noted by the same call: a C function that a signal does not interrupt.
+The thread that sends a payload also writes, as far as the socket takes it, and threads of the executor go on when
+there is space. Ctrl-C may interrupt the main thread between any two steps. So threads that are not the executor's
+write once, and what has been written is noted by the same call: a C function that a signal does not interrupt.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class SendingBundle:
         """Those with parts that no connection has taken."""
         self._connections = [_SendingConnection(connection, self, executor) for connection in connections]
         self._idle: list[_SendingConnection] = []
-        """The connections that wait for a payload. Taken without the lock: whoever removes one owns it."""
+        """The connections that wait for a payload. Taken without the lock: the thread that removes one owns it."""
         self.has_ended = False
         _bundles_here.add(self)
 
