@@ -37,6 +37,8 @@ from .contracts.messages import MessageType
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
 from .contracts.worker_end import WorkerEnd
+from .execution.futures import Future
+from .execution.waiter import SocketWaiter
 from .grpc_backend import start_agent
 from .transports.base import Transport, TransportClosedError
 
@@ -204,6 +206,9 @@ class _FaultyTransport:
 
     def withdraw(self, ticket: int) -> bool:
         return ticket != DELAYED_TICKET and self._transport.withdraw(ticket)
+
+    def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
+        self._transport.read_answer(future, waiter)
 
     def connect(self) -> None:
         self._transport.connect()

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
@@ -15,9 +15,9 @@ from ...errors import AnswerFailedError, RpcCancelledError, RpcTimeoutError, Sen
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
-from ..channels.router import PayloadReader
+from ..channels.router import PayloadReader, read_inline
 from ..contracts.devices import DeviceMap
-from ..contracts.messages import CANCEL, ERROR, Outgoing, Request
+from ..contracts.messages import CANCEL, ERROR, RESULT, Outgoing, Request
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.deadlines import Deadlines
@@ -39,6 +39,9 @@ __all__ = ["Client"]
 
 MAX_KEPT_BYTES = 1024
 """Bytes of the body and tensors of a pending request that may stay in its envelope; larger ones are removed."""
+
+PLAIN_FIELDS = 3
+"""The fields of an answer without tensors, references and headers: id, type and body."""
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,8 @@ class Client:
         """The requests without an answer, by id."""
         self.kept: dict[int, tuple[int, object]] = {}
         """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
+        self._completing: dict[int, PendingRequest | None] = {}
+        """The requests that `complete` has taken out of `pending`; what a signal has interrupted stays here."""
         self._codec = codec
         self._network = network
         self._extensions = extensions
@@ -108,15 +113,17 @@ class Client:
         """Sends a request as `send` does, but awaits capacity for it instead of blocking."""
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack(request.value, request.label, worker, device_map)
-        pending, message = self._begin(worker, request, timeout, packed, packed.tensors, device_map)
-        waiter = None
+        identifier, waiter = next(self._ids), None
         try:
+            pending, message = self._begin(
+                identifier, worker, request, timeout, packed, packed.tensors, device_map
+            )
             if message.user_values and (waiter := self._admit(pending, message, blocks=False)) is not None:
                 await asyncio.wrap_future(waiter.woken)
             if waiter is None or self._is_to_be_sent(pending):
                 self._codec.send(message)
         except BaseException as error:
-            if not self._roll_back(pending, error):
+            if not self._roll_back(identifier, worker, error):
                 raise
         else:
             self._note_sent(pending, message, waiter)
@@ -143,9 +150,9 @@ class Client:
             device_map: which the value was pickled for.
             broadcast: what the message shares with messages to other workers.
         """
-        pending, message = self._begin(worker, request, timeout, packed, tensors, device_map)
-        waiter = None
+        identifier, waiter = next(self._ids), None
         try:
+            pending, message = self._begin(identifier, worker, request, timeout, packed, tensors, device_map)
             if message.user_values and (waiter := self._admit(pending, message)) is not None:
                 with self._executor.blocking():
                     waiter.woken.result()
@@ -156,7 +163,7 @@ class Client:
         except BaseException as error:
             if broadcast is not None:
                 broadcast.not_sent(worker.id)
-            if not self._roll_back(pending, error):
+            if not self._roll_back(identifier, worker, error):
                 raise
         else:
             self._note_sent(pending, message, waiter)
@@ -164,6 +171,7 @@ class Client:
 
     def _begin(
         self,
+        identifier: int,
         worker: WorkerInfo,
         request: Request,
         timeout: float,
@@ -173,7 +181,6 @@ class Client:
     ) -> tuple[PendingRequest, Outgoing]:
         """Makes the message of a request, and registers it: the answer may arrive before `send` returns."""
         handler = self._extensions.handlers[request.kind]
-        identifier = next(self._ids)
         envelope = agent_pb2.Envelope(id=identifier, type=request.kind)
         if device_map:
             envelope.device_map.extend(device_map_to_proto(device_map))
@@ -191,9 +198,10 @@ class Client:
             packed.leaves,
         )
         cancel = partial(self.cancel, identifier) if handler.cancellable else None
-        future: Future[Any] = Future(self._executor, cancel, worker.name, handler.operation)
+        read_answer = self._network.answer_reader(worker)
+        future: Future[Any] = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
         if handler.user_values:
-            self._calls.begin()
+            self._calls.begin_request(identifier)
         depth = self._nesting.depth
         if depth:
             envelope.depth = depth
@@ -223,12 +231,12 @@ class Client:
         pending.is_waiting = False
         if pending.identifier in self.pending:
             return True
-        self._release_unsent(pending)
+        self._release_unsent(pending.identifier, pending.worker)
         return False
 
-    def _release_unsent(self, pending: PendingRequest) -> None:
-        self.kept.pop(pending.identifier, None)
-        self._flow_control.abandon(pending.worker.id, pending.identifier)
+    def _release_unsent(self, identifier: int, worker: WorkerInfo) -> None:
+        self.kept.pop(identifier, None)
+        self._flow_control.abandon(worker.id, identifier)
 
     def _note_sent(self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None) -> None:
         if pending.handler.cancellable:
@@ -244,20 +252,20 @@ class Client:
         message.body, message.tensors, message.references = b"", [], []
         pending.sent = message
 
-    def _roll_back(self, pending: PendingRequest, error: BaseException) -> bool:
-        """Undoes `_begin` and `_admit` for a request that was not sent.
+    def _roll_back(self, identifier: int, worker: WorkerInfo, error: BaseException) -> bool:
+        """Undoes `_begin` and `_admit` for a request that was not sent, however far they have come.
 
         Returns:
             Whether the error fails the future. Else the caller gets it at once.
         """
-        self._release_unsent(pending)
-        if isinstance(error, SendFailedError):
-            error = SendFailedError(pending.worker.name, error.reason, pending.handler.description)
+        self._release_unsent(identifier, worker)
+        pending = self._take(identifier)  # None if the loss of its worker has completed it
+        if isinstance(error, SendFailedError) and pending is not None:
+            error = SendFailedError(worker.name, error.reason, pending.handler.description)
         if isinstance(error, WorkerLostError | SendFailedError):
-            self._fail(self._take(pending.identifier), error)
+            self._fail(pending, error)
             return True
-        if self._take(pending.identifier) is not None:  # else the loss of its worker has completed it
-            self._count_end(pending)
+        self._calls.end_request(identifier)
         return False
 
     # Completing: on the executor's threads.
@@ -268,6 +276,8 @@ class Client:
         if self._is_from_another(source, identifier):
             return
         pending = self.pending.pop(identifier, None)
+        if pending is None and self._completing:
+            pending = self._completing.pop(identifier, None)
         self._flow_control.release(source.id, identifier)
         if self.kept:
             self.kept.pop(identifier, None)
@@ -282,13 +292,52 @@ class Client:
             self._fail(pending, error)
             return
         if pending is not None:
-            self._tell_complete(pending)
-            if pending.depth:
-                with self._nesting.at(pending.depth):
-                    pending.future.set_result(message.value)
-            else:
-                pending.future.set_result(message.value)
-            self._count_end(pending)
+            self._set_result(pending, message.value)
+
+    def completion(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+    ) -> "Callable[[], None] | None":
+        """Returns what completes a future on the calling thread with a message, if that is its answer.
+
+        Returns None unless completing it has no other effect: if a signal interrupts it, `on_answer` can be called
+        again.
+        """
+        pending = self.pending.get(envelope.id)
+        if (
+            pending is None
+            or pending.future is not future
+            or pending.worker.id != source.id
+            or envelope.type != RESULT
+            or future.has_callbacks
+            or len(envelope.ListFields()) > PLAIN_FIELDS
+        ):
+            return None
+        return partial(self._complete, source, envelope)
+
+    def _complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        identifier = envelope.id
+        completing = self._completing
+        # One C function takes it and keeps it, which a signal does not interrupt.
+        completing.update(zip((identifier,), map(self.pending.pop, (identifier,), (None,)), strict=True))
+        pending = completing[identifier]
+        if pending is not None:
+            message = self._codec.read(source, envelope, read_inline, user_values=False)
+            message.value = self._codec.unpack(message)
+            self._flow_control.release(source.id, identifier)
+            self.kept.pop(identifier, None)
+            self._set_result(pending, message.value)
+        del completing[identifier]
+
+    def _set_result(self, pending: PendingRequest, value: object) -> None:
+        self._tell_complete(pending)
+        if pending.future.done():  # before `_complete` was interrupted
+            pass
+        elif pending.depth:
+            with self._nesting.at(pending.depth):
+                pending.future.set_result(value)
+        else:
+            pending.future.set_result(value)
+        self._count_end(pending)
 
     def on_rejected_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Fails the request whose answer cannot be read."""
@@ -385,4 +434,4 @@ class Client:
 
     def _count_end(self, pending: PendingRequest) -> None:
         if pending.handler.user_values:
-            self._calls.end()
+            self._calls.end_request(pending.identifier)

@@ -58,6 +58,7 @@ class Dispatcher:
             dynamic: whether the group is a dynamic one.
         """
         self._client = client
+        self.completion = client.completion
         self._server = server
         self._all_gathers = all_gathers
         self._extensions = extensions

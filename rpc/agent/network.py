@@ -31,6 +31,7 @@ from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
+from ..execution.futures import Future, ReadAnswer
 from ..membership.addresses import ListenAddress
 from ..membership.members import Member
 from ..membership.roster import RosterLog
@@ -252,6 +253,10 @@ class Network:
         """Returns what envelopes to these workers share; None if they share nothing."""
         return self.broadcasts.broadcast([worker.id for worker in workers if worker.id not in self._lost])
 
+    def answer_reader(self, worker: WorkerInfo) -> ReadAnswer | None:
+        """Returns what has a thread that waits for an answer of a worker read it; None for this worker."""
+        return self._transports[worker.id].read_answer if worker.id != self.me.id else None
+
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now, so that its loss is noticed."""
         self._transports[worker.id].connect()
@@ -321,6 +326,14 @@ class Network:
         else:
             payloads.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
         return pause
+
+    def completion(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+    ) -> Callable[[], None] | None:
+        """Returns what completes a future on the calling thread: see TransportListener."""
+        if source.id in self._lost or not envelope.body.HasField("inline"):
+            return None
+        return self._listener.completion(source, envelope, future)
 
     def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> None:
         """Collects the payloads outside an envelope. Called on the loop."""

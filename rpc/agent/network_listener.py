@@ -1,12 +1,14 @@
 """The contract of what a network reports to."""
 
 import concurrent.futures
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
 from ..channels.router import PayloadReader
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
+from ..execution.futures import Future
 
 __all__ = ["NetworkListener", "Pause"]
 
@@ -41,6 +43,11 @@ class NetworkListener(Protocol):
             announced: whether `on_announced` came before.
             nbytes: of envelope and payloads.
         """
+
+    def completion(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+    ) -> Callable[[], None] | None:
+        """Returns what completes a future with a message whose payloads are all in it: see TransportListener."""
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Handles a message whose payloads are not accepted."""

@@ -14,21 +14,40 @@ class CallCounter:
         self._lock = threading.Lock()
         self._none_in_flight = threading.Condition(self._lock)
         self._waiters = 0
-        self.in_flight = 0
+        self._requests: set[int] = set()
+        self._others = 0
         self.total = 0
         self.served = 0
         """Those in flight that a thread of this worker is busy with."""
 
-    def begin(self) -> None:
-        """Counts a call that is sent, or begins to run."""
+    @property
+    def in_flight(self) -> int:
+        """The number of calls in flight."""
+        return self._others + len(self._requests)
+
+    def begin_request(self, identifier: int) -> None:
+        """Counts a call that is sent, by its id."""
         with self._lock:
-            self.in_flight += 1
+            self._requests.add(identifier)
+            self.total += 1
+
+    def end_request(self, identifier: int) -> None:
+        """Counts the end of a call that was sent. Does nothing if it has ended."""
+        self._requests.discard(identifier)
+        if self._waiters:
+            with self._lock:
+                self._notify()
+
+    def begin(self) -> None:
+        """Counts a call that begins to run."""
+        with self._lock:
+            self._others += 1
             self.total += 1
 
     def begin_serving(self) -> None:
         """Counts a call that a thread begins to run."""
         with self._lock:
-            self.in_flight += 1
+            self._others += 1
             self.total += 1
             self.served += 1
 
@@ -37,16 +56,14 @@ class CallCounter:
         with self._lock:
             self.served -= 1
             if not deferred:
-                self.in_flight -= 1
-                if self._waiters and not self.in_flight:
-                    self._none_in_flight.notify_all()
+                self._others -= 1
+                self._notify()
 
     def end(self) -> None:
         """Counts the end of a call."""
         with self._lock:
-            self.in_flight -= 1
-            if self._waiters and not self.in_flight:
-                self._none_in_flight.notify_all()
+            self._others -= 1
+            self._notify()
 
     def wait_for_none(self, seconds: float | None) -> bool:
         """Waits until no call is in flight; returns False if that takes more than `seconds`."""
@@ -56,6 +73,10 @@ class CallCounter:
                 return self._none_in_flight.wait_for(lambda: not self.in_flight, seconds)
             finally:
                 self._waiters -= 1
+
+    def _notify(self) -> None:
+        if self._waiters and not self.in_flight:
+            self._none_in_flight.notify_all()
 
 
 @final

@@ -26,6 +26,7 @@ from typing import Any, final
 
 from .poller import OnReady, Poller
 from .stalls import StallDetector
+from .waiter import SocketWaiter, Waiter
 
 __all__ = ["Executor"]
 
@@ -66,6 +67,7 @@ class _ThreadState(threading.local):
     """Whether it is in `blocking`."""
     is_counted = False
     """Whether its task counts against `size`."""
+    waiter: SocketWaiter | None = None
 
 
 @final
@@ -102,12 +104,13 @@ class Executor:
             f"{name}-stalls", self._lock, self._tasks.__len__, lambda: self._taken, self._provide_threads
         )
         self._closed = False
-        self._poller = Poller()
+        self.poller = Poller()
+        """Waits for sockets."""
         self._watchers = 0
         """Polling threads that look after those which keep a file descriptor."""
         self._watch_until = 0.0
         """By the monotonic clock."""
-        self._to_release: deque[threading.Lock] = deque()
+        self._to_release: deque[Waiter] = deque()
         """See `release`."""
 
     @property
@@ -149,17 +152,17 @@ class Executor:
         with self._lock:
             if self._closed:
                 return
-            self._poller.watch(descriptor, events, on_ready)
+            self.poller.watch(descriptor, events, on_ready)
             need = self._need()
         self._provide(need)
 
     def watch_again(self, descriptor: int) -> None:
         """Waits for a file descriptor again whose OnReady has returned False."""
-        self._poller.watch_again(descriptor)
+        self.poller.watch_again(descriptor)
 
     def unwatch(self, descriptor: int) -> None:
         """Forgets a file descriptor; an OnReady of it may still run."""
-        self._poller.unwatch(descriptor)
+        self.poller.unwatch(descriptor)
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
@@ -174,7 +177,7 @@ class Executor:
         thread.is_blocked = True
         counted = thread.is_counted
         self._release_deferred()
-        self._poller.release()
+        self.poller.release()
         with self._lock:
             self._running -= counted
             need = self._need()
@@ -186,8 +189,16 @@ class Executor:
             with self._lock:
                 self._running += counted
 
-    def release(self, waiter: threading.Lock) -> None:
-        """Releases a lock that a thread waits for; a moment later if this thread completes an answer.
+    @property
+    def waiter(self) -> SocketWaiter:
+        """What the calling thread waits by for a socket that it reads itself."""
+        thread = self._thread
+        if thread.waiter is None:
+            thread.waiter = SocketWaiter()
+        return thread.waiter
+
+    def release(self, waiter: Waiter) -> None:
+        """Releases what a thread waits for; a moment later if this thread completes an answer.
 
         The thread that is woken needs the interpreter, as this one does until it waits in epoll again.
         """
@@ -213,9 +224,9 @@ class Executor:
             self._stalls.close()
             own = 1 if self._thread.is_worker else 0  # a thread cannot wait for its own end
             if not self._threads and not was_closed:
-                self._poller.close()
+                self.poller.close()
             elif self._threads:
-                self._poller.wake()
+                self.poller.wake()
             return self._thread_ended.wait_for(lambda: self._threads <= own, seconds)
 
     # With the lock.
@@ -231,10 +242,10 @@ class Executor:
             self._started += 1
             self._polling += 1
             return _Need.THREAD
-        if self._poller.kept and not self._watchers:
-            self._poller.wake()  # a thread that becomes a watcher
+        if self.poller.kept and not self._watchers:
+            self.poller.wake()  # a thread that becomes a watcher
         elif self._has_runnable():
-            self._poller.wake()
+            self.poller.wake()
         elif self._tasks:
             if not self._stalls.is_started:
                 self._stalls.is_started = True
@@ -265,7 +276,7 @@ class Executor:
             if self._closed:
                 return
             queue.append(task)
-            if self._poller.is_reading:
+            if self.poller.is_reading:
                 return  # this thread looks at the queues next
             need = self._need()
         if need is not _Need.NOTHING:
@@ -312,7 +323,7 @@ class Executor:
         Args:
             has_run: whether the thread has run a task; else it has been started, and counts as polling already.
         """
-        poller = self._poller
+        poller = self.poller
         is_idle = watches = has_ticked = False
         taken = -1
         while True:
@@ -339,6 +350,9 @@ class Executor:
                 self._release_deferred()
             if task is not None:
                 return task
+            if poller.kept and poller.spin(self._has_work):
+                has_ticked = False
+                continue
             poller.release()
             has_ticked = not self._poll(WATCH_INTERVAL_S if watches else IDLE_TIMEOUT_S)
             is_idle = has_ticked and not watches
@@ -348,13 +362,17 @@ class Executor:
         poller.release()
         return None
 
+    def _has_work(self) -> bool:
+        """Returns whether there is something to do for a thread that waits."""
+        return bool(self._running or self._tasks or self._urgent)
+
     def _must_watch(self) -> bool:
         """Returns whether a thread has to look after the others. Called with the lock."""
-        return bool(self._poller.kept or self._to_release) or time.monotonic() < self._watch_until
+        return bool(self.poller.kept or self._to_release) or time.monotonic() < self._watch_until
 
     def _must_look_for_threads(self, *, leaves: bool) -> bool:
         """Returns whether a thread may be missing. Called with the lock."""
-        if not self._polling or (self._poller.kept and not self._watchers):
+        if not self._polling or (self.poller.kept and not self._watchers):
             return True
         if not self._has_runnable():
             return bool(self._tasks)  # of which the stall detector has to know
@@ -373,14 +391,14 @@ class Executor:
         self._thread_ended.notify_all()
         if self._closed:
             if self._threads:
-                self._poller.wake()
+                self.poller.wake()
             else:
-                self._poller.close()
+                self.poller.close()
         return True
 
     def _poll(self, seconds: float) -> bool:
         """Waits for a socket or a wake-up, and reads the socket; returns whether there was one."""
-        poller = self._poller
+        poller = self.poller
         descriptor = poller.wait(seconds)
         if descriptor is None:
             return False

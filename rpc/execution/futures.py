@@ -17,10 +17,17 @@ import torch
 from ...torch_internals import AnyFuture
 from .executor import Executor
 from .kept_errors import copy_error
+from .waiter import SocketWaiter, Waiter
 
-__all__ = ["Future", "as_concurrent_future", "error_of", "wait_async"]
+__all__ = ["Future", "ReadAnswer", "as_concurrent_future", "error_of", "wait_async"]
 
 T = TypeVar("T")
+
+ReadAnswer = Callable[["Future[Any]", SocketWaiter], None]
+"""Has the calling thread, which waits for a future, read the socket that its answer comes by.
+
+Returns when the future is done or about to be, or when the executor's threads are to read the socket. Takes the
+future, and what is released when another thread completes it."""
 
 
 class Future(torch.futures.Future[T]):
@@ -40,6 +47,7 @@ class Future(torch.futures.Future[T]):
         cancel: Callable[[], bool] | None = None,
         worker: str = "",
         operation: str = "request",
+        read_answer: ReadAnswer | None = None,
     ) -> None:
         """Makes a pending future.
 
@@ -48,6 +56,7 @@ class Future(torch.futures.Future[T]):
             cancel: cancels the call and returns whether it was pending; None if the call cannot be cancelled.
             worker: see `worker`.
             operation: what the call does, unless `describe` is set.
+            read_answer: has the thread that waits read the answer itself; None if it cannot.
         """
         AnyFuture.__init__(self, [])  # not by torch.futures.Future, whose Python takes half of the time
         self.worker = worker
@@ -56,10 +65,13 @@ class Future(torch.futures.Future[T]):
         """Returns the operation of the call, for people: such as `rpc_async add`."""
         self._executor = executor
         self._cancel = cancel
-        self._waiters: list[threading.Lock] = []
-        """A held lock for each thread that waits, which is released when the future is done or about to be."""
-        self._is_completing = False
+        self._read_answer = read_answer
+        self._waiters: list[Waiter] = []
+        """What each thread waits for: it is released when the future is done or about to be."""
+        self.is_completing = False
         """Whether the future is done or about to be. Set before the waiters are looked at."""
+        self.has_callbacks = False
+        """Whether completing the future runs a function of the user."""
 
     @property
     def operation(self) -> str:
@@ -106,11 +118,27 @@ class Future(torch.futures.Future[T]):
 
     def _wait_interruptibly(self) -> None:
         """Returns when the future is done or about to be. Ctrl-C interrupts it, unlike a wait in C++."""
+        if self._read_answer is not None:
+            waiter = self._executor.waiter
+            self._waiters.append(waiter)
+            self._read_answer(self, waiter)
+            if self.is_completing:
+                return
         woken = threading.Lock()
         woken.acquire()
         self._waiters.append(woken)
-        if not self._is_completing:  # else whoever completes it may have looked at the waiters before
+        if not self.is_completing:  # else whoever completes it may have looked at the waiters before
             woken.acquire()
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], Any]) -> torch.futures.Future[Any]:
+        """Returns a future of what a function returns, which is called when this future is done: see torch's."""
+        self.has_callbacks = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Calls a function when the future is done: see torch's."""
+        self.has_callbacks = True
+        super().add_done_callback(callback)
 
     def set_result(self, result: T) -> None:
         """Completes the future with a value."""
@@ -123,7 +151,7 @@ class Future(torch.futures.Future[T]):
         super().set_exception(result.with_traceback(None))  # type: ignore[arg-type]
 
     def _wake(self) -> None:
-        self._is_completing = True
+        self.is_completing = True
         while self._waiters:
             with contextlib.suppress(IndexError):  # another thread has taken it
                 self._executor.release(self._waiters.pop())

@@ -2,7 +2,7 @@
 
 A descriptor is given to one thread at a time: when it is ready, it is not waited for again until that thread says
 so. A thread that runs functions which it has read from a descriptor may keep it meanwhile; other threads take it
-over if that lasts too long.
+over if that lasts too long. A thread that waits for what a descriptor brings may borrow it, and read it itself.
 """
 
 import contextlib
@@ -11,8 +11,12 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
+
+from .waiter import Spinner
 
 __all__ = ["READABLE", "WRITABLE", "OnReady", "Poller"]
 
@@ -35,6 +39,12 @@ class _ThreadState(threading.local):
     descriptor = -1
     """The file descriptor that it keeps; -1 if there is none."""
 
+    def __init__(self) -> None:
+        self.spinner = Spinner()
+        self.poll = select.poll()
+        """Looks at the descriptor that the thread has kept last."""
+        self.polled = -1
+
 
 @final
 class Poller:
@@ -54,6 +64,10 @@ class Poller:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Edge-triggered: each write wakes one thread, and nobody has to read.
         self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
+        self.wake = partial(os.eventfd_write, self._wake, 1)
+        """Wakes one thread that waits, or else the next one that would. A signal does not interrupt it."""
+        self.handed_over: deque[tuple[int, OnReady]] = deque()
+        """What the next thread that is woken calls: a descriptor, -1 for none, and its handler."""
 
     @property
     def is_reading(self) -> bool:
@@ -77,10 +91,6 @@ class Poller:
         with contextlib.suppress(OSError, ValueError):  # closed already, or the poller is
             self._epoll.unregister(descriptor)
 
-    def wake(self) -> None:
-        """Wakes one thread that waits, or else the next one that would."""
-        os.eventfd_write(self._wake, 1)
-
     def close(self) -> None:
         """Releases the descriptors of the poller itself; no thread may use it any more."""
         self._epoll.close()
@@ -100,12 +110,20 @@ class Poller:
             return None
         ((descriptor, _),) = events
         handler = self._on_ready.get(descriptor)
-        if handler is None:
+        if handler is not None:
+            on_ready = handler[0]
+        elif self.handed_over:
+            descriptor, on_ready = self._next_handed_over()
+        else:
             return -1
+        return descriptor if self._handle(on_ready) else -1
+
+    def _handle(self, on_ready: OnReady) -> bool:
+        """Calls a handler; returns whether its descriptor is to be waited for again."""
         thread = self._thread
         thread.is_reading = True
         try:
-            again = handler[0]()
+            again = on_ready()
         except Exception:
             log.exception("a file descriptor cannot be handled, and is not watched any more")
             again = False
@@ -114,12 +132,89 @@ class Poller:
         now = time.monotonic()
         self.is_busy = now < self.last_ready + 0.001
         self.last_ready = now
-        return descriptor if again else -1
+        return again
+
+    def _next_handed_over(self) -> tuple[int, OnReady]:
+        try:
+            taken = self.handed_over.popleft()
+        except IndexError:  # another thread has taken it
+            return -1, lambda: False
+        if self.handed_over:
+            self.wake()
+        return taken
+
+    def borrow(
+        self,
+        descriptor: int,
+        reading: threading.Lock,
+        may_use: Callable[[], bool],
+        use: Callable[[], None],
+        left: Sequence[object],
+    ) -> None:
+        """Has the calling thread read a descriptor, unless another thread reads it, and gives it back after that.
+
+        If a signal interrupts the main thread, what it has left is handled by another thread.
+
+        Args:
+            descriptor: one that is watched for reading.
+            reading: held by the thread that reads it.
+            may_use: returns, with the lock, whether the descriptor can be read now.
+            use: reads it; may wait for it to become readable.
+            left: what `use` has read and not handled. If something is in it, the OnReady is called in any case.
+        """
+        held: list[bool] = []
+        borrowed: list[None] = []
+        try:
+            held.extend(map(reading.acquire, (False,)))
+            if held[0] and may_use():
+                borrowed.extend(map(self._epoll.modify, (descriptor,), (select.EPOLLONESHOT,)))
+                use()
+        finally:
+            # Only C functions from here on, one in each block: a signal interrupts none of them.
+            if held == [True]:
+                try:
+                    if borrowed and left:
+                        try:
+                            self.handed_over.append((descriptor, self._on_ready[descriptor][0]))
+                        finally:
+                            self.wake()
+                    elif borrowed:
+                        self._epoll.modify(descriptor, READABLE | select.EPOLLONESHOT)
+                finally:
+                    reading.release()
 
     def keep(self, descriptor: int) -> None:
         """Lets the calling thread keep a descriptor, until `release` or until another thread takes it over."""
         self.kept[descriptor] = self.last_ready
         self._thread.descriptor = descriptor
+
+    def spin(self, stop: Callable[[], object]) -> bool:
+        """Looks again and again at the descriptor that the calling thread keeps, and handles it if it is ready.
+
+        Args:
+            stop: returns whether to look no longer.
+
+        Returns:
+            Whether it was ready. The thread keeps it.
+        """
+        thread = self._thread
+        descriptor = thread.descriptor
+        handler = self._on_ready.get(descriptor)
+        if handler is None:
+            return False
+        if descriptor != thread.polled:
+            if thread.polled >= 0:
+                thread.poll.unregister(thread.polled)
+            thread.poll.register(descriptor, select.POLLIN)
+            thread.polled = descriptor
+        if not thread.spinner.spin(thread.poll.poll, stop) or descriptor not in self.kept:
+            return False
+        if self._handle(handler[0]):
+            self.keep(descriptor)
+        else:
+            thread.descriptor = -1
+            self.kept.pop(descriptor, None)
+        return True
 
     def release(self) -> None:
         """Has the descriptor that the calling thread keeps waited for again, if there is one."""

@@ -1,11 +1,14 @@
 """The contract of transports, which carry the envelopes of messages between two workers."""
 
 import concurrent.futures
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
+from ..execution.futures import Future
+from ..execution.waiter import SocketWaiter
 
 __all__ = ["Transport", "TransportClosedError", "TransportListener"]
 
@@ -56,6 +59,9 @@ class Transport(Protocol):
             Whether it was removed. If not, the peer may receive it.
         """
 
+    def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
+        """Has the calling thread, which waits for an answer, read it if it can: see ReadAnswer."""
+
     def connect(self) -> None:
         """Starts to connect if there is no connection, so that the loss of the peer will be noticed."""
 
@@ -87,6 +93,21 @@ class TransportListener(Protocol):
         Returns:
             A future: the transport reads nothing more from the peer, besides what it has read already, before it
             is done. None if it can go on.
+        """
+
+    def completion(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+    ) -> Callable[[], None] | None:
+        """Returns what completes a future with an envelope that the calling thread has read.
+
+        Returns None if the envelope is not the answer that the future stands for, or if completing it has other
+        effects: then `on_envelope` is called with it. If a signal interrupts the function returned, `on_envelope`
+        is called as well.
+
+        Args:
+            source: the peer.
+            envelope: the envelope.
+            future: what the calling thread waits for.
         """
 
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:

@@ -11,16 +11,20 @@ import logging
 import os
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Protocol, final
+from typing import Any, Protocol, cast, final
 
 from google.protobuf.message import DecodeError
 
 from ...proto.v1 import agent_pb2
 from ..execution.executor import Executor
+from ..execution.futures import Future
 from ..execution.poller import READABLE
+from ..execution.waiter import SocketWaiter
+from .answer_reader import AnswerReader, Completion
 from .frame_writer import FrameWriter
 from .settings import MAX_ENVELOPE_BYTES
 
@@ -44,7 +48,8 @@ MAX_DESCRIPTORS = 64
 _HEADER = struct.Struct("<IB")
 _SEGMENT = struct.Struct("<QQ")
 _DESCRIPTOR = struct.Struct("i")
-_RIGHTS_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size)
+_RECV_ARGS = ((READ_BYTES,),)
+_RECVMSG_ARGS = ((READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),)
 
 
 class _Kind(IntEnum):
@@ -105,6 +110,7 @@ class EnvelopeSocket:
         on_envelope: OnEnvelope,
         on_end: OnSocketEnd,
         segments: SegmentListener | None = None,
+        completion: Completion = lambda _envelope, _future: None,
     ) -> None:
         """Takes over a connected socket, and reads nothing before `start`.
 
@@ -116,6 +122,7 @@ class EnvelopeSocket:
                 is read before the future that it returns is done.
             on_end: called once, after the last envelope.
             segments: handles the frames about shared memory, on a unix socket.
+            completion: lets the thread that waits for an answer read it.
         """
         self.name = name
         connection.settimeout(0)
@@ -129,7 +136,16 @@ class EnvelopeSocket:
         """The segments of the peer that this worker does not use any more, and has not told the peer of."""
         self._paused: list[int] = []
         """The descriptor of the socket while nothing is read; whoever takes it out has reading go on."""
-        # What follows is used by the one thread that reads.
+        self.poller = executor.poller
+        self.descriptor = connection.fileno()
+        self.completion = completion
+        self.receive: Callable[..., Any] = connection.recv if segments is None else connection.recvmsg
+        self.receive_args: Sequence[tuple[Any, ...]] = _RECV_ARGS if segments is None else _RECVMSG_ARGS
+        self.reading = threading.Lock()
+        """Held by the thread that reads."""
+        # What follows is used with the lock.
+        self.received: list[Any] = []
+        """What a thread that waited for an answer has read, and another one is to handle."""
         self._pause: concurrent.futures.Future[None] | None = None
         """The last that `on_envelope` has returned since reading began."""
         self._received_descriptors: deque[int] = deque()
@@ -143,7 +159,7 @@ class EnvelopeSocket:
 
     def start(self) -> None:
         """Begins to read."""
-        self._executor.watch(self._connection.fileno(), READABLE, self._on_readable)
+        self._executor.watch(self.descriptor, READABLE, self._on_readable)
 
     @property
     def queued_bytes(self) -> int:
@@ -203,7 +219,42 @@ class EnvelopeSocket:
 
     # Reading.
 
+    def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
+        """Has the calling thread read while it waits for an answer: see ReadAnswer."""
+        if not self._has_ended and not self._paused:
+            AnswerReader(self, future, waiter).read()
+
+    def can_be_read(self) -> bool:
+        """Returns whether what is read now begins with a new frame. Called with the lock."""
+        is_between = not self._beginning and self._large is None and not self.received
+        return is_between and not self._has_ended and not self._paused
+
+    def sole_envelope(self) -> agent_pb2.Envelope | None:
+        """Returns the envelope that has been received, if it came alone. Raises DecodeError."""
+        (data,) = self.received
+        if self._segments is not None:
+            data, rights, _, _ = data
+            if rights:
+                return None
+        if len(data) < _HEADER.size:
+            return None
+        length, kind = _HEADER.unpack_from(data)
+        if kind != _Kind.ENVELOPE or len(data) != _HEADER.size + length:
+            return None
+        return agent_pb2.Envelope.FromString(data[_HEADER.size :])
+
+    def handle_again(self, chunk: Any) -> bool:
+        """Handles an envelope whose handling was interrupted. Called on a thread of the executor."""
+        data = (chunk[0] if self._segments is not None else chunk)[_HEADER.size :]
+        self._on_envelope(agent_pb2.Envelope.FromString(data), len(data))
+        return False
+
     def _on_readable(self) -> bool:
+        with self.reading:
+            return not self._has_ended and not self._paused and self._read()
+
+    def _read(self) -> bool:
+        """Reads and handles a chunk; returns whether to wait for the next one."""
         try:
             if self._large is not None:
                 self._read_large(self._large)
@@ -224,7 +275,7 @@ class EnvelopeSocket:
         if self._has_ended or self._pause is None:
             return not self._has_ended
         pause, self._pause = self._pause, None
-        self._paused.append(self._connection.fileno())
+        self._paused.append(self.descriptor)
         # From here on, another thread may read.
         if self._writer.is_broken:  # what is left is read to the end: `close` may have come before the pause
             self._read_on()
@@ -238,15 +289,16 @@ class EnvelopeSocket:
             self._executor.watch_again(self._paused.pop())
 
     def _receive(self) -> bytes:
+        received = self.received.pop() if self.received else self.receive(*self.receive_args[0])
         if self._segments is None:
-            return self._connection.recv(READ_BYTES)
-        data, rights, _, _ = self._connection.recvmsg(READ_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+            return cast("bytes", received)
+        data, rights, _, _ = received
         for _, _, descriptors in rights:
             count = len(descriptors) // _DESCRIPTOR.size
             self._received_descriptors.extend(struct.unpack(f"{count}i", descriptors[: count * _DESCRIPTOR.size]))
         if len(self._received_descriptors) > MAX_DESCRIPTORS:
             raise ValueError("descriptors without segments")
-        return data
+        return cast("bytes", data)
 
     def _read_large(self, envelope: bytearray) -> None:
         count = self._connection.recv_into(memoryview(envelope)[self._large_filled :])
@@ -307,7 +359,7 @@ class EnvelopeSocket:
 
     def _end(self, reason: str) -> None:
         """Stops reading and reports the end. After the peer's end, this worker may still write."""
-        self._executor.unwatch(self._connection.fileno())
+        self._executor.unwatch(self.descriptor)
         self._has_ended = True
         if reason or self._writer.is_broken:
             self.release()

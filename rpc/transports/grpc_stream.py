@@ -26,6 +26,8 @@ from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..execution.futures import Future
+from ..execution.waiter import SocketWaiter
 from .base import TransportListener
 from .envelope_socket import CLOSED, EnvelopeSocket
 from .grpc_calls import Read, StreamState, Write, deliver, end_of_error, raise_status, welcome_frame, write_frame
@@ -161,6 +163,11 @@ class GrpcStream:
         """Removes an envelope from the queue, if it is there."""
         return self.outbox.withdraw(ticket)
 
+    def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
+        """Has the calling thread read the socket, if there is one."""
+        if (connection := self.outbox.socket) is not None:
+            connection.read_answer(future, waiter)
+
     def connect(self) -> None:
         """Opens the stream if it is not open."""
         self._loop.call_soon_threadsafe(self._start_or_wake)
@@ -279,8 +286,12 @@ class GrpcStream:
     def _use_socket(self, kind: str, connection: socket.socket) -> None:
         sockets = self._streams.sockets
         segments = sockets.segments(self._peer.id) if kind == UNIX else None
-        on_envelope = partial(self._streams.listener.on_envelope, self._peer)
-        used = EnvelopeSocket(kind, connection, sockets.executor, on_envelope, self._on_socket_end, segments)
+        listener = self._streams.listener
+        on_envelope = partial(listener.on_envelope, self._peer)
+        completion = partial(listener.completion, self._peer)
+        used = EnvelopeSocket(
+            kind, connection, sockets.executor, on_envelope, self._on_socket_end, segments, completion
+        )
         if segments is not None:
             segments.connect(used)
         self.outbox.use_socket(used)

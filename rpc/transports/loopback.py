@@ -1,10 +1,12 @@
 """The transport from a worker to itself."""
 
-from typing import final
+from typing import Any, final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
+from ..execution.futures import Future
+from ..execution.waiter import SocketWaiter
 from .base import TransportClosedError, TransportListener
 
 __all__ = ["LoopbackTransport"]
@@ -39,6 +41,9 @@ class LoopbackTransport:
     def withdraw(self, ticket: int) -> bool:  # noqa: ARG002
         """Returns False: there is no queue."""
         return False
+
+    def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
+        """Does nothing: answers arrive on the threads that send them."""
 
     def connect(self) -> None:
         """Does nothing: the worker is always connected to itself."""

@@ -255,6 +255,9 @@ class SimulatedNetwork:
     def admit(self) -> None:
         pass
 
+    def answer_reader(self, worker: WorkerInfo) -> None:
+        """Returns None: no thread waits for an answer."""
+
     def workers(self) -> list[WorkerInfo]:
         return list(self._members.values())
 

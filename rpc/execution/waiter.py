@@ -1,0 +1,96 @@
+"""Waits for a socket on the thread that needs what the socket brings.
+
+The thread looks at the socket without blocking for a moment before it blocks: to be woken takes longer than many
+calls do. It stops doing so while that is in vain.
+"""
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, final
+
+__all__ = ["SocketWaiter", "Spinner", "Waiter"]
+
+SPIN_S = 0.0001
+"""Seconds in which a thread looks at a socket again and again, at most."""
+
+MAX_SKIPPED = 64
+"""Waits, at most, after one that was longer than that, in which the thread does not look again and again."""
+
+Events = list[tuple[int, int]]
+"""Descriptors that are ready, with the events of each."""
+
+
+@final
+class Spinner:
+    """Looks at descriptors again and again, unless that has been in vain lately. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._to_skip = 0
+        self._skips = 0
+
+    def spin(self, poll: Callable[[int], Events], stop: Callable[[], object] = bool) -> Events:
+        """Returns what becomes ready within SPIN_S.
+
+        Args:
+            poll: returns what is ready; its argument is 0.
+            stop: returns whether to look no longer.
+        """
+        if self._to_skip:
+            self._to_skip -= 1
+            return []
+        end = time.monotonic() + SPIN_S
+        while not (events := poll(0)):
+            if time.monotonic() > end:
+                self._skips = self._to_skip = min(2 * self._skips + 1, MAX_SKIPPED)
+                return events
+            if stop():
+                return events
+        self._skips = 0
+        return events
+
+
+class Waiter(Protocol):
+    """What a thread waits by: a held lock, or a SocketWaiter."""
+
+    def release(self) -> None:
+        """Ends the wait."""
+
+
+@final
+class SocketWaiter:
+    """Waits for a socket to be readable, or for another thread to call `release`. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._descriptor = -1
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        self._spinner = Spinner()
+
+    def __del__(self) -> None:
+        os.close(self._wake)
+
+    def release(self) -> None:
+        """Ends the wait of the thread, unless it is the calling one."""
+        if threading.get_ident() != self._thread:
+            os.eventfd_write(self._wake, 1)
+
+    def wait(self, descriptor: int) -> bool:
+        """Waits for a descriptor; returns whether it is readable, or closed by the peer."""
+        if descriptor != self._descriptor:
+            if self._descriptor >= 0:
+                self._poll.unregister(self._descriptor)
+            self._poll.register(descriptor, select.POLLIN)
+            self._descriptor = descriptor
+        events = self._spinner.spin(self._poll.poll) or self._poll.poll()
+        is_readable = False
+        for ready, _ in events:
+            if ready == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                is_readable = True
+        return is_readable

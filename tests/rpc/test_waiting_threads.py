@@ -1,0 +1,123 @@
+"""A thread that waits for an answer reads the socket itself, and loses nothing when it is interrupted."""
+
+import concurrent.futures
+import random
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+from gradwire import rpc
+from gradwire.errors import RpcCancelledError
+
+from tests.remote_functions import identity, set_event, wait_for, wait_until
+
+MAX_IN_A_ROW = 3
+"""Signals that interrupt one call, which hit its cleaning up too."""
+
+
+class AlarmError(BaseException):
+    """Is raised by the handler of a signal, as KeyboardInterrupt is by that of Ctrl-C."""
+
+
+def wait_and_interrupt(rounds: int) -> int:
+    """Interrupts the main thread at random moments while it waits for answers; returns how often."""
+    left = interrupts = 0
+    sends = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal left
+        if left:
+            left = 0 if sends else left - 1  # a send is rolled back, which a second signal may interrupt
+            raise AlarmError
+
+    signal.signal(signal.SIGALRM, interrupt)
+    chance = random.Random(0)
+    for number in range(rounds):
+        future: torch.futures.Future[int] | None = None
+        left = chance.randrange(1, MAX_IN_A_ROW + 1)
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(5e-5, 1e-3), 2e-5)
+        try:
+            while left:
+                sends = True
+                future = rpc.rpc_async("worker1", identity, (number,))
+                sends = False
+                assert future.wait() == number
+        except AlarmError:
+            interrupts += 1
+        left = 0
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert future is None or future.wait() == number
+        assert rpc.rpc_sync("worker1", identity, (-number,)) == -number
+    return interrupts
+
+
+def nothing_is_pending() -> bool:
+    info = rpc.debug_info()
+    return not (
+        info["agent.client_active_calls"]
+        or info["unanswered_calls"]
+        or info["flow_control"]["worker1"]["calls_in_flight"]
+    )
+
+
+@pytest.mark.parametrize("transports", [("unix", "grpc"), ("tcp", "grpc")], ids=lambda names: names[0])
+def test_an_interrupted_wait_loses_no_answer(workers, transports):
+    a, _ = workers.rpc(2, transports=transports)
+    assert a.run(wait_and_interrupt, 300) > 200
+    a.run(wait_until, nothing_is_pending)
+    assert a.run(lambda: rpc.debug_info()["transports"]["worker1"]) == transports[0]
+
+
+def call_back(value: Any) -> Any:
+    return rpc.rpc_sync("worker0", identity, (value,))
+
+
+def test_a_call_arrives_while_the_main_thread_waits_on_its_socket(two_workers):
+    a, _ = two_workers
+    for number in range(20):
+        assert a.run(rpc.rpc_sync, "worker1", call_back, (number,)) == number
+
+
+def test_a_callback_may_call_the_worker_that_is_waited_for(two_workers):
+    """The collected future has callbacks that Python does not know of: they run where the call is completed."""
+    a, _ = two_workers
+
+    def collect() -> int:
+        future = rpc.rpc_async("worker1", identity, (1,))
+        collected = torch.futures.collect_all([future])
+        doubled = collected.then(lambda _: rpc.rpc_sync("worker1", identity, (2,)))
+        return future.wait() + doubled.wait()
+
+    assert a.run(collect) == 3
+
+
+def test_threads_that_wait_for_one_worker_share_its_socket(two_workers):
+    a, _ = two_workers
+
+    def call(number: int) -> int:
+        return sum(rpc.rpc_sync("worker1", identity, (number,)) for _ in range(50))
+
+    def call_from_threads() -> list[int]:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            return list(pool.map(call, range(8)))
+
+    assert a.run(call_from_threads) == [50 * number for number in range(8)]
+
+
+def test_a_wait_ends_when_another_thread_completes_the_call(two_workers):
+    a, b = two_workers
+
+    def wait_and_cancel() -> None:
+        future = rpc.rpc_async("worker1", wait_for, ("cancelled",))
+        waits = threading.Event()
+        timer = threading.Thread(target=lambda: (waits.wait(), future.cancel()))
+        timer.start()
+        waits.set()
+        with pytest.raises(RpcCancelledError):
+            future.wait()
+        timer.join()
+
+    a.run(wait_and_cancel)
+    b.run(set_event, "cancelled")
