@@ -40,9 +40,6 @@ __all__ = ["Client"]
 MAX_KEPT_BYTES = 1024
 """Bytes of the body and tensors of a pending request that may stay in its envelope; larger ones are removed."""
 
-PLAIN_FIELDS = 3
-"""The fields of an answer without tensors, references and headers: id, type and body."""
-
 log = logging.getLogger(__name__)
 
 
@@ -309,7 +306,8 @@ class Client:
             or pending.worker.id != source.id
             or envelope.type != RESULT
             or future.has_callbacks
-            or len(envelope.ListFields()) > PLAIN_FIELDS
+            or envelope.references
+            or envelope.HasField("profile")
         ):
             return None
         return partial(self._complete, source, envelope)
@@ -321,7 +319,7 @@ class Client:
         completing.update(zip((identifier,), map(self.pending.pop, (identifier,), (None,)), strict=True))
         pending = completing[identifier]
         if pending is not None:
-            message = self._codec.read(source, envelope, read_inline, user_values=False)
+            message = self._codec.read(source, envelope, read_inline, user_values=True)
             message.value = self._codec.unpack(message)
             self._flow_control.release(source.id, identifier)
             self.kept.pop(identifier, None)

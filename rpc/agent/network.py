@@ -24,6 +24,7 @@ from ..channels.router import (
     Collecting,
     PayloadWriter,
     external_bytes,
+    is_inline,
     read_inline,
 )
 from ..channels.shared_memory.channel import SharedMemoryChannel
@@ -331,7 +332,7 @@ class Network:
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
     ) -> Callable[[], None] | None:
         """Returns what completes a future on the calling thread: see TransportListener."""
-        if source.id in self._lost or not envelope.body.HasField("inline"):
+        if source.id in self._lost or not is_inline(envelope):
             return None
         return self._listener.completion(source, envelope, future)
 

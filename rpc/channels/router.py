@@ -21,6 +21,7 @@ __all__ = [
     "PayloadReader",
     "PayloadWriter",
     "external_bytes",
+    "is_inline",
     "read_inline",
 ]
 
@@ -308,6 +309,11 @@ def _is_inline(payload: agent_pb2.Payload) -> bool:
 def read_inline(payload: agent_pb2.Payload) -> Buffer:
     """Returns the bytes of a payload inside its envelope."""
     return payload.inline
+
+
+def is_inline(envelope: agent_pb2.Envelope) -> bool:
+    """Returns whether all payloads of a received envelope are inside it."""
+    return envelope.body.HasField("inline") and (not envelope.tensors or all(map(_is_inline, _payloads(envelope))))
 
 
 def external_bytes(envelope: agent_pb2.Envelope) -> int:

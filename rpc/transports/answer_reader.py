@@ -7,9 +7,8 @@ thread leaves is handled by a thread of the executor, from the beginning: comple
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import starmap
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 from google.protobuf.message import DecodeError
 
@@ -18,10 +17,21 @@ from ..execution.futures import Future
 from ..execution.poller import OnReady, Poller
 from ..execution.waiter import SocketWaiter
 
-__all__ = ["AnswerReader", "AnswerSource", "Completion"]
+__all__ = ["Answer", "AnswerReader", "AnswerSource", "Completion"]
 
 Completion = Callable[[agent_pb2.Envelope, Future[Any]], "Callable[[], None] | None"]
 """Returns what completes a future with an envelope: see TransportListener.completion."""
+
+
+class Answer(NamedTuple):
+    """An answer among what a socket has received."""
+
+    complete: Callable[[], None]
+    """Completes the future."""
+    redo: Callable[[], bool]
+    """Does it on a thread of the executor, also if `complete` has been begun; returns False."""
+    left: list[Any]
+    """What else has been received: one chunk, or none."""
 
 
 class AnswerSource(Protocol):
@@ -38,25 +48,21 @@ class AnswerSource(Protocol):
     """The C function that reads a chunk."""
     receive_args: Sequence[tuple[Any, ...]]
     """Its arguments, in a sequence of one."""
-    completion: Completion
 
     def can_be_read(self) -> bool:
         """Returns whether what is read now begins with a new frame. Called with the lock."""
 
-    def sole_envelope(self) -> agent_pb2.Envelope | None:
-        """Returns the envelope in `received`, if nothing else is in it. Raises DecodeError."""
-
-    def handle_again(self, chunk: Any) -> bool:
-        """Handles a chunk whose sole envelope a thread has not handled to the end; returns False."""
+    def find_answer(self, future: Future[Any]) -> "Answer | None":
+        """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
 
 
 @final
 class AnswerReader:
     """Reads one answer from a socket. Made for each wait of a thread."""
 
-    __slots__ = ("_complete", "_future", "_redo", "_source", "_taken", "_waiter")
+    __slots__ = ("_answer", "_future", "_source", "_to_redo", "_waiter")
 
-    def __init__(self, source: "AnswerSource", future: Future[Any], waiter: SocketWaiter) -> None:
+    def __init__(self, source: AnswerSource, future: Future[Any], waiter: SocketWaiter) -> None:
         """Reads nothing yet.
 
         Args:
@@ -67,11 +73,9 @@ class AnswerReader:
         self._source = source
         self._future = future
         self._waiter = waiter
-        self._taken: list[Any] = []
-        """The answer, from when it is taken out of what the socket has read until the future is done."""
-        self._complete: Callable[[], None] | None = None
-        self._redo: tuple[int, OnReady]
-        """What handles the answer if a signal interrupts this thread."""
+        self._answer: Answer | None = None
+        self._to_redo: list[tuple[int, OnReady]] = []
+        """The answer, from when it is taken out of what has been received until the future is done."""
 
     def read(self) -> None:
         """Reads until the answer has arrived, or something else, which the executor handles."""
@@ -80,13 +84,13 @@ class AnswerReader:
             source.poller.borrow(
                 source.descriptor, source.reading, source.can_be_read, self._receive, source.received
             )
-            if self._complete is not None:
-                self._complete()
-                self._taken.clear()
+            if self._answer is not None:
+                self._answer.complete()
+                self._to_redo.clear()
         finally:
-            if self._taken:  # interrupted; only C functions from here on
+            if self._to_redo:  # interrupted; only C functions from here on
                 try:
-                    source.poller.handed_over.append(self._redo)
+                    source.poller.handed_over.extend(self._to_redo)
                 finally:
                     source.poller.wake()
 
@@ -96,11 +100,10 @@ class AnswerReader:
             return
         try:
             source.received.extend(starmap(source.receive, source.receive_args))
-            envelope = source.sole_envelope()
+            answer = source.find_answer(self._future)
         except (BlockingIOError, ConnectionError, DecodeError):
             return
-        if envelope is not None:
-            self._complete = source.completion(envelope, self._future)
-            if self._complete is not None:
-                self._redo = -1, partial(source.handle_again, source.received[0])
-                self._taken.extend(map(source.received.pop, (0,)))
+        if answer is not None:
+            self._answer = answer
+            self._to_redo.append((-1, answer.redo))
+            source.received[:] = answer.left  # no step in between: an interrupted thread would leave both

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, Protocol, cast, final
 
 from google.protobuf.message import DecodeError
@@ -24,7 +25,7 @@ from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..execution.poller import READABLE
 from ..execution.waiter import SocketWaiter
-from .answer_reader import AnswerReader, Completion
+from .answer_reader import Answer, AnswerReader, Completion
 from .frame_writer import FrameWriter
 from .settings import MAX_ENVELOPE_BYTES
 
@@ -44,6 +45,9 @@ MAX_SIDE_FRAME_BYTES = 8 * MAX_NUMBERS
 
 MAX_DESCRIPTORS = 64
 """Descriptors that one read can bring, and that may wait for their frames."""
+
+MAX_LOOKED_AT = 8
+"""Frames among which a thread looks for the answer that it waits for; more of them are left to the executor."""
 
 _HEADER = struct.Struct("<IB")
 _SEGMENT = struct.Struct("<QQ")
@@ -138,7 +142,7 @@ class EnvelopeSocket:
         """The descriptor of the socket while nothing is read; whoever takes it out has reading go on."""
         self.poller = executor.poller
         self.descriptor = connection.fileno()
-        self.completion = completion
+        self._completion = completion
         self.receive: Callable[..., Any] = connection.recv if segments is None else connection.recvmsg
         self.receive_args: Sequence[tuple[Any, ...]] = _RECV_ARGS if segments is None else _RECVMSG_ARGS
         self.reading = threading.Lock()
@@ -229,24 +233,33 @@ class EnvelopeSocket:
         is_between = not self._beginning and self._large is None and not self.received
         return is_between and not self._has_ended and not self._paused
 
-    def sole_envelope(self) -> agent_pb2.Envelope | None:
-        """Returns the envelope that has been received, if it came alone. Raises DecodeError."""
-        (data,) = self.received
-        if self._segments is not None:
-            data, rights, _, _ = data
-            if rights:
-                return None
-        if len(data) < _HEADER.size:
-            return None
-        length, kind = _HEADER.unpack_from(data)
-        if kind != _Kind.ENVELOPE or len(data) != _HEADER.size + length:
-            return None
-        return agent_pb2.Envelope.FromString(data[_HEADER.size :])
+    def find_answer(self, future: Future[Any]) -> Answer | None:
+        """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
+        (received,) = self.received
+        data, rights = (received, ()) if self._segments is None else received[:2]
+        start, end = 0, len(data)
+        for _ in range(MAX_LOOKED_AT):
+            content = start + _HEADER.size
+            if content > end:
+                break
+            length, kind = _HEADER.unpack_from(data, start)
+            after = content + length
+            if after > end:
+                break
+            if kind == _Kind.ENVELOPE:
+                envelope = agent_pb2.Envelope.FromString(data[content:after])
+                complete = self._completion(envelope, future)
+                if complete is not None:
+                    others = data[:start] + data[after:]
+                    left = others if self._segments is None else (others, rights)
+                    redo = partial(self._handle_again, envelope, length)
+                    return Answer(complete, redo, [left] if others else [])
+            start = after
+        return None
 
-    def handle_again(self, chunk: Any) -> bool:
-        """Handles an envelope whose handling was interrupted. Called on a thread of the executor."""
-        data = (chunk[0] if self._segments is not None else chunk)[_HEADER.size :]
-        self._on_envelope(agent_pb2.Envelope.FromString(data), len(data))
+    def _handle_again(self, envelope: agent_pb2.Envelope, nbytes: int) -> bool:
+        """Handles an answer whose handling a signal has interrupted."""
+        self._on_envelope(envelope, nbytes)
         return False
 
     def _on_readable(self) -> bool:
@@ -292,7 +305,7 @@ class EnvelopeSocket:
         received = self.received.pop() if self.received else self.receive(*self.receive_args[0])
         if self._segments is None:
             return cast("bytes", received)
-        data, rights, _, _ = received
+        data, rights = received[:2]
         for _, _, descriptors in rights:
             count = len(descriptors) // _DESCRIPTOR.size
             self._received_descriptors.extend(struct.unpack(f"{count}i", descriptors[: count * _DESCRIPTOR.size]))
