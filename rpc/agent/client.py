@@ -4,27 +4,21 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
 import torch
 
-from ...errors import AnswerFailedError, RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
+from ...errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
-from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
-from ..channels.router import PayloadReader, read_inline
 from ..contracts.devices import DeviceMap
-from ..contracts.messages import CANCEL, ERROR, RESULT, Outgoing, Request
+from ..contracts.messages import CANCEL, Outgoing, Request
 from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
 from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..wire.device_maps import device_map_to_proto
-from ..wire.failures import decode_failure
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
 from .codec import Codec
@@ -32,7 +26,7 @@ from .extensions import Extensions
 from .factories import DeadlinesFactory
 from .flow_control import FlowControl, Waiter
 from .network import Network
-from .pending import PendingRequest
+from .pending import PendingRequest, PendingRequests
 from .stats import CallCounter
 
 __all__ = ["Client"]
@@ -45,14 +39,11 @@ log = logging.getLogger(__name__)
 
 @final
 class Client:
-    """Sends the requests of one agent, and completes their futures.
-
-    A request is completed by what takes it out of `pending` first: its answer, its timeout, its cancellation or
-    the loss of its worker. Taking it out is one operation on a dict, so exactly one of them succeeds.
-    """
+    """Sends the requests of one agent; they fail when their time is up, or when they are cancelled."""
 
     def __init__(
         self,
+        requests: PendingRequests,
         codec: Codec,
         network: Network,
         extensions: Extensions,
@@ -65,7 +56,8 @@ class Client:
         """Makes the client of one agent.
 
         Args:
-            codec: encodes requests and decodes answers.
+            requests: completes requests.
+            codec: encodes them.
             network: takes messages back that are cancelled.
             extensions: know the message types, and have hooks.
             executor: runs what an expired deadline causes, and is told of threads that wait for an answer.
@@ -74,12 +66,7 @@ class Client:
             make_deadlines: makes the clock of the timeouts.
             name: of this worker, for the clock's thread.
         """
-        self.pending: dict[int, PendingRequest] = {}
-        """The requests without an answer, by id."""
-        self.kept: dict[int, tuple[int, object]] = {}
-        """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
-        self._completing: dict[int, PendingRequest | None] = {}
-        """The requests that `complete` has taken out of `pending`; what a signal has interrupted stays here."""
+        self._requests = requests
         self._codec = codec
         self._network = network
         self._extensions = extensions
@@ -89,7 +76,7 @@ class Client:
         self._nesting = flow_control.nesting
         self._ids = itertools.count(1)
         self._deadlines: Deadlines = make_deadlines(
-            self._expire, self.pending.__contains__, self.pending.__len__, f"gradwire-deadlines-{name}"
+            self._expire, requests.pending.__contains__, requests.pending.__len__, f"gradwire-deadlines-{name}"
         )
 
     # Sending: on any thread.
@@ -202,9 +189,11 @@ class Client:
         depth = self._nesting.depth
         if depth:
             envelope.depth = depth
-        pending = self.pending[identifier] = PendingRequest(identifier, future, worker, handler, timeout, depth)
+        pending = self._requests.pending[identifier] = PendingRequest(
+            identifier, future, worker, handler, timeout, depth
+        )
         if request.keep is not None:
-            self.kept[identifier] = worker.id, request.keep
+            self._requests.kept[identifier] = worker.id, request.keep
         return pending, message
 
     def _admit(self, pending: PendingRequest, message: Outgoing, *, blocks: bool = True) -> Waiter | None:
@@ -226,13 +215,13 @@ class Client:
     def _is_to_be_sent(self, pending: PendingRequest) -> bool:
         """Returns whether a call that has waited for capacity has not failed meanwhile."""
         pending.is_waiting = False
-        if pending.identifier in self.pending:
+        if pending.identifier in self._requests.pending:
             return True
         self._release_unsent(pending.identifier, pending.worker)
         return False
 
     def _release_unsent(self, identifier: int, worker: WorkerInfo) -> None:
-        self.kept.pop(identifier, None)
+        self._requests.kept.pop(identifier, None)
         self._flow_control.abandon(worker.id, identifier)
 
     def _note_sent(self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None) -> None:
@@ -256,122 +245,25 @@ class Client:
             Whether the error fails the future. Else the caller gets it at once.
         """
         self._release_unsent(identifier, worker)
-        pending = self._take(identifier)  # None if the loss of its worker has completed it
+        pending = self._requests.take(identifier)  # None if the loss of its worker has completed it
         if isinstance(error, SendFailedError) and pending is not None:
             error = SendFailedError(worker.name, error.reason, pending.handler.description)
         if isinstance(error, WorkerLostError | SendFailedError):
-            self._fail(pending, error)
+            self._requests.fail(pending, error)
             return True
         self._calls.end_request(identifier)
         return False
 
-    # Completing: on the executor's threads.
-
-    def on_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
-        """Completes the request that a message answers."""
-        identifier = envelope.id
-        if self._is_from_another(source, identifier):
-            return
-        pending = self.pending.pop(identifier, None)
-        if pending is None and self._completing:
-            pending = self._completing.pop(identifier, None)
-        self._flow_control.release(source.id, identifier)
-        if self.kept:
-            self.kept.pop(identifier, None)
-        try:
-            if envelope.type == ERROR:
-                error = decode_failure(payloads(envelope.body), source.name)
-                raise self._extensions.map_error(error, source)
-            # An answer that arrives after the timeout is read all the same: references in it must be counted.
-            message = self._codec.read(source, envelope, payloads, user_values=True)
-            message.value = self._codec.unpack(message)
-        except Exception as error:
-            self._fail(pending, error)
-            return
-        if pending is not None:
-            self._set_result(pending, message.value)
-
-    def completion(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
-    ) -> "Callable[[], None] | None":
-        """Returns what completes a future on the calling thread with a message, if that is its answer.
-
-        Returns None unless completing it has no other effect: if a signal interrupts it, `on_answer` can be called
-        again.
-        """
-        pending = self.pending.get(envelope.id)
-        if (
-            pending is None
-            or pending.future is not future
-            or pending.worker.id != source.id
-            or envelope.type != RESULT
-            or future.has_callbacks
-            or envelope.references
-            or envelope.HasField("profile")
-        ):
-            return None
-        return partial(self._complete, source, envelope)
-
-    def _complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        identifier = envelope.id
-        completing = self._completing
-        # One C function takes it and keeps it, which a signal does not interrupt.
-        completing.update(zip((identifier,), map(self.pending.pop, (identifier,), (None,)), strict=True))
-        pending = completing[identifier]
-        if pending is not None:
-            message = self._codec.read(source, envelope, read_inline, user_values=True)
-            message.value = self._codec.unpack(message)
-            self._flow_control.release(source.id, identifier)
-            self.kept.pop(identifier, None)
-            self._set_result(pending, message.value)
-        del completing[identifier]
-
-    def _set_result(self, pending: PendingRequest, value: object) -> None:
-        self._tell_complete(pending)
-        if pending.future.done():  # before `_complete` was interrupted
-            pass
-        elif pending.depth:
-            with self._nesting.at(pending.depth):
-                pending.future.set_result(value)
-        else:
-            pending.future.set_result(value)
-        self._count_end(pending)
-
-    def on_rejected_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
-        """Fails the request whose answer cannot be read."""
-        if self._is_from_another(source, envelope.id):
-            return
-        self.kept.pop(envelope.id, None)
-        self._flow_control.release(source.id, envelope.id)
-        if isinstance(error, PayloadLostError):
-            error = AnswerFailedError(source.name, str(error))
-        self._fail(self._take(envelope.id), error)
-
-    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Fails the requests to a worker that is lost."""
-        self._flow_control.drop_worker(worker.id)  # first: callbacks may make calls that wait for capacity
-        for identifier, pending in list(self.pending.items()):
-            if pending.worker.id == worker.id:
-                self._fail(self._take(identifier), end.as_error(worker.name))
-        for identifier, (destination, _) in list(self.kept.items()):
-            if destination == worker.id:
-                self.kept.pop(identifier, None)
-
     def cancel(self, identifier: int) -> bool:
         """Fails a request with RpcCancelledError; returns False if it is complete. Called on any thread."""
-        pending = self._take(identifier)
+        pending = self._requests.take(identifier)
         if pending is None:
             return False
         if pending.sent is not None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it what was queued
                 self._network.call_soon(self._withdraw, pending.worker, pending.sent)
-        self._fail(pending, RpcCancelledError(pending.worker.name))
+        self._requests.fail(pending, RpcCancelledError(pending.worker.name))
         return True
-
-    def unanswered(self) -> Mapping[str, int]:
-        """Returns the number of users' calls without an answer, by the name of the worker called."""
-        pending = [each for each in list(self.pending.values()) if each.handler.user_values]
-        return Counter(each.worker.name for each in pending)
 
     def stop_deadlines(self) -> None:
         """Ends the clock: no request times out from now on."""
@@ -379,10 +271,10 @@ class Client:
 
     def fail_all(self, error: Exception) -> None:
         """Fails all requests that are pending, and those that are sent from now on."""
-        for identifier in list(self.pending):
-            self._fail(self._take(identifier), error)
+        for identifier in list(self._requests.pending):
+            self._requests.fail(self._requests.take(identifier), error)
         self._flow_control.close()  # last: those that wait have failed, so they are not sent
-        self.kept.clear()
+        self._requests.kept.clear()
 
     def _expire(self, identifier: int) -> None:
         """Handles an expired timeout. Called on the thread of the deadlines; must not block."""
@@ -390,46 +282,19 @@ class Client:
         self._executor.submit(self._time_out, identifier)
 
     def _time_out(self, identifier: int) -> None:
-        if (pending := self._take(identifier)) is not None:
+        if (pending := self._requests.take(identifier)) is not None:
             activity = pending.handler.description
             if pending.is_waiting:
                 activity = f"not sent, because too much is in flight: {activity}"
-            self._fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, activity))
+            self._requests.fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, activity))
 
     def _withdraw(self, worker: WorkerInfo, sent: Outgoing) -> None:
         """Takes a request back, or asks its worker not to begin it. Called on the event loop."""
         if self._network.withdraw(worker, sent.ticket, sent.payloads):
-            self.kept.pop(sent.envelope.id, None)
+            self._requests.kept.pop(sent.envelope.id, None)
             self._flow_control.release(worker.id, sent.envelope.id)
             self._executor.submit(self._extensions.on_send_aborted, sent)
             return
         cancel = agent_pb2.Envelope(id=sent.envelope.id, type=CANCEL)
         with contextlib.suppress(WorkerLostError, SendFailedError):
             self._network.send(worker, cancel.SerializeToString())
-
-    def _is_from_another(self, source: WorkerInfo, identifier: int) -> bool:
-        """Returns whether an answer comes from a worker that was not asked."""
-        pending = self.pending.get(identifier)
-        if pending is None or pending.worker.id == source.id:
-            return False
-        log.warning("worker %s answers a request to %s; dropped", source.name, pending.worker.name)
-        return True
-
-    def _take(self, identifier: int) -> PendingRequest | None:
-        """Takes a request out of `pending`; None if it is complete."""
-        return self.pending.pop(identifier, None)
-
-    def _fail(self, pending: PendingRequest | None, error: Exception) -> None:
-        if pending is not None:
-            self._tell_complete(pending)
-            with self._nesting.at(pending.depth):  # of the calls that callbacks make
-                pending.future.set_exception(error)
-            self._count_end(pending)
-
-    def _tell_complete(self, pending: PendingRequest) -> None:
-        if pending.handler.user_values:
-            self._extensions.on_complete(pending.identifier)
-
-    def _count_end(self, pending: PendingRequest) -> None:
-        if pending.handler.user_values:
-            self._calls.end_request(pending.identifier)

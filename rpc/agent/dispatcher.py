@@ -13,9 +13,9 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
 from ..membership.worker_events import WorkerEvents
-from .client import Client
 from .extensions import Extensions
 from .network_listener import Pause
+from .pending import PendingRequests
 from .received_requests import ReceivedRequests
 from .server import Server
 
@@ -28,14 +28,14 @@ ANSWERS = frozenset({RESULT, ERROR})
 
 @final
 class Dispatcher:
-    """Hands answers to the client and requests to the server, on the executor's threads.
+    """Hands answers to the requests that wait for them, and requests to the server, on the executor's threads.
 
     The methods that begin with `on_` are those of NetworkListener: they run on any thread and never block.
     """
 
     def __init__(
         self,
-        client: Client,
+        requests: PendingRequests,
         server: Server,
         all_gathers: AllGatherService,
         extensions: Extensions,
@@ -48,7 +48,7 @@ class Dispatcher:
         """Makes the dispatcher of one agent.
 
         Args:
-            client: completes requests.
+            requests: completes those of this worker.
             server: runs requests.
             all_gathers: is told of lost workers.
             extensions: are told of lost workers, and of messages that cannot be decoded.
@@ -57,8 +57,8 @@ class Dispatcher:
             received: counts the requests that wait for a thread.
             dynamic: whether the group is a dynamic one.
         """
-        self._client = client
-        self.completion = client.completion
+        self._requests = requests
+        self.completion = requests.completion
         self._server = server
         self._all_gathers = all_gathers
         self._extensions = extensions
@@ -97,7 +97,7 @@ class Dispatcher:
             # Here and now: in the executor's queue it would come after the calls that wait for a thread.
             self._server.cancellable.cancel(source, envelope)
         elif kind in ANSWERS:
-            self._executor.submit_urgent(self._client.on_answer, source, envelope, payloads)
+            self._executor.submit_urgent(self._requests.on_answer, source, envelope, payloads)
         else:
             if not announced:
                 self._server.on_announced(source, envelope)
@@ -124,7 +124,7 @@ class Dispatcher:
     def _reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         self._extensions.on_decode_error(source, envelope, error)
         if envelope.type in ANSWERS:
-            self._client.on_rejected_answer(source, envelope, error)
+            self._requests.on_rejected_answer(source, envelope, error)
         else:
             self._server.reject(source, envelope, error)
 
@@ -135,6 +135,6 @@ class Dispatcher:
         log.log(level, "worker %s is lost: %s", worker.name, end.reason)
         if has_failed:  # not known before it is logged: a shutdown says that it goes without this worker
             self._failed[worker.id] = end.reason
-        self._client.on_worker_lost(worker, end)
+        self._requests.on_worker_lost(worker, end)
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)

@@ -41,6 +41,7 @@ from .extensions import Extensions
 from .factories import AgentFactories
 from .flow_control import FlowControl
 from .multi_sender import MultiSender
+from .pending import PendingRequests
 from .quiescence import Quiescence
 from .received_requests import ReceivedRequests
 from .server import Server
@@ -109,7 +110,9 @@ class GrpcAgent(RpcAgent):
         self._extensions = Extensions(packer)
         self._codec = Codec(info, options, packer, self._extensions, self._network)
         self._flow_control = FlowControl(options.flow_control)
+        self._requests = PendingRequests(self._codec, self._extensions, self._calls, self._flow_control)
         self._client = Client(
+            self._requests,
             self._codec,
             self._network,
             self._extensions,
@@ -138,7 +141,7 @@ class GrpcAgent(RpcAgent):
             }
         )
         self._dispatcher = Dispatcher(
-            self._client,
+            self._requests,
             self._server,
             self._all_gather_service,
             self._extensions,
@@ -302,8 +305,8 @@ class GrpcAgent(RpcAgent):
             "agent.thread_pool_size": self.options.num_worker_threads,
             "agent.num_idle_threads": self._executor.idle,
             "agent.num_pending_requests": self._executor.queued,
-            "agent.client_active_calls": len(self._client.pending),
-            "unanswered_calls": dict(self._client.unanswered()),
+            "agent.client_active_calls": len(self._requests.pending),
+            "unanswered_calls": dict(self._requests.unanswered()),
             "agent.server_active_calls": self._calls.served,
             "agent.server_active_async_calls": self._server.deferred.in_flight,
             "executor_threads": self._executor.threads,
@@ -330,7 +333,7 @@ class GrpcAgent(RpcAgent):
 
     def join(self, timeout: float) -> None:
         """Waits until this worker can leave without losing a call."""
-        quiescence = Quiescence(self, self._calls, self._all_gather_service, self._client.unanswered)
+        quiescence = Quiescence(self, self._calls, self._all_gather_service, self._requests.unanswered)
         if self._dynamic:
             quiescence.wait_here(timeout)
         else:

@@ -19,14 +19,7 @@ from ..channels.bulk.channel import BulkChannel
 from ..channels.chunked import ChunkedChannel
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.router import (
-    ChannelRouter,
-    Collecting,
-    PayloadWriter,
-    external_bytes,
-    is_inline,
-    read_inline,
-)
+from ..channels.router import ChannelRouter, Collecting, PayloadWriter, external_bytes, is_inline, read_inline
 from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
@@ -255,7 +248,7 @@ class Network:
         return self.broadcasts.broadcast([worker.id for worker in workers if worker.id not in self._lost])
 
     def answer_reader(self, worker: WorkerInfo) -> ReadAnswer | None:
-        """Returns what has a thread that waits for an answer of a worker read it; None for this worker."""
+        """Returns what has a thread wait for an answer of a worker and read it; None for this worker."""
         return self._transports[worker.id].read_answer if worker.id != self.me.id else None
 
     def connect(self, worker: WorkerInfo) -> None:

@@ -1,13 +1,29 @@
-"""A request that this worker has sent, or is about to send, until it is answered."""
+"""The requests that this worker has sent, or is about to send, until they are answered."""
 
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, final
 
-from ..contracts.messages import Handler, Outgoing
+from ...errors import AnswerFailedError
+from ...proto.v1 import agent_pb2
+from ..channels.base import PayloadLostError
+from ..channels.router import PayloadReader, read_inline
+from ..contracts.messages import ERROR, RESULT, Handler, Outgoing
 from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
+from ..wire.failures import decode_failure
+from .codec import Codec
+from .extensions import Extensions
+from .flow_control import FlowControl
+from .stats import CallCounter
 
-__all__ = ["PendingRequest"]
+__all__ = ["PendingRequest", "PendingRequests"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -25,3 +41,158 @@ class PendingRequest:
     """Whether it waits for capacity, and nothing of it has been sent."""
     sent: Outgoing | None = None
     """Set once it is sent, if it can be cancelled."""
+
+
+@final
+class PendingRequests:
+    """The requests of one agent that are not answered, and what completes them.
+
+    A request is completed by what takes it out of `pending` first: its answer, its timeout, its cancellation or
+    the loss of its worker. Taking it out is one operation on a dict, so exactly one of them succeeds.
+    """
+
+    def __init__(
+        self, codec: Codec, extensions: Extensions, calls: CallCounter, flow_control: FlowControl
+    ) -> None:
+        """Begins with no request.
+
+        Args:
+            codec: decodes answers.
+            extensions: have hooks.
+            calls: counts users' calls in flight.
+            flow_control: bounds them.
+        """
+        self.pending: dict[int, PendingRequest] = {}
+        """The requests without an answer, by id."""
+        self.kept: dict[int, tuple[int, object]] = {}
+        """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
+        self._completing: dict[int, PendingRequest | None] = {}
+        """What `_complete` has taken out of `pending`; if a signal interrupts it, it stays here."""
+        self._codec = codec
+        self._extensions = extensions
+        self._calls = calls
+        self._flow_control = flow_control
+        self._nesting = flow_control.nesting
+
+    def take(self, identifier: int) -> PendingRequest | None:
+        """Takes a request out of `pending`; None if it is complete."""
+        return self.pending.pop(identifier, None)
+
+    def fail(self, pending: PendingRequest | None, error: Exception) -> None:
+        """Completes a request that was taken with an error."""
+        if pending is not None:
+            self._tell_complete(pending)
+            with self._nesting.at(pending.depth):  # of the calls that callbacks make
+                pending.future.set_exception(error)
+            self._count_end(pending)
+
+    def on_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
+        """Completes the request that a message answers."""
+        identifier = envelope.id
+        if self._is_from_another(source, identifier):
+            return
+        pending = self.pending.pop(identifier, None)
+        if pending is None and self._completing:
+            pending = self._completing.pop(identifier, None)
+        self._flow_control.release(source.id, identifier)
+        if self.kept:
+            self.kept.pop(identifier, None)
+        try:
+            if envelope.type == ERROR:
+                error = decode_failure(payloads(envelope.body), source.name)
+                raise self._extensions.map_error(error, source)
+            # An answer that arrives after the timeout is read all the same: references in it must be counted.
+            message = self._codec.read(source, envelope, payloads, user_values=True)
+            message.value = self._codec.unpack(message)
+        except Exception as error:
+            self.fail(pending, error)
+            return
+        if pending is not None:
+            self._set_result(pending, message.value)
+
+    def on_rejected_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        """Fails the request whose answer cannot be read."""
+        if self._is_from_another(source, envelope.id):
+            return
+        self.kept.pop(envelope.id, None)
+        self._flow_control.release(source.id, envelope.id)
+        if isinstance(error, PayloadLostError):
+            error = AnswerFailedError(source.name, str(error))
+        self.fail(self.take(envelope.id), error)
+
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+        """Fails the requests to a worker that is lost."""
+        self._flow_control.drop_worker(worker.id)  # first: callbacks may make calls that wait for capacity
+        for identifier, pending in list(self.pending.items()):
+            if pending.worker.id == worker.id:
+                self.fail(self.take(identifier), end.as_error(worker.name))
+        for identifier, (destination, _) in list(self.kept.items()):
+            if destination == worker.id:
+                self.kept.pop(identifier, None)
+
+    def unanswered(self) -> Mapping[str, int]:
+        """Returns the number of users' calls without an answer, by the name of the worker called."""
+        pending = [each for each in list(self.pending.values()) if each.handler.user_values]
+        return Counter(each.worker.name for each in pending)
+
+    def completion(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+    ) -> "Callable[[], None] | None":
+        """Returns what completes a future on the calling thread with a message, if that is its answer.
+
+        Returns None unless completing it has no other effect: if a signal interrupts it, `on_answer` can be called
+        again.
+        """
+        pending = self.pending.get(envelope.id)
+        if (
+            pending is None
+            or pending.future is not future
+            or pending.worker.id != source.id
+            or envelope.type != RESULT
+            or future.has_callbacks
+            or envelope.references
+            or envelope.HasField("profile")
+        ):
+            return None
+        return partial(self._complete, source, envelope)
+
+    def _complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        identifier = envelope.id
+        completing = self._completing
+        # One C function takes it and keeps it, which a signal does not interrupt.
+        completing.update(zip((identifier,), map(self.pending.pop, (identifier,), (None,)), strict=True))
+        pending = completing[identifier]
+        if pending is not None:
+            message = self._codec.read(source, envelope, read_inline, user_values=True)
+            message.value = self._codec.unpack(message)
+            self._flow_control.release(source.id, identifier)
+            self.kept.pop(identifier, None)
+            self._set_result(pending, message.value)
+        del completing[identifier]
+
+    def _set_result(self, pending: PendingRequest, value: object) -> None:
+        self._tell_complete(pending)
+        if pending.future.done():  # before `_complete` was interrupted
+            pass
+        elif pending.depth:
+            with self._nesting.at(pending.depth):
+                pending.future.set_result(value)
+        else:
+            pending.future.set_result(value)
+        self._count_end(pending)
+
+    def _is_from_another(self, source: WorkerInfo, identifier: int) -> bool:
+        """Returns whether an answer comes from a worker that was not asked."""
+        pending = self.pending.get(identifier)
+        if pending is None or pending.worker.id == source.id:
+            return False
+        log.warning("worker %s answers a request to %s; dropped", source.name, pending.worker.name)
+        return True
+
+    def _tell_complete(self, pending: PendingRequest) -> None:
+        if pending.handler.user_values:
+            self._extensions.on_complete(pending.identifier)
+
+    def _count_end(self, pending: PendingRequest) -> None:
+        if pending.handler.user_values:
+            self._calls.end_request(pending.identifier)

@@ -3,10 +3,10 @@
 An idle thread waits in epoll, for sockets and for tasks from other threads. When a socket is readable, one thread
 reads it, and runs what has arrived itself: no other thread has to be woken for a call that comes alone. Meanwhile
 another thread waits in epoll. At a high rate, the thread that has read a socket keeps it until it has run what it
-has read, because two threads that run short Python functions hold each other up. The waiting thread then is a
-watcher: it looks every millisecond, and takes over the socket and what has not begun to run if a function takes
-longer. A function that waits for another call gives up the socket at once. A thread that completes a future wakes
-those that wait for it last, because they need the interpreter, which it still has.
+has read, because two threads that run short Python functions hold each other up; and it looks at the socket again
+before it waits in epoll. The waiting thread then is a watcher: it looks every millisecond, and takes over the
+socket and what has not begun to run if a function takes longer. A function that waits for another call gives up
+the socket at once.
 
 A fixed pool deadlocks as soon as calls nest deeper than it has threads. So `size` bounds only threads that can
 make progress: a thread that waits for another call does not count, and another thread is started in its place.
@@ -27,6 +27,7 @@ from typing import Any, final
 from .poller import OnReady, Poller
 from .stalls import StallDetector
 from .waiter import SocketWaiter, Waiter
+from .wakeups import DeferredWakeups
 
 __all__ = ["Executor"]
 
@@ -105,13 +106,11 @@ class Executor:
         )
         self._closed = False
         self.poller = Poller()
-        """Waits for sockets."""
         self._watchers = 0
         """Polling threads that look after those which keep a file descriptor."""
         self._watch_until = 0.0
         """By the monotonic clock."""
-        self._to_release: deque[Waiter] = deque()
-        """See `release`."""
+        self._wakeups = DeferredWakeups()
 
     @property
     def threads(self) -> int:
@@ -145,7 +144,7 @@ class Executor:
         """Has a thread call `on_ready` when a file descriptor is ready, one thread at a time.
 
         Args:
-            descriptor: to watch until it is closed, which whoever owns it does after `unwatch`.
+            descriptor: to watch until `poller.unwatch`, after which whoever owns it closes it.
             events: READABLE or WRITABLE.
             on_ready: see OnReady.
         """
@@ -155,14 +154,6 @@ class Executor:
             self.poller.watch(descriptor, events, on_ready)
             need = self._need()
         self._provide(need)
-
-    def watch_again(self, descriptor: int) -> None:
-        """Waits for a file descriptor again whose OnReady has returned False."""
-        self.poller.watch_again(descriptor)
-
-    def unwatch(self, descriptor: int) -> None:
-        """Forgets a file descriptor; an OnReady of it may still run."""
-        self.poller.unwatch(descriptor)
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
@@ -176,7 +167,7 @@ class Executor:
             return
         thread.is_blocked = True
         counted = thread.is_counted
-        self._release_deferred()
+        self._wakeups.wake_all()
         self.poller.release()
         with self._lock:
             self._running -= counted
@@ -192,23 +183,19 @@ class Executor:
     @property
     def waiter(self) -> SocketWaiter:
         """What the calling thread waits by for a socket that it reads itself."""
-        thread = self._thread
-        if thread.waiter is None:
-            thread.waiter = SocketWaiter()
-        return thread.waiter
+        if (waiter := self._thread.waiter) is None:
+            waiter = self._thread.waiter = SocketWaiter()
+        return waiter
 
     def release(self, waiter: Waiter) -> None:
-        """Releases what a thread waits for; a moment later if this thread completes an answer.
-
-        The thread that is woken needs the interpreter, as this one does until it waits in epoll again.
-        """
+        """Releases what a thread waits for; a moment later if this thread completes an answer."""
         thread = self._thread
         if not thread.is_worker or thread.is_counted or thread.is_blocked:
             waiter.release()
             return
-        self._to_release.append(waiter)
+        self._wakeups.add(waiter)
         if not self._watchers:  # a watcher releases it if this thread does not come to it
-            self._release_deferred()
+            self._wakeups.wake_all()
 
     def close(self, seconds: float) -> bool:
         """Drops the queued tasks and lets the threads end; waits at most `seconds` for them.
@@ -346,8 +333,8 @@ class Executor:
                 need = self._need() if self._must_look_for_threads(leaves=leaves) else _Need.NOTHING
             if need is not _Need.NOTHING:
                 self._provide(need)
-            if self._to_release and (task is None or self._thread.is_counted):
-                self._release_deferred()
+            if self._wakeups and (task is None or self._thread.is_counted):
+                self._wakeups.wake_all()
             if task is not None:
                 return task
             if poller.kept and poller.spin(self._has_work):
@@ -357,7 +344,7 @@ class Executor:
             has_ticked = not self._poll(WATCH_INTERVAL_S if watches else IDLE_TIMEOUT_S)
             is_idle = has_ticked and not watches
             if has_ticked and watches:
-                self._release_deferred()
+                self._wakeups.wake_all()
                 poller.take_over(WATCH_INTERVAL_S)
         poller.release()
         return None
@@ -368,7 +355,7 @@ class Executor:
 
     def _must_watch(self) -> bool:
         """Returns whether a thread has to look after the others. Called with the lock."""
-        return bool(self.poller.kept or self._to_release) or time.monotonic() < self._watch_until
+        return bool(self.poller.kept or self._wakeups) or time.monotonic() < self._watch_until
 
     def _must_look_for_threads(self, *, leaves: bool) -> bool:
         """Returns whether a thread may be missing. Called with the lock."""
@@ -411,8 +398,3 @@ class Executor:
             else:
                 poller.watch_again(descriptor)
         return True
-
-    def _release_deferred(self) -> None:
-        while self._to_release:
-            with contextlib.suppress(IndexError):  # another thread has taken it
-                self._to_release.popleft().release()

@@ -299,7 +299,7 @@ class EnvelopeSocket:
     def _read_on(self, *_: object) -> None:
         """Ends a pause. Does nothing if there is none."""
         with contextlib.suppress(IndexError):
-            self._executor.watch_again(self._paused.pop())
+            self._executor.poller.watch_again(self._paused.pop())
 
     def _receive(self) -> bytes:
         received = self.received.pop() if self.received else self.receive(*self.receive_args[0])
@@ -372,7 +372,7 @@ class EnvelopeSocket:
 
     def _end(self, reason: str) -> None:
         """Stops reading and reports the end. After the peer's end, this worker may still write."""
-        self._executor.unwatch(self.descriptor)
+        self._executor.poller.unwatch(self.descriptor)
         self._has_ended = True
         if reason or self._writer.is_broken:
             self.release()

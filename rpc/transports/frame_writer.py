@@ -114,7 +114,7 @@ class FrameWriter:
         self.cut()
         if not self._writing.acquire(blocking=False):
             return False
-        self._executor.unwatch(self._writable)
+        self._executor.poller.unwatch(self._writable)
         os.close(self._writable)
         return True
 
@@ -200,7 +200,7 @@ class FrameWriter:
     def _wait_for_writable(self) -> None:
         try:
             if self._is_watched:
-                self._executor.watch_again(self._writable)
+                self._executor.poller.watch_again(self._writable)
             else:
                 self._is_watched = True
                 self._executor.watch(self._writable, WRITABLE, self._on_writable)

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import Any, final
 
 import grpc
@@ -29,12 +28,12 @@ from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
 from .base import TransportListener
-from .envelope_socket import CLOSED, EnvelopeSocket
+from .envelope_socket import CLOSED
 from .grpc_calls import Read, StreamState, Write, deliver, end_of_error, raise_status, welcome_frame, write_frame
 from .handshake import Handshake, RefusedError
 from .outbox import Outbox
 from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
-from .sockets import UNIX, OfferedSocket, SocketParts, dial
+from .sockets import OfferedSocket, SocketParts, dial
 
 __all__ = ["GrpcStream", "GrpcStreams"]
 
@@ -284,16 +283,9 @@ class GrpcStream:
         self._wake.set()
 
     def _use_socket(self, kind: str, connection: socket.socket) -> None:
-        sockets = self._streams.sockets
-        segments = sockets.segments(self._peer.id) if kind == UNIX else None
-        listener = self._streams.listener
-        on_envelope = partial(listener.on_envelope, self._peer)
-        completion = partial(listener.completion, self._peer)
-        used = EnvelopeSocket(
-            kind, connection, sockets.executor, on_envelope, self._on_socket_end, segments, completion
+        used = self._streams.sockets.make(
+            kind, connection, self._peer, self._streams.listener, self._on_socket_end
         )
-        if segments is not None:
-            segments.connect(used)
         self.outbox.use_socket(used)
         used.start()
 

@@ -15,12 +15,15 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, final
 
 from ...c10d.addresses import format_address
 from ...proto.v1 import agent_pb2
+from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
-from .envelope_socket import SegmentListener
+from .base import TransportListener
+from .envelope_socket import EnvelopeSocket, OnSocketEnd, SegmentListener
 
 __all__ = [
     "OFFER_TIMEOUT_S",
@@ -306,3 +309,27 @@ class SocketParts:
     is_same_host: Callable[[int], bool]
     segments: Callable[[int], SegmentListener]
     bulk: "FrameListener"
+
+    def make(
+        self,
+        kind: str,
+        connection: socket.socket,
+        peer: WorkerInfo,
+        listener: TransportListener,
+        on_end: OnSocketEnd,
+    ) -> EnvelopeSocket:
+        """Returns what carries envelopes by a socket; it does not read before its `start`.
+
+        Args:
+            kind: UNIX or TCP.
+            connection: the socket, connected to the peer.
+            peer: the worker at the other end.
+            listener: gets the envelopes.
+            on_end: called with the reason when the socket ends.
+        """
+        segments = self.segments(peer.id) if kind == UNIX else None
+        on_envelope, completion = partial(listener.on_envelope, peer), partial(listener.completion, peer)
+        made = EnvelopeSocket(kind, connection, self.executor, on_envelope, on_end, segments, completion)
+        if segments is not None:
+            segments.connect(made)
+        return made

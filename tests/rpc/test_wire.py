@@ -103,7 +103,7 @@ def send_envelope(a, b, envelope: agent_pb2.Envelope):
 
     future = Future(a._executor)
     envelope.id = 1 << 40
-    a._client.pending[envelope.id] = PendingRequest(envelope.id, future, b.info, Handler(print), 0.0)
+    a._requests.pending[envelope.id] = PendingRequest(envelope.id, future, b.info, Handler(print), 0.0)
     a._network.send(b.info, envelope.SerializeToString())
     return future
 

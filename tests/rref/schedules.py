@@ -350,8 +350,8 @@ class Schedule(World):
                 **references.live_objects(),
                 "entries": len(references.table._all),
                 "control messages": agent.control.pending(),
-                "pending requests": len(agent._client.pending),
-                "kept by requests": len(agent._client.kept),
+                "pending requests": len(agent._requests.pending),
+                "kept by requests": len(agent._requests.kept),
                 "waiting threads": len(machine.waiting),
                 "running calls": agent._calls.in_flight,
             }

@@ -224,10 +224,10 @@ class _ReceivingConnection:
         self._executor.watch(self._socket.fileno(), READABLE, self._on_readable)
 
     def resume(self) -> None:
-        self._executor.watch_again(self._socket.fileno())
+        self._executor.poller.watch_again(self._socket.fileno())
 
     def end(self) -> None:
-        self._executor.unwatch(self._socket.fileno())
+        self._executor.poller.unwatch(self._socket.fileno())
         with contextlib.suppress(OSError):  # the peer has closed it
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -220,11 +220,11 @@ class _SendingConnection:
 
     def wake(self) -> None:
         """Has a thread call `write` when the socket has space."""
-        self._executor.watch_again(self._writable)
+        self._executor.poller.watch_again(self._writable)
 
     def end(self) -> None:
-        self._executor.unwatch(self.socket.fileno())
-        self._executor.unwatch(self._writable)
+        self._executor.poller.unwatch(self.socket.fileno())
+        self._executor.poller.unwatch(self._writable)
         with contextlib.suppress(OSError):  # the peer has closed it
             self.socket.shutdown(socket.SHUT_RDWR)
 
