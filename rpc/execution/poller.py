@@ -2,7 +2,7 @@
 
 A descriptor is given to one thread at a time: when it is ready, it is not waited for again until that thread says
 so. A thread that runs functions which it has read from a descriptor may keep it meanwhile; other threads take it
-over if that lasts too long. A thread that waits for what a descriptor brings may borrow it, and read it itself.
+over if that lasts too long. A thread that waits for what a descriptor brings may read it itself.
 """
 
 import contextlib
@@ -143,7 +143,7 @@ class Poller:
             self.wake()
         return taken
 
-    def borrow(
+    def read_here(
         self,
         descriptor: int,
         reading: threading.Lock,
@@ -163,22 +163,22 @@ class Poller:
             left: what `use` has read and not handled. If something is in it, the OnReady is called in any case.
         """
         held: list[bool] = []
-        borrowed: list[None] = []
+        claimed: list[None] = []
         try:
             held.extend(map(reading.acquire, (False,)))
             if held[0] and may_use():
-                borrowed.extend(map(self._epoll.modify, (descriptor,), (select.EPOLLONESHOT,)))
+                claimed.extend(map(self._epoll.modify, (descriptor,), (select.EPOLLONESHOT,)))
                 use()
         finally:
             # Only C functions from here on, one in each block: a signal interrupts none of them.
             if held == [True]:
                 try:
-                    if borrowed and left:
+                    if claimed and left:
                         try:
                             self.handed_over.append((descriptor, self._on_ready[descriptor][0]))
                         finally:
                             self.wake()
-                    elif borrowed:
+                    elif claimed:
                         self._epoll.modify(descriptor, READABLE | select.EPOLLONESHOT)
                 finally:
                     reading.release()

@@ -81,7 +81,7 @@ class AnswerReader:
         """Reads until the answer has arrived, or something else, which the executor handles."""
         source = self._source
         try:
-            source.poller.borrow(
+            source.poller.read_here(
                 source.descriptor, source.reading, source.can_be_read, self._receive, source.received
             )
             if self._answer is not None:

@@ -216,8 +216,7 @@ class EnvelopeSocket:
 
     def release(self) -> None:
         """Releases a connection that no thread reads any more, unless a thread is writing."""
-        if self._writer.release():
-            self._connection.close()
+        self._writer.release()
         while self._received_descriptors:
             os.close(self._received_descriptors.popleft())
 

@@ -53,7 +53,7 @@ class FrameWriter:
     """The sending half of a connected socket. Safe to use from any thread, also in signal handlers."""
 
     def __init__(self, connection: socket.socket, executor: Executor) -> None:
-        """Uses a non-blocking socket, which the caller closes after `release`. Raises OSError."""
+        """Uses a non-blocking socket, which `release` closes. Raises OSError."""
         self._connection = connection
         self._executor = executor
         self._queue: deque[bytes] = deque()
@@ -70,6 +70,7 @@ class FrameWriter:
         self._writable = os.dup(connection.fileno())
         self._is_watched = False
         self._is_waiting = False
+        self._is_to_be_released = False
         self.is_broken = False
         """Whether nothing can be sent any more."""
         _writers_here.add(self)
@@ -105,18 +106,14 @@ class FrameWriter:
             while self._descriptors:
                 os.close(self._descriptors.popleft()[1])
 
-    def release(self) -> bool:
-        """Releases what this writer holds, unless a thread is writing; that one does it when it is done.
-
-        Returns:
-            Whether it is released now.
-        """
+    def release(self) -> None:
+        """Closes the connection; if a thread is writing, that one does it when it is done."""
         self.cut()
-        if not self._writing.acquire(blocking=False):
-            return False
-        self._executor.poller.unwatch(self._writable)
-        os.close(self._writable)
-        return True
+        self._is_to_be_released = True
+        if self._writing.acquire(blocking=False):
+            self._executor.poller.unwatch(self._writable)
+            os.close(self._writable)
+            self._connection.close()
 
     def _flush_if_possible(self) -> None:
         if not self._is_full:
@@ -149,6 +146,8 @@ class FrameWriter:
         finally:
             if held == [True]:
                 self._writing.release()
+                if self._is_to_be_released:
+                    self.release()
 
     def _write(self) -> None:
         """Writes what is queued. Called with the lock. Raises BlockingIOError if the socket is full."""
