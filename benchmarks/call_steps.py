@@ -34,7 +34,8 @@ MARKED = [
     ("gradwire.rpc.agent.codec", "Codec", "send"),
     ("gradwire.rpc.agent.codec", "Codec", "unpack"),
     ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "send"),
-    ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "_on_readable"),
+    ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "_read"),
+    ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "find_answer"),
     ("gradwire.rpc.agent.server", "Server", "serve"),
 ]
 """The methods that are wrapped: module, class and name."""
@@ -46,17 +47,17 @@ STEPS = [
     (CALLER, "Codec.pack ends", "pickle the call"),
     (CALLER, "Codec.send begins", "make the envelope, the future, the entry for the answer"),
     (CALLER, "EnvelopeSocket.send begins", "hooks of the extensions, serialize the envelope"),
-    (CALLEE, "EnvelopeSocket._on_readable begins", "write into the socket; the callee's thread wakes up"),
+    (CALLEE, "EnvelopeSocket._read begins", "write into the socket; the callee's thread finds it readable"),
     (CALLEE, "Server.serve begins", "read the socket, parse the envelope, dispatch"),
     (CALLEE, "Codec.unpack begins", "hooks and scopes of the extensions"),
     (CALLEE, "function begins", "unpickle the call"),
     (CALLEE, "Codec.pack begins", "run the function, which does nothing"),
     (CALLEE, "Codec.pack ends", "pickle the result"),
     (CALLEE, "EnvelopeSocket.send begins", "make and serialize the envelope of the answer"),
-    (CALLER, "EnvelopeSocket._on_readable begins", "write into the socket; the caller's reader wakes up"),
-    (CALLER, "Codec.unpack begins", "read the socket, parse the envelope, find the future"),
+    (CALLER, "EnvelopeSocket.find_answer begins", "write into the socket; the calling thread reads it"),
+    (CALLER, "Codec.unpack begins", "parse the envelope, find the future"),
     (CALLER, "Codec.unpack ends", "unpickle the result"),
-    (CALLER, "rpc_sync returns", "complete the future; the calling thread wakes up"),
+    (CALLER, "rpc_sync returns", "complete the future, return"),
 ]
 """The way of a call: where a step ends, the mark at its end, and what it does."""
 
@@ -210,10 +211,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             bare = workers.ask(round_trip_times, str(Path(folder) / "socket"), arguments.calls)
     with WorkerSet(arguments.system, 2, start_marked) as workers, workers.running():
         steps = workers.ask(call_steps, arguments.calls)
-    if len(steps) < arguments.calls // 2:
-        raise SystemExit(f"only {len(steps)} of {arguments.calls} calls went the way that STEPS describes")
+    if not steps:
+        raise SystemExit(f"none of {arguments.calls} calls went the way that STEPS describes")
     medians = [statistics.median(each) / 1e3 for each in zip(*steps, strict=True)]
-    print(f"\nMicroseconds, medians of {len(steps)} calls\n\n{'step':>6}{'since':>8}")
+    # On a busy machine the answer may be there before the thread waits for it; then another thread reads it.
+    went = f"medians of the {len(steps)} of {arguments.calls} calls that went this way"
+    print(f"\nMicroseconds, {went}\n\n{'step':>6}{'since':>8}")
     for number, ((side, _, text), median) in enumerate(zip(STEPS, medians, strict=True)):
         print(f"{median:6.1f}{sum(medians[: number + 1]):8.1f}  {'callee' if side else 'caller'}: {text}")
     print(

@@ -171,7 +171,7 @@ def test_idle_workers_are_measured(measure, tmp_path):
 
 @pytest.mark.parametrize("system", ["gradwire", "gradwire-tcp"])
 def test_the_steps_of_a_call_are_measured(measure, system):
-    lines = measure(call_steps.main, "--system", system, "--calls", 20)
+    lines = measure(call_steps.main, "--system", system, "--calls", 200)
     steps = [line.split() for line in lines if re.match(r" *\d+\.\d +\d+\.\d  calle[er]: ", line)]
     assert [" ".join(step[3:]) for step in steps] == [text for _, _, text in call_steps.STEPS]
     assert all(float(step[0]) >= 0 for step in steps)

@@ -34,6 +34,6 @@ class AgentFactories:
     """
 
     network: Callable[[WorkerInfo, RpcBackendOptions, str, RosterLog | None, Executor], Network] = Network
-    executor: Callable[[int, str, Task], Executor] = Executor
+    executor: Callable[[int, str, Task, float], Executor] = Executor
     deadlines: DeadlinesFactory = Deadlines
     scheduler: Callable[[str, Task], Scheduler] = SerialThread

@@ -101,7 +101,7 @@ class GrpcAgent(RpcAgent):
         self.control = self._control
         self._calls = CallCounter()
         self._executor = factories.executor(
-            options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread
+            options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread, options.busy_poll
         )
         self._worker_events = WorkerEvents(self._executor.submit, self.connect)
         self.worker_events = self._worker_events

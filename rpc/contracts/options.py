@@ -36,6 +36,10 @@ DEFAULT_RPC_TIMEOUT = 60.0
 
 DEFAULT_INIT_METHOD = "env://"
 
+DEFAULT_BUSY_POLL = 0.0001
+MAX_BUSY_POLL = 0.01
+"""Seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelOptions:
@@ -195,6 +199,9 @@ class RpcBackendOptions:
     broadcasts: when tensors for several workers are sent to all of them at once.
     all_gather: when `all_gather` and `barrier` run through a process group.
     flow_control: how much may be in flight, and received and not run yet.
+    busy_poll: seconds for which a thread that waits for an answer, or that has just served a call, looks at the
+        socket again and again before it sleeps, because it takes longer to wake up; 0 is never. A thread stops
+        doing so while it is in vain.
     device_maps: by the name of a called worker: from this worker's CUDA devices to that worker's, for the tensors
         of a call. Results come back the opposite way.
     devices: this worker's CUDA devices that take part in calls. By default those in `device_maps`.
@@ -217,6 +224,7 @@ class RpcBackendOptions:
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
     all_gather: AllGatherOptions = field(default_factory=AllGatherOptions)
     flow_control: FlowControlOptions = field(default_factory=FlowControlOptions)
+    busy_poll: float = DEFAULT_BUSY_POLL
     device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
     devices: Sequence[Device] = ()
 
@@ -263,6 +271,12 @@ def _check_init_timeout(value: Any) -> Any:
     if not 0 < value < math.inf:
         raise ValueError(f"init_timeout is {value!r}: give seconds, more than 0")
     return value
+
+
+def _check_busy_poll(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_BUSY_POLL:
+        raise ValueError(f"busy_poll is {value!r}: give seconds, from 0 for never to {MAX_BUSY_POLL}")
+    return float(value)
 
 
 def _check_host(value: Any) -> Any:
@@ -345,6 +359,7 @@ _CHECKS = {
     "channels": _check_kind("channels", ChannelOptions),
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
     "all_gather": _check_kind("all_gather", AllGatherOptions),
+    "busy_poll": _check_busy_poll,
     "flow_control": _check_kind("flow_control", FlowControlOptions),
     "device_maps": _check_device_maps,
     "devices": _check_devices,

@@ -26,7 +26,7 @@ from typing import Any, final
 
 from .poller import OnReady, Poller
 from .stalls import StallDetector
-from .waiter import SocketWaiter, Waiter
+from .waiter import Waiter
 from .wakeups import DeferredWakeups
 
 __all__ = ["Executor"]
@@ -68,20 +68,22 @@ class _ThreadState(threading.local):
     """Whether it is in `blocking`."""
     is_counted = False
     """Whether its task counts against `size`."""
-    waiter: SocketWaiter | None = None
 
 
 @final
 class Executor:
     """Runs tasks on daemon threads of its own. A task must not raise; an exception of one is logged."""
 
-    def __init__(self, size: int, name: str, initializer: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, size: int, name: str, initializer: Callable[[], None] = lambda: None, busy_poll: float = 0.0
+    ) -> None:
         """Starts no thread yet.
 
         Args:
             size: number of threads that can make progress at the same time.
             name: prefix of the threads' names.
             initializer: runs first on every thread.
+            busy_poll: see RpcBackendOptions.
         """
         self._size = size
         self._name = name
@@ -105,7 +107,7 @@ class Executor:
             f"{name}-stalls", self._lock, self._tasks.__len__, lambda: self._taken, self._provide_threads
         )
         self._closed = False
-        self.poller = Poller()
+        self.poller = Poller(busy_poll)
         self._watchers = 0
         """Polling threads that look after those which keep a file descriptor."""
         self._watch_until = 0.0
@@ -179,13 +181,6 @@ class Executor:
             thread.is_blocked = False
             with self._lock:
                 self._running += counted
-
-    @property
-    def waiter(self) -> SocketWaiter:
-        """What the calling thread waits by for a socket that it reads itself."""
-        if (waiter := self._thread.waiter) is None:
-            waiter = self._thread.waiter = SocketWaiter()
-        return waiter
 
     def release(self, waiter: Waiter) -> None:
         """Releases what a thread waits for; a moment later if this thread completes an answer."""

@@ -119,7 +119,7 @@ class Future(torch.futures.Future[T]):
     def _wait_interruptibly(self) -> None:
         """Returns when the future is done or about to be. Ctrl-C interrupts it, unlike a wait in C++."""
         if self._read_answer is not None:
-            waiter = self._executor.waiter
+            waiter = self._executor.poller.waiter
             self._waiters.append(waiter)
             self._read_answer(self, waiter)
             if self.is_completing:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
-from .waiter import Spinner
+from .waiter import SocketWaiter, Spinner
 
 __all__ = ["READABLE", "WRITABLE", "OnReady", "Poller"]
 
@@ -39,22 +39,25 @@ class _ThreadState(threading.local):
     descriptor = -1
     """The file descriptor that it keeps; -1 if there is none."""
 
-    def __init__(self) -> None:
-        self.spinner = Spinner()
+    def __init__(self, busy_poll: float) -> None:
+        self.spinner = Spinner(busy_poll)
         self.poll = select.poll()
         """Looks at the descriptor that the thread has kept last."""
         self.polled = -1
+        self.waiter: SocketWaiter | None = None
 
 
 @final
 class Poller:
     """One epoll for many threads. Safe to use from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy_poll: float) -> None:
+        """Args: busy_poll: see RpcBackendOptions."""
         self._epoll = select.epoll()
         self._on_ready: dict[int, tuple[OnReady, int]] = {}
         """By file descriptor: what handles it, and the events that it is watched for."""
-        self._thread = _ThreadState()
+        self._busy_poll = busy_poll
+        self._thread = _ThreadState(busy_poll)
         self.kept: dict[int, float] = {}
         """The file descriptors that threads keep, and since when, by the monotonic clock."""
         self.last_ready = 0.0
@@ -73,6 +76,13 @@ class Poller:
     def is_reading(self) -> bool:
         """Whether the calling thread handles a file descriptor."""
         return self._thread.is_reading
+
+    @property
+    def waiter(self) -> SocketWaiter:
+        """What the calling thread waits by for a descriptor that it reads itself: see `read_here`."""
+        if (waiter := self._thread.waiter) is None:
+            waiter = self._thread.waiter = SocketWaiter(self._busy_poll)
+        return waiter
 
     def watch(self, descriptor: int, events: int, on_ready: OnReady) -> None:
         """Has a thread call `on_ready` when a file descriptor is ready; see `Executor.watch`."""

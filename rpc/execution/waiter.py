@@ -13,9 +13,6 @@ from typing import Protocol, final
 
 __all__ = ["SocketWaiter", "Spinner", "Waiter"]
 
-SPIN_S = 0.0001
-"""Seconds in which a thread looks at a socket again and again, at most."""
-
 MAX_SKIPPED = 64
 """Waits, at most, after one that was longer than that, in which the thread does not look again and again."""
 
@@ -27,21 +24,23 @@ Events = list[tuple[int, int]]
 class Spinner:
     """Looks at descriptors again and again, unless that has been in vain lately. Used by one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        """Args: seconds: how long it looks at most; 0 for never, as it is where there is one processor."""
+        self._seconds = seconds if len(os.sched_getaffinity(0)) > 1 else 0.0
         self._to_skip = 0
         self._skips = 0
 
     def spin(self, poll: Callable[[int], Events], stop: Callable[[], object] = bool) -> Events:
-        """Returns what becomes ready within SPIN_S.
+        """Returns what becomes ready meanwhile.
 
         Args:
             poll: returns what is ready; its argument is 0.
             stop: returns whether to look no longer.
         """
-        if self._to_skip:
-            self._to_skip -= 1
+        if self._to_skip or not self._seconds:
+            self._to_skip = max(0, self._to_skip - 1)
             return []
-        end = time.monotonic() + SPIN_S
+        end = time.monotonic() + self._seconds
         while not (events := poll(0)):
             if time.monotonic() > end:
                 self._skips = self._to_skip = min(2 * self._skips + 1, MAX_SKIPPED)
@@ -63,13 +62,14 @@ class Waiter(Protocol):
 class SocketWaiter:
     """Waits for a socket to be readable, or for another thread to call `release`. Used by one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy_poll: float) -> None:
+        """Args: busy_poll: see RpcBackendOptions."""
         self._thread = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._descriptor = -1
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
-        self._spinner = Spinner()
+        self._spinner = Spinner(busy_poll)
 
     def __del__(self) -> None:
         os.close(self._wake)

@@ -1,0 +1,90 @@
+"""Threads look at a socket for a moment before they sleep, but not where that is in vain."""
+
+import os
+import select
+
+import pytest
+from gradwire import rpc
+from gradwire.rpc.execution.executor import Executor
+from gradwire.rpc.execution.waiter import MAX_SKIPPED, SocketWaiter, Spinner
+
+from tests.remote_functions import identity
+
+
+class Descriptor:
+    """Becomes ready when it has been looked at for a number of times."""
+
+    def __init__(self, ready_after: float) -> None:
+        self.ready_after = ready_after
+        self.looks = 0
+
+    def poll(self, _timeout: int) -> list[tuple[int, int]]:
+        self.looks += 1
+        return [(1, select.POLLIN)] if self.looks > self.ready_after else []
+
+
+def test_a_descriptor_that_becomes_ready_is_found():
+    descriptor = Descriptor(ready_after=5)
+    assert Spinner(60).spin(descriptor.poll) == [(1, select.POLLIN)]
+    assert descriptor.looks == 6
+
+
+def test_looking_in_vain_becomes_rare_and_recovers():
+    never, at_once = Descriptor(float("inf")), Descriptor(0)
+    spinner = Spinner(1e-9)
+
+    def skipped() -> int:
+        """Returns how many waits go by until the spinner looks again."""
+        for count in range(MAX_SKIPPED + 2):
+            before = never.looks
+            spinner.spin(never.poll)
+            if never.looks > before:
+                return count
+        raise AssertionError("the spinner never looks again")
+
+    assert [skipped() for _ in range(9)] == [0, 1, 3, 7, 15, 31, 63, 64, 64]
+    for _ in range(MAX_SKIPPED + 1):
+        spinner.spin(at_once.poll)
+    assert skipped() == 0
+
+
+def test_nobody_looks_if_it_is_switched_off():
+    descriptor = Descriptor(ready_after=0)
+    assert Spinner(0).spin(descriptor.poll) == []
+    assert descriptor.looks == 0
+
+
+def test_looking_stops_for_other_work():
+    descriptor = Descriptor(float("inf"))
+    assert Spinner(60).spin(descriptor.poll, stop=lambda: True) == []
+    assert descriptor.looks == 1
+
+
+@pytest.mark.parametrize("busy_poll", [0.0, 60.0])
+def test_a_waiter_waits_for_a_descriptor_or_another_thread(busy_poll):
+    waiter = SocketWaiter(busy_poll)
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b"x")
+        assert waiter.wait(reader)
+        waiter.release()  # by the thread itself, which does not wait
+        os.read(reader, 1)
+        executor = Executor(1, "test-busy-poll")
+        executor.submit(waiter.release)
+        assert not waiter.wait(reader)
+        assert executor.close(10)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize("busy_poll", [-1, 0.1, True, "0", None])
+def test_other_times_are_refused(busy_poll):
+    with pytest.raises(ValueError, match="busy_poll is"):
+        rpc.RpcBackendOptions(busy_poll=busy_poll)
+
+
+def test_calls_without_busy_polling(workers):
+    a, _ = workers.rpc(2, busy_poll=0)
+    for number in range(50):
+        assert a.run(rpc.rpc_sync, "worker1", identity, (number,)) == number
