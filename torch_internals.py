@@ -74,6 +74,7 @@ __all__ = [
     "enable_record_function",
     "find_builtin",
     "get_debug_level",
+    "has_local_modes",
     "known_groups",
     "load_script",
     "neg_view",
@@ -101,6 +102,15 @@ HAS_PYTHON_BACKENDS = torch.__version__ >= "2.14"  # a TorchVersion: compares as
 
 
 # torch.distributed
+
+
+def has_local_modes() -> bool:
+    """Returns whether the calling thread has modes of torch that other threads do not have.
+
+    They are inference mode, and modes that change what functions of torch do, such as that of a default device.
+    """
+    stacks = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    return stacks > 0 or torch.is_inference_mode_enabled()
 
 
 def backend_devices(name: str) -> list[str]:

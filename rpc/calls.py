@@ -233,7 +233,7 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Runs a function on a worker and returns its result. Takes and raises what `rpc_async` does."""
-    return send_call(to, func, args, kwargs, timeout, mode=RPCExecMode.SYNC).wait()
+    return send_call(to, func, args, kwargs, timeout, mode=RPCExecMode.SYNC).wait_alone()
 
 
 @overload

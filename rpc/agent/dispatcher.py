@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Mapping
-from typing import final
+from functools import partial
+from typing import Any, final
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
@@ -12,7 +13,9 @@ from ..contracts.messages import CANCEL, ERROR, RESULT
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
+from ..execution.futures import Future
 from ..membership.worker_events import WorkerEvents
+from ..transports.answer_reader import Completion
 from .extensions import Extensions
 from .network_listener import Pause
 from .pending import PendingRequests
@@ -58,7 +61,6 @@ class Dispatcher:
             dynamic: whether the group is a dynamic one.
         """
         self._requests = requests
-        self.completion = requests.completion
         self._server = server
         self._all_gathers = all_gathers
         self._extensions = extensions
@@ -105,6 +107,17 @@ class Dispatcher:
             self._executor.submit(self._server.serve, source, envelope, payloads)
             return pause
         return None
+
+    def completion(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+    ) -> Completion | None:
+        """Returns what completes a future on the calling thread: see TransportListener."""
+        if not self._requests.can_complete(source, envelope, future):
+            return None
+        return Completion(
+            partial(self._requests.complete, source, envelope),
+            partial(self._executor.submit_urgent, self._requests.complete_again, source, envelope),
+        )
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Handles a message that cannot be read."""

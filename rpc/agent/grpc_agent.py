@@ -361,7 +361,8 @@ class GrpcAgent(RpcAgent):
             end = SHUT_DOWN
             try:
                 if graceful:
-                    self.join(timeout)
+                    with self._executor.blocking():
+                        self.join(timeout)
             except Exception:
                 raise
             except BaseException as error:  # such as Ctrl-C, which ends the program

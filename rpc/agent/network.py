@@ -29,6 +29,7 @@ from ..execution.futures import Future, ReadAnswer
 from ..membership.addresses import ListenAddress
 from ..membership.members import Member
 from ..membership.roster import RosterLog
+from ..transports.answer_reader import Completion
 from ..transports.base import Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets
 from ..transports.grpc_stream import GrpcStreams
@@ -323,7 +324,7 @@ class Network:
 
     def completion(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
-    ) -> Callable[[], None] | None:
+    ) -> Completion | None:
         """Returns what completes a future on the calling thread: see TransportListener."""
         if source.id in self._lost or not is_inline(envelope):
             return None

@@ -1,7 +1,6 @@
 """The contract of what a network reports to."""
 
 import concurrent.futures
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
@@ -9,6 +8,7 @@ from ..channels.router import PayloadReader
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
+from ..transports.answer_reader import Completion
 
 __all__ = ["NetworkListener", "Pause"]
 
@@ -46,7 +46,7 @@ class NetworkListener(Protocol):
 
     def completion(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
-    ) -> Callable[[], None] | None:
+    ) -> Completion | None:
         """Returns what completes a future with a message whose payloads are all in it: see TransportListener."""
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:

@@ -2,13 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 from ...errors import AnswerFailedError
 from ...proto.v1 import agent_pb2
+from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
 from ..channels.router import PayloadReader, read_inline
 from ..contracts.messages import ERROR, RESULT, Handler, Outgoing
@@ -67,7 +67,7 @@ class PendingRequests:
         self.kept: dict[int, tuple[int, object]] = {}
         """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
         self._completing: dict[int, PendingRequest | None] = {}
-        """What `_complete` has taken out of `pending`; if a signal interrupts it, it stays here."""
+        """What `complete` has taken out of `pending`; if a signal interrupts it, it stays here."""
         self._codec = codec
         self._extensions = extensions
         self._calls = calls
@@ -91,9 +91,16 @@ class PendingRequests:
         identifier = envelope.id
         if self._is_from_another(source, identifier):
             return
-        pending = self.pending.pop(identifier, None)
-        if pending is None and self._completing:
-            pending = self._completing.pop(identifier, None)
+        self._complete(self.pending.pop(identifier, None), source, envelope, payloads)
+
+    def _complete(
+        self,
+        pending: PendingRequest | None,
+        source: WorkerInfo,
+        envelope: agent_pb2.Envelope,
+        payloads: PayloadReader,
+    ) -> None:
+        identifier = envelope.id
         self._flow_control.release(source.id, identifier)
         if self.kept:
             self.kept.pop(identifier, None)
@@ -135,44 +142,44 @@ class PendingRequests:
         pending = [each for each in list(self.pending.values()) if each.handler.user_values]
         return Counter(each.worker.name for each in pending)
 
-    def completion(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
-    ) -> "Callable[[], None] | None":
-        """Returns what completes a future on the calling thread with a message, if that is its answer.
+    def can_complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]) -> bool:
+        """Returns whether a message is the answer that a future stands for, and any thread can read it.
 
-        Returns None unless completing it has no other effect: if a signal interrupts it, `on_answer` can be called
-        again.
+        A thread that waits may have modes of torch of its own, which the value must not depend on. What has other
+        effects, such as references, must not be read again when a signal has interrupted the thread.
         """
         pending = self.pending.get(envelope.id)
-        if (
-            pending is None
-            or pending.future is not future
-            or pending.worker.id != source.id
-            or envelope.type != RESULT
-            or future.has_callbacks
-            or envelope.references
-            or envelope.HasField("profile")
-        ):
-            return None
-        return partial(self._complete, source, envelope)
+        return (
+            pending is not None
+            and pending.future is future
+            and pending.worker.id == source.id
+            and envelope.type == RESULT
+            and not future.has_callbacks
+            and not envelope.references
+            and not envelope.HasField("profile")
+            and not has_local_modes()
+        )
 
-    def _complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Completes a request on the thread that waits for it; if a signal interrupts that, do it again."""
         identifier = envelope.id
         completing = self._completing
         # One C function takes it and keeps it, which a signal does not interrupt.
         completing.update(zip((identifier,), map(self.pending.pop, (identifier,), (None,)), strict=True))
-        pending = completing[identifier]
-        if pending is not None:
-            message = self._codec.read(source, envelope, read_inline, user_values=True)
-            message.value = self._codec.unpack(message)
-            self._flow_control.release(source.id, identifier)
-            self.kept.pop(identifier, None)
-            self._set_result(pending, message.value)
-        del completing[identifier]
+        self._complete(completing[identifier], source, envelope, read_inline)
+        completing.pop(identifier, None)
+
+    def complete_again(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Completes a request that a signal has kept `complete` from completing, or does nothing."""
+        pending = self._completing.pop(envelope.id, None)
+        if pending is None:
+            self.on_answer(source, envelope, read_inline)
+        else:
+            self._complete(pending, source, envelope, read_inline)
 
     def _set_result(self, pending: PendingRequest, value: object) -> None:
         self._tell_complete(pending)
-        if pending.future.done():  # before `_complete` was interrupted
+        if pending.future.done():  # before `complete` was interrupted
             pass
         elif pending.depth:
             with self._nesting.at(pending.depth):

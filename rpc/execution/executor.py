@@ -26,7 +26,7 @@ from typing import Any, final
 
 from .poller import OnReady, Poller
 from .stalls import StallDetector
-from .waiter import Waiter
+from .waiter import Wakeable
 from .wakeups import DeferredWakeups
 
 __all__ = ["Executor"]
@@ -164,6 +164,7 @@ class Executor:
         Does nothing on threads that do not belong to the executor.
         """
         thread = self._thread
+        self.poller.stop_reading_here()
         if not thread.is_worker or thread.is_blocked:
             yield
             return
@@ -182,7 +183,7 @@ class Executor:
             with self._lock:
                 self._running += counted
 
-    def release(self, waiter: Waiter) -> None:
+    def release(self, waiter: Wakeable) -> None:
         """Releases what a thread waits for; a moment later if this thread completes an answer."""
         thread = self._thread
         if not thread.is_worker or thread.is_counted or thread.is_blocked:
@@ -332,7 +333,7 @@ class Executor:
                 self._wakeups.wake_all()
             if task is not None:
                 return task
-            if poller.kept and poller.spin(self._has_work):
+            if poller.kept and self._polling > 1 and poller.spin(self._has_work):
                 has_ticked = False
                 continue
             poller.release()
@@ -346,7 +347,7 @@ class Executor:
 
     def _has_work(self) -> bool:
         """Returns whether there is something to do for a thread that waits."""
-        return bool(self._running or self._tasks or self._urgent)
+        return bool(self._running or self._tasks or self._urgent or self.poller.handed_over)
 
     def _must_watch(self) -> bool:
         """Returns whether a thread has to look after the others. Called with the lock."""

@@ -17,7 +17,7 @@ import torch
 from ...torch_internals import AnyFuture
 from .executor import Executor
 from .kept_errors import copy_error
-from .waiter import SocketWaiter, Waiter
+from .waiter import SocketWaiter, Wakeable
 
 __all__ = ["Future", "ReadAnswer", "as_concurrent_future", "error_of", "wait_async"]
 
@@ -66,7 +66,7 @@ class Future(torch.futures.Future[T]):
         self._executor = executor
         self._cancel = cancel
         self._read_answer = read_answer
-        self._waiters: list[Waiter] = []
+        self._waiters: list[Wakeable] = []
         """What each thread waits for: it is released when the future is done or about to be."""
         self.is_completing = False
         """Whether the future is done or about to be. Set before the waiters are looked at."""
@@ -104,22 +104,33 @@ class Future(torch.futures.Future[T]):
 
     def wait(self) -> T:
         """Blocks until the call is done; returns its result or raises its exception."""
+        return self._wait(reads=False)
+
+    def wait_alone(self) -> T:
+        """Waits as `wait` does, for a future that no other thread has and that has no callbacks.
+
+        So this thread may read the answer itself. Callbacks, which torch runs where a future is completed, would
+        hold it up.
+        """
+        return self._wait(reads=True)
+
+    def _wait(self, *, reads: bool) -> T:
         try:
             if not self.done():
                 if self._executor.is_current:
                     with self._executor.blocking():
-                        self._wait_interruptibly()
+                        self._wait_interruptibly(reads=reads)
                 else:
-                    self._wait_interruptibly()
+                    self._executor.poller.stop_reading_here()
+                    self._wait_interruptibly(reads=reads)
             return super().wait()
         except Exception as error:
             error.__traceback__ = None
             raise copy_error(error) from error.__cause__
 
-    def _wait_interruptibly(self) -> None:
+    def _wait_interruptibly(self, *, reads: bool) -> None:
         """Returns when the future is done or about to be. Ctrl-C interrupts it, unlike a wait in C++."""
-        if self._read_answer is not None:
-            waiter = self._executor.poller.waiter
+        if reads and self._read_answer is not None and (waiter := self._executor.poller.waiter) is not None:
             self._waiters.append(waiter)
             self._read_answer(self, waiter)
             if self.is_completing:

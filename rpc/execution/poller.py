@@ -12,16 +12,18 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import Any, Protocol, final
 
 from .waiter import SocketWaiter, Spinner
 
-__all__ = ["READABLE", "WRITABLE", "OnReady", "Poller"]
+__all__ = ["READABLE", "WRITABLE", "OnReady", "Poller", "SharedDescriptor"]
 
 READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
+
+_READABLE_ONCE = select.EPOLLIN | select.EPOLLONESHOT
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,22 @@ OnReady = Callable[[], bool]
 """Handles a file descriptor that is ready; returns whether to wait for it again. Must not block or raise.
 
 What it submits to the executor runs on the same thread after it, if the thread has nothing else to do."""
+
+
+class SharedDescriptor(Protocol):
+    """A descriptor that is read by the thread that needs what it brings, or else by the poller's threads."""
+
+    descriptor: int
+    reading: threading.Lock
+    """Held by the thread that reads it."""
+    received: list[Any]
+    """What has been read and not handled. Used with the lock."""
+
+    def can_be_read(self) -> bool:
+        """Returns whether a thread that is not the poller's may read now. Called with the lock."""
+
+    def on_readable(self) -> bool:
+        """Handles what has been received, and reads: its OnReady. Returns False if another thread reads."""
 
 
 class _ThreadState(threading.local):
@@ -45,6 +63,8 @@ class _ThreadState(threading.local):
         """Looks at the descriptor that the thread has kept last."""
         self.polled = -1
         self.waiter: SocketWaiter | None = None
+        self.reads_here: tuple[SharedDescriptor, list[bool]] | None = None
+        """What the thread reads by `read_here`, and whether it still does."""
 
 
 @final
@@ -67,9 +87,9 @@ class Poller:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Edge-triggered: each write wakes one thread, and nobody has to read.
         self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
-        self.wake = partial(os.eventfd_write, self._wake, 1)
+        self.wake: Callable[[], None] = partial(os.eventfd_write, self._wake, 1)
         """Wakes one thread that waits, or else the next one that would. A signal does not interrupt it."""
-        self.handed_over: deque[tuple[int, OnReady]] = deque()
+        self.handed_over: deque[tuple[int, Callable[[], object]]] = deque()
         """What the next thread that is woken calls: a descriptor, -1 for none, and its handler."""
 
     @property
@@ -78,11 +98,12 @@ class Poller:
         return self._thread.is_reading
 
     @property
-    def waiter(self) -> SocketWaiter:
-        """What the calling thread waits by for a descriptor that it reads itself: see `read_here`."""
-        if (waiter := self._thread.waiter) is None:
-            waiter = self._thread.waiter = SocketWaiter(self._busy_poll)
-        return waiter
+    def waiter(self) -> SocketWaiter | None:
+        """What the calling thread waits by for a descriptor that it reads itself; None if none can be made."""
+        if self._thread.waiter is None:
+            with contextlib.suppress(OSError):
+                self._thread.waiter = SocketWaiter(self._busy_poll)
+        return self._thread.waiter
 
     def watch(self, descriptor: int, events: int, on_ready: OnReady) -> None:
         """Has a thread call `on_ready` when a file descriptor is ready; see `Executor.watch`."""
@@ -103,6 +124,7 @@ class Poller:
 
     def close(self) -> None:
         """Releases the descriptors of the poller itself; no thread may use it any more."""
+        self.wake = _do_nothing
         self._epoll.close()
         os.close(self._wake)
 
@@ -120,6 +142,7 @@ class Poller:
             return None
         ((descriptor, _),) = events
         handler = self._on_ready.get(descriptor)
+        on_ready: Callable[[], object]
         if handler is not None:
             on_ready = handler[0]
         elif self.handed_over:
@@ -128,12 +151,12 @@ class Poller:
             return -1
         return descriptor if self._handle(on_ready) else -1
 
-    def _handle(self, on_ready: OnReady) -> bool:
+    def _handle(self, on_ready: Callable[[], object]) -> bool:
         """Calls a handler; returns whether its descriptor is to be waited for again."""
         thread = self._thread
         thread.is_reading = True
         try:
-            again = on_ready()
+            again = bool(on_ready())
         except Exception:
             log.exception("a file descriptor cannot be handled, and is not watched any more")
             again = False
@@ -144,7 +167,7 @@ class Poller:
         self.last_ready = now
         return again
 
-    def _next_handed_over(self) -> tuple[int, OnReady]:
+    def _next_handed_over(self) -> tuple[int, Callable[[], object]]:
         try:
             taken = self.handed_over.popleft()
         except IndexError:  # another thread has taken it
@@ -153,45 +176,56 @@ class Poller:
             self.wake()
         return taken
 
-    def read_here(
-        self,
-        descriptor: int,
-        reading: threading.Lock,
-        may_use: Callable[[], bool],
-        use: Callable[[], None],
-        left: Sequence[object],
-    ) -> None:
-        """Has the calling thread read a descriptor, unless another thread reads it, and gives it back after that.
+    def read_here(self, source: "SharedDescriptor", use: Callable[[list[bool]], None]) -> None:
+        """Has the calling thread read a descriptor, unless another thread does, and gives it back after that.
 
-        If a signal interrupts the main thread, what it has left is handled by another thread.
+        A signal may interrupt it on the main thread: then other threads handle what `use` has left. A handler of a
+        signal that waits for a worker itself gives the descriptor back before it does.
 
         Args:
-            descriptor: one that is watched for reading.
-            reading: held by the thread that reads it.
-            may_use: returns, with the lock, whether the descriptor can be read now.
-            use: reads it; may wait for it to become readable.
-            left: what `use` has read and not handled. If something is in it, the OnReady is called in any case.
+            source: the descriptor, watched for reading.
+            use: waits for the descriptor and reads it. Is given a list that is not [True] any more when the
+                descriptor has been given back meanwhile.
         """
+        thread = self._thread
         held: list[bool] = []
-        claimed: list[None] = []
+        outer = thread.reads_here
         try:
-            held.extend(map(reading.acquire, (False,)))
-            if held[0] and may_use():
-                claimed.extend(map(self._epoll.modify, (descriptor,), (select.EPOLLONESHOT,)))
-                use()
+            thread.reads_here = source, held
+            held.extend(map(source.reading.acquire, (False,)))
+            if held[0] and source.can_be_read() and source.descriptor in self._on_ready:
+                self._epoll.modify(source.descriptor, select.EPOLLONESHOT)  # no other thread looks at it
+                use(held)
         finally:
-            # Only C functions from here on, one in each block: a signal interrupts none of them.
+            thread.reads_here = outer
+            # From here on, one C function in each block: a signal interrupts none of them.
             if held == [True]:
                 try:
-                    if claimed and left:
+                    source.reading.release()  # first: a thread that finds it held leaves the descriptor alone
+                finally:
+                    if source.received:
                         try:
-                            self.handed_over.append((descriptor, self._on_ready[descriptor][0]))
+                            self.handed_over.append((source.descriptor, source.on_readable))
                         finally:
                             self.wake()
-                    elif claimed:
-                        self._epoll.modify(descriptor, READABLE | select.EPOLLONESHOT)
-                finally:
-                    reading.release()
+                    elif not self._epoll.closed:
+                        try:
+                            if self._on_ready[source.descriptor][0] == source.on_readable:
+                                self._epoll.modify(source.descriptor, _READABLE_ONCE)
+                        except (KeyError, FileNotFoundError):
+                            pass  # not watched any more
+
+    def stop_reading_here(self) -> None:
+        """Gives back what the calling thread reads by `read_here`: a signal handler in it is about to wait."""
+        if self._thread.reads_here is None:
+            return
+        source, held = self._thread.reads_here
+        self._thread.reads_here = None
+        if held == [True]:
+            held.clear()
+            source.reading.release()
+            self.handed_over.append((source.descriptor, source.on_readable))
+            self.wake()
 
     def keep(self, descriptor: int) -> None:
         """Lets the calling thread keep a descriptor, until `release` or until another thread takes it over."""
@@ -240,3 +274,7 @@ class Poller:
         for descriptor, since in list(self.kept.items()):
             if since <= latest and self.kept.pop(descriptor, None) is not None:
                 self.watch_again(descriptor)
+
+
+def _do_nothing() -> None:
+    """Takes the place of `wake` when there are no threads any more."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, final
 
-__all__ = ["SocketWaiter", "Spinner", "Waiter"]
+__all__ = ["SocketWaiter", "Spinner", "Wakeable"]
 
 MAX_SKIPPED = 64
 """Waits, at most, after one that was longer than that, in which the thread does not look again and again."""
@@ -51,7 +51,7 @@ class Spinner:
         return events
 
 
-class Waiter(Protocol):
+class Wakeable(Protocol):
     """What a thread waits by: a held lock, or a SocketWaiter."""
 
     def release(self) -> None:
@@ -60,32 +60,36 @@ class Waiter(Protocol):
 
 @final
 class SocketWaiter:
-    """Waits for a socket to be readable, or for another thread to call `release`. Used by one thread."""
+    """Waits for a socket to be readable, or for another thread to call `release`. Used by one thread.
+
+    A signal may interrupt it between any two steps, as long as the next wait finds it as it was or as it is to be.
+    """
 
     def __init__(self, busy_poll: float) -> None:
-        """Args: busy_poll: see RpcBackendOptions."""
-        self._thread = threading.get_ident()
+        """Args: busy_poll: see RpcBackendOptions. Raises OSError if no descriptor is left."""
+        self._wake = -1
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread_id = threading.get_ident()
         self._descriptor = -1
         self._poll = select.poll()
-        self._poll.register(self._wake, select.POLLIN)
         self._spinner = Spinner(busy_poll)
 
     def __del__(self) -> None:
-        os.close(self._wake)
+        if self._wake >= 0:
+            os.close(self._wake)
 
     def release(self) -> None:
         """Ends the wait of the thread, unless it is the calling one."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread_id:
             os.eventfd_write(self._wake, 1)
 
     def wait(self, descriptor: int) -> bool:
         """Waits for a descriptor; returns whether it is readable, or closed by the peer."""
         if descriptor != self._descriptor:
-            if self._descriptor >= 0:
-                self._poll.unregister(self._descriptor)
-            self._poll.register(descriptor, select.POLLIN)
-            self._descriptor = descriptor
+            poll = select.poll()
+            poll.register(self._wake, select.POLLIN)
+            poll.register(descriptor, select.POLLIN)
+            self._poll, self._descriptor = poll, descriptor
         events = self._spinner.spin(self._poll.poll) or self._poll.poll()
         is_readable = False
         for ready, _ in events:

@@ -4,7 +4,7 @@ import contextlib
 from collections import deque
 from typing import final
 
-from .waiter import Waiter
+from .waiter import Wakeable
 
 __all__ = ["DeferredWakeups"]
 
@@ -18,12 +18,12 @@ class DeferredWakeups:
     """
 
     def __init__(self) -> None:
-        self._waiters: deque[Waiter] = deque()
+        self._waiters: deque[Wakeable] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._waiters)
 
-    def add(self, waiter: Waiter) -> None:
+    def add(self, waiter: Wakeable) -> None:
         """Has a thread woken by the next `wake_all`."""
         self._waiters.append(waiter)
 

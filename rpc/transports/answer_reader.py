@@ -1,11 +1,13 @@
 """Reads the answer to a call on the thread that waits for it, instead of having another thread wake it.
 
 A signal handler that raises, as that of Ctrl-C, may interrupt the main thread between any two steps of Python, but
-not within one call of a C function. So whatever is read or taken is noted by the same call. What an interrupted
-thread leaves is handled by a thread of the executor, from the beginning: completing a future twice does nothing.
+not within one call of a C function. So whatever is read or taken is noted by the same call, or without another
+call. What an interrupted thread leaves is handled by a thread of the executor, from the beginning.
+
+The socket must be one that `recv` of the operating system reads: what a TLS library has decrypted and keeps would
+not be waited for.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple, Protocol, final
@@ -14,45 +16,43 @@ from google.protobuf.message import DecodeError
 
 from ...proto.v1 import agent_pb2
 from ..execution.futures import Future
-from ..execution.poller import OnReady, Poller
+from ..execution.poller import Poller, SharedDescriptor
 from ..execution.waiter import SocketWaiter
 
-__all__ = ["Answer", "AnswerReader", "AnswerSource", "Completion"]
+__all__ = ["Answer", "AnswerReader", "AnswerSource", "Completion", "FindCompletion"]
 
-Completion = Callable[[agent_pb2.Envelope, Future[Any]], "Callable[[], None] | None"]
+
+class Completion(NamedTuple):
+    """What completes a future with the answer to its request."""
+
+    complete: Callable[[], None]
+    """Completes it on the calling thread."""
+    complete_again: Callable[[], None]
+    """Has a thread of the executor do it, if a signal has interrupted `complete`. Does not block."""
+
+
+FindCompletion = Callable[[agent_pb2.Envelope, Future[Any]], Completion | None]
 """Returns what completes a future with an envelope: see TransportListener.completion."""
 
 
 class Answer(NamedTuple):
     """An answer among what a socket has received."""
 
-    complete: Callable[[], None]
-    """Completes the future."""
-    redo: Callable[[], bool]
-    """Does it on a thread of the executor, also if `complete` has been begun; returns False."""
+    completion: Completion
     left: list[Any]
     """What else has been received: one chunk, or none."""
 
 
-class AnswerSource(Protocol):
+class AnswerSource(SharedDescriptor, Protocol):
     """A socket that answers arrive by."""
 
     poller: Poller
-    """Waits for the socket while no thread reads it."""
-    descriptor: int
-    reading: threading.Lock
-    """Held by the thread that reads."""
-    received: list[Any]
-    """What has been read and not handled, at most one chunk."""
     receive: Callable[..., Any]
     """The C function that reads a chunk."""
     receive_args: Sequence[tuple[Any, ...]]
     """Its arguments, in a sequence of one."""
 
-    def can_be_read(self) -> bool:
-        """Returns whether what is read now begins with a new frame. Called with the lock."""
-
-    def find_answer(self, future: Future[Any]) -> "Answer | None":
+    def find_answer(self, future: Future[Any]) -> Answer | None:
         """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
 
 
@@ -60,7 +60,7 @@ class AnswerSource(Protocol):
 class AnswerReader:
     """Reads one answer from a socket. Made for each wait of a thread."""
 
-    __slots__ = ("_answer", "_future", "_source", "_to_redo", "_waiter")
+    __slots__ = ("_completion", "_future", "_source", "_waiter")
 
     def __init__(self, source: AnswerSource, future: Future[Any], waiter: SocketWaiter) -> None:
         """Reads nothing yet.
@@ -73,37 +73,40 @@ class AnswerReader:
         self._source = source
         self._future = future
         self._waiter = waiter
-        self._answer: Answer | None = None
-        self._to_redo: list[tuple[int, OnReady]] = []
-        """The answer, from when it is taken out of what has been received until the future is done."""
+        self._completion: Completion | None = None
+        """Of the answer, from when it is taken out of what has been received until the future is done."""
 
     def read(self) -> None:
-        """Reads until the answer has arrived, or something else, which the executor handles."""
-        source = self._source
+        """Waits for the next bytes, and completes the future if its answer is among them."""
+        poller = self._source.poller
         try:
-            source.poller.read_here(
-                source.descriptor, source.reading, source.can_be_read, self._receive, source.received
-            )
-            if self._answer is not None:
-                self._answer.complete()
-                self._to_redo.clear()
+            poller.read_here(self._source, self._receive)
+            if self._completion is not None:
+                self._completion.complete()
+                self._completion = None
         finally:
-            if self._to_redo:  # interrupted; only C functions from here on
+            if self._completion is not None:  # interrupted; only C functions from here on
                 try:
-                    source.poller.handed_over.extend(self._to_redo)
+                    poller.handed_over.append((-1, self._completion.complete_again))
                 finally:
-                    source.poller.wake()
+                    poller.wake()
 
-    def _receive(self) -> None:
+    def _receive(self, held: list[bool]) -> None:
+        """Reads, as long as the thread holds the socket."""
         source = self._source
         if self._future.is_completing or not self._waiter.wait(source.descriptor):
             return
+        chunks = starmap(source.receive, source.receive_args)
         try:
-            source.received.extend(starmap(source.receive, source.receive_args))
+            if held == [True]:
+                source.received.extend(chunks)
             answer = source.find_answer(self._future)
-        except (BlockingIOError, ConnectionError, DecodeError):
+        except DecodeError:
             return
-        if answer is not None:
-            self._answer = answer
-            self._to_redo.append((-1, answer.redo))
-            source.received[:] = answer.left  # no step in between: an interrupted thread would leave both
+        except OSError as error:
+            if error.errno is None:  # raised by the handler of a signal
+                raise
+            return
+        if answer is not None and held == [True]:
+            self._completion = answer.completion
+            source.received[:] = answer.left

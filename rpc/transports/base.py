@@ -1,7 +1,6 @@
 """The contract of transports, which carry the envelopes of messages between two workers."""
 
 import concurrent.futures
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
@@ -9,6 +8,7 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
+from .answer_reader import Completion
 
 __all__ = ["Transport", "TransportClosedError", "TransportListener"]
 
@@ -97,12 +97,11 @@ class TransportListener(Protocol):
 
     def completion(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
-    ) -> Callable[[], None] | None:
+    ) -> Completion | None:
         """Returns what completes a future with an envelope that the calling thread has read.
 
         Returns None if the envelope is not the answer that the future stands for, or if completing it has other
-        effects: then `on_envelope` is called with it. If a signal interrupts the function returned, `on_envelope`
-        is called as well.
+        effects: then `on_envelope` is called with it.
 
         Args:
             source: the peer.

@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import partial
 from typing import Any, Protocol, cast, final
 
 from google.protobuf.message import DecodeError
@@ -25,7 +24,7 @@ from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..execution.poller import READABLE
 from ..execution.waiter import SocketWaiter
-from .answer_reader import Answer, AnswerReader, Completion
+from .answer_reader import Answer, AnswerReader, FindCompletion
 from .frame_writer import FrameWriter
 from .settings import MAX_ENVELOPE_BYTES
 
@@ -114,7 +113,7 @@ class EnvelopeSocket:
         on_envelope: OnEnvelope,
         on_end: OnSocketEnd,
         segments: SegmentListener | None = None,
-        completion: Completion = lambda _envelope, _future: None,
+        completion: FindCompletion = lambda _envelope, _future: None,
     ) -> None:
         """Takes over a connected socket, and reads nothing before `start`.
 
@@ -163,7 +162,7 @@ class EnvelopeSocket:
 
     def start(self) -> None:
         """Begins to read."""
-        self._executor.watch(self.descriptor, READABLE, self._on_readable)
+        self._executor.watch(self.descriptor, READABLE, self.on_readable)
 
     @property
     def queued_bytes(self) -> int:
@@ -224,7 +223,7 @@ class EnvelopeSocket:
 
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Has the calling thread read while it waits for an answer: see ReadAnswer."""
-        if not self._has_ended and not self._paused:
+        if not self._writer.is_broken:  # as it is in a forked child, too
             AnswerReader(self, future, waiter).read()
 
     def can_be_read(self) -> bool:
@@ -234,8 +233,11 @@ class EnvelopeSocket:
 
     def find_answer(self, future: Future[Any]) -> Answer | None:
         """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
-        (received,) = self.received
-        data, rights = (received, ()) if self._segments is None else received[:2]
+        if not self.received:
+            return None
+        data, rights = (self.received[0], ()) if self._segments is None else self.received[0][:2]
+        if rights:
+            return None
         start, end = 0, len(data)
         for _ in range(MAX_LOOKED_AT):
             content = start + _HEADER.size
@@ -247,23 +249,22 @@ class EnvelopeSocket:
                 break
             if kind == _Kind.ENVELOPE:
                 envelope = agent_pb2.Envelope.FromString(data[content:after])
-                complete = self._completion(envelope, future)
-                if complete is not None:
+                completion = self._completion(envelope, future)
+                if completion is not None:
                     others = data[:start] + data[after:]
                     left = others if self._segments is None else (others, rights)
-                    redo = partial(self._handle_again, envelope, length)
-                    return Answer(complete, redo, [left] if others else [])
+                    return Answer(completion, [left] if others else [])
             start = after
         return None
 
-    def _handle_again(self, envelope: agent_pb2.Envelope, nbytes: int) -> bool:
-        """Handles an answer whose handling a signal has interrupted."""
-        self._on_envelope(envelope, nbytes)
-        return False
-
-    def _on_readable(self) -> bool:
-        with self.reading:
+    def on_readable(self) -> bool:
+        """Reads and handles a chunk; returns False if another thread reads, which has it read again after that."""
+        if not self.reading.acquire(blocking=False):
+            return False
+        try:
             return not self._has_ended and not self._paused and self._read()
+        finally:
+            self.reading.release()
 
     def _read(self) -> bool:
         """Reads and handles a chunk; returns whether to wait for the next one."""

@@ -145,9 +145,11 @@ class FrameWriter:
             return True
         finally:
             if held == [True]:
-                self._writing.release()
-                if self._is_to_be_released:
-                    self.release()
+                try:
+                    self._writing.release()
+                finally:
+                    if self._is_to_be_released:
+                        self.release()
 
     def _write(self) -> None:
         """Writes what is queued. Called with the lock. Raises BlockingIOError if the socket is full."""

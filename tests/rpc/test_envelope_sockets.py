@@ -79,7 +79,7 @@ def test_frames_arrive_however_they_are_split(sizes, cuts):
         data = b"".join(map(frame, sent))
         for cut in cuts:
             other.sendall(data[:cut])
-            end.socket._on_readable()  # reads what is there, as the executor's thread does
+            end.socket.on_readable()  # reads what is there, as the executor's thread does
             data = data[cut:]
         other.sendall(data)
         end.socket.start()

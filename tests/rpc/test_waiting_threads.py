@@ -4,6 +4,7 @@ import concurrent.futures
 import random
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class AlarmError(BaseException):
 
 def wait_and_interrupt(rounds: int) -> int:
     """Interrupts the main thread at random moments while it waits for answers; returns how often."""
-    left = interrupts = 0
+    left = interrupts = turn = 0
     sends = False
 
     def interrupt(*_: object) -> None:
@@ -41,15 +42,17 @@ def wait_and_interrupt(rounds: int) -> int:
         try:
             while left:
                 sends = True
-                future = rpc.rpc_async("worker1", identity, (number,))
+                turn += 1
+                future = rpc.rpc_async(f"worker{1 + turn % 2}", identity, (number,))
                 sends = False
-                assert future.wait() == number
+                assert future.wait_alone() == number
         except AlarmError:
             interrupts += 1
         left = 0
         signal.setitimer(signal.ITIMER_REAL, 0)
         assert future is None or future.wait() == number
-        assert rpc.rpc_sync("worker1", identity, (-number,)) == -number
+        for name in ("worker1", "worker2"):
+            assert rpc.rpc_sync(name, identity, (-number,)) == -number
     return interrupts
 
 
@@ -58,16 +61,40 @@ def nothing_is_pending() -> bool:
     return not (
         info["agent.client_active_calls"]
         or info["unanswered_calls"]
-        or info["flow_control"]["worker1"]["calls_in_flight"]
+        or any(figures["calls_in_flight"] for figures in info["flow_control"].values())
     )
 
 
 @pytest.mark.parametrize("transports", [("unix", "grpc"), ("tcp", "grpc")], ids=lambda names: names[0])
 def test_an_interrupted_wait_loses_no_answer(workers, transports):
-    a, _ = workers.rpc(2, transports=transports)
+    a, *_ = workers.rpc(3, transports=transports)
     assert a.run(wait_and_interrupt, 300) > 200
     a.run(wait_until, nothing_is_pending)
     assert a.run(lambda: rpc.debug_info()["transports"]["worker1"]) == transports[0]
+
+
+def call_in_handler() -> list[int]:
+    """Waits for calls while the handler of a signal makes calls to the same worker."""
+    seen = []
+    signal.signal(signal.SIGALRM, lambda *_: seen.append(rpc.rpc_sync("worker1", identity, (7,))))
+    for _ in range(10):
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        rpc.rpc_sync("worker1", time.sleep, (0.02,))
+    return seen
+
+
+def test_a_signal_handler_may_call_the_worker_that_is_waited_for(two_workers):
+    assert set(two_workers[0].run(call_in_handler)) == {7}
+
+
+def receive_in_inference_mode() -> list[bool]:
+    with torch.inference_mode():
+        received = [rpc.rpc_sync("worker1", torch.ones, (size,)) for size in (2, 20_000)]
+    return [tensor.is_inference() for tensor in received]
+
+
+def test_received_tensors_do_not_depend_on_the_mode_of_the_thread_that_waits(two_workers):
+    assert two_workers[0].run(receive_in_inference_mode) == [False, False]
 
 
 def call_back(value: Any) -> Any:
@@ -116,7 +143,7 @@ def test_a_wait_ends_when_another_thread_completes_the_call(two_workers):
         timer.start()
         waits.set()
         with pytest.raises(RpcCancelledError):
-            future.wait()
+            future.wait_alone()
         timer.join()
 
     a.run(wait_and_cancel)
