@@ -95,7 +95,7 @@ class Network:
     async def _build(self, group: str) -> None:
         loop, channels = self._events.loop, self._options.channels
         self._handshake = Handshake(group, self.me, self._learn)
-        self._shared_memory = SharedMemoryChannel(loop, channels)
+        self._shared_memory = SharedMemoryChannel(loop, self._executor, channels)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         self._sockets = SocketListener(loop, kinds)
         bulk = BulkSockets(loop, self._sockets, self._is_on_this_host, self._send_frame)

@@ -2,13 +2,16 @@
 
 import gc
 import os
+import re
 import struct
 import subprocess
+import threading
 
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.rpc.channels.shared_memory import channel as shared_memory
+from gradwire.rpc.channels.shared_memory.mapping import Mapping
 from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
 from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool, SharedMemoryLimit
 
@@ -206,6 +209,42 @@ def setattr_of_channel(seconds):
     shared_memory.IDLE_TIMEOUT_S = seconds
 
 
+unmapping_threads = []
+
+
+def note_unmapping():
+    """Has this worker note the threads that unmap segments."""
+    unmap = Mapping.__del__
+
+    def note_and_unmap(mapping):
+        unmapping_threads.append(threading.current_thread().name)
+        unmap(mapping)
+
+    Mapping.__del__ = note_and_unmap
+
+
+def assert_unmapped_by_executor():
+    wait_until(lambda: mapped_files() == (0, 0))
+    names = set(unmapping_threads)
+    assert names
+    assert all(re.fullmatch(r"gradwire-worker[01]-\d+", name) for name in names), names
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["idle", "killed"])
+def test_segments_are_unmapped_by_threads_of_the_executor(workers, is_killed):
+    """It takes long. The event loop and the thread that reads a socket have other messages to handle."""
+    a, b = started = workers(2)
+    workers.each(started, setattr_of_channel, 1000.0 if is_killed else 0.2)
+    workers.join_rpc(started)
+    workers.each(started, note_unmapping)
+    a.run(rpc.rpc_sync, "worker1", os.getpid)
+    a.run(lambda: rpc.rpc_sync("worker1", identity, (torch.ones(MIB),)).sum())
+    if is_killed:
+        b.kill()
+    for worker in [a] if is_killed else started:
+        worker.run(assert_unmapped_by_executor)
+
+
 def exchange(count):
     """Has worker1 keep some tensors, and keeps as many of worker1's."""
     for number in range(count):
@@ -289,7 +328,7 @@ def test_a_pool_makes_what_it_lacks_within_its_limit():
     assert pool.put(memoryview(bytes(1))) == (first, False)
     pool.take_back("receiver", [first.number])
     assert pool.remove_idle() == []
-    assert pool.remove_idle() == [first.number]
+    assert pool.remove_idle() == [first]
     assert limit.used == 128 << 10
     pool.close()
     assert limit.used == 0

@@ -8,10 +8,12 @@ from typing import ClassVar, final
 from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
 from ...contracts.options import ChannelOptions
+from ...execution.executor import Executor
 from ..base import check_size
 from .broadcast import SegmentBroadcast
 from .peer import PeerSegments
-from .sending import SegmentPool, SharedMemoryLimit
+from .sending import Segment, SegmentPool, SharedMemoryLimit
+from .unmapping import Unmapper
 
 __all__ = ["SharedMemoryChannel"]
 
@@ -29,10 +31,17 @@ class SharedMemoryChannel:
 
     name: ClassVar[str] = "segment"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: ChannelOptions) -> None:
-        """Shares nothing yet; `loop` is the agent's event loop."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, executor: Executor, options: ChannelOptions) -> None:
+        """Shares nothing yet.
+
+        Args:
+            loop: the agent's event loop.
+            executor: its threads unmap what is not used any more.
+            options: the bounds.
+        """
         self._loop = loop
         self._options = options
+        self._unmapper = Unmapper(executor)
         self._limit = SharedMemoryLimit(options.max_shared_bytes)
         self._lock = threading.Lock()
         """Guards changes of `_peers`, and `_shared_pools`."""
@@ -53,7 +62,7 @@ class SharedMemoryChannel:
 
     def listener(self, peer: int) -> PeerSegments:
         """Returns what handles the frames about segments on a new socket to a worker. Called on the loop."""
-        state = PeerSegments(self._loop, self._options, self._limit)
+        state = PeerSegments(self._loop, self._options, self._limit, self._unmapper)
         with self._lock:
             self._peers[peer] = state
         if self._idle_check is None:
@@ -131,14 +140,18 @@ class SharedMemoryChannel:
         """Drops the free segments of the pools that were not used since the last check. Called on the loop."""
         self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._drop_idle)
         for state in self._peers.values():
-            if numbers := state.pool.remove_idle():
-                state.send_dropped(numbers)
+            self._drop(state.pool.remove_idle(), [state])
         for receivers, pool in list(self._shared_pools.items()):
-            if numbers := pool.remove_idle():
-                for state in receivers:
-                    state.send_dropped(numbers)
+            self._drop(pool.remove_idle(), receivers)
             if pool.close_if_empty():
                 with self._lock:
                     del self._shared_pools[receivers]
                     for state in receivers:
                         state.shared_pools = tuple(each for each in state.shared_pools if each is not pool)
+
+    def _drop(self, segments: list[Segment], receivers: Collection[PeerSegments]) -> None:
+        """Has segments unmapped, here and by their receivers."""
+        numbers = [segment.number for segment in segments]
+        for state in receivers:
+            state.send_dropped(numbers)
+        self._unmapper.drop(segments)

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
 from ...transports.envelope_socket import EnvelopeSocket
 from .receiving import MappedSegments
 from .sending import Segment, SegmentPool, SharedMemoryLimit
+from .unmapping import Unmapper
 
 __all__ = ["PeerSegments", "describe"]
 
@@ -27,13 +28,20 @@ def describe(segment: Segment, nbytes: int) -> agent_pb2.Payload:
 class PeerSegments:
     """What this worker sends to one other in segments, and receives from it: a SegmentListener."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: ChannelOptions, limit: SharedMemoryLimit) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        options: ChannelOptions,
+        limit: SharedMemoryLimit,
+        unmapper: Unmapper,
+    ) -> None:
         """Shares nothing before `connect`.
 
         Args:
             loop: the agent's event loop.
             options: how much of the other worker's memory is mapped.
             limit: bounds the segments that this worker makes.
+            unmapper: unmaps segments that are not used any more.
         """
         self.pool = SegmentPool(limit, [self])
         """The segments for the other worker alone."""
@@ -41,6 +49,7 @@ class PeerSegments:
         """The segments that further workers receive as well."""
         self.mapped = MappedSegments(options.max_mapped_bytes, self._on_lease_released)
         self._loop = loop
+        self._unmapper = unmapper
         self._socket: EnvelopeSocket | None = None
         self._is_flush_scheduled = False
 
@@ -57,10 +66,10 @@ class PeerSegments:
     def close(self) -> None:
         """Drops the segments for the other worker, which is lost. Bytes received from it stay."""
         self._socket = None
-        self.pool.close()
-        for pool in self.shared_pools:
-            pool.remove_receiver(self)
-        self.mapped.close()
+        dropped: list[Any] = self.mapped.close()
+        for pool in (self.pool, *self.shared_pools):
+            dropped += pool.remove_receiver(self)
+        self._unmapper.drop(dropped)  # in one task: it occupies a core
 
     # Sending: on any thread.
 
@@ -100,8 +109,7 @@ class PeerSegments:
 
     def on_dropped(self, numbers: Sequence[int]) -> None:
         """Removes segments that the other worker does not use again."""
-        for number in numbers:
-            self.mapped.remove(number)
+        self._unmapper.drop(self.mapped.remove(numbers))
 
     # Giving back.
 

@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import final
 
 import numpy as np
@@ -86,16 +86,20 @@ class MappedSegments:
             return
         self._mapped_bytes += size
 
-    def remove(self, number: int) -> None:
-        """Removes a segment that the other worker has dropped; its memory goes when nothing refers to it."""
-        self._refused.discard(number)
-        if (mapped := self._maps.pop(number, None)) is not None:
-            self._mapped_bytes -= mapped.size
+    def remove(self, numbers: Collection[int]) -> list[Mapping]:
+        """Removes segments that the other worker has dropped.
 
-    def close(self) -> None:
-        """Removes all segments; buffers that are in use stay."""
-        self._maps.clear()
-        self._mapped_bytes = 0
+        Returns:
+            Those that are mapped: each stays until nothing refers to its bytes.
+        """
+        self._refused.difference_update(numbers)
+        removed = [self._maps.pop(number) for number in numbers if number in self._maps]
+        self._mapped_bytes -= sum(mapped.size for mapped in removed)
+        return removed
+
+    def close(self) -> list[Mapping]:
+        """Removes all segments, and returns them."""
+        return self.remove(list(self._maps))
 
     def lease(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes in a segment; they may be written to.

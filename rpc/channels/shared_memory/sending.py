@@ -171,21 +171,26 @@ class SegmentPool:
         if removed is not None:
             self._limit.release([segment.size])
 
-    def remove_receiver(self, receiver: Hashable) -> None:
-        """Takes back all segments from a lost receiver, and sends it no others; closes after the last receiver."""
+    # The methods that drop segments return them, because unmapping takes long.
+
+    def remove_receiver(self, receiver: Hashable) -> list[Segment]:
+        """Takes back all segments from a lost receiver, and sends it no others; closes after the last receiver.
+
+        Returns:
+            The segments that are dropped.
+        """
         with self._lock:
             self._receivers.discard(receiver)
             is_last = not self._receivers
             for segment in list(self._in_use.values()):
                 self._return(segment, receiver)
-        if is_last:
-            self.close()
+        return self.close() if is_last else []
 
-    def remove_idle(self) -> list[int]:
+    def remove_idle(self) -> list[Segment]:
         """Drops the free segments, if nothing has been put since the last call.
 
         Returns:
-            The numbers of the segments that are dropped, for the receivers.
+            The segments that are dropped, which the receivers do not know yet.
         """
         was_used, self._was_used = self._was_used, False
         return [] if was_used else self._drop_free()
@@ -197,21 +202,21 @@ class SegmentPool:
                 self._is_closed = True
             return self._is_closed
 
-    def close(self) -> None:
-        """Drops all segments; the receivers are gone, or keep what they have mapped."""
+    def close(self) -> list[Segment]:
+        """Drops all segments, and returns them; the receivers are gone, or keep what they have mapped."""
         with self._lock:
             self._is_closed = True
             in_use = list(self._in_use.values())
             self._in_use.clear()
         self._limit.release([segment.size for segment in in_use])
-        self._drop_free()
+        return [*in_use, *self._drop_free()]
 
-    def _drop_free(self) -> list[int]:
+    def _drop_free(self) -> list[Segment]:
         with self._lock:
             dropped = [segment for segments in self._free.values() for segment in segments]
             self._free.clear()
         self._limit.release([segment.size for segment in dropped])
-        return [segment.number for segment in dropped]
+        return dropped
 
     # With the lock.
 
