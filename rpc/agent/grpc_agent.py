@@ -42,6 +42,7 @@ from .factories import AgentFactories
 from .flow_control import FlowControl
 from .multi_sender import MultiSender
 from .pending import PendingRequests
+from .postponed_requests import PostponedRequests
 from .quiescence import Quiescence
 from .received_requests import ReceivedRequests
 from .server import Server
@@ -126,9 +127,15 @@ class GrpcAgent(RpcAgent):
             self._client, self._codec, self._network, self._extensions, self._executor
         )
         self._received = ReceivedRequests(options.flow_control)
-        nesting = self._flow_control.nesting
         self._server = Server(
-            info, self._codec, self._extensions, self._executor, self._calls, nesting, self._received
+            info,
+            self._codec,
+            self._extensions,
+            self._executor,
+            self._calls,
+            self._flow_control.nesting,
+            self._received,
+            PostponedRequests(options.flow_control, self._network),
         )
         self._all_gather_service = AllGatherService(self, self._codec)
         self._extensions.handlers.update(
@@ -325,8 +332,9 @@ class GrpcAgent(RpcAgent):
         return {
             worker.name: {
                 **self._flow_control.figures(worker),
-                "send_queue_bytes": self._network.queued_bytes(worker),
+                "send_queue_bytes": self._network.queued_bytes(worker.id),
                 **self._received.figures(worker),
+                **self._server.postponed.figures(worker),
             }
             for worker in self.workers()
         }

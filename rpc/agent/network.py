@@ -228,9 +228,11 @@ class Network:
             raise UnknownWorkerError(destination, [worker.name for worker in self.workers()])
         return found
 
-    def queued_bytes(self, worker: WorkerInfo) -> int:
-        """Returns the bytes of envelopes for a worker that the operating system has not taken yet."""
-        return self._transports[worker.id].queued_bytes
+    def queued_bytes(self, worker: int) -> int:
+        """Returns the bytes for a worker, except in shared memory, that the operating system has not taken yet."""
+        if self._closing or worker in self._lost:
+            return 0
+        return self._transports[worker].queued_bytes + self._router.queued_bytes(worker)
 
     def transport_names(self) -> dict[str, str]:
         """Returns the name of the transport to each member, by the member's name."""

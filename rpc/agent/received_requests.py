@@ -66,14 +66,15 @@ class ReceivedRequests:
         queue.sizes.append(nbytes)
         return self._pause(queue) if len(queue.sizes) > queue.limit else None
 
-    def begin(self, source: WorkerInfo) -> None:
-        """Counts a request that begins to run."""
+    def begin(self, source: WorkerInfo) -> int:
+        """Counts a request that begins to run, or is postponed; returns its bytes."""
         queue = self._queues[source.id]
         nbytes = queue.sizes.popleft()
         if nbytes > CALL_BYTES:
             self._add_bytes(queue, CALL_BYTES - nbytes)
         if queue.pause is not None:
             self._resume(queue)
+        return nbytes
 
     def pause_of(self, source: WorkerInfo) -> "concurrent.futures.Future[None] | None":
         """Returns what `add` has returned last for a worker, unless reading may go on."""

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 from ...errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
@@ -18,6 +19,7 @@ from .cancellation import CancellableRequests
 from .codec import Codec
 from .extensions import Extensions
 from .flow_control import Nesting
+from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from .received_requests import ReceivedRequests
 from .stats import CallCounter
 
@@ -39,6 +41,7 @@ class Server:
         calls: CallCounter,
         nesting: Nesting,
         received: ReceivedRequests,
+        postponed: PostponedRequests,
     ) -> None:
         """Makes the server of one agent.
 
@@ -50,6 +53,7 @@ class Server:
             calls: counts users' calls in flight.
             nesting: is told how deep the calls are that the handlers make.
             received: is told of requests that begin to run.
+            postponed: postpones the calls of workers for which too much is queued.
         """
         self.cancellable = CancellableRequests()
         self.deferred = CallCounter()
@@ -63,6 +67,7 @@ class Server:
         self._calls = calls
         self._nesting = nesting
         self._received = received
+        self.postponed = postponed
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Notes a request whose payloads have not arrived yet. Called on the event loop."""
@@ -72,10 +77,17 @@ class Server:
 
     def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Runs a request and answers it. Runs on a thread of the executor."""
-        self._received.begin(source)
+        nbytes = self._received.begin(source)
         handler = self._extensions.handlers.get(envelope.type)
         if handler is None:
             self.reject(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))
+        elif (
+            self.postponed.waiting
+            and handler.user_values
+            and envelope.id  # not the items of a stream, which are no calls
+            and self.postponed.add(source, partial(self._submit_again, source, envelope, payloads, nbytes))
+        ):
+            pass
         elif handler.cancellable and not self.cancellable.begin(source, envelope):
             cancelled = RpcCancelledError(self._me.name)
             self._extensions.on_decode_error(source, envelope, cancelled)
@@ -95,6 +107,13 @@ class Server:
             finally:
                 self._nesting.depth = 0
                 self._calls.end_serving(deferred=deferred)
+
+    def _submit_again(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int
+    ) -> None:
+        """Has a postponed request run, if its worker still reads its answers by then."""
+        self._received.add(source, nbytes)
+        self._executor.submit(self.serve, source, envelope, payloads)
 
     def reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""
@@ -167,11 +186,16 @@ class Server:
 
     def _send_answer(self, answer: Outgoing) -> None:
         try:
-            self._codec.send(answer)
+            self._send(answer)
         except WorkerLostError:
             pass  # a caller that is gone needs no answer
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
+
+    def _send(self, answer: Outgoing) -> None:
+        self._codec.send(answer)
+        if answer.nbytes >= MIN_ANSWER_BYTES:
+            self.postponed.on_answer(answer.destination, answer.nbytes)
 
     def _answer_later(
         self, request: Incoming, handler: Handler
@@ -205,4 +229,4 @@ class Server:
             return
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR)
         with contextlib.suppress(WorkerLostError, SendFailedError):
-            self._codec.send(Outgoing(source, envelope, encode_failure(error)))
+            self._send(Outgoing(source, envelope, encode_failure(error)))

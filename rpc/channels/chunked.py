@@ -59,6 +59,11 @@ class ChunkedChannel:
         self._receivers: dict[int, _TransferReceiver] = {}
         """By peer."""
 
+    def queued_bytes(self, peer: int) -> int:
+        """Returns the bytes for a peer that have not been given to gRPC. Called on any thread."""
+        sender = self._senders.get(peer)
+        return sender.queued_bytes if sender is not None else 0
+
     def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer]:
         """Numbers the payload; starting the transfer queues the bytes without a copy."""
         number = next(self._numbers)
@@ -138,6 +143,8 @@ class _TransferSender:
     def __init__(self, loop: asyncio.AbstractEventLoop, address: str, hello: bytes, chunk_bytes: int) -> None:
         self._queue: OrderedDict[int, memoryview] = OrderedDict()
         """What remains to be sent of each payload, by transfer id."""
+        self.queued_bytes = 0
+        """The bytes in the queue."""
         self._partly_sent: int | None = None
         """The id of the first transfer, if some of it has been sent."""
         self._wake = asyncio.Event()
@@ -148,13 +155,14 @@ class _TransferSender:
 
     def put(self, number: int, data: memoryview) -> None:
         self._queue[number] = data
+        self.queued_bytes += data.nbytes
         self._wake.set()
 
     def is_unsent(self, number: int) -> bool:
         return number in self._queue and number != self._partly_sent
 
     def remove(self, number: int) -> None:
-        del self._queue[number]
+        self.queued_bytes -= self._queue.pop(number).nbytes
 
     def when_broken(self, callback: Callable[[str], None]) -> None:
         """Has `callback` called with the reason if the stream ends without `stop`."""
@@ -168,6 +176,7 @@ class _TransferSender:
     def stop(self) -> None:
         self._task.cancel()
         self._queue.clear()
+        self.queued_bytes = 0
 
     async def _run(self) -> None:
         # A subchannel pool of its own, so that gRPC does not share the connection of the envelopes.
@@ -206,6 +215,7 @@ class _TransferSender:
             header += bytes_field(agent_pb2.Chunk.DATA_FIELD_NUMBER, len(now))
             pieces += [bytes_field(agent_pb2.Chunks.CHUNKS_FIELD_NUMBER, len(header) + len(now)), header, now]
             bytes_left -= len(now)
+            self.queued_bytes -= len(now)
         return pieces
 
 

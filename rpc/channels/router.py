@@ -13,6 +13,7 @@ from ..contracts.options import ChannelOptions
 from .base import Arriving, Channel, SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
 from .bulk.channel import BulkChannel
+from .chunked import ChunkedChannel
 from .shared_memory.channel import SharedMemoryChannel
 
 __all__ = [
@@ -119,7 +120,7 @@ class ChannelRouter:
         *,
         small: SendingChannel,
         bulk: BulkChannel,
-        chunked: SendingChannel,
+        chunked: ChunkedChannel,
         local: SendingChannel,
         shared_memory: SharedMemoryChannel,
         broadcast: Channel,
@@ -158,6 +159,10 @@ class ChannelRouter:
         if self._shared_memory.is_connected(peer):
             return self._shared_memory.name
         return self._bulk.name if self._bulk.is_connected(peer) else self._chunked.name
+
+    def queued_bytes(self, peer: int) -> int:
+        """Returns the bytes of payloads for a worker that are in this worker's own memory until they are sent."""
+        return self._bulk.queued_bytes(peer) + self._chunked.queued_bytes(peer)
 
     def writer(self, peer: int, broadcast: Broadcast | None = None) -> "PayloadWriter":
         """Returns a writer for the payloads of one envelope to `peer`; see PayloadWriter."""

@@ -140,6 +140,9 @@ class FlowControlOptions:
     max_received: requests of one worker that may have arrived and not run yet; beyond that, nothing more is read
         from the connection to that worker until half of them have begun to run.
     max_received_bytes: their bytes.
+    max_unsent_bytes: bytes that may be queued to be sent to one worker, answers above all; beyond that, no further
+        calls of this worker begin to run until half of them are sent.
+    max_total_unsent_bytes: the same for all workers together; a worker for which nothing is queued is left out.
     when_full: what a call does that would be one too many: "wait" until there is capacity, for as long as the
         timeout of the call, or "raise" SendQueueFullError.
     """
@@ -150,6 +153,8 @@ class FlowControlOptions:
     max_total_in_flight_bytes: int = 16 * GIB
     max_received: int = 1 << 16
     max_received_bytes: int = 4 * GIB
+    max_unsent_bytes: int = 4 * GIB
+    max_total_unsent_bytes: int = 16 * GIB
     when_full: Literal["wait", "raise"] = "wait"
 
     def __post_init__(self) -> None:
@@ -157,6 +162,7 @@ class FlowControlOptions:
         for name, total in (
             ("max_in_flight", "max_total_in_flight"),
             ("max_in_flight_bytes", "max_total_in_flight_bytes"),
+            ("max_unsent_bytes", "max_total_unsent_bytes"),
         ):
             if getattr(self, name) > getattr(self, total):
                 raise ValueError(

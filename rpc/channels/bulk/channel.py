@@ -94,6 +94,11 @@ class BulkChannel:
 
     # Sending.
 
+    def queued_bytes(self, peer: int) -> int:
+        """Returns the bytes for a peer that no connection has taken."""
+        bundle = self._sending.get(peer)
+        return bundle.queued_bytes if bundle is not None else 0
+
     def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer | None]:
         """Numbers the payload; starting the transfer sends the bytes without a copy."""
         bundle = self._sending.get(peer)

@@ -19,7 +19,7 @@ from typing import final
 
 from ...execution.executor import Executor
 from ...execution.poller import READABLE, WRITABLE
-from .parts import PartHeader, count_parts, pack_header, range_of_part
+from .parts import PART_BYTES, PartHeader, count_parts, pack_header, range_of_part
 
 __all__ = ["SendingBundle"]
 
@@ -38,6 +38,10 @@ class _Payload:
         self.data = data
         self.count = count_parts(data.nbytes)
         self.next_number = 0
+
+    @property
+    def nbytes_left(self) -> int:
+        return self.data.nbytes - self.next_number * PART_BYTES
 
     def next_part(self) -> list[memoryview]:
         start, end = range_of_part(self.next_number, self.data.nbytes)
@@ -72,6 +76,12 @@ class SendingBundle:
         """The connections that wait for a payload. Taken without the lock: the thread that removes one owns it."""
         self.has_ended = False
         _bundles_here.add(self)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the payloads that no connection has taken."""
+        with self._lock:
+            return sum(payload.nbytes_left for payload in self._payloads)
 
     def start(self) -> None:
         """Begins to watch the connections."""
