@@ -40,7 +40,7 @@ from .contracts.worker_end import WorkerEnd
 from .execution.futures import Future
 from .execution.waiter import SocketWaiter
 from .grpc_backend import start_agent
-from .transports.base import Transport, TransportClosedError
+from .transports.base import Connecting, Transport, TransportClosedError
 
 __all__ = ["FaultyRpcBackendOptions", "control_kinds", "message_names", "start_faulty_agent"]
 
@@ -210,8 +210,8 @@ class _FaultyTransport:
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         self._transport.read_answer(future, waiter)
 
-    def connect(self) -> None:
-        self._transport.connect()
+    def connect(self) -> Connecting:
+        return self._transport.connect()
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
         """Sends what is delayed at once, and closes the transport."""

@@ -25,7 +25,7 @@ from ...errors import SendQueueFullError
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
 
-__all__ = ["CALL_BYTES", "FlowControl", "Nesting", "Waiter"]
+__all__ = ["CALL_BYTES", "FlowControl", "Nesting", "Waiter", "has_event_loop"]
 
 CALL_BYTES = 1 << 10
 """Bytes that a call counts as at least: some of what this worker keeps of it besides its arguments."""
@@ -229,7 +229,7 @@ class FlowControl:
                 return None
             if self._options.when_full == "raise":
                 raise self._full_error(window, exceeded, "wait for earlier calls, or set a larger bound")
-            if blocks and _has_event_loop():
+            if blocks and has_event_loop():
                 advice = "an event loop must not block: use `await aio.call(...)`, which waits"
                 raise self._full_error(window, exceeded, advice)
             waiter = Waiter(identifier, charge)
@@ -333,7 +333,7 @@ class FlowControl:
         self._lock_free_limit = 0 if self._is_total_full else limit - LOCK_FREE_MARGIN
 
 
-def _has_event_loop() -> bool:
+def has_event_loop() -> bool:
     """Returns whether the calling thread runs an event loop."""
     try:
         asyncio.get_running_loop()

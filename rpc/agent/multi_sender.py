@@ -1,5 +1,6 @@
 """Sends one request to several workers, and its bytes as seldom as possible."""
 
+import concurrent.futures
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +12,19 @@ from ..contracts.messages import Request
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from ..execution.futures import Future
+from ..transports.base import Connecting
 from ..wire.pickling import Packed
-from ..wire.tensors import make_sendable
+from ..wire.tensors import bytes_of, make_sendable
 from .client import Client
 from .codec import Codec
 from .extensions import Extensions
+from .flow_control import has_event_loop
 from .network import Network
 
 __all__ = ["MultiSender"]
+
+CONNECT_TIMEOUT_S = 2.0
+"""Seconds to wait for connections to workers of this host, before large payloads go to them one by one."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,13 +50,15 @@ class MultiSender:
             codec: pickles values.
             network: broadcasts large payloads.
             extensions: know the message types.
-            executor: of the futures of requests that cannot be sent.
+            executor: is told of waits; of the futures of requests that cannot be sent.
         """
         self._client = client
         self._codec = codec
         self._network = network
         self._extensions = extensions
         self._executor = executor
+        self._too_late: set[Connecting] = set()
+        """The connections that were not made within CONNECT_TIMEOUT_S."""
 
     def send_all(
         self,
@@ -62,6 +70,8 @@ class MultiSender:
         """Sends a request to several workers: see `RpcAgent.request_all`."""
         encoded = self._encode_all(workers, request)
         same_for_all = all(each.packed is encoded[0].packed for each in encoded)
+        if same_for_all:
+            self._connect(workers, encoded[0].packed)
         broadcast = self._network.broadcast(workers) if same_for_all else None
         if broadcast is not None:
             encoded[0].packed.tensors[:] = map(make_sendable, encoded[0].packed.tensors)
@@ -75,6 +85,19 @@ class MultiSender:
         finally:
             if broadcast is not None:
                 broadcast.release()
+
+    def _connect(self, workers: Sequence[WorkerInfo], packed: Packed) -> None:
+        """Connects to the workers of this host, and waits for that, if their messages can share memory then.
+
+        Does nothing on a thread that runs an event loop. Waits for each worker once.
+        """
+        nbytes = len(packed.body) + bytes_of(packed.tensors)
+        unconnected = self._network.broadcasts.unconnected([worker.id for worker in workers], nbytes)
+        if not unconnected or has_event_loop():
+            return
+        connecting = {self._network.connect(worker) for worker in workers if worker.id in unconnected}
+        with self._executor.blocking():
+            self._too_late |= concurrent.futures.wait(connecting - self._too_late, CONNECT_TIMEOUT_S).not_done
 
     def _encode_all(self, workers: Sequence[WorkerInfo], request: Request) -> "list[_Encoded]":
         """Pickles a request for several workers: once for each device map."""

@@ -30,7 +30,7 @@ from ..membership.addresses import ListenAddress
 from ..membership.members import Member
 from ..membership.roster import RosterLog
 from ..transports.answer_reader import Completion
-from ..transports.base import Transport, TransportClosedError
+from ..transports.base import Connecting, Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets
 from ..transports.grpc_stream import GrpcStreams
 from ..transports.handshake import Handshake
@@ -254,9 +254,9 @@ class Network:
         """Returns what has a thread wait for an answer of a worker and read it; None for this worker."""
         return self._transports[worker.id].read_answer if worker.id != self.me.id else None
 
-    def connect(self, worker: WorkerInfo) -> None:
-        """Connects to a worker now, so that its loss is noticed."""
-        self._transports[worker.id].connect()
+    def connect(self, worker: WorkerInfo) -> Connecting:
+        """Connects to a worker now, so that its loss is noticed; see `Transport.connect`."""
+        return self._transports[worker.id].connect()
 
     def check_present(self, worker: WorkerInfo) -> None:
         """Raises WorkerLostError if a worker is known to be lost."""

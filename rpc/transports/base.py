@@ -10,7 +10,11 @@ from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
 from .answer_reader import Completion
 
-__all__ = ["Transport", "TransportClosedError", "TransportListener"]
+__all__ = ["Connecting", "Transport", "TransportClosedError", "TransportListener"]
+
+
+Connecting = concurrent.futures.Future[None]
+"""Done when there is a connection, and known how it carries envelopes; or when there can be none."""
 
 
 class TransportClosedError(Exception):
@@ -62,8 +66,12 @@ class Transport(Protocol):
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Has the calling thread, which waits for an answer, read it if it can: see ReadAnswer."""
 
-    def connect(self) -> None:
-        """Starts to connect if there is no connection, so that the loss of the peer will be noticed."""
+    def connect(self) -> Connecting:
+        """Starts to connect if there is no connection, so that the loss of the peer will be noticed.
+
+        Returns:
+            Always the same future.
+        """
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
         """Sends the queue and a goodbye, waits for the peer's goodbye, and releases the connection.

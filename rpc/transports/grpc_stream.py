@@ -27,7 +27,7 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
-from .base import TransportListener
+from .base import Connecting, TransportListener
 from .envelope_socket import CLOSED
 from .grpc_calls import Read, StreamState, Write, deliver, end_of_error, raise_status, welcome_frame, write_frame
 from .handshake import Handshake, RefusedError
@@ -131,8 +131,7 @@ class GrpcStream:
         self._address = address
         # All attributes that follow are used on the loop only.
         self._state = StreamState.IDLE
-        self._wake = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._wake, self._ended = asyncio.Event(), asyncio.Event()
         self.goodbye = b""
         """The serialized frame that ends the stream; empty until this worker leaves."""
         self._dialing: asyncio.Task[None] | None = None
@@ -167,9 +166,10 @@ class GrpcStream:
         if (connection := self.outbox.socket) is not None:
             connection.read_answer(future, waiter)
 
-    def connect(self) -> None:
+    def connect(self) -> Connecting:
         """Opens the stream if it is not open."""
         self._loop.call_soon_threadsafe(self._start_or_wake)
+        return self.outbox.connected
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:
         """Sends the queue and a goodbye, waits for the peer's goodbye, and ends the stream."""

@@ -7,7 +7,7 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
-from .base import TransportClosedError, TransportListener
+from .base import Connecting, TransportClosedError, TransportListener
 
 __all__ = ["LoopbackTransport"]
 
@@ -30,6 +30,8 @@ class LoopbackTransport:
         self._me = me
         self._listener = listener
         self._closed = False
+        self._connected = Connecting()
+        self._connected.set_result(None)
 
     def send(self, envelope: bytes) -> int:
         """Delivers an envelope."""
@@ -45,8 +47,9 @@ class LoopbackTransport:
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Does nothing: answers arrive on the threads that send them."""
 
-    def connect(self) -> None:
+    def connect(self) -> Connecting:
         """Does nothing: the worker is always connected to itself."""
+        return self._connected
 
     async def close(self, drain: float, end: WorkerEnd, *, dial: bool) -> None:  # noqa: ARG002
         """Makes `send` raise TransportClosedError from now on."""

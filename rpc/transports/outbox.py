@@ -7,7 +7,7 @@ from typing import final
 
 from ...proto.v1 import agent_pb2
 from ..wire.framing import bytes_field
-from .base import TransportClosedError
+from .base import Connecting, TransportClosedError
 from .envelope_socket import CLOSED, EnvelopeSocket
 
 __all__ = ["Outbox"]
@@ -34,6 +34,8 @@ class Outbox:
         """The socket that carries the envelopes in place of the gRPC stream."""
         self.closed_reason: str | None = None
         """The reason that nothing can be sent any more; None until then."""
+        self.connected = Connecting()
+        self._is_connected = False
 
     @property
     def queued_bytes(self) -> int:
@@ -85,9 +87,12 @@ class Outbox:
                 connection.send(envelope)
             self._queue.clear()
             self.socket = connection
+        self._set_connected()
 
     def next_frame(self) -> bytes:
-        """Takes a frame from the queue, up to FRAME_BYTES, but at least one envelope; empty if there is none."""
+        """Takes a frame for the stream, up to FRAME_BYTES, but at least one envelope; empty if there is none."""
+        if not self._is_connected:
+            self._set_connected()
         if self._frames:
             return self._frames.popleft()
         with self._lock:
@@ -112,3 +117,9 @@ class Outbox:
             self._queue.clear()
         if self.socket is not None:
             self.socket.close()
+        self._set_connected()
+
+    def _set_connected(self) -> None:
+        if not self._is_connected:
+            self._is_connected = True
+            self.connected.set_result(None)

@@ -1,20 +1,24 @@
 """broadcast_call to workers of one host: they receive a large tensor in one segment."""
 
+import asyncio
 import os
 
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import SendFailedError
+from gradwire.rpc.agent import multi_sender
 from gradwire.rpc.channels.shared_memory import channel as shared_memory
 from gradwire.rpc.channels.shared_memory import mapping
 from gradwire.rpc.channels.shared_memory.mapping import Mapping
 from gradwire.rpc.channels.shared_memory.sending import SegmentPool, SharedMemoryLimit
 
+from tests import remote_functions
 from tests.remote_functions import wait_until
 from tests.rpc.broadcasts import ONE_HOST, OTHERS, bytes_sent, each_result, group_count, ramp, total
 from tests.rpc.segments import MIB, channel, keep, kept_sums, mapped_files, release_kept, used_bytes, write_to_all
 from tests.rpc.test_fault_injection import faulty
+from tests.rpc.test_flow_control import stopped
 
 
 @pytest.fixture
@@ -61,6 +65,70 @@ def test_a_tensor_is_in_one_segment_for_all(four):
     a.run(send)
     for worker in others:
         assert worker.run(mapped_files) == (1, 0)
+
+
+def send_once(names):
+    """Returns how many bytes a broadcast of 16 MiB sends, and the transports by which it went."""
+    tensor, start = ramp(4 * MIB), bytes_sent()
+    assert each_result(names, total, (tensor,)) == [total(tensor)] * len(names)
+    return bytes_sent() - start, {rpc.debug_info()["transports"][name] for name in names}
+
+
+def test_workers_are_connected_first(workers):
+    a, *_ = workers.rpc(4, transports=ONE_HOST)
+    sent, transports = a.run(send_once, OTHERS)
+    assert 16 * MIB < sent < 16 * MIB + 10_000
+    assert transports == {"unix"}
+
+
+def test_workers_that_cannot_be_connected_by_unix_sockets_are_sent_the_bytes(workers):
+    started = workers(4)
+    url = f"file://{workers.folder / 'rendezvous'}"
+
+    def join(rank):
+        options = rpc.RpcBackendOptions(init_method=url, transports=("grpc",) if rank else ONE_HOST)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=4, rpc_backend_options=options)
+
+    for pending in [worker.start(join, rank) for rank, worker in enumerate(started)]:
+        pending.result()
+    started[0].run(setattr, multi_sender, "CONNECT_TIMEOUT_S", 1000)  # there is nothing to wait for
+    sent, transports = started[0].run(send_once, OTHERS)
+    assert sent > 48 * MIB
+    assert transports == {"grpc"}
+
+
+def wait_for_kept():
+    for hung in remote_functions.kept:
+        assert hung.wait() == total(ramp())
+
+
+def test_a_worker_that_does_not_connect_is_waited_for_once(workers):
+    a, b, *_ = workers.rpc(4, transports=ONE_HOST)
+
+    def send(timeout):
+        multi_sender.CONNECT_TIMEOUT_S = timeout
+        hung, *others = rpc.broadcast_call(OTHERS, total, (ramp(),))
+        assert [future.wait() for future in others] == [total(ramp())] * 2
+        remote_functions.kept.append(hung)
+
+    with stopped(b):
+        a.run(send, 0.1)
+        a.run(send, 1000)
+    a.run(wait_for_kept)
+
+
+def test_an_event_loop_does_not_wait_for_connections(workers):
+    a, b, *_ = workers.rpc(4, transports=ONE_HOST)
+
+    async def send():
+        multi_sender.CONNECT_TIMEOUT_S = 1000
+        hung, *others = rpc.broadcast_call(OTHERS, total, (ramp(),))
+        assert [await future for future in others] == [total(ramp())] * 2
+        remote_functions.kept.append(hung)
+
+    with stopped(b):
+        a.run(lambda: asyncio.run(send()))
+    a.run(wait_for_kept)
 
 
 def test_receivers_write_to_memory_of_their_own(four):

@@ -120,6 +120,20 @@ class BroadcastChannel:
 
     # Sending: from any thread.
 
+    def unconnected(self, receivers: Collection[int], nbytes: int) -> Collection[int]:
+        """Returns the workers that could share a payload of a message in memory, if they were connected.
+
+        Args:
+            receivers: those of the message.
+            nbytes: of all of its payloads.
+        """
+        others = set(receivers) - {self._me}
+        if not self._options.enabled or len(others) < 2 or nbytes < self._options.threshold:
+            return ()
+        return {
+            peer for peer in others if self._shares_memory(peer) and not self._shared_memory.is_connected(peer)
+        }
+
     def broadcast(self, receivers: Collection[int]) -> Broadcast | None:
         """Returns what messages to these workers share, which the caller releases; None if there are too few."""
         others = sorted(set(receivers) - {self._me})
