@@ -7,6 +7,7 @@ the message are not, because they have to share it at the receiver too.
 
 import ctypes
 import math
+import pickle
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ MAX_SMALL_BYTES = 64 << 10
 
 MAX_TINY_BYTES = 4 << 10
 """Bytes of the largest tensor that is put into any pickle. Many larger ones are copied fewer times beside it."""
+
+_SmallBytes = ctypes.c_char * MAX_SMALL_BYTES
+"""One type for all sizes, because ctypes takes long to make a type."""
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -63,16 +67,27 @@ def is_in_order(tensor: torch.Tensor, nbytes: int) -> bool:
 
 
 def reduce_small(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns how to pickle a small tensor."""
-    data = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    """Returns how to pickle a small tensor, which has to stay alive until it is pickled."""
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    data: bytes | pickle.PickleBuffer
+    if nbytes <= MAX_TINY_BYTES:
+        data = ctypes.string_at(address, nbytes)
+    else:  # copied by the pickler from where it is; the receiver gets a bytearray of its own
+        data = pickle.PickleBuffer(memoryview(_SmallBytes.from_address(address)).cast("B")[:nbytes])
     return small_tensor, (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), data)
 
 
-def small_tensor(dtype_number: agent_pb2.DType.ValueType, sizes: tuple[int, ...], data: bytes) -> torch.Tensor:
-    """Returns a tensor that has been pickled with its bytes. Raises ValueError if they contradict its shape."""
+def small_tensor(
+    dtype_number: agent_pb2.DType.ValueType, sizes: tuple[int, ...], data: bytes | bytearray
+) -> torch.Tensor:
+    """Returns a tensor that has been pickled with its bytes; a bytearray becomes its memory.
+
+    Raises:
+        ValueError: the bytes contradict the shape.
+    """
     dtype = DTYPES_BY_NUMBER.get(dtype_number)
     if dtype is None or dtype not in PLAIN_DTYPES or math.prod(sizes) * dtype.itemsize != len(data) or not data:
         raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of dtype number {dtype_number}")
-    tensor = torch.frombuffer(bytearray(data), dtype=dtype)
+    tensor = torch.frombuffer(data if type(data) is bytearray else bytearray(data), dtype=dtype)
     # Detached so that autograd does not treat it as a view: in-place changes would be recorded on its base.
     return tensor if len(sizes) == 1 else tensor.view(sizes).detach()
