@@ -146,7 +146,7 @@ class Codec:
             return
         writer = self._network.writer(message.destination, broadcast)
         try:
-            envelope.body.CopyFrom(writer.put(memoryview(message.body)))
+            writer.put_body(message.body, envelope.body)
             envelope.tensors.extend(
                 encode_tensors(message.tensors, writer.put, message.device_map, message.leaves)
             )

@@ -19,7 +19,7 @@ from ..channels.bulk.channel import BulkChannel
 from ..channels.chunked import ChunkedChannel
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.router import ChannelRouter, Collecting, PayloadWriter, external_bytes, is_inline, read_inline
+from ..channels.router import ChannelRouter, Collecting, PayloadWriter, is_inline, read_inline
 from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
@@ -310,11 +310,11 @@ class Network:
         if not envelope.tensors and envelope.body.HasField("inline"):
             return self._listener.on_message(source, envelope, read_inline, announced=False, nbytes=nbytes)
         try:
-            payloads = self._router.collect_now(source.id, envelope)
+            payloads, external_bytes = self._router.collect_now(source.id, envelope)
         except (ValueError, RuntimeError) as error:  # a refusal, or no memory
             self._listener.on_rejected(source, envelope, error)
             return None
-        nbytes += external_bytes(envelope)
+        nbytes += external_bytes
         if payloads is not None and not isinstance(payloads, concurrent.futures.Future):
             return self._listener.on_message(source, envelope, payloads, announced=False, nbytes=nbytes)
         pause = self._listener.on_announced(source, envelope)

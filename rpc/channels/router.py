@@ -21,7 +21,6 @@ __all__ = [
     "Collecting",
     "PayloadReader",
     "PayloadWriter",
-    "external_bytes",
     "is_inline",
     "read_inline",
 ]
@@ -57,6 +56,7 @@ class PayloadWriter:
             broadcast: sends the large payloads that this envelope shares with envelopes to other workers.
         """
         self._threshold = options.inline_threshold
+        self._small_body = min(self._threshold, options.max_inline_bytes, options.shared_memory_threshold)
         self._inline_bytes_left = options.max_inline_bytes
         self._peer = peer
         self._small = small
@@ -70,6 +70,16 @@ class PayloadWriter:
         """The payloads that are not in the envelope."""
         self.nbytes = 0
         """Bytes of all payloads so far; a broadcast payload counts in the envelope to its first receiver only."""
+
+    def put_body(self, body: bytes, description: agent_pb2.Payload) -> None:
+        """Sends the body of the message, before its tensors, and fills in the description for the envelope."""
+        nbytes = len(body)
+        if nbytes >= self._small_body or self._broadcast is not None:
+            description.CopyFrom(self.put(memoryview(body)))
+            return
+        description.inline = body
+        self._inline_bytes_left -= nbytes
+        self.nbytes += nbytes
 
     def put(self, data: memoryview) -> agent_pb2.Payload:
         """Chooses a channel for these bytes, and returns the description of the payload for the envelope."""
@@ -203,26 +213,31 @@ class ChannelRouter:
 
     def collect_now(
         self, peer: int, envelope: agent_pb2.Envelope
-    ) -> "PayloadReader | concurrent.futures.Future[PayloadReader] | None":
+    ) -> "tuple[PayloadReader | concurrent.futures.Future[PayloadReader] | None, int]":
         """Collects the payloads of a received envelope. Called by the thread that reads.
 
         Returns:
-            The reader of the payloads if all have arrived, else a future of it; None if some of them have to be
-            collected on the loop.
+            The reader of the payloads if all have arrived, else a future of it, or None if some of them have to be
+            collected on the loop; and the bytes of the payloads outside the envelope, as it tells them.
 
         Raises:
             ValueError: a payload is refused. All of the envelope's payloads are discarded.
             RuntimeError: there is no memory for one; as well.
         """
         external = []
+        nbytes = 0
         for payload in _payloads(envelope):
             location = payload.WhichOneof("location")
-            if location in ("segment", "bulk"):
+            if location == "segment":
                 external.append(payload)
+                nbytes += payload.segment.nbytes
+            elif location == "bulk":
+                external.append(payload)
+                nbytes += payload.bulk.nbytes
             elif location is not None and location != "inline":
-                return None
+                return None, _external_bytes(envelope)
         if not external:
-            return read_inline
+            return read_inline, 0
         segments: dict[int, Buffer] = {}
         pending: dict[int, concurrent.futures.Future[Buffer]] = {}
         try:
@@ -244,7 +259,7 @@ class ChannelRouter:
                 return segments.pop(payload.segment.number)
             return transfers.pop(payload.bulk.transfer_id) if payload.HasField("bulk") else payload.inline
 
-        return _when_all_arrived(pending, transfers, read) if pending else read
+        return (_when_all_arrived(pending, transfers, read) if pending else read), nbytes
 
     def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
         channel = self._by_name[payload.WhichOneof("location") or self._small.name]
@@ -321,7 +336,7 @@ def is_inline(envelope: agent_pb2.Envelope) -> bool:
     return envelope.body.HasField("inline") and (not envelope.tensors or all(map(_is_inline, _payloads(envelope))))
 
 
-def external_bytes(envelope: agent_pb2.Envelope) -> int:
+def _external_bytes(envelope: agent_pb2.Envelope) -> int:
     """Returns the bytes of the payloads outside a received envelope, as it tells them."""
     nbytes = 0
     for payload in _payloads(envelope):
@@ -331,13 +346,14 @@ def external_bytes(envelope: agent_pb2.Envelope) -> int:
     return nbytes
 
 
-def _payloads(envelope: agent_pb2.Envelope) -> Iterator[agent_pb2.Payload]:
-    """Yields the payloads of body and tensors, those of the parts of sparse and quantized tensors included."""
-    yield envelope.body
+def _payloads(envelope: agent_pb2.Envelope) -> list[agent_pb2.Payload]:
+    """Returns the payloads of body and tensors, those of the parts of sparse and quantized tensors included."""
+    payloads = [envelope.body]
     for tensor in envelope.tensors:
-        yield tensor.data
+        payloads.append(tensor.data)
         if tensor.parts:
-            yield from _payloads_of_parts(tensor)
+            payloads += _payloads_of_parts(tensor)
+    return payloads
 
 
 def _payloads_of_parts(tensor: agent_pb2.Tensor) -> Iterator[agent_pb2.Payload]:

@@ -268,13 +268,13 @@ def _decode_shared(message: agent_pb2.Tensor, tensors: Sequence[torch.Tensor | N
 
 def _decode(message: agent_pb2.Tensor, get: GetPayload) -> torch.Tensor:
     dtype = DTYPES_BY_NUMBER.get(message.dtype)
-    sizes, strides = tuple(message.sizes), tuple(message.strides)
-    if dtype is None or any(size < 0 for size in sizes):
+    sizes = tuple(message.sizes)
+    if dtype is None or (sizes and min(sizes) < 0):
         raise ValueError(f"malformed tensor: dtype number {message.dtype}, shape {sizes}")
-    if not message.device and not message.parts and not strides and dtype in PLAIN_DTYPES:
+    if not message.device and not message.parts and not message.strides and dtype in PLAIN_DTYPES:
         return _decode_plain(message, sizes, dtype, get)
     if message.device == "meta":
-        return _finish(_decode_meta(sizes, strides, dtype), message)
+        return _finish(_decode_meta(sizes, tuple(message.strides), dtype), message)
     if message.parts and dtype not in INTEGER_DTYPES:
         tensor = _decode_sparse(message, sizes, get)
     else:

@@ -304,7 +304,7 @@ def test_what_is_written_to_a_private_mapping_is_discarded(is_told, monkeypatch)
     size = 3 * mapping.mmap.PAGESIZE
     os.write(descriptor, b"a" * size)
     private = Mapping(descriptor, size, private=True)
-    shown = memoryview(private.buffer(size)).cast("B")
+    shown = memoryview(private.buffer()).cast("B")
     assert private.discard_writes() is not is_told
     for position in (0, size - 1):
         shown[position] = ord("b")

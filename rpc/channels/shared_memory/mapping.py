@@ -45,7 +45,7 @@ class Mapping:
     copies a page when it is first written to.
     """
 
-    __slots__ = ("_address", "is_private", "size")
+    __slots__ = ("_address", "_type", "is_private", "size")
 
     def __init__(self, descriptor: int, size: int, *, private: bool = False) -> None:
         """Maps the first `size` bytes of a file. Raises OSError."""
@@ -56,15 +56,16 @@ class Mapping:
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._address = address
+        self._type = ctypes.c_char * size
         self.size = size
 
     def __del__(self) -> None:
         if self.size:
             _libc.munmap(self._address, self.size)
 
-    def buffer(self, nbytes: int) -> "ctypes.Array[ctypes.c_char]":
-        """Returns the first bytes as a writable buffer."""
-        made = (ctypes.c_char * nbytes).from_address(self._address)
+    def buffer(self) -> "ctypes.Array[ctypes.c_char]":
+        """Returns the bytes as a writable buffer, a new object."""
+        made = self._type.from_address(self._address)
         made.mapping = self  # type: ignore[attr-defined] # which lives as long as the buffer
         return made
 

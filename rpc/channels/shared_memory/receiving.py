@@ -116,10 +116,10 @@ class MappedSegments:
         if mapped is None or not 0 < nbytes <= mapped.size or number in self._leases:
             raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}")
         if mapped.is_private and self._are_written_to:
-            return self._copy(number, mapped.buffer(nbytes))
-        buffer = mapped.buffer(nbytes)
+            return self._copy(number, memoryview(mapped.buffer()).cast("B")[:nbytes])
+        buffer = mapped.buffer()
         self._leases[number] = weakref.ref(buffer, lambda _: self._release(number))
-        return memoryview(buffer).cast("B")
+        return memoryview(buffer).cast("B")[:nbytes]
 
     def drop(self, number: int) -> None:
         """Gives the bytes in a segment back without looking at them."""
@@ -143,8 +143,8 @@ class MappedSegments:
                 return
         self._return(number)
 
-    def _copy(self, number: int, buffer: "ctypes.Array[ctypes.c_char]") -> memoryview:
-        copied = np.frombuffer(memoryview(buffer), dtype=np.uint8).copy()
+    def _copy(self, number: int, data: memoryview) -> memoryview:
+        copied = np.frombuffer(data, dtype=np.uint8).copy()
         self._return(number)
         return copied.data
 

@@ -57,7 +57,7 @@ class SharedMemoryLimit:
 class Segment:
     """Memory that this worker has made for other workers."""
 
-    __slots__ = ("_memory", "descriptor", "holders", "number", "size")
+    __slots__ = ("_bytes", "descriptor", "holders", "number", "size")
 
     def __init__(self, number: int, size: int, data: memoryview) -> None:
         """Makes a segment of `size` bytes that begins with `data`.
@@ -78,15 +78,14 @@ class Segment:
             if written < size:
                 os.posix_fallocate(self.descriptor, written, size - written)  # fails here, not on access
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
-            self._memory = Mapping(self.descriptor, size)
+            self._bytes = np.frombuffer(memoryview(Mapping(self.descriptor, size).buffer()), dtype=np.uint8)
         except BaseException:
             os.close(self.descriptor)
             raise
 
     def fill(self, data: memoryview) -> None:
         """Copies bytes to the beginning of the segment."""
-        target = np.frombuffer(memoryview(self._memory.buffer(data.nbytes)), dtype=np.uint8)
-        np.copyto(target, np.frombuffer(data, dtype=np.uint8))  # lets other threads run meanwhile
+        self._bytes[: data.nbytes] = np.frombuffer(data, dtype=np.uint8)  # lets other threads run meanwhile
 
 
 @final
