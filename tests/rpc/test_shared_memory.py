@@ -246,10 +246,10 @@ def test_segments_are_unmapped_by_threads_of_the_executor(workers, is_killed):
 
 
 def exchange(count):
-    """Has worker1 keep some tensors, and keeps as many of worker1's."""
+    """Has worker1 keep some tensors of 1 MiB, and keeps as many of worker1's."""
     for number in range(count):
-        rpc.rpc_sync("worker1", keep, (torch.full((MIB // 8,), float(number)),))
-        kept.append(rpc.rpc_sync("worker1", torch.full, ((MIB // 8,), float(number))))
+        rpc.rpc_sync("worker1", keep, (torch.full((MIB // 4,), float(number)),))
+        kept.append(rpc.rpc_sync("worker1", torch.full, ((MIB // 4,), float(number))))
 
 
 def test_nothing_is_left_of_a_killed_worker(pair):
@@ -261,9 +261,9 @@ def test_nothing_is_left_of_a_killed_worker(pair):
     b.kill()
     a.run(wait_until, lambda: used_bytes() == 0 and mapped_files() == (20, 0))
     assert len(made & segments_of()) == 20  # the ones whose tensors are kept
-    assert a.run(kept_sums) == [number * MIB / 8 for number in range(20)]
+    assert a.run(kept_sums) == [number * MIB / 4 for number in range(20)]
     a.run(write_to_all)
-    assert a.run(kept_sums) == [(number + 1) * MIB / 8 for number in range(20)]
+    assert a.run(kept_sums) == [(number + 1) * MIB / 4 for number in range(20)]
     a.run(release_kept)
     assert not made & segments_of()
 
@@ -280,9 +280,9 @@ def test_the_size_of_dev_shm_does_not_matter(workers):
 
     def send():
         rpc.rpc_sync("worker1", os.getpid)
-        x = torch.arange(20 * MIB, dtype=torch.float32)
-        assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
-        assert used_bytes() >= x.nbytes == 80 * MIB
+        x = torch.arange(128 * MIB)
+        assert rpc.rpc_sync("worker1", torch.sum, (x,)) == x.sum()
+        assert used_bytes() == x.nbytes == 1024 * MIB
 
     started[0].run(send)
 
