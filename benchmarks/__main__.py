@@ -52,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _cases(module: str | None, words: Sequence[str]) -> list[type[Case]]:
     """Returns the cases of a module, or of this package, whose names have one of the words in them."""
-    cases = [*calls.CASES, *autograd.CASES] if module is None else importlib.import_module(module).CASES
+    cases = [*calls.CASES, *autograd.CASES]
+    if module is not None:
+        cases = getattr(importlib.import_module(module), "CASES", [])
+        if not cases:
+            raise SystemExit(f"module {module!r} has no list CASES of cases, or an empty one")
     chosen = [case for case in cases if not words or any(word in case.name for word in words)]
     if not chosen:
         raise SystemExit(f"no case has {' or '.join(map(repr, words))} in its name")

@@ -22,7 +22,7 @@ Results = list[np.ndarray[Any, Any]]
 class Case(ABC):
     """A program to measure; it runs on worker 0 of `workers` workers, named worker0, worker1 and so on.
 
-    name: how the table shows it.
+    name: how the table shows it; the name of the class unless it says otherwise.
     workers: how many it needs.
     calls: how many calls `step` makes; times are those of one.
     """
@@ -30,6 +30,9 @@ class Case(ABC):
     name: ClassVar[str]
     workers: ClassVar[int] = 2
     calls: ClassVar[int] = 1
+
+    def __init_subclass__(cls) -> None:
+        cls.name = vars(cls).get("name", cls.__name__)
 
     def __init__(self, system: System) -> None:
         """Sets up what the steps share; called once on each system."""

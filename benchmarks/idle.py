@@ -26,7 +26,7 @@ TEXT_WIDTH = 100
 
 HEADER = (
     f"{'':14}{'workers':>8}{'start s':>10}{'connect s':>10}{'cpu median':>12}{'cpu max':>10}{'threads':>9}"
-    f"{'Python':>9}"
+    f"{'Python':>9}{'first':>9}"
 )
 
 
@@ -39,6 +39,7 @@ class Idle:
     cpu: the share of a core that each worker uses while idle.
     threads: the largest number of threads of a worker, those of C++ libraries included.
     python_threads: the largest number of Python threads of a worker.
+    first_threads: the largest number of threads of a worker right after these calls, before idle ones end.
     """
 
     system: str
@@ -48,6 +49,7 @@ class Idle:
     cpu: Sequence[float]
     threads: int
     python_threads: int
+    first_threads: int
 
 
 def call_each(size: int) -> None:
@@ -74,6 +76,7 @@ def measure(system: str, workers: int, pause: float, seconds: float) -> Idle:
             begun = time.perf_counter()
             worker_set.ask_all(call_each, workers)
             connect_s = time.perf_counter() - begun
+            first_threads = max(worker_set.ask_all(thread_count))
             time.sleep(pause)
             before, begun = worker_set.ask_all(time.process_time), time.perf_counter()
             time.sleep(seconds)
@@ -82,7 +85,7 @@ def measure(system: str, workers: int, pause: float, seconds: float) -> Idle:
             cpu = [(now - then) / taken for then, now in zip(before, after, strict=True)]
             threads = max(worker_set.ask_all(thread_count))
             python_threads = max(worker_set.ask_all(threading.active_count))
-    return Idle(system, workers, start_s, connect_s, cpu, threads, python_threads)
+    return Idle(system, workers, start_s, connect_s, cpu, threads, python_threads, first_threads)
 
 
 def _start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
@@ -95,7 +98,7 @@ def row(idle: Idle) -> str:
     return (
         f"{idle.system:14}{idle.workers:8}{idle.start_s:10.2f}{idle.connect_s:10.2f}"
         f"{statistics.median(idle.cpu) * 100:12.3f}{max(idle.cpu) * 100:10.3f}"
-        f"{idle.threads:9}{idle.python_threads:9}"
+        f"{idle.threads:9}{idle.python_threads:9}{idle.first_threads:9}"
     )
 
 
@@ -116,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
     text = (
         "Seconds until all workers have joined, and until each has called each other one; processor time of "
-        f"an idle worker over {arguments.seconds:g} s, in % of a core; its threads, and those that run Python."
+        f"an idle worker over {arguments.seconds:g} s, in % of a core; its threads, those that run Python, and "
+        "how many there were right after the first calls."
     )
     print(f"\n{textwrap.fill(text, TEXT_WIDTH)}\n\n{HEADER}", flush=True)
     results = []

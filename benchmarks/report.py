@@ -41,6 +41,9 @@ PAIRS = [
 """The columns: gradwire and TensorPipe with their default options; gradwire against TensorPipe over TCP; both over
 TCP, as between hosts; gradwire over its gRPC stream alone, against TensorPipe with its default options."""
 
+PLOTTED = [pair for pair in PAIRS if pair.title in ("to TensorPipe", "both by TCP")]
+"""The pairs that the plot shows, beside each other."""
+
 
 class Table:
     """The table of some systems: the pairs of which both are measured, and their times."""
@@ -128,14 +131,14 @@ def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def plot(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Plots the ratios of the first and of the third pair into a PNG file, as far as they are measured."""
+    """Plots the ratios of PLOTTED into a PNG file, as far as they are measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     measured = comparisons[0].rounds
-    pairs = [pair for pair in PAIRS[::2] if pair.system.name in measured and pair.peer.name in measured]
+    pairs = [pair for pair in PLOTTED if pair.system.name in measured and pair.peer.name in measured]
     size = 11, 1.5 + 0.35 * len(comparisons)
     figure, panels = plt.subplots(
         1, max(1, len(pairs)), figsize=size, layout="constrained", sharex=True, sharey=True, squeeze=False

@@ -242,8 +242,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.patterns) - set(PATTERNS):
         parser.error(f"{sorted(unknown)[0]!r} is no pattern: give {' or '.join(PATTERNS)}")
-    if arguments.peers < 1 or arguments.in_flight < 1:
-        parser.error("--peers and --in-flight are at least 1")
+    if arguments.peers < 1:
+        parser.error(f"--peers is {arguments.peers}: give at least 1")
+    if arguments.in_flight < 1:
+        parser.error(f"--in-flight is {arguments.in_flight}: give at least 1")
+    if not arguments.seconds > 0:
+        parser.error(f"--seconds is {arguments.seconds:g}: give more than 0")
     return arguments
 
 

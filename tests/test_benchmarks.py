@@ -107,6 +107,11 @@ def test_the_case_of_the_docs_is_measured(measure, tmp_path, monkeypatch):
     assert any(line.startswith("matrix product") for line in lines)
 
 
+def test_a_case_without_a_name_has_that_of_its_class():
+    assert type("Unnamed", (calls.Noop,), {}).name == "Unnamed"
+    assert type("Named", (calls.Noop,), {"name": "a name"}).name == "a name"
+
+
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
@@ -114,7 +119,10 @@ def test_the_case_of_the_docs_is_measured(measure, tmp_path, monkeypatch):
         (table, ["--rounds", "0"], "--rounds is 0: give at least 1"),
         (table, ["--save", "/no/folder"], "--save /no/folder is no folder"),
         (throughput, ["one-to-one"], "'one-to-one' is no pattern: give many-to-one or one-to-many"),
-        (throughput, ["--peers", "0"], "--peers and --in-flight are at least 1"),
+        (throughput, ["--peers", "0"], "--peers is 0: give at least 1"),
+        (throughput, ["--in-flight", "-1"], "--in-flight is -1: give at least 1"),
+        (throughput, ["--seconds", "0"], "--seconds is 0: give more than 0"),
+        (table, ["--cases", "benchmarks.harness"], "module 'benchmarks.harness' has no list CASES"),
         (idle, ["--workers", "1"], "--workers is 1: give at least 2"),
     ],
 )
@@ -167,6 +175,7 @@ def test_idle_workers_are_measured(measure, tmp_path):
     assert len(measured["cpu"]) == 3
     assert min(measured["start_s"], measured["connect_s"]) > 0
     assert measured["threads"] >= measured["python_threads"] > 1
+    assert measured["first_threads"] > 1
 
 
 @pytest.mark.parametrize("system", ["gradwire", "gradwire-tcp"])

@@ -35,6 +35,7 @@ class Outbox:
         self.closed_reason: str | None = None
         """The reason that nothing can be sent any more; None until then."""
         self.connected = Connecting()
+        """Done when it is known what carries the envelopes: a socket, the stream, or nothing any more."""
         self._is_connected = False
 
     @property

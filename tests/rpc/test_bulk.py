@@ -17,6 +17,7 @@ from gradwire.rpc.channels.bulk.parts import PART_BYTES
 from tests import remote_functions
 from tests.remote_functions import identity, keep, process_id, wait_until
 from tests.rpc.segments import network
+from tests.rpc.test_flow_control import stopped
 from tests.rpc.test_several_hosts import join_all, master
 
 MIB = 1 << 20
@@ -377,7 +378,6 @@ def test_a_cancelled_call_does_not_run_and_holds_up_none(pair):
 def test_a_call_to_a_stopped_worker_is_withdrawn(workers):
     """Before there are connections, payloads wait in the queue of the chunks, and leave it with their envelope."""
     a, b = workers.rpc(2, transports=TCP)
-    os.kill(b.pid, signal.SIGSTOP)
 
     def cancel():
         future = rpc.rpc_async("worker1", keep, (torch.ones(MIB),))
@@ -385,10 +385,8 @@ def test_a_call_to_a_stopped_worker_is_withdrawn(workers):
         with pytest.raises(RpcCancelledError):
             future.wait()
 
-    try:
+    with stopped(b):
         a.run(cancel)
-    finally:
-        os.kill(b.pid, signal.SIGCONT)
     a.run(echo_many, "worker1", 0)
     assert b.run(lambda: remote_functions.kept) == []
 
