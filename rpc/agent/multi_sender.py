@@ -57,7 +57,7 @@ class MultiSender:
         self._network = network
         self._extensions = extensions
         self._executor = executor
-        self._too_late: set[Connecting] = set()
+        self._timed_out: set[Connecting] = set()
         """The connections that were not made within CONNECT_TIMEOUT_S."""
 
     def send_all(
@@ -70,7 +70,7 @@ class MultiSender:
         """Sends a request to several workers: see `RpcAgent.request_all`."""
         encoded = self._encode_all(workers, request)
         same_for_all = all(each.packed is encoded[0].packed for each in encoded)
-        if same_for_all:
+        if encoded and same_for_all:
             self._connect(workers, encoded[0].packed)
         broadcast = self._network.broadcast(workers) if same_for_all else None
         if broadcast is not None:
@@ -97,7 +97,7 @@ class MultiSender:
             return
         connecting = {self._network.connect(worker) for worker in workers if worker.id in unconnected}
         with self._executor.blocking():
-            self._too_late |= concurrent.futures.wait(connecting - self._too_late, CONNECT_TIMEOUT_S).not_done
+            self._timed_out |= concurrent.futures.wait(connecting - self._timed_out, CONNECT_TIMEOUT_S).not_done
 
     def _encode_all(self, workers: Sequence[WorkerInfo], request: Request) -> "list[_Encoded]":
         """Pickles a request for several workers: once for each device map."""

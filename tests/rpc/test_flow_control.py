@@ -439,6 +439,7 @@ def set_release_on_worker1() -> None:
         ({"max_in_flight": 0}, ValueError, "max_in_flight is 0: give a whole number, at least 1"),
         ({"max_received_bytes": 1.5}, ValueError, r"max_received_bytes is 1\.5"),
         ({"max_in_flight": 8, "max_total_in_flight": 4}, ValueError, "more than max_total_in_flight=4"),
+        ({"max_unsent_bytes": 8, "max_total_unsent_bytes": 4}, ValueError, "more than max_total_unsent_bytes=4"),
         ({"when_full": "drop"}, ValueError, "when_full is 'drop': give 'wait' or 'raise'"),
         ({"max_calls": 1}, TypeError, "max_calls"),
     ],
