@@ -43,7 +43,7 @@ from .flow_control import FlowControl
 from .multi_sender import MultiSender
 from .pending import PendingRequests
 from .postponed_requests import PostponedRequests
-from .quiescence import Quiescence
+from .quiescence import FailureLog, Quiescence
 from .received_requests import ReceivedRequests
 from .server import Server
 from .stats import CallCounter
@@ -55,9 +55,6 @@ CLOSE_TIMEOUT_S = 5.0
 
 FAILED_CLOSE_TIMEOUT_S = 0.5
 """The same if an error, or Ctrl-C, ends the program."""
-
-MAX_NAMED = 8
-"""The number of missing workers that a log line names at most."""
 
 E = TypeVar("E")
 
@@ -95,8 +92,7 @@ class GrpcAgent(RpcAgent):
         self._dynamic = roster is not None
         self._extension_factories = extensions
         self._closed = False
-        self._reported: set[int] = set()
-        """The failed workers that `join` has logged."""
+        self._failures = FailureLog()
         self._shutdown = threading.Lock()
         self._control = RetryingControlMessages(self, factories.scheduler)
         self.control = self._control
@@ -345,19 +341,9 @@ class GrpcAgent(RpcAgent):
         if self._dynamic:
             quiescence.wait_here(timeout)
         else:
-            self._log_missing(quiescence.wait_everywhere(timeout, self._dispatcher.failed))
+            self._failures.log(self, quiescence.wait_everywhere(timeout, self._dispatcher.failed))
             # If this worker leads the shutdown, the others need its answers to leave too.
             self._server.answering.wait_for_none(CLOSE_TIMEOUT_S)
-
-    def _log_missing(self, failed: Mapping[int, str]) -> None:
-        """Logs the workers that have failed and so do not take part in the shutdown, each once."""
-        new = [worker for worker in self.workers() if worker.id in failed.keys() - self._reported]
-        missing = [f"{worker.name} ({failed[worker.id]})" for worker in new]
-        self._reported.update(failed)
-        if missing:
-            more = f", and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
-            names = ", ".join(missing[:MAX_NAMED])
-            log.warning("worker %s shuts down without %s%s", self.info.name, names, more)
 
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
         """Leaves the group; if `graceful`, when all its workers do."""

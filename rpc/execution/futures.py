@@ -21,6 +21,7 @@ from .waiter import SocketWaiter, Wakeable
 
 __all__ = ["Future", "ReadAnswer", "as_concurrent_future", "error_of", "wait_async"]
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 ReadAnswer = Callable[["Future[Any]", SocketWaiter], None]
@@ -141,7 +142,7 @@ class Future(torch.futures.Future[T]):
         if not self.is_completing:  # else whoever completes it may have looked at the waiters before
             woken.acquire()
 
-    def then(self, callback: Callable[[torch.futures.Future[T]], Any]) -> torch.futures.Future[Any]:
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """Returns a future of what a function returns, which is called when this future is done: see torch's."""
         self.has_callbacks = True
         return super().then(callback)
