@@ -29,6 +29,7 @@ from .contracts.options import (
     AllGatherOptions,
     BroadcastOptions,
     ChannelOptions,
+    CudaOptions,
     FlowControlOptions,
     RpcBackendOptions,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "BackendValue",
     "BroadcastOptions",
     "ChannelOptions",
+    "CudaOptions",
     "FlowControlOptions",
     "Future",
     "RRef",

@@ -412,6 +412,7 @@ class Frame(google.protobuf.message.Message):
     CHOICE_FIELD_NUMBER: builtins.int
     BULK_REQUEST_FIELD_NUMBER: builtins.int
     BULK_OFFER_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     goodbye: builtins.bool
     """the sender closes the stream; a stream closed without it means a lost worker"""
     @property
@@ -430,6 +431,8 @@ class Frame(google.protobuf.message.Message):
     def bulk_request(self) -> Global___BulkRequest: ...
     @property
     def bulk_offer(self) -> Global___BulkOffer: ...
+    @property
+    def devices(self) -> Global___DeviceFrame: ...
     def __init__(
         self,
         *,
@@ -441,13 +444,96 @@ class Frame(google.protobuf.message.Message):
         choice: Global___SocketChoice | None = ...,
         bulk_request: Global___BulkRequest | None = ...,
         bulk_offer: Global___BulkOffer | None = ...,
+        devices: Global___DeviceFrame | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "hello", b"hello", "welcome", b"welcome"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "devices", b"devices", "hello", b"hello", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "envelopes", b"envelopes", "goodbye", b"goodbye", "hello", b"hello", "welcome", b"welcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "devices", b"devices", "envelopes", b"envelopes", "goodbye", b"goodbye", "hello", b"hello", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Frame: typing_extensions.TypeAlias = Frame
+
+@typing.final
+class DeviceFrame(google.protobuf.message.Message):
+    """About segments of device memory: see DeviceSegment. Their numbers are given back where those of shared memory are, on
+    the unix socket.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENTS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """why they are refused"""
+    @property
+    def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DeviceSegment]:
+        """the sender has made them; the receiver gives each back when it is mapped"""
+
+    @property
+    def refused(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """segments of the receiver that the sender cannot map"""
+
+    @property
+    def dropped(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """segments that the sender will not use again; the receiver unmaps them"""
+
+    @property
+    def closed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """dropped segments of the receiver that the sender has unmapped"""
+
+    def __init__(
+        self,
+        *,
+        segments: collections.abc.Iterable[Global___DeviceSegment] | None = ...,
+        refused: collections.abc.Iterable[builtins.int] | None = ...,
+        reason: builtins.str = ...,
+        dropped: collections.abc.Iterable[builtins.int] | None = ...,
+        closed: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["closed", b"closed", "dropped", b"dropped", "reason", b"reason", "refused", b"refused", "segments", b"segments"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___DeviceFrame: typing_extensions.TypeAlias = DeviceFrame
+
+@typing.final
+class DeviceSegment(google.protobuf.message.Message):
+    """Memory of one of the sender's GPUs, which a worker of the same host can map. No payload uses it before it has been given
+    back once.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    UUID_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """counts the segments that the sender has made"""
+    size: builtins.int
+    """bytes"""
+    handle: builtins.bytes
+    """what the sender's runtime has made for that of the receiver"""
+    uuid: builtins.str
+    """of the GPU"""
+    target: builtins.str
+    """the receiver's device that tensors in it go to, such as "cuda:0" """
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        size: builtins.int = ...,
+        handle: builtins.bytes = ...,
+        uuid: builtins.str = ...,
+        target: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["handle", b"handle", "number", b"number", "size", b"size", "target", b"target", "uuid", b"uuid"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___DeviceSegment: typing_extensions.TypeAlias = DeviceSegment
 
 @typing.final
 class Departure(google.protobuf.message.Message):
@@ -593,6 +679,7 @@ class Payload(google.protobuf.message.Message):
     BROADCAST_FIELD_NUMBER: builtins.int
     SEGMENT_FIELD_NUMBER: builtins.int
     BULK_FIELD_NUMBER: builtins.int
+    CUDA_IPC_FIELD_NUMBER: builtins.int
     inline: builtins.bytes
     local: builtins.int
     """a worker sends to itself: the key under which it keeps the bytes"""
@@ -604,6 +691,8 @@ class Payload(google.protobuf.message.Message):
     def segment(self) -> Global___SegmentPayload: ...
     @property
     def bulk(self) -> Global___BulkPayload: ...
+    @property
+    def cuda_ipc(self) -> Global___DevicePayload: ...
     def __init__(
         self,
         *,
@@ -613,12 +702,13 @@ class Payload(google.protobuf.message.Message):
         broadcast: Global___BroadcastPayload | None = ...,
         segment: Global___SegmentPayload | None = ...,
         bulk: Global___BulkPayload | None = ...,
+        cuda_ipc: Global___DevicePayload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast", "segment", "bulk"]
+    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast", "segment", "bulk", "cuda_ipc"]
     _WhichOneofArgType_location: typing_extensions.TypeAlias = typing.Literal["location", b"location"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 
@@ -668,6 +758,32 @@ class SegmentPayload(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SegmentPayload: typing_extensions.TypeAlias = SegmentPayload
+
+@typing.final
+class DevicePayload(google.protobuf.message.Message):
+    """Bytes in a segment of device memory that the sender has lent to the receiver: see DeviceSegment. One segment may have
+    several payloads of an envelope.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    nbytes: builtins.int
+    offset: builtins.int
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        nbytes: builtins.int = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["nbytes", b"nbytes", "number", b"number", "offset", b"offset"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___DevicePayload: typing_extensions.TypeAlias = DevicePayload
 
 @typing.final
 class BulkPayload(google.protobuf.message.Message):

@@ -9,7 +9,8 @@ import torch
 from ...errors import SerializationError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
-from ..channels.router import PayloadReader, read_inline
+from ..channels.payloads import PayloadReader, body_of, read_inline
+from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer, Incoming, Outgoing
 from ..contracts.options import RpcBackendOptions
@@ -54,6 +55,7 @@ class Codec:
         self._packer = packer
         self._extensions = extensions
         self._network = network
+        self._devices = network.cuda_ipc.staging
         channels = options.channels
         self._inline_threshold = min(channels.inline_threshold, channels.max_inline_bytes)
 
@@ -148,7 +150,7 @@ class Codec:
         try:
             writer.put_body(message.body, envelope.body)
             envelope.tensors.extend(
-                encode_tensors(message.tensors, writer.put, message.device_map, message.leaves)
+                encode_tensors(message.tensors, writer.put, message.device_map, message.leaves, writer)
             )
             message.tensors = []  # a received one gives its segment back, with this envelope
             data = envelope.SerializeToString()
@@ -185,15 +187,15 @@ class Codec:
             return message
         nbytes = 0
 
-        def get(payload: agent_pb2.Payload) -> Buffer:
+        def get(payload: agent_pb2.Payload) -> Buffer | DeviceBuffer:
             nonlocal nbytes
             data = payloads(payload)
             nbytes += len(data)
             return data
 
         try:
-            tensors = decode_tensors(envelope.tensors, get)
-            body = get(envelope.body)
+            tensors = decode_tensors(envelope.tensors, get, self._devices)
+            body = body_of(envelope, get)
         except Exception as error:
             self._extensions.on_decode_error(source, envelope, error)
             raise

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
-from ..channels.router import PayloadReader
+from ..channels.payloads import PayloadReader
 from ..collectives.all_gather import AllGatherService
 from ..contracts.messages import CANCEL, ERROR, RESULT
 from ..contracts.worker import WorkerInfo

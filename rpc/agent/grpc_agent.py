@@ -317,6 +317,7 @@ class GrpcAgent(RpcAgent):
             **self._codec.traffic.counts(),
             "transports": self._network.transport_names(),
             "channels": self._network.channel_names(),
+            "cuda": self._network.cuda_ipc.figures(self.workers()),
             "flow_control": self._flow_control_figures(),
             "broadcast_groups": self._network.broadcasts.groups,
             "all_gather_groups": self._all_gather_service.formed_groups,

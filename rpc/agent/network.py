@@ -17,9 +17,13 @@ from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
 from ..channels.bulk.channel import BulkChannel
 from ..channels.chunked import ChunkedChannel
+from ..channels.cuda.channel import CudaIpcChannel
+from ..channels.cuda.runtime import DeviceRuntime
+from ..channels.cuda.torch_runtime import TorchDevices
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.router import ChannelRouter, Collecting, PayloadWriter, is_inline, read_inline
+from ..channels.payloads import is_inline, read_inline
+from ..channels.router import ChannelRouter, Collecting, PayloadWriter
 from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
@@ -27,7 +31,7 @@ from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
 from ..execution.futures import Future, ReadAnswer
 from ..membership.addresses import ListenAddress
-from ..membership.members import Member
+from ..membership.members import Member, find_worker
 from ..membership.roster import RosterLog
 from ..transports.answer_reader import Completion
 from ..transports.base import Connecting, Transport, TransportClosedError
@@ -36,7 +40,7 @@ from ..transports.grpc_stream import GrpcStreams
 from ..transports.handshake import Handshake
 from ..transports.loopback import LoopbackTransport
 from ..transports.settings import MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
-from ..transports.sockets import TCP, UNIX, SocketListener, SocketParts
+from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
 from .network_listener import NetworkListener, Pause
 
 __all__ = ["Network"]
@@ -49,7 +53,6 @@ FAREWELL_DIALS = 16
 
 GRACE_SECONDS = 1.0
 """Seconds that peers may take to end their streams; then the server cancels them."""
-
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
@@ -67,6 +70,7 @@ class Network:
         roster: RosterLog | None,
         executor: Executor,
         wrap: Wrap = lambda transport, _peer, _loop: transport,
+        load_devices: Callable[[], DeviceRuntime] = TorchDevices,
     ) -> None:
         """Makes a network that does not listen yet.
 
@@ -77,6 +81,7 @@ class Network:
             roster: the members of a dynamic group; None in a static group.
             executor: its threads read the sockets.
             wrap: wraps every transport.
+            load_devices: returns what copies tensors from CUDA devices and to them, when that is first needed.
         """
         self.me = me
         self._roster = roster
@@ -90,32 +95,32 @@ class Network:
         self._lost: dict[int, WorkerEnd] = {}
         self._closing = False
         self._events = acquire_event_loop()
-        self._events.run(self._build(group))
+        self._events.run(self._build(group, load_devices))
 
-    async def _build(self, group: str) -> None:
-        loop, channels = self._events.loop, self._options.channels
+    async def _build(self, group: str, load_devices: Callable[[], DeviceRuntime]) -> None:
+        loop, executor, channels = self._events.loop, self._executor, self._options.channels
         self._handshake = Handshake(group, self.me, self._learn)
-        self._shared_memory = SharedMemoryChannel(loop, self._executor, channels)
+        memory = self._shared_memory = SharedMemoryChannel(loop, executor, channels)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         self._sockets = SocketListener(loop, kinds)
         bulk = BulkSockets(loop, self._sockets, self._is_on_this_host, self._send_frame)
-        parts = SocketParts(
-            kinds, self._sockets, self._executor, self._is_on_this_host, self._shared_memory.listener, bulk
-        )
+        self.cuda_ipc = CudaIpcChannel(loop, executor, memory, self._send_frame, self._options, load_devices)
+        listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
+        parts = SocketParts(kinds, self._sockets, executor, self._is_on_this_host, memory.listener, listeners)
         self._streams = GrpcStreams(loop, self._handshake, self, parts)
         chunks = ChunkedChannel(loop, self._handshake, self._address_of, channels, self._streams.abort)
-        memory, broadcasts = self._shared_memory, self._options.broadcasts
         self.broadcasts = BroadcastChannel(
-            loop, self.me.id, chunks, memory, self._may_share_memory, channels, broadcasts
+            loop, self.me.id, chunks, memory, self._may_share_memory, channels, self._options.broadcasts
         )
         self._router = ChannelRouter(
             channels,
             self.me.id,
             small=InlineChannel(),
-            bulk=BulkChannel(loop, bulk, self._executor, chunks, channels, self._has_socket),
+            bulk=BulkChannel(loop, bulk, executor, chunks, channels, self._has_socket),
             chunked=chunks,
             local=LocalChannel(),
             shared_memory=memory,
+            cuda_ipc=self.cuda_ipc,
             broadcast=self.broadcasts,
         )
         self._server = aio.server(options=SERVER_OPTIONS)
@@ -214,17 +219,8 @@ class Network:
         """
         if type(destination) is str and (named := self._by_name.get(destination)) is not None:
             return named
-        name, identifier = destination, destination
-        if isinstance(destination, WorkerInfo):
-            name, identifier = destination.name, destination.id
-        elif isinstance(destination, bool) or not isinstance(destination, str | int):
-            raise ValueError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
-        if isinstance(identifier, int):
-            member = self._members.get(identifier)
-            found = member.info if member is not None else None
-        else:
-            found = self._by_name.get(str(name))
-        if found is None or (isinstance(destination, WorkerInfo) and found != destination):
+        found = find_worker(destination, self._members, self._by_name)
+        if found is None:
             raise UnknownWorkerError(destination, [worker.name for worker in self.workers()])
         return found
 

@@ -4,7 +4,7 @@ import concurrent.futures
 from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
-from ..channels.router import PayloadReader
+from ..channels.payloads import PayloadReader
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future

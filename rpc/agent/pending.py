@@ -10,7 +10,7 @@ from ...errors import AnswerFailedError
 from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
-from ..channels.router import PayloadReader, read_inline
+from ..channels.payloads import PayloadReader, body_of, read_inline
 from ..contracts.messages import ERROR, RESULT, Handler, Outgoing
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -106,7 +106,7 @@ class PendingRequests:
             self.kept.pop(identifier, None)
         try:
             if envelope.type == ERROR:
-                error = decode_failure(payloads(envelope.body), source.name)
+                error = decode_failure(body_of(envelope, payloads), source.name)
                 raise self._extensions.map_error(error, source)
             # An answer that arrives after the timeout is read all the same: references in it must be counted.
             message = self._codec.read(source, envelope, payloads, user_values=True)

@@ -10,7 +10,7 @@ from typing import Any, final
 from ...errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
-from ..channels.router import PayloadReader
+from ..channels.payloads import PayloadReader
 from ..contracts.messages import ERROR, RESULT, Deferred, Handler, Incoming, Outgoing
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from ...proto.v1 import agent_pb2
+from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
 
@@ -59,7 +60,7 @@ class Channel(Protocol):
     name: ClassVar[str]
     """The name of the channel: the field of the oneof `location` in `Payload` that it sets."""
 
-    def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer | Arriving:
+    def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer | DeviceBuffer | Arriving:
         """Returns the bytes of a payload, or a future of them if they have not arrived.
 
         The future fails with ValueError if the transfer is malformed or breaks, and with ConnectionError if the
@@ -106,6 +107,9 @@ class Channel(Protocol):
 
 class SendingChannel(Channel, Protocol):
     """A channel that takes any payload."""
+
+    def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer | Arriving:
+        """Returns the bytes of a payload, in the memory of the host, or a future of them."""
 
     def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer | None]:
         """Prepares to send a payload.

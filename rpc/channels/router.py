@@ -3,38 +3,41 @@
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import final
 
+import torch
+
 from ...proto.v1 import agent_pb2
+from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
 from .base import Arriving, Channel, SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
 from .bulk.channel import BulkChannel
 from .chunked import ChunkedChannel
+from .cuda.channel import CudaIpcChannel
+from .payloads import PayloadReader, external_bytes, is_payload_inline, payloads_of, read_inline
 from .shared_memory.channel import SharedMemoryChannel
 
 __all__ = [
     "ChannelRouter",
     "Collecting",
-    "PayloadReader",
     "PayloadWriter",
-    "is_inline",
-    "read_inline",
 ]
-
-PayloadReader = Callable[[agent_pb2.Payload], Buffer]
-"""Returns the bytes of a payload of one received envelope."""
 
 Collecting = asyncio.Future[PayloadReader] | concurrent.futures.Future[PayloadReader]
 """The payloads of an envelope, some of which have not arrived."""
 
 
+_COLLECTED_AT_ONCE = frozenset({"segment", "bulk", "cuda_ipc"})
+"""The locations of payloads that the thread which reads an envelope collects."""
+
+
 @final
 class PayloadWriter:
-    """Sends the payloads of one envelope by the channels that suit them. Used by one thread."""
+    """Sends the payloads of one envelope by the channels that suit them: a DeviceWriter. Used by one thread."""
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class PayloadWriter:
         small: SendingChannel,
         large: SendingChannel,
         shared_memory: SharedMemoryChannel,
+        cuda_ipc: CudaIpcChannel,
         broadcast: Broadcast | None = None,
     ) -> None:
         """Sends nothing yet.
@@ -53,6 +57,7 @@ class PayloadWriter:
             small: the channel for payloads inside the envelope.
             large: the channel for all others.
             shared_memory: the channel for large payloads, where it can be used.
+            cuda_ipc: the channel for payloads that are on devices, where it can be used.
             broadcast: sends the large payloads that this envelope shares with envelopes to other workers.
         """
         self._threshold = options.inline_threshold
@@ -62,6 +67,7 @@ class PayloadWriter:
         self._small = small
         self._large = large
         self._shared_memory = shared_memory
+        self._cuda_ipc = cuda_ipc
         self._shared_threshold = options.shared_memory_threshold
         self._broadcast = broadcast
         self._count = 0
@@ -106,6 +112,21 @@ class PayloadWriter:
             self._transfers.append(start)
         return payload
 
+    def put_on_device(
+        self, elements: Sequence[torch.Tensor], target: torch.device
+    ) -> Sequence[agent_pb2.Payload] | None:
+        """Sends elements by way of device memory, where that is possible: see DeviceWriter."""
+        payloads = self._cuda_ipc.send(self._peer, elements, target)
+        if payloads is not None:
+            self._count += len(payloads)
+            self.external.extend(payloads)
+            self.nbytes += sum(each.numel() for each in elements)
+        return payloads
+
+    def to_host(self, elements: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns copies in the memory of the host: see DeviceWriter."""
+        return self._cuda_ipc.staging.to_host(elements)
+
     def start(self) -> None:
         """Starts to send the payloads that are not in the envelope. Called once the envelope is queued."""
         for start in self._transfers:
@@ -117,6 +138,8 @@ class PayloadWriter:
         for payload in self.external:
             if payload.HasField("segment"):
                 self._shared_memory.withdraw(self._peer, payload)
+            elif payload.HasField("cuda_ipc"):
+                self._cuda_ipc.withdraw(self._peer, payload)
 
 
 @final
@@ -133,6 +156,7 @@ class ChannelRouter:
         chunked: ChunkedChannel,
         local: SendingChannel,
         shared_memory: SharedMemoryChannel,
+        cuda_ipc: CudaIpcChannel,
         broadcast: Channel,
     ) -> None:
         """Routes by size and receiver.
@@ -145,6 +169,7 @@ class ChannelRouter:
             chunked: receives what was sent in chunks.
             local: for large payloads from this worker to itself.
             shared_memory: for large payloads to workers that it is connected to.
+            cuda_ipc: for payloads on CUDA devices, to the same workers.
             broadcast: receives large payloads that were sent to several workers at once.
         """
         self._options = options
@@ -154,7 +179,8 @@ class ChannelRouter:
         self._chunked = chunked
         self._local = local
         self._shared_memory = shared_memory
-        channels: Sequence[Channel] = (small, bulk, chunked, local, shared_memory, broadcast)
+        self._cuda_ipc = cuda_ipc
+        channels: Sequence[Channel] = (small, bulk, chunked, local, shared_memory, cuda_ipc, broadcast)
         self._by_name = {channel.name: channel for channel in channels}
 
     @property
@@ -177,7 +203,8 @@ class ChannelRouter:
     def writer(self, peer: int, broadcast: Broadcast | None = None) -> "PayloadWriter":
         """Returns a writer for the payloads of one envelope to `peer`; see PayloadWriter."""
         large = self._local if peer == self._self_id else self._bulk
-        return PayloadWriter(self._options, peer, self._small, large, self._shared_memory, broadcast)
+        memory, cuda_ipc = self._shared_memory, self._cuda_ipc
+        return PayloadWriter(self._options, peer, self._small, large, memory, cuda_ipc, broadcast)
 
     def can_withdraw(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
         """Returns whether nothing of any of these payloads has been sent to `peer`. Called on the loop."""
@@ -198,7 +225,7 @@ class ChannelRouter:
             Exception: a payload is refused, or there is no memory for it. All of the envelope's payloads are
                 discarded.
         """
-        external = [payload for payload in _payloads(envelope) if not _is_inline(payload)]
+        external = [payload for payload in payloads_of(envelope) if not is_payload_inline(payload)]
         if not external:
             return read_inline
         collection = _Collection()
@@ -226,37 +253,39 @@ class ChannelRouter:
         """
         external = []
         nbytes = 0
-        for payload in _payloads(envelope):
+        for payload in payloads_of(envelope):
             location = payload.WhichOneof("location")
-            if location == "segment":
+            if location in _COLLECTED_AT_ONCE:
                 external.append(payload)
-                nbytes += payload.segment.nbytes
-            elif location == "bulk":
-                external.append(payload)
-                nbytes += payload.bulk.nbytes
+                nbytes += getattr(payload, location).nbytes
             elif location is not None and location != "inline":
-                return None, _external_bytes(envelope)
+                return None, external_bytes(envelope)
         if not external:
             return read_inline, 0
         segments: dict[int, Buffer] = {}
+        on_devices: dict[tuple[int, int], DeviceBuffer] = {}
         pending: dict[int, concurrent.futures.Future[Buffer]] = {}
         try:
             for payload in external:
                 if payload.HasField("segment"):
                     segments[payload.segment.number] = self._shared_memory.receive(peer, payload)
+                elif payload.HasField("cuda_ipc"):
+                    on_devices[_place(payload)] = self._cuda_ipc.receive(peer, payload)
                 else:
                     pending[payload.bulk.transfer_id] = self._bulk.receive(peer, payload)
         except (ValueError, RuntimeError):
             for payload in external:
-                if payload.segment.number not in segments:
+                if payload.segment.number not in segments and _place(payload) not in on_devices:
                     self._channel(peer, payload).discard(peer, payload)
             raise
         transfers: dict[int, Buffer] = {}
 
-        def read(payload: agent_pb2.Payload) -> Buffer:
+        def read(payload: agent_pb2.Payload) -> Buffer | DeviceBuffer:
             # Kept no longer: a segment goes back when nothing refers to its bytes.
             if payload.HasField("segment"):
                 return segments.pop(payload.segment.number)
+            if payload.HasField("cuda_ipc"):
+                return on_devices.pop(_place(payload))
             return transfers.pop(payload.bulk.transfer_id) if payload.HasField("bulk") else payload.inline
 
         return (_when_all_arrived(pending, transfers, read) if pending else read), nbytes
@@ -272,10 +301,10 @@ class _Collection:
     """The payloads of one received envelope that are not inside it, by their serialized descriptions."""
 
     def __init__(self) -> None:
-        self.received: dict[bytes, Buffer] = {}
+        self.received: dict[bytes, Buffer | DeviceBuffer] = {}
         self.pending: dict[bytes, asyncio.Future[Buffer]] = {}
 
-    def add(self, payload: agent_pb2.Payload, data: Buffer | Arriving) -> None:
+    def add(self, payload: agent_pb2.Payload, data: Buffer | DeviceBuffer | Arriving) -> None:
         key = payload.SerializeToString()
         if isinstance(data, concurrent.futures.Future):
             data = asyncio.wrap_future(data)
@@ -290,9 +319,13 @@ class _Collection:
         self.received.update(zip(self.pending, buffers, strict=True))
         return self.read
 
-    def read(self, payload: agent_pb2.Payload) -> Buffer:
+    def read(self, payload: agent_pb2.Payload) -> Buffer | DeviceBuffer:
         """Returns the bytes of a payload inside or outside the envelope."""
-        return payload.inline if _is_inline(payload) else self.received[payload.SerializeToString()]
+        if is_payload_inline(payload):
+            return payload.inline
+        key = payload.SerializeToString()
+        # Kept no longer: a segment of device memory goes back when nothing refers to its bytes.
+        return self.received.pop(key) if payload.HasField("cuda_ipc") else self.received[key]
 
 
 def _when_all_arrived(
@@ -322,43 +355,6 @@ def _when_all_arrived(
     return collected
 
 
-def _is_inline(payload: agent_pb2.Payload) -> bool:
-    return payload.WhichOneof("location") in ("inline", None)  # None: an empty payload, as of a tensor on meta
-
-
-def read_inline(payload: agent_pb2.Payload) -> Buffer:
-    """Returns the bytes of a payload inside its envelope."""
-    return payload.inline
-
-
-def is_inline(envelope: agent_pb2.Envelope) -> bool:
-    """Returns whether all payloads of a received envelope are inside it."""
-    return envelope.body.HasField("inline") and (not envelope.tensors or all(map(_is_inline, _payloads(envelope))))
-
-
-def _external_bytes(envelope: agent_pb2.Envelope) -> int:
-    """Returns the bytes of the payloads outside a received envelope, as it tells them."""
-    nbytes = 0
-    for payload in _payloads(envelope):
-        location = payload.WhichOneof("location")
-        if location not in ("inline", "local", None):
-            nbytes += getattr(payload, location).nbytes
-    return nbytes
-
-
-def _payloads(envelope: agent_pb2.Envelope) -> list[agent_pb2.Payload]:
-    """Returns the payloads of body and tensors, those of the parts of sparse and quantized tensors included."""
-    payloads = [envelope.body]
-    for tensor in envelope.tensors:
-        payloads.append(tensor.data)
-        if tensor.parts:
-            payloads += _payloads_of_parts(tensor)
-    return payloads
-
-
-def _payloads_of_parts(tensor: agent_pb2.Tensor) -> Iterator[agent_pb2.Payload]:
-    parts = list(tensor.parts)
-    while parts:
-        part = parts.pop()
-        yield part.data
-        parts.extend(part.parts)
+def _place(payload: agent_pb2.Payload) -> tuple[int, int]:
+    """Returns where a payload in device memory is: the number of its segment, and the offset there."""
+    return payload.cuda_ipc.number, payload.cuda_ipc.offset

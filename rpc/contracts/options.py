@@ -16,6 +16,7 @@ __all__ = [
     "AllGatherOptions",
     "BroadcastOptions",
     "ChannelOptions",
+    "CudaOptions",
     "FlowControlOptions",
     "RpcBackendOptions",
     "check_rpc_timeout",
@@ -82,6 +83,30 @@ class ChannelOptions:
             )
         if self.max_inline_bytes > 32 * MIB or self.chunk_bytes > 32 * MIB:
             raise ValueError("max_inline_bytes and chunk_bytes can be 32 MiB at most: gRPC frames hold no more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaOptions:
+    """How tensors on CUDA devices travel.
+
+    ipc: False to have all of them go by way of the host. By default, tensors for workers of this host, to which
+        there is a unix socket, go by device memory that the other worker maps (CUDA IPC), where that is possible.
+    ipc_threshold: bytes of a message's tensors on one device from which they go that way.
+    max_ipc_bytes: device memory that this worker allocates for that at most, for all other workers together;
+        beyond that, tensors go by way of the host.
+    max_pinned_bytes: page-locked memory of the host that copies from and to devices use at a time; beyond that,
+        they use ordinary memory.
+    """
+
+    ipc: bool = True
+    ipc_threshold: int = 64 * KIB
+    max_ipc_bytes: int = GIB
+    max_pinned_bytes: int = GIB
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ipc, bool):
+            raise TypeError(f"ipc is {self.ipc!r}: give True or False")
+        _check_counts(self, "ipc_threshold", "max_ipc_bytes", "max_pinned_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +227,7 @@ class RpcBackendOptions:
     transports: what may carry the messages between two workers, in order of preference: "unix" sockets between
         workers of one host, "tcp" sockets, and "grpc", which is always there. ("grpc",) needs one port per worker.
     channels: how the bytes of bodies and tensors travel.
+    cuda: how tensors on CUDA devices travel.
     broadcasts: when tensors for several workers are sent to all of them at once.
     all_gather: when `all_gather` and `barrier` run through a process group.
     flow_control: how much may be in flight, and received and not run yet.
@@ -227,6 +253,7 @@ class RpcBackendOptions:
     insecure: bool = False
     transports: Sequence[str] = TRANSPORTS
     channels: ChannelOptions = field(default_factory=ChannelOptions)
+    cuda: CudaOptions = field(default_factory=CudaOptions)
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
     all_gather: AllGatherOptions = field(default_factory=AllGatherOptions)
     flow_control: FlowControlOptions = field(default_factory=FlowControlOptions)
@@ -363,6 +390,7 @@ _CHECKS = {
     "num_worker_threads": _check_threads,
     "transports": _check_transports,
     "channels": _check_kind("channels", ChannelOptions),
+    "cuda": _check_kind("cuda", CudaOptions),
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
     "all_gather": _check_kind("all_gather", AllGatherOptions),
     "busy_poll": _check_busy_poll,

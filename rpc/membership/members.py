@@ -12,7 +12,7 @@ from ...c10d.host_identity import network_id
 from ...c10d.start_barrier import StartBarrier
 from ..contracts.worker import WorkerInfo
 
-__all__ = ["Member", "MemberCheck", "exchange_members", "introduce"]
+__all__ = ["Member", "MemberCheck", "exchange_members", "find_worker", "introduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +95,29 @@ def exchange_members(barrier: StartBarrier, me: Member, check: MemberCheck, seco
 
     records = barrier.wait(json.dumps(asdict(me)), seconds, check_records)
     return [Member.from_record(json.loads(record)) for record in records]
+
+
+def find_worker(
+    destination: object, members: Mapping[int, Member], by_name: Mapping[str, WorkerInfo]
+) -> WorkerInfo | None:
+    """Returns the member with this name, id or WorkerInfo; None if there is no such member.
+
+    Args:
+        destination: what to look for.
+        members: the members, by id.
+        by_name: the same, by name.
+
+    Raises:
+        ValueError: the destination is neither a name, an id nor a WorkerInfo.
+    """
+    name, identifier = destination, destination
+    if isinstance(destination, WorkerInfo):
+        name, identifier = destination.name, destination.id
+    elif isinstance(destination, bool) or not isinstance(destination, str | int):
+        raise ValueError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
+    if isinstance(identifier, int):
+        member = members.get(identifier)
+        found = member.info if member is not None else None
+    else:
+        found = by_name.get(str(name))
+    return None if isinstance(destination, WorkerInfo) and found != destination else found

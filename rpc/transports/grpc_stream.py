@@ -245,7 +245,7 @@ class GrpcStream:
                 await deliver(self._streams.listener, self._peer, frame)
                 if frame.HasField("choice"):
                     await self._on_choice(frame.choice.kind)
-                self._streams.sockets.bulk.on_frame(self._peer.id, frame)
+                self._streams.sockets.on_frame(self._peer.id, frame)
                 if frame.goodbye:
                     peer_end = WorkerEnd.from_proto(frame.departure)
                     break

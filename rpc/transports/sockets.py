@@ -300,7 +300,7 @@ class SocketParts:
     executor: its threads read the sockets.
     is_same_host: tells by the id of a worker whether it is on this host, in this network namespace.
     segments: returns what handles the frames about shared memory, on a new unix socket to the worker with this id.
-    bulk: handles the requests for bulk connections, and the offers of them, that come by the stream.
+    listeners: handle what comes by the stream and has nothing to do with envelopes.
     """
 
     kinds: Sequence[str]
@@ -308,7 +308,7 @@ class SocketParts:
     executor: Executor
     is_same_host: Callable[[int], bool]
     segments: Callable[[int], SegmentListener]
-    bulk: "FrameListener"
+    listeners: Sequence["FrameListener"]
 
     def make(
         self,
@@ -333,3 +333,8 @@ class SocketParts:
         if segments is not None:
             segments.connect(made)
         return made
+
+    def on_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
+        """Has the listeners handle a frame of a peer."""
+        for listener in self.listeners:
+            listener.on_frame(peer, frame)

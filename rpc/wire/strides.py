@@ -59,4 +59,4 @@ def restore_strides(flat: torch.Tensor, sizes: Sequence[int], strides: Sequence[
     tensor = flat.view([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
     if tensor.stride() == tuple(strides):
         return tensor
-    return torch.empty_strided(sizes, strides, dtype=flat.dtype).copy_(tensor)
+    return torch.empty_strided(sizes, strides, dtype=flat.dtype, device=flat.device).copy_(tensor)

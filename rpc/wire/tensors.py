@@ -1,7 +1,7 @@
 """Tensors as protobuf messages: dtype, shape, and where the bytes of their elements are."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
@@ -9,8 +9,10 @@ import torch
 
 from ...proto.v1 import agent_pb2
 from ...torch_internals import quantized, quantized_per_channel
+from ..contracts.device_payloads import DeviceBuffer, DeviceReader, DeviceWriter, StartedCopy
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer
+from .device_tensors import decode_on_device, encode_from_devices, local_device
 from .dtypes import (
     CARRIER_DTYPES,
     DTYPE_NUMBERS,
@@ -19,9 +21,10 @@ from .dtypes import (
     NUMPY_DTYPES,
     PLAIN_DTYPES,
 )
+from .elements import PutPayload, as_bytes, as_carrier, header
 from .shared_tensors import find_shared, restore_shared
 from .small_tensors import is_in_order
-from .strides import can_keep_strides, dims_by_descending_stride, restore_strides
+from .strides import can_keep_strides, restore_strides
 
 __all__ = [
     "UnmappedDeviceError",
@@ -32,15 +35,14 @@ __all__ = [
     "make_sendable",
 ]
 
-PutPayload = Callable[[memoryview], agent_pb2.Payload]
-"""Sends bytes, and returns where the receiver finds them."""
-
-GetPayload = Callable[[agent_pb2.Payload], Buffer]
+GetPayload = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
 """Returns the received bytes of a payload."""
 
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
+
+_NOTHING: Mapping[int, agent_pb2.Tensor] = {}
 
 _LAYOUT_NUMBERS: dict[torch.layout, agent_pb2.SparseLayout.ValueType] = {
     torch.sparse_coo: agent_pb2.SPARSE_COO,
@@ -97,34 +99,28 @@ def encode_tensors(
     put: PutPayload,
     device_map: DeviceMap = NO_DEVICES,
     leaves: AbstractSet[int] = frozenset(),
+    devices: DeviceWriter | None = None,
 ) -> list[agent_pb2.Tensor]:
     """Returns the messages for the tensors of one envelope, and sends their elements.
 
     Args:
         tensors: all tensors of the envelope, since memory that several of them share is sent once.
-        put: sends the elements of one tensor; those of a CUDA tensor are copied to the host first.
+        put: sends the elements of one tensor, which are in the memory of the host.
         device_map: devices of this worker to devices of the receiver.
         leaves: indices of tensors that require grad but arrive as autograd leaves.
+        devices: sends the elements of CUDA tensors; by default they are copied to the host one by one.
     """
-    shared = find_shared(tensors, leaves) if len(tensors) > 1 and _CPU not in device_map else {}
+    made: Mapping[int, agent_pb2.Tensor] = _NOTHING
+    if len(tensors) > 1 and _CPU not in device_map and (shared := find_shared(tensors, leaves)):
+        made = {
+            index: header(tensors[index], shared=place, strides=tensors[index].stride())
+            for index, place in shared.items()
+        }
+    if device_map and devices is not None:
+        made = {**made, **encode_from_devices(tensors, put, device_map, devices)}
     return [
-        _header(tensor, shared=shared[index], strides=tensor.stride())
-        if index in shared
-        else _encode(tensor, put, device_map)
-        for index, tensor in enumerate(tensors)
+        made[index] if index in made else _encode(tensor, put, device_map) for index, tensor in enumerate(tensors)
     ]
-
-
-def _header(
-    tensor: torch.Tensor, strides: Sequence[int] = (), shared: agent_pb2.SharedMemory | None = None
-) -> agent_pb2.Tensor:
-    return agent_pb2.Tensor(
-        dtype=DTYPE_NUMBERS[tensor.dtype],
-        sizes=tensor.shape,
-        strides=strides,
-        requires_grad=tensor.requires_grad,
-        shared=shared,
-    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -154,7 +150,7 @@ def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DE
         and (plain := _encode_plain(tensor, put)) is not None
     ):
         return plain
-    message = _header(tensor)
+    message = header(tensor)
     if tensor.device.type == "meta":
         message.device = "meta"
         message.strides.extend(tensor.stride())
@@ -173,30 +169,10 @@ def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DE
             parts = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
             message.parts.extend(_encode(part, put) for part in parts)
     if tensor.numel():
-        _encode_elements(message, _as_carrier(tensor), put)
+        strides, elements = as_bytes(as_carrier(tensor))
+        message.strides.extend(strides)
+        message.data.CopyFrom(put(elements.numpy().data))
     return message
-
-
-def _encode_elements(message: agent_pb2.Tensor, tensor: torch.Tensor, put: PutPayload) -> None:
-    """Fills in data and strides of a dense tensor's message."""
-    if not tensor.is_contiguous() and can_keep_strides(tensor.shape, tensor.stride()):
-        message.strides.extend(tensor.stride())
-        tensor = tensor.permute(dims_by_descending_stride(tensor.stride()))
-    flat = tensor.resolve_conj().resolve_neg().contiguous()
-    flat = flat.as_strided((flat.numel(),), (1,))  # contiguous tensors of one element may have any stride
-    message.data.CopyFrom(put(flat.view(torch.uint8).numpy().data))
-
-
-def _as_carrier(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that torch can copy, with the memory of the given one."""
-    carrier = CARRIER_DTYPES.get(tensor.dtype)
-    if carrier is None:
-        return tensor
-    if not tensor.is_quantized:
-        return tensor.view(carrier)
-    return torch.empty(0, dtype=carrier).set_(  # int_repr would copy, and lose strides
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
 
 
 def _quantization(tensor: torch.Tensor) -> agent_pb2.Quantization:
@@ -237,7 +213,9 @@ def make_sendable(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def decode_tensors(messages: Iterable[agent_pb2.Tensor], get: GetPayload) -> list[torch.Tensor]:
+def decode_tensors(
+    messages: Iterable[agent_pb2.Tensor], get: GetPayload, devices: DeviceReader | None = None
+) -> list[torch.Tensor]:
     """Returns the tensors of an envelope, in memory that nothing else uses, on the devices that the messages name.
 
     No memory is allocated for sizes that do not match received bytes.
@@ -245,12 +223,21 @@ def decode_tensors(messages: Iterable[agent_pb2.Tensor], get: GetPayload) -> lis
     Args:
         messages: the messages of all tensors of the envelope.
         get: returns the received bytes of a payload.
+        devices: copies elements to CUDA devices; by default one tensor after the other is copied.
 
     Raises:
         ValueError: a message contradicts itself, or names a device that this worker does not have.
+        RuntimeError: a device has failed, or has no memory.
     """
     messages = list(messages)
-    tensors = [None if message.HasField("shared") else _decode(message, get) for message in messages]
+    started: list[StartedCopy] = []
+    try:
+        tensors = [
+            None if message.HasField("shared") else _decode(message, get, devices, started) for message in messages
+        ]
+    finally:
+        if started and devices is not None:
+            devices.wait(started)  # also of a message that is malformed: the memory goes back to its owners
     return [
         _decode_shared(message, tensors) if tensor is None else tensor
         for message, tensor in zip(messages, tensors, strict=True)
@@ -266,7 +253,12 @@ def _decode_shared(message: agent_pb2.Tensor, tensors: Sequence[torch.Tensor | N
     return _finish(tensor, message) if message.requires_grad else tensor
 
 
-def _decode(message: agent_pb2.Tensor, get: GetPayload) -> torch.Tensor:
+def _decode(
+    message: agent_pb2.Tensor,
+    get: GetPayload,
+    devices: DeviceReader | None = None,
+    started: list[StartedCopy] | None = None,
+) -> torch.Tensor:
     dtype = DTYPES_BY_NUMBER.get(message.dtype)
     sizes = tuple(message.sizes)
     if dtype is None or (sizes and min(sizes) < 0):
@@ -275,6 +267,10 @@ def _decode(message: agent_pb2.Tensor, get: GetPayload) -> torch.Tensor:
         return _decode_plain(message, sizes, dtype, get)
     if message.device == "meta":
         return _finish(_decode_meta(sizes, tuple(message.strides), dtype), message)
+    is_dense = not message.parts and dtype not in INTEGER_DTYPES and 0 not in sizes
+    if message.device and is_dense and devices is not None and started is not None:
+        data = get(message.data)
+        return _finish(decode_on_device(message, sizes, dtype, data, devices, started), message)
     if message.parts and dtype not in INTEGER_DTYPES:
         tensor = _decode_sparse(message, sizes, get)
     else:
@@ -284,7 +280,7 @@ def _decode(message: agent_pb2.Tensor, get: GetPayload) -> torch.Tensor:
     elif dtype in CARRIER_DTYPES:
         tensor = tensor.view(dtype)
     if message.device:
-        tensor = tensor.to(_local_device(message.device))
+        tensor = tensor.to(local_device(message.device))
     return _finish(tensor, message)
 
 
@@ -328,18 +324,6 @@ def _finish(tensor: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tensor:
     if message.requires_grad and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         tensor.requires_grad_()
     return tensor
-
-
-def _local_device(name: str) -> torch.device:
-    """Returns the device of this worker that another worker's device map names. Raises ValueError."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"malformed tensor: no device is called {name!r}") from None
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ValueError(f"a device map sends a tensor to {device}, but this worker has {count} CUDA devices")
-    return device
 
 
 def _decode_meta(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
-from ..base import Arriving, Channel
+from ..base import Arriving, SendingChannel
 from .group import BroadcastGroup
 
 __all__ = ["ReceivingGroup"]
@@ -46,7 +46,7 @@ class ReceivingGroup:
         peer: int,
         loop: asyncio.AbstractEventLoop,
         spec: GroupSpec | None,
-        chunked: Channel,
+        chunked: SendingChannel,
         request_chunks: Callable[[int], None],
         on_removed: Callable[[], None],
     ) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, final
 
 from ....proto.v1 import agent_pb2
@@ -95,6 +95,27 @@ class SharedMemoryChannel:
                 for state in key:
                     state.shared_pools = (*state.shared_pools, pool)
         return SegmentBroadcast(pool, connected)
+
+    def share_credits(self, peer: int, on_released: Callable[[Sequence[int]], None]) -> bool:
+        """Has numbers that a peer gives back, in the frames that give back its segments, reported elsewhere, too.
+
+        Args:
+            peer: the other worker.
+            on_released: takes the numbers, those of segments as well. Called by the thread that reads the socket.
+
+        Returns:
+            Whether there is a socket to the peer.
+        """
+        state = self._peers.get(peer)
+        if state is None or not state.is_connected:
+            return False
+        state.on_others_released = on_released
+        return True
+
+    def releaser(self, peer: int) -> Callable[[int], None] | None:
+        """Returns what gives numbers back to a peer in these frames; None if there is no socket to the peer."""
+        state = self._peers.get(peer)
+        return state.release if state is not None and state.is_connected else None
 
     def receive(self, peer: int, payload: agent_pb2.Payload) -> Buffer:
         """Returns the bytes in their segment. Called by the thread that reads the socket.

@@ -48,6 +48,8 @@ class PeerSegments:
         self.shared_pools: tuple[SegmentPool, ...] = ()
         """The segments that further workers receive as well."""
         self.mapped = MappedSegments(options.max_mapped_bytes, self._on_lease_released)
+        self.on_others_released: Callable[[Sequence[int]], None] | None = None
+        """Takes back what the other worker gives back with segments, and is no shared memory."""
         self._loop = loop
         self._unmapper = unmapper
         self._socket: EnvelopeSocket | None = None
@@ -106,12 +108,19 @@ class PeerSegments:
         self.pool.take_back(self, numbers)
         for pool in self.shared_pools:
             pool.take_back(self, numbers)
+        if self.on_others_released is not None:
+            self.on_others_released(numbers)
 
     def on_dropped(self, numbers: Sequence[int]) -> None:
         """Removes segments that the other worker does not use again."""
         self._unmapper.drop(self.mapped.remove(numbers))
 
     # Giving back.
+
+    def release(self, number: int) -> None:
+        """Tells the other worker of something else that is not used any more, with its segments. Takes no lock."""
+        self.mapped.released.append(number)
+        self._on_lease_released()
 
     def _on_lease_released(self) -> None:
         """Has the segment given back soon. Called by finalizers: takes no lock."""

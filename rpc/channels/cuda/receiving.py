@@ -1,0 +1,155 @@
+"""The segments of device memory that another worker has made for this one."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from ...contracts.device_payloads import StartedCopy
+from .runtime import MappedMemory
+
+__all__ = ["LeasedPart", "MappedDeviceSegments"]
+
+MAX_SEGMENTS = 1024
+"""Segments that are mapped of one other worker."""
+
+
+@final
+class _Mapped:
+    """A segment, which is unmapped when nothing refers to it any more."""
+
+    __slots__ = ("_on_unused", "lease", "memory", "number", "size")
+
+    def __init__(
+        self, number: int, size: int, memory: MappedMemory, on_unused: Callable[[int, MappedMemory], None]
+    ) -> None:
+        self.number = number
+        self.size = size
+        self.memory = memory
+        self.lease: weakref.ref[_Lease] | None = None
+        """What the payloads in it share that have not been copied yet."""
+        self._on_unused = on_unused
+
+    def __del__(self) -> None:
+        self._on_unused(self.number, self.memory)
+
+
+@final
+class _Lease:
+    """A segment with payloads. It goes back when nothing refers to this object."""
+
+    __slots__ = ("__weakref__", "_release", "mapped")
+
+    def __init__(self, mapped: _Mapped, release: Callable[[int], None]) -> None:
+        self.mapped = mapped
+        self._release = release
+
+    def __del__(self) -> None:
+        self._release(self.mapped.number)
+
+
+@final
+class LeasedPart:
+    """The bytes of one payload in a segment: a DeviceBuffer."""
+
+    __slots__ = ("_lease", "_nbytes", "_offset")
+
+    def __init__(self, lease: _Lease, offset: int, nbytes: int) -> None:
+        self._lease = lease
+        self._offset = offset
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def copy_to(self, target: torch.Tensor) -> StartedCopy:
+        """Starts to copy the bytes. The copy keeps the segment until it is complete."""
+        return _PartCopy(self._lease.mapped.memory.copy_to(target, self._offset), self._lease)
+
+
+@final
+class _PartCopy:
+    __slots__ = ("_copy", "_lease")
+
+    def __init__(self, copy: StartedCopy, lease: _Lease) -> None:
+        self._copy = copy
+        self._lease: _Lease | None = lease
+
+    def wait(self) -> None:
+        """Waits for the copy, and gives the segment back if it was the last one."""
+        self._copy.wait()
+        self._lease = None
+
+
+@final
+class MappedDeviceSegments:
+    """The segments of one other worker. Safe to use from any thread."""
+
+    def __init__(self, release: Callable[[int], None], on_unused: Callable[[int, MappedMemory], None]) -> None:
+        """Has mapped nothing yet.
+
+        Args:
+            release: tells the other worker that a segment is mapped, or not used any more, by its number.
+            on_unused: called with the number and the memory of a segment that is not used any more and has to be
+                unmapped. Finalizers call both: they must take no lock.
+        """
+        self._release = release
+        self._on_unused = on_unused
+        self._lock = threading.Lock()
+        self._segments: dict[int, _Mapped] = {}
+        self._is_closed = False
+
+    def check_new(self, number: int) -> None:
+        """Raises ValueError if no segment of this number can be added."""
+        if number in self._segments or len(self._segments) >= MAX_SEGMENTS:
+            raise ValueError(f"segment {number} is there already, or one too many")
+
+    def add(self, number: int, size: int, memory: MappedMemory) -> None:
+        """Adds a segment that is mapped, and tells the other worker that it may use it."""
+        mapped = _Mapped(number, size, memory, self._on_unused)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._segments[number] = mapped
+        self._release(number)
+
+    def remove(self, number: int) -> None:
+        """Removes a segment, which is unmapped when no copy from it is in flight."""
+        with self._lock:
+            removed = self._segments.pop(number, None)
+        del removed  # without the lock: it may be unmapped now
+
+    def lease(self, number: int, offset: int, nbytes: int) -> LeasedPart:
+        """Returns the bytes of a payload. The segment goes back when no part of it is in use any more.
+
+        Raises:
+            ValueError: there is no such segment, or it is smaller.
+        """
+        with self._lock:
+            mapped = self._segments.get(number)
+            if mapped is None or nbytes < 1 or not offset + nbytes <= mapped.size:
+                raise ValueError(
+                    f"malformed payload: {nbytes} bytes at {offset} in segment {number} of device memory"
+                )
+            lease = mapped.lease() if mapped.lease is not None else None
+            if lease is None:
+                lease = _Lease(mapped, self._release)
+                mapped.lease = weakref.ref(lease)
+        return LeasedPart(lease, offset, nbytes)
+
+    def drop(self, number: int) -> None:
+        """Gives a segment back without looking at its bytes, unless some of them are in use."""
+        with self._lock:
+            mapped = self._segments.get(number)
+            is_unused = mapped is not None and (mapped.lease is None or mapped.lease() is None)
+        if is_unused:
+            self._release(number)
+
+    def close(self) -> None:
+        """Removes all segments: the other worker is gone."""
+        with self._lock:
+            self._is_closed = True
+            removed, self._segments = self._segments, {}
+        removed.clear()

@@ -1,0 +1,111 @@
+"""Copies between the devices of this worker and the memory of its host, or segments of other workers."""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import final
+
+import torch
+
+from ...contracts.device_payloads import DeviceBuffer, StartedCopy
+from .runtime import DeviceRuntime
+
+__all__ = ["DeviceStaging"]
+
+
+@final
+class DeviceStaging:
+    """What all messages of one agent share. A DeviceReader. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        load: Callable[[], DeviceRuntime],
+        blocking: Callable[[], AbstractContextManager[None]],
+        max_pinned_bytes: int,
+    ) -> None:
+        """Loads no runtime yet: workers without CUDA have none.
+
+        Args:
+            load: returns the runtime. Called when the first tensor is sent from a device or to one.
+            blocking: returns a context for waits on a thread that serves calls.
+            max_pinned_bytes: page-locked memory that messages use at a time. The others use ordinary memory.
+        """
+        self._load = load
+        self._blocking = blocking
+        self._max_pinned_bytes = max_pinned_bytes
+        self._lock = threading.Lock()
+        self._runtime: DeviceRuntime | None = None
+        self._pinned_bytes = 0
+        self._returned: deque[int] = deque()
+        """Bytes of pinned memory that is not used any more. Finalizers append to it, without a lock."""
+
+    @property
+    def runtime(self) -> DeviceRuntime:
+        """The runtime, which is loaded when it is first needed. Raises DeviceError."""
+        if self._runtime is None:
+            with self._lock:
+                if self._runtime is None:
+                    self._runtime = self._load()
+        return self._runtime
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of page-locked memory in use."""
+        with self._lock:
+            return self._count_returned()
+
+    def to_host(self, elements: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns copies in the memory of the host: see DeviceWriter."""
+        copies: list[StartedCopy] = []
+        on_host: list[torch.Tensor] = []
+        try:
+            for each in elements:
+                pinned = self._take_pinned(each.numel())
+                if pinned is not None:
+                    copies.append(self.runtime.start_copy(pinned, each))
+                on_host.append(each.cpu() if pinned is None else pinned)
+        finally:
+            self.wait(copies)
+        return on_host
+
+    def to_device(
+        self, source: torch.Tensor | DeviceBuffer, device: torch.device
+    ) -> tuple[torch.Tensor, StartedCopy]:
+        """Starts to copy elements to a device: see DeviceReader."""
+        target = self.runtime.empty(device, len(source))
+        if not isinstance(source, torch.Tensor):
+            return target, source.copy_to(target)
+        pinned = self._take_pinned(len(source))
+        return target, self.runtime.start_copy(target, source if pinned is None else pinned.copy_(source))
+
+    def wait(self, copies: Sequence[StartedCopy]) -> None:
+        """Waits for copies; on a thread that serves calls, another thread takes its place meanwhile."""
+        if copies:
+            with self._blocking():
+                for copy in copies:
+                    copy.wait()
+
+    def _take_pinned(self, nbytes: int) -> torch.Tensor | None:
+        """Returns page-locked memory, which counts as long as something refers to it; None beyond the limit."""
+        size = 1 << (nbytes - 1).bit_length()  # which the runtime allocates
+        with self._lock:
+            if self._count_returned() + size > self._max_pinned_bytes:
+                return None
+            self._pinned_bytes += size
+        try:
+            pinned = self.runtime.pinned(nbytes)
+        except RuntimeError:  # the system has a limit of its own
+            self._returned.append(size)
+            return None
+        # An array, because all views of its memory refer to it, and tensors as well.
+        array = pinned.numpy()
+        weakref.finalize(array, self._returned.append, size).atexit = False
+        return torch.from_numpy(array)
+
+    def _count_returned(self) -> int:
+        """Returns the bytes in use. Called with the lock."""
+        while self._returned:
+            self._pinned_bytes -= self._returned.popleft()
+        return self._pinned_bytes

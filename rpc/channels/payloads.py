@@ -1,0 +1,73 @@
+"""Looks at the payloads of an envelope: its body, and the bytes of its tensors."""
+
+from collections.abc import Callable, Iterator
+
+from ...proto.v1 import agent_pb2
+from ..contracts.device_payloads import DeviceBuffer
+from ..contracts.messages import Buffer
+
+__all__ = [
+    "PayloadReader",
+    "body_of",
+    "external_bytes",
+    "is_inline",
+    "is_payload_inline",
+    "payloads_of",
+    "read_inline",
+]
+
+PayloadReader = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
+"""Returns the bytes of a payload of one received envelope. Only tensors have a DeviceBuffer."""
+
+
+def is_payload_inline(payload: agent_pb2.Payload) -> bool:
+    """Returns whether a payload is inside its envelope."""
+    return payload.WhichOneof("location") in ("inline", None)  # None: an empty payload, as of a tensor on meta
+
+
+def read_inline(payload: agent_pb2.Payload) -> Buffer:
+    """Returns the bytes of a payload inside its envelope."""
+    return payload.inline
+
+
+def is_inline(envelope: agent_pb2.Envelope) -> bool:
+    """Returns whether all payloads of a received envelope are inside it."""
+    if not envelope.body.HasField("inline"):
+        return False
+    return not envelope.tensors or all(map(is_payload_inline, payloads_of(envelope)))
+
+
+def body_of(envelope: agent_pb2.Envelope, payloads: PayloadReader) -> Buffer:
+    """Returns the body of a received envelope. Raises ValueError if it is on a device, as only tensors are."""
+    body = payloads(envelope.body)
+    if not isinstance(body, bytes | memoryview):
+        raise ValueError("malformed message: its body is in device memory")
+    return body
+
+
+def external_bytes(envelope: agent_pb2.Envelope) -> int:
+    """Returns the bytes of the payloads outside a received envelope, as it tells them."""
+    nbytes = 0
+    for payload in payloads_of(envelope):
+        location = payload.WhichOneof("location")
+        if location not in ("inline", "local", None):
+            nbytes += getattr(payload, location).nbytes
+    return nbytes
+
+
+def payloads_of(envelope: agent_pb2.Envelope) -> list[agent_pb2.Payload]:
+    """Returns the payloads of body and tensors, those of the parts of sparse and quantized tensors included."""
+    payloads = [envelope.body]
+    for tensor in envelope.tensors:
+        payloads.append(tensor.data)
+        if tensor.parts:
+            payloads += _payloads_of_parts(tensor)
+    return payloads
+
+
+def _payloads_of_parts(tensor: agent_pb2.Tensor) -> Iterator[agent_pb2.Payload]:
+    parts = list(tensor.parts)
+    while parts:
+        part = parts.pop()
+        yield part.data
+        parts.extend(part.parts)

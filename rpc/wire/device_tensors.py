@@ -1,0 +1,111 @@
+"""Dense tensors on CUDA devices as protobuf messages, and back.
+
+Their elements go by way of device memory where the channels can do that, else by way of the host. All copies of a
+message are started before the first one is waited for.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...proto.v1 import agent_pb2
+from ..contracts.device_payloads import DeviceBuffer, DeviceReader, DeviceWriter, StartedCopy
+from ..contracts.devices import DeviceMap
+from ..contracts.messages import Buffer
+from .dtypes import CARRIER_DTYPES
+from .elements import PutPayload, as_bytes, as_carrier, header
+from .strides import restore_strides
+
+__all__ = ["decode_on_device", "encode_from_devices", "local_device"]
+
+
+def encode_from_devices(
+    tensors: Sequence[torch.Tensor], put: PutPayload, device_map: DeviceMap, writer: DeviceWriter
+) -> Mapping[int, agent_pb2.Tensor]:
+    """Returns the messages for those tensors of one envelope that are dense and on CUDA devices, by index.
+
+    Args:
+        tensors: all tensors of the envelope.
+        put: sends elements that are in the memory of the host.
+        device_map: devices of this worker to devices of the receiver.
+        writer: sends elements that are on devices.
+    """
+    messages: dict[int, agent_pb2.Tensor] = {}
+    by_devices: dict[tuple[torch.device, torch.device], list[tuple[agent_pb2.Tensor, torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_cuda or tensor.layout is not torch.strided or tensor.is_quantized:
+            continue
+        target = torch.device(device_map.get(tensor.device, "cpu"))
+        message = messages[index] = header(tensor)
+        if target.type != "cpu":
+            message.device = str(target)
+        if not tensor.numel():
+            continue
+        strides, elements = as_bytes(as_carrier(tensor.detach()))
+        message.strides.extend(strides)
+        by_devices.setdefault((tensor.device, target), []).append((message, elements))
+    staged: list[tuple[agent_pb2.Tensor, torch.Tensor]] = []
+    for (_, target), together in by_devices.items():
+        payloads = None
+        if target.type == "cuda":
+            payloads = writer.put_on_device([elements for _, elements in together], target)
+        if payloads is None:
+            staged.extend(together)
+        else:
+            for (message, _), payload in zip(together, payloads, strict=True):
+                message.data.CopyFrom(payload)
+    if staged:
+        on_host = writer.to_host([elements for _, elements in staged])
+        for (message, _), elements in zip(staged, on_host, strict=True):
+            message.data.CopyFrom(put(elements.numpy().data))
+    return messages
+
+
+def decode_on_device(
+    message: agent_pb2.Tensor,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    data: Buffer | DeviceBuffer,
+    devices: DeviceReader,
+    started: list[StartedCopy],
+) -> torch.Tensor:
+    """Returns the dense tensor of a message on the device that the message names, when its copy is complete.
+
+    Args:
+        message: the message of a tensor that has elements.
+        sizes: its shape.
+        dtype: its dtype.
+        data: its elements.
+        devices: copies them to the device.
+        started: gets the copy.
+
+    Raises:
+        ValueError: the message contradicts itself, or names a device that this worker does not have.
+    """
+    device = local_device(message.device)
+    if math.prod(sizes) * dtype.itemsize != len(data):
+        raise ValueError(f"malformed tensor: {len(data)} bytes for shape {tuple(sizes)} of {dtype}")
+    if isinstance(data, bytes):
+        data = memoryview(bytearray(data))
+    source = torch.frombuffer(data, dtype=torch.uint8) if isinstance(data, memoryview) else data
+    elements, copy = devices.to_device(source, device)
+    if message.strides:
+        devices.wait([copy])  # restoring them may copy again, on another stream
+    else:
+        started.append(copy)
+    carrier = CARRIER_DTYPES.get(dtype, dtype)
+    tensor = restore_strides(elements.view(carrier), sizes, tuple(message.strides))
+    return tensor.view(dtype) if carrier is not dtype else tensor
+
+
+def local_device(name: str) -> torch.device:
+    """Returns the device of this worker that another worker's device map names. Raises ValueError."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"malformed tensor: no device is called {name!r}") from None
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"a device map sends a tensor to {device}, but this worker has {count} CUDA devices")
+    return torch.device("cuda", device.index or 0)
