@@ -19,6 +19,7 @@ __all__ = [
     "MAX_SMALL_BYTES",
     "MAX_TINY_BYTES",
     "address_of",
+    "copy_bytes",
     "is_in_order",
     "is_small",
     "reduce_small",
@@ -68,13 +69,17 @@ def is_in_order(tensor: torch.Tensor, nbytes: int) -> bool:
 
 def reduce_small(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns how to pickle a small tensor, which has to stay alive until it is pickled."""
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
     data: bytes | pickle.PickleBuffer
-    if nbytes <= MAX_TINY_BYTES:
-        data = ctypes.string_at(address, nbytes)
+    if (nbytes := tensor.nbytes) <= MAX_TINY_BYTES:
+        data = copy_bytes(tensor)
     else:  # copied by the pickler from where it is; the receiver gets a bytearray of its own
-        data = pickle.PickleBuffer(memoryview(_SmallBytes.from_address(address)).cast("B")[:nbytes])
+        data = pickle.PickleBuffer(memoryview(_SmallBytes.from_address(tensor.data_ptr())).cast("B")[:nbytes])
     return small_tensor, (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), data)
+
+
+def copy_bytes(tensor: torch.Tensor) -> bytes:
+    """Returns the bytes of a tensor for which `is_in_order` is true."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def small_tensor(
