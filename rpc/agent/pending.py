@@ -110,12 +110,13 @@ class PendingRequests:
                 raise self._extensions.map_error(error, source)
             # An answer that arrives after the timeout is read all the same: references in it must be counted.
             message = self._codec.read(source, envelope, payloads, user_values=True)
-            message.value = self._codec.unpack(message)
+            value = self._codec.unpack(message)
+            del message  # a thread that gets the value may take over the memory of its tensors
         except Exception as error:
             self.fail(pending, error)
             return
         if pending is not None:
-            self._set_result(pending, message.value)
+            self._set_result(pending, value)
 
     def on_rejected_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Fails the request whose answer cannot be read."""
