@@ -105,7 +105,8 @@ class LocalOptimizer:
             try:
                 self._optimizer.step()
             finally:
-                self._optimizer.zero_grad(set_to_none=True)
+                for alias in self._aliases:
+                    alias.grad = None
 
     def state_dict(self, changes: Sequence[Options]) -> tuple[ParameterState, list[Options]]:
         """Returns the parameters' state and the groups' options, after setting options as `step` does.

@@ -122,6 +122,8 @@ class ParameterGroupOptions(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Does nothing. Schedulers check that it was called before their own step."""
 
+    step.hooked = True  # type: ignore[attr-defined] # so torch makes no profiler event of each call
+
     def changes(self) -> list[Options]:
         """Returns, for each group, all options that have changed since construction or `replace`.
 
