@@ -14,7 +14,7 @@ Differences between the supported releases of torch:
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -61,6 +61,7 @@ __all__ = [
     "ScriptMethodStub",
     "TorchBackend",
     "TorchPrefixStore",
+    "apply_function",
     "backend_creator",
     "backend_devices",
     "backend_names",
@@ -85,6 +86,7 @@ __all__ = [
     "quantized",
     "quantized_per_channel",
     "register_group_backend",
+    "run_backward",
     "save_script",
     "script_function_from_graph",
     "script_methods",
@@ -173,6 +175,47 @@ def load_script(data: bytes) -> Any:
 def script_methods(scripted: torch.jit.ScriptModule) -> list[Any]:
     """Returns the compiled methods of a module."""
     return [getattr(scripted, name) for name in scripted._c._method_names()]
+
+
+# Autograd.
+
+
+def run_backward(
+    outputs: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+    inputs: Sequence[Any],
+    *,
+    retain_graph: bool,
+) -> tuple[Tensor | None, ...]:
+    """Does what torch.autograd.grad does with `allow_unused=True`, in about half the time for small graphs.
+
+    Args:
+        outputs: scalar tensors, and GradientEdges.
+        gradients: one for each; None for that of a scalar, which is 1.
+        inputs: leaves, and GradientEdges.
+        retain_graph: keep the graph for further passes over it.
+    """
+    complete = []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if gradient is not None:
+            complete.append(gradient)
+        elif type(output) is Tensor and output.is_floating_point():
+            complete.append(torch.ones_like(output))
+        else:  # a subclass, which may change what happens; or torch refuses it
+            return torch.autograd.grad(outputs, inputs, gradients, retain_graph, allow_unused=True)
+    run: Any = torch.autograd.graph._engine_run_backward
+    create_graph, allow_unused = False, True
+    found: tuple[Tensor | None, ...] = run(
+        tuple(outputs), tuple(complete), retain_graph, create_graph, inputs, allow_unused, accumulate_grad=False
+    )
+    return found
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Does what `function.apply(*args)` does, in about half the time; not for Tensors of functorch transforms."""
+    is_transformed = torch._C._are_functorch_transforms_active()  # raises an error that explains it
+    applied: Any = function if is_transformed else super(torch.autograd.Function, function)
+    return applied.apply(*args)
 
 
 # Rendezvous, tensors, Dynamo, profiler.

@@ -25,6 +25,11 @@ class AnomalyMode(NamedTuple):
         """Returns the settings of this process."""
         return cls(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
 
+    @classmethod
+    def if_enabled(cls) -> "AnomalyMode | None":
+        """Returns the settings of this process if it is in anomaly mode, else None."""
+        return cls.current() if torch.is_anomaly_enabled() else None
+
     def apply(self) -> None:
         """Makes these the settings of this process."""
         torch.autograd.set_detect_anomaly(self.enabled, self.check_nan)
@@ -42,9 +47,6 @@ class AnomalyScopes:
     @contextmanager
     def scope(self, mode: AnomalyMode) -> Iterator[None]:
         """Context manager for running what a worker in this mode asks for."""
-        if not mode.enabled:
-            yield
-            return
         with self._lock:
             if not self._count:
                 self._before = AnomalyMode.current()

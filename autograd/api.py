@@ -1,14 +1,15 @@
 """The functions of `torch.distributed.autograd`: contexts, backward passes and their gradients."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import get_args
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import final, get_args
 
 import torch
 
 from ..rpc.contracts.agent import current_agent
-from .context import inside
+from .context import Context, current_context, set_current_context
+from .contexts import Contexts
 from .engine import Mode, check_roots
 from .extension import Autograd
 
@@ -17,8 +18,7 @@ __all__ = ["backward", "context", "get_gradients"]
 MODES = get_args(Mode)
 
 
-@contextmanager
-def context() -> Iterator[int]:
+def context() -> AbstractContextManager[int]:
     """Context manager for a forward pass and its backward passes, on all workers that its calls reach.
 
         with autograd.context() as context_id:
@@ -29,19 +29,33 @@ def context() -> Iterator[int]:
     Calls that this thread makes inside belong to the context, and so do the calls that the called functions make.
     At its end the context is released on all workers that it has reached.
 
-    Yields:
-        The id of the context.
-
-    Raises:
-        NotInitializedError: RPC is not initialized.
+    Returns:
+        A context manager, which gives the id of the context. Entering it raises NotInitializedError if RPC is not
+        initialized.
     """
-    contexts = current_agent().extension(Autograd).contexts
-    opened = contexts.open()
-    try:
-        with inside(opened):
-            yield opened.id
-    finally:
-        contexts.release(opened.id)
+    return _OpenContext()
+
+
+@final
+class _OpenContext:
+    """Opens a context, and ends it."""
+
+    __slots__ = ("_before", "_contexts", "_opened")
+
+    _contexts: Contexts
+    _opened: Context
+    _before: Context | None
+
+    def __enter__(self) -> int:
+        self._contexts = current_agent().extension(Autograd).contexts
+        self._opened = self._contexts.open()
+        self._before = current_context()
+        set_current_context(self._opened)
+        return self._opened.id
+
+    def __exit__(self, *_: object) -> None:
+        set_current_context(self._before)
+        self._contexts.release(self._opened.id)
 
 
 def backward(

@@ -5,12 +5,13 @@ gradients, or the news that it has failed elsewhere, may arrive before the reque
 nodes of the graph find the running pass through their context.
 """
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
+
+import torch
 
 from ..errors import AutogradError, RpcTimeoutError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
@@ -20,10 +21,10 @@ from .compression import TensorGradients, compress
 from .gradient_sender import GradientSender, PassId
 from .partial import PartialGradients
 
-__all__ = ["BackwardPass", "GradientFuture", "PassPart", "Passes"]
+__all__ = ["BackwardPass", "PassPart", "Passes"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PassPart:
     """What a worker's part of a pass needs while it runs.
 
@@ -42,32 +43,6 @@ class PassPart:
 
 
 @final
-class GradientFuture:
-    """The gradients of one message, for which its gate waits. Only the first result counts."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[TensorGradients | Exception] = queue.SimpleQueue()
-        self.has_gradients = False
-
-    @property
-    def is_done(self) -> bool:
-        """Whether there are gradients, or an error, that nobody has waited for."""
-        return not self._queue.empty()
-
-    def put(self, result: TensorGradients | Exception) -> None:
-        """Sets the gradients, or the error that the gate raises."""
-        self.has_gradients = self.has_gradients or not isinstance(result, Exception)
-        self._queue.put(result)
-
-    def wait(self, seconds: float | None) -> TensorGradients:
-        """Returns the gradients. Raises the error, or queue.Empty after `seconds`."""
-        result = self._queue.get(timeout=seconds)
-        if isinstance(result, Exception):
-            raise copy_error(result)  # several gates may raise it
-        return result
-
-
-@final
 class BackwardPass:
     """This worker's part of one backward pass. Safe to use from any thread."""
 
@@ -76,8 +51,12 @@ class BackwardPass:
         self._agent = agent
         self._context_id = context_id
         self._lock = threading.Lock()
-        self._futures: dict[int, GradientFuture] = {}
-        """By message id."""
+        self._changed: threading.Condition | None = None
+        """Notified when gradients arrive, and when the pass fails; None until something waits."""
+        self._gradients: dict[int, TensorGradients] = {}
+        """Those that have arrived and that nobody has taken, by message id."""
+        self._arrived: set[int] = set()
+        """The ids of the messages whose gradients have arrived."""
         self._error: Exception | None = None
         self._part: PassPart | None = None
         """Set while the part runs."""
@@ -105,7 +84,7 @@ class BackwardPass:
     def finish(self) -> None:
         """Drops all gradients."""
         with self._lock:
-            self._futures.clear()
+            self._gradients.clear()
             self._part = None
 
     def abort(self, error: Exception) -> None:
@@ -113,14 +92,31 @@ class BackwardPass:
         with self._lock:
             if self._error is None:
                 self._error = error
-                for future in self._futures.values():
-                    future.put(error)
+                self._notify()
 
     def set_gradients(self, message_id: int, gradients: TensorGradients) -> None:
         """Passes the gradients that the receiver of a message has sent to the message's gate."""
         with self._lock:
             if self._error is None:
-                self._future(message_id).put(gradients)
+                self._gradients[message_id] = gradients
+                self._arrived.add(message_id)
+                self._notify()
+
+    def take_complete(self, message_id: int) -> Sequence[torch.Tensor] | None:
+        """Returns the gradients of the tensors of a message that this worker sent, if all of them have arrived.
+
+        Returns:
+            The gradients; None if they have not arrived, or if a tensor has none.
+        """
+        gradients = self._gradients.get(message_id)
+        if gradients is None or self._error is not None:
+            return None
+        complete = [gradient for gradient in gradients if gradient is not None]
+        if len(complete) < len(gradients):
+            return None
+        del self._gradients[message_id]
+        self._gates_left -= 1
+        return complete
 
     def wait_for_gradients(self, message_id: int) -> TensorGradients:
         """Returns the gradients of the tensors of a message that this worker sent. Called by its gate.
@@ -130,23 +126,31 @@ class BackwardPass:
             Exception: the pass has failed.
         """
         part = self._running_part()
-        with self._lock:
-            future = self._future(message_id)
-        seconds = max(0.0, self._deadline - time.monotonic()) if part.timeout else None
-        try:
-            if not future.is_done:
-                part.sender.flush()
-            with self._agent.blocking():
-                gradients = future.wait(seconds)
-            self._gates_left -= 1
-            return gradients
-        except queue.Empty:
-            raise RpcTimeoutError(
-                self._agent.worker(part.awaited[message_id]).name,
-                part.timeout,
-                f"a backward pass of autograd context {self._context_id}, in which worker "
-                f"{self._agent.info.name!r} waits for the gradients of its message {message_id} to worker",
-            ) from None
+        gradients = None if self._error is not None else self._gradients.pop(message_id, None)
+        if gradients is None:
+            part.sender.flush()
+            with self._agent.blocking(), self._lock:
+                gradients = self._wait(message_id, part)
+        self._gates_left -= 1
+        return gradients
+
+    def _wait(self, message_id: int, part: PassPart) -> TensorGradients:
+        """Waits for the gradients of a message. Called with the lock."""
+        if self._changed is None:
+            self._changed = threading.Condition(self._lock)
+        while self._error is None and message_id not in self._gradients:
+            seconds = self._deadline - time.monotonic() if part.timeout else None
+            if seconds is not None and seconds <= 0:
+                raise RpcTimeoutError(
+                    self._agent.worker(part.awaited[message_id]).name,
+                    part.timeout,
+                    f"a backward pass of autograd context {self._context_id}, in which worker "
+                    f"{self._agent.info.name!r} waits for the gradients of its message {message_id} to worker",
+                )
+            self._changed.wait(seconds)
+        if self._error is not None:
+            raise copy_error(self._error)  # several gates may raise it
+        return self._gradients.pop(message_id)
 
     def send_gradients(self, send: SendId, gradients: TensorGradients) -> None:
         """Sends the gradients of the tensors of a received message to its sender. Called by its `RecvRpc` node."""
@@ -170,24 +174,16 @@ class BackwardPass:
         caller, _ = self.id
         with self._lock:
             awaited = self._part.awaited if self._part is not None else {}
-            return {caller} | {
-                worker
-                for message_id, worker in awaited.items()
-                if (future := self._futures.get(message_id)) is None or not future.has_gradients
-            }
+            return {caller, *(worker for number, worker in awaited.items() if number not in self._arrived)}
+
+    def _notify(self) -> None:
+        if self._changed is not None:
+            self._changed.notify_all()
 
     def _running_part(self) -> PassPart:
         part = self._part
         assert part is not None, "a node of the graph runs although the pass does not"
         return part
-
-    def _future(self, message_id: int) -> GradientFuture:
-        future = self._futures.get(message_id)
-        if future is None:
-            future = self._futures[message_id] = GradientFuture()
-            if self._error is not None:
-                future.put(self._error)
-        return future
 
 
 @final

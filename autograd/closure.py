@@ -11,7 +11,6 @@ it belongs to, and the worker that runs a backward pass asks for it. So headers 
 once for every MAX_HEADER_SENDS messages of the longest chain of calls.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,9 +25,9 @@ SendId = tuple[int, int]
 """The id of the sending worker, and the number of the message there, within the context."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Closure:
-    """A set of sends.
+    """A set of sends. Never changes.
 
     sends: members of the set.
     omitted: sends whose closures are part of this one but were omitted from their headers. Whether these sends are
@@ -58,22 +57,26 @@ def union(closures: Iterable[Closure]) -> Closure:
 
 def closure_to_proto(closure: Closure) -> list[agent_pb2.WorkerSends]:
     """Returns a closure as protobuf messages, one for each sending worker."""
-    by_worker: dict[int, agent_pb2.WorkerSends] = defaultdict(agent_pb2.WorkerSends)
-    for worker, message_id in sorted(closure.sends):
-        by_worker[worker].message_ids.append(message_id)
-    for worker, message_id in sorted(closure.omitted):
+    sends: dict[int, list[int]] = {}
+    for worker, message_id in closure.sends:
+        sends.setdefault(worker, []).append(message_id)
+    by_worker = {
+        worker: agent_pb2.WorkerSends(worker_id=worker, message_ids=numbers) for worker, numbers in sends.items()
+    }
+    for worker, message_id in closure.omitted:
+        if worker not in by_worker:
+            by_worker[worker] = agent_pb2.WorkerSends(worker_id=worker)
         by_worker[worker].omitted.append(message_id)
-    for worker, sends in by_worker.items():
-        sends.worker_id = worker
     return list(by_worker.values())
 
 
 def closure_from_proto(messages: Iterable[agent_pb2.WorkerSends]) -> Closure:
     """Returns the closure that protobuf messages describe."""
-    messages = list(messages)
-    if not messages:
-        return NOTHING
-    return Closure(
-        frozenset((sends.worker_id, message_id) for sends in messages for message_id in sends.message_ids),
-        frozenset((sends.worker_id, message_id) for sends in messages for message_id in sends.omitted),
-    )
+    sends: list[SendId] = []
+    omitted: list[SendId] = []
+    for message in messages:
+        worker = message.worker_id
+        sends += [(worker, message_id) for message_id in message.message_ids]
+        if message.omitted:
+            omitted += [(worker, message_id) for message_id in message.omitted]
+    return Closure(frozenset(sends), frozenset(omitted)) if sends or omitted else NOTHING

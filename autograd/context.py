@@ -6,8 +6,7 @@ part of its own, until the one that opened the context ends it.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -23,12 +22,17 @@ from .graph import Graph, small_closure, start_node
 
 __all__ = ["Context", "NewSend", "current_context", "inside", "set_current_context"]
 
-_current = threading.local()
+
+class _ThreadState(threading.local):
+    context: "Context | None" = None
+
+
+_current = _ThreadState()
 
 
 def current_context() -> "Context | None":
     """Returns the context that this thread's calls belong to."""
-    return getattr(_current, "context", None)
+    return _current.context
 
 
 def set_current_context(context: "Context | None") -> None:
@@ -36,18 +40,25 @@ def set_current_context(context: "Context | None") -> None:
     _current.context = context
 
 
-@contextmanager
-def inside(context: "Context") -> Iterator[None]:
+@final
+class inside:  # noqa: N801 - a context manager, used like a function
     """Context manager that makes a context the current one of this thread."""
-    before = current_context()
-    set_current_context(context)
-    try:
-        yield
-    finally:
-        set_current_context(before)
+
+    __slots__ = ("_before", "_context")
+
+    def __init__(self, context: "Context") -> None:
+        self._context = context
+        self._before: Context | None = None
+
+    def __enter__(self) -> None:
+        self._before = _current.context
+        _current.context = self._context
+
+    def __exit__(self, *_: object) -> None:
+        _current.context = self._before
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewSend:
     """The part of a header that describes a new send.
 
@@ -63,19 +74,19 @@ class NewSend:
 class Context:
     """This worker's part of one context. Safe to use from any thread."""
 
-    def __init__(self, agent: RpcAgent, identifier: int, swap_lock: GradSwapLock) -> None:
+    def __init__(self, agent: RpcAgent, identifier: int, dummy: torch.Tensor, swap_lock: GradSwapLock) -> None:
         """Makes a part without messages.
 
         Args:
             agent: this worker's.
             identifier: the id of the context.
+            dummy: a leaf that all `RecvRpc` nodes of this worker lead to.
             swap_lock: that of the whole worker, for leaves whose `.grad` is replaced.
         """
         self.agent = agent
         self.id = identifier
         self.creator = identifier >> 48
-        self.dummy = torch.zeros((), requires_grad=True)
-        """A leaf that all `RecvRpc` nodes lead to."""
+        self.dummy = dummy
         self.gradients = LeafGradients(swap_lock)
         """The gradients of leaves of this worker."""
         self.passes = Passes(agent, identifier, self._clear)
@@ -118,6 +129,8 @@ class Context:
         with self._lock:
             if self._is_released:
                 return None
+            if destination != self.agent.info.id:
+                self._reached.add(destination)
             message_id = self._message_count
             self._message_count += 1
             self._gates[message_id] = send(self, message_id, tensors)
@@ -132,7 +145,7 @@ class Context:
         self, sender: int, message_id: int, closure: Closure, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """Returns the tensors of a received message, as part of this worker's graph."""
-        received = receive(self.dummy, self, sender, message_id, closure, tensors)
+        received = receive(self, sender, message_id, closure, tensors)
         with self._lock:
             if not self._is_released:
                 self._receives[sender, message_id] = received[0].grad_fn

@@ -1,9 +1,12 @@
 """The contexts that a worker has a part in."""
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from typing import final
+
+import torch
 
 from ..errors import UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
@@ -34,7 +37,11 @@ class Contexts:
         self._contexts: dict[int, Context] = {}
         self._swap_lock = GradSwapLock()
         self._ended: OrderedDict[int, None] = OrderedDict()
-        self._count = 0
+        self._numbers = itertools.count(1)
+        self._connected: set[int] = set()
+        """The ids of the creators of contexts that this worker has connected to."""
+        with torch.inference_mode(mode=False):
+            self._dummy = torch.zeros((), requires_grad=True)
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -45,11 +52,9 @@ class Contexts:
 
     def open(self) -> Context:
         """Returns a new context, created by this worker."""
-        with self._lock:
-            self._count += 1
-            identifier = self._agent.info.id << 48 | self._count
-            context = self._contexts[identifier] = Context(self._agent, identifier, self._swap_lock)
-            return context
+        identifier = self._agent.info.id << 48 | next(self._numbers)
+        context = self._contexts[identifier] = self._make(identifier)
+        return context
 
     def get(self, identifier: int) -> Context:
         """Returns this worker's part of a context. Raises UnknownContextError if it has none."""
@@ -62,16 +67,28 @@ class Contexts:
         """Returns this worker's part of a context, None if it has none."""
         return self._contexts.get(identifier)
 
-    def join(self, identifier: int) -> Context | None:
-        """Returns this worker's part of a context, a new one if need be; None if the context has ended already."""
+    def join(self, identifier: int, sender: int) -> Context | None:
+        """Returns this worker's part of a context, a new one if need be.
+
+        Args:
+            identifier: the context.
+            sender: the id of the worker that has sent a message of it.
+
+        Returns:
+            The part; None if the context has ended already.
+        """
+        if (context := self._contexts.get(identifier)) is not None:
+            return context
         with self._lock:
             context = self._contexts.get(identifier)
             if context is not None or identifier in self._ended:
                 return context
-            context = self._contexts[identifier] = Context(self._agent, identifier, self._swap_lock)
-        if context.creator != self._agent.info.id:
+            context = self._contexts[identifier] = self._make(identifier)
+        creator = context.creator
+        if creator not in (sender, self._agent.info.id) and creator not in self._connected:
             # Without a connection the loss of the creator would not be noticed, and the part never released.
-            self._agent.connect(self._agent.worker(context.creator))
+            self._agent.connect(self._agent.worker(creator))
+            self._connected.add(creator)
         return context
 
     def release(self, identifier: int, *, sender: int | None = None, told: Set[int] = frozenset()) -> None:
@@ -103,6 +120,9 @@ class Contexts:
             context.passes.on_worker_lost(worker, error)
             if context.creator == worker:
                 self.release(context.id)
+
+    def _make(self, identifier: int) -> Context:
+        return Context(self._agent, identifier, self._dummy, self._swap_lock)
 
     def all(self) -> list[Context]:
         """Returns all parts."""

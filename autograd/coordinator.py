@@ -27,7 +27,9 @@ class PassRequest(NamedTuple):
 
     message_ids: the sends of the worker that take part.
     timeout: seconds for which gates wait, 0 for no timeout.
-    anomaly: the anomaly mode of the worker that called `backward`.
+    anomaly: the anomaly mode of the worker that called `backward`; None if it is off.
+
+    It is sent as a plain tuple, which unpickles faster.
     """
 
     context_id: int
@@ -35,7 +37,7 @@ class PassRequest(NamedTuple):
     message_ids: list[int]
     retain_graph: bool
     timeout: float
-    anomaly: AnomalyMode
+    anomaly: AnomalyMode | None
 
 
 @final
@@ -46,7 +48,13 @@ class PassCoordinator:
     """
 
     def __init__(
-        self, agent: RpcAgent, context: Context, identifier: PassId, requests: Mapping[int, PassRequest]
+        self,
+        agent: RpcAgent,
+        context: Context,
+        identifier: PassId,
+        requests: Mapping[int, PassRequest],
+        *,
+        one_answer: bool = False,
     ) -> None:
         """Makes a coordinator.
 
@@ -55,12 +63,15 @@ class PassCoordinator:
             context: the context of the pass.
             identifier: the pass.
             requests: the parts of the other workers that take part, by their ids.
+            one_answer: whether there is one other worker, for whose answer the thread that runs the pass waits.
+                Then the thread that reads the answer wakes it, and does nothing else.
         """
         self._agent = agent
         self._context = context
         self._id = identifier
         self._workers = list(requests)
         self._not_started = dict(requests)
+        self._one_answer = one_answer
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._parts: list[torch.futures.Future[Any]] = []
@@ -92,10 +103,11 @@ class PassCoordinator:
             return False
         timeout = request.timeout and request.timeout + EXTRA_TIMEOUT_S
         done = self._agent.request(
-            self._agent.worker(worker), Request(MessageType.BACKWARD, (request, gradients), timeout=timeout)
+            self._agent.worker(worker), Request(MessageType.BACKWARD, (tuple(request), gradients), timeout=timeout)
         )
         self._parts.append(done)
-        done.add_done_callback(self._part_done)
+        if not self._one_answer:
+            done.add_done_callback(self._part_done)
         return True
 
     def fail(self, error: Exception) -> None:
@@ -112,23 +124,37 @@ class PassCoordinator:
                 self._agent.worker(worker), "autograd.abort", (self._context.id, self._id, aborted)
             )
 
+    def collect(self) -> None:
+        """Waits for the gradients in the answer of the one other worker; else they are told of when they arrive.
+
+        Raises:
+            Exception: what the worker has answered with.
+        """
+        if self._one_answer:
+            self.flush()
+            self._take_gradients(self._parts[0].wait())
+            self._parts.clear()
+
     def wait(self) -> None:
         """Waits until all workers are done; raises the first error."""
         self.flush()
-        with self._agent.blocking():
-            for part in self._parts:
-                try:
-                    part.wait()
-                except Exception as error:
-                    self.fail(error)
+        for part in self._parts:
+            try:
+                part.wait()
+            except Exception as error:
+                self.fail(error)
         if self._error is not None:
             raise self._error
 
     def _part_done(self, part: torch.futures.Future[MessageGradients | None]) -> None:
         """Handles the answer of a worker, which may have gradients for this one."""
         try:
-            if (answer := part.value()) is not None:
-                message_id, gradients = answer
-                self._context.passes.set_gradients(self._id, message_id, decompress(gradients))
+            self._take_gradients(part.value())
         except Exception as error:
             self.fail(error.with_traceback(None))
+
+    def _take_gradients(self, answer: MessageGradients | None) -> None:
+        """Passes the gradients of an answer to their gate."""
+        if answer is not None:
+            message_id, gradients = answer
+            self._context.passes.set_gradients(self._id, message_id, decompress(gradients))

@@ -1,23 +1,11 @@
 """Backward passes across workers, on PyTorch's own engine.
 
-A worker's part of a pass is one call of `torch.autograd.grad`. Its roots are the losses, on the worker that called
-`backward`, and the gates of the sends that take part. Since the gates are roots, torch's dependency counts make
-every node wait for all gradients that it receives, and run once.
-
-A gate blocks the thread that runs the graph, so it must run only when no other node is ready, and of several ready
-gates the one sent last must run first: the gradient of a send depends only on sends that came after it, so this
-order cannot deadlock. torch's engine runs ready nodes by descending sequence number. Gates therefore get their
-message ids as sequence numbers, and every other node a larger number.
-
-The order holds on one thread, which runs CPU nodes and blocks. In a graph with nodes on other devices, torch runs
-those on threads of their own, and a gate may block the CPU thread before they have made other CPU nodes ready.
-Such a graph is run one root at a time: nodes that several roots depend on run several times, and their results are
-summed up.
+A pass over several workers has a part on each of them (part.py). The worker that calls `backward` finds out which
+workers take part, has them run their parts, and runs its own.
 """
 
 import itertools
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -33,20 +21,15 @@ from .compression import decompress
 from .context import Context, inside
 from .contexts import Contexts
 from .coordinator import PassCoordinator, PassRequest
-from .gradient_sender import AnsweringSender, GradientSender, MessageGradients
+from .gradient_sender import AnsweringSender, GradientSender, MessageGradients, PassId
 from .graph import Graph, start_node
-from .partial import PartialGradients, total
+from .part import LeafGradient, Part
 from .participants import all_sends, by_worker, complete_closure
 from .replicas import Replicas, average
 
 __all__ = ["Engine", "Mode", "check_roots"]
 
 Mode = Literal["smart", "fast"]
-
-ABOVE_GATES = 1 << 40
-"""Added to the sequence number of an ordinary node that is as small as a gate's, which keeps their order."""
-
-LeafGradient = torch.Tensor | None
 
 
 def check_roots(roots: Sequence[torch.Tensor]) -> None:
@@ -102,23 +85,28 @@ class Engine:
         Raises:
             Exception: the first error on any worker.
         """
-        graph = Graph(map(start_node, roots))
+        graph = Graph([start_node(root) for root in roots])
         if mode == "fast":
             sends = all_sends(self._agent, context)
         else:
             sends = complete_closure(self._agent, context, graph.closure())
         message_ids = by_worker(sends)
-        mine = message_ids.pop(self._agent.info.id, [])
+        part = self._part(context, roots, graph, message_ids.pop(self._agent.info.id, []))
         pass_id = (self._agent.info.id, next(self._pass_numbers))
-
-        def request(message_ids: list[int]) -> PassRequest:
-            return PassRequest(context.id, pass_id, message_ids, retain_graph, timeout, AnomalyMode.current())
-
-        requests = {worker: request(of_worker) for worker, of_worker in message_ids.items()}
-        coordinator = PassCoordinator(self._agent, context, pass_id, requests)
+        anomaly = AnomalyMode.if_enabled()
+        coordinator = PassCoordinator(
+            self._agent,
+            context,
+            pass_id,
+            {
+                worker: PassRequest(context.id, pass_id, of_worker, retain_graph, timeout, anomaly)
+                for worker, of_worker in message_ids.items()
+            },
+            one_answer=len(message_ids) == 1 and not part.enters_gates and not timeout,
+        )
         coordinator.start(soon={node.sender for node in graph.receives})
         try:
-            self._run_part(context, roots, graph, request(mine), coordinator)
+            self._run(context, part, pass_id, coordinator, retain_graph, timeout, coordinator.collect)
         except Exception as error:
             coordinator.fail(error)
         coordinator.wait()
@@ -131,20 +119,26 @@ class Engine:
         Returns:
             Gradients for that worker, if the last ones are.
         """
-        request: PassRequest
         request, first = message.value
-        context = self._contexts.get(request.context_id)
+        context_id, pass_id, message_ids, retain_graph, timeout, anomaly = request
+        message.tensors.clear()  # whose memory a gradient may take over
+        context = self._contexts.get(context_id)
         if first is not None:
             message_id, compressed = first
-            context.passes.set_gradients(request.pass_id, message_id, decompress(compressed))
-        sender = AnsweringSender(self._agent, context.id, request.pass_id)
-        with self._anomaly.scope(request.anomaly):
-            self._run_part(context, [], Graph(), request, sender)
+            context.passes.set_gradients(pass_id, message_id, decompress(compressed))
+        sender = AnsweringSender(self._agent, context.id, pass_id)
+        part = self._part(context, [], Graph(), message_ids)
+        if anomaly is None:
+            self._run(context, part, pass_id, sender, retain_graph, timeout)
+        else:
+            with self._anomaly.scope(anomaly):
+                self._run(context, part, pass_id, sender, retain_graph, timeout)
         return sender.take()
 
     def serve_gradients(self, message: Incoming) -> None:
         """Passes received gradients to the gate of their message: the handler of GRADIENTS."""
         context_id, pass_id, message_id, compressed = message.value
+        message.tensors.clear()  # as in `serve_part`
         if (context := self._contexts.find(context_id)) is not None:
             context.passes.set_gradients(pass_id, message_id, decompress(compressed))
 
@@ -160,47 +154,50 @@ class Engine:
 
     # This worker's part.
 
-    def _run_part(
+    def _part(
+        self, context: Context, roots: Sequence[torch.Tensor], graph: Graph, message_ids: Sequence[int]
+    ) -> Part:
+        return Part(
+            context,
+            roots,
+            graph,
+            message_ids,
+            one_root_at_a_time=self.one_root_at_a_time,
+            with_leaves=self._replicas.may_exist,
+        )
+
+    def _run(
         self,
         context: Context,
-        roots: Sequence[torch.Tensor],
-        graph: Graph,
-        request: PassRequest,
+        part: Part,
+        pass_id: PassId,
         sender: GradientSender,
+        retain_graph: bool,
+        timeout: float,
+        collect: Callable[[], None] = lambda: None,
     ) -> None:
         """Runs this worker's part of a pass and adds the gradients of leaves to the context.
 
         Args:
             context: the context of the pass.
-            roots: the losses that are on this worker.
-            graph: what gets a gradient if `roots` do; is extended by what the gates add.
-            request: the pass, and the gates that take part.
+            part: this worker's.
+            pass_id: the pass.
             sender: sends gradients to other workers.
+            retain_graph: keep the graph for further passes over it.
+            timeout: seconds for which gates wait, 0 for no timeout.
+            collect: see `Part.run`.
         """
-        message_ids = sorted(request.message_ids, reverse=True)  # the order in which torch's engine runs gates
-        gates = [context.gate(message_id) for message_id in message_ids]
-        graph.extend(gate.grad_fn for gate in gates)
+        graph = part.graph
         replicated = self._replicas.modules_of(graph.leaves)
-        _number_nodes(graph, gates, message_ids, context.message_count)
-
-        outputs = [*roots, *gates]
-        graphs = None
-        if self.one_root_at_a_time or _has_several_devices(graph):
-            graphs = [Graph([start_node(output)]) for output in outputs]
-        partial = None if graphs is None else _partial_gradients(graphs)
-        awaited = context.destinations(message_ids)
-        part = PassPart(awaited, len(graph.receives), request.timeout, sender, partial)
-        running = context.passes.begin(request.pass_id, part)
+        awaited = context.destinations(part.message_ids)
+        running = context.passes.begin(
+            pass_id, PassPart(awaited, len(graph.receives), timeout, sender, part.partial_gradients())
+        )
         with inside(context):
             try:
-                if graphs is None:
-                    gradients = _grad(outputs, graph.leaves, context.dummy, retain_graph=request.retain_graph)
-                else:
-                    sums = _grad_one_by_one(outputs, graphs, context.dummy, retain_graph=request.retain_graph)
-                    gradients = tuple(sums.pop(node) for node in graph.leaves)
+                nodes, gradients = part.run(running, retain_graph=retain_graph, collect=collect)
             finally:
                 context.passes.end(running)
-            nodes = graph.leaves
             if replicated:
                 sender.flush()  # averaging waits for other replicas
             for module in replicated:
@@ -212,8 +209,8 @@ class Engine:
         context: Context,
         module: DistributedDataParallel,
         nodes: Sequence[Any],
-        gradients: tuple[LeafGradient, ...],
-    ) -> tuple[list[Any], tuple[LeafGradient, ...]]:
+        gradients: Sequence[LeafGradient],
+    ) -> tuple[list[Any], list[LeafGradient]]:
         """Averages the gradients of a replicated module among its replicas, into the context.
 
         Args:
@@ -239,48 +236,4 @@ class Engine:
             )
             raise
         others = [(node, gradient) for node, gradient in found if node.variable not in captured]
-        return [node for node, _ in others], tuple(gradient for _, gradient in others)
-
-
-def _number_nodes(graph: Graph, gates: Sequence[torch.Tensor], message_ids: Sequence[int], limit: int) -> None:
-    """Gives the gates their message ids, all below `limit`, as sequence numbers, and other nodes larger ones."""
-    for node in graph.nodes:
-        if (number := node._sequence_nr()) < limit:
-            node._set_sequence_nr(number + ABOVE_GATES)
-    for gate, message_id in zip(gates, message_ids, strict=True):
-        gate.grad_fn._set_sequence_nr(message_id)  # type: ignore[union-attr]
-
-
-def _has_several_devices(graph: Graph) -> bool:
-    """Returns whether a graph has nodes on other devices than the CPU, on which gates always are."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
-    return any(meta.device.type != "cpu" for node in graph.nodes for meta in node._input_metadata if meta.device)
-
-
-def _partial_gradients(graphs: Sequence[Graph]) -> PartialGradients:
-    """Returns what sums up the gradients of the messages that several of the graphs lead to."""
-    return PartialGradients(Counter((node.sender, node.message_id) for graph in graphs for node in graph.receives))
-
-
-def _grad(
-    outputs: Sequence[torch.Tensor], leaves: Sequence[Any], dummy: torch.Tensor, *, retain_graph: bool
-) -> tuple[LeafGradient, ...]:
-    """Runs a graph from `outputs`, all scalars; returns a gradient for each accumulation node in `leaves`."""
-    edges: list[Any] = [torch.autograd.graph.GradientEdge(node, 0) for node in leaves]
-    # Gates are scalars too, and ignore the gradient that they get. All RecvRpc nodes lead to the dummy, without
-    # which the engine would not run them.
-    return torch.autograd.grad(outputs, [*edges, dummy], retain_graph=retain_graph, allow_unused=True)[:-1]
-
-
-def _grad_one_by_one(
-    outputs: Sequence[torch.Tensor], graphs: Sequence[Graph], dummy: torch.Tensor, *, retain_graph: bool
-) -> dict[Any, LeafGradient]:
-    """Runs a graph from one output after another; returns the sum of the gradients of each accumulation node."""
-    sums: dict[Any, LeafGradient] = {}
-    for index, (output, graph) in enumerate(zip(outputs, graphs, strict=True)):
-        is_last = index == len(outputs) - 1
-        found = _grad([output], graph.leaves, dummy, retain_graph=retain_graph or not is_last)
-        for node, gradient in zip(graph.leaves, found, strict=True):
-            sums[node] = total(sums.get(node), gradient)
-    return sums
+        return [node for node, _ in others], [gradient for _, gradient in others]

@@ -19,7 +19,7 @@ from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from .anomaly import AnomalyMode, AnomalyScopes
-from .closure import Closure, closure_from_proto, closure_to_proto, union
+from .closure import NOTHING, Closure, closure_from_proto, closure_to_proto, union
 from .context import Context, NewSend, current_context, inside
 from .contexts import Contexts
 from .engine import Engine, check_roots
@@ -74,8 +74,6 @@ class Autograd(Extension):
         indices = _differentiable_indices(message)
         if message.reply_to is not None and not indices:
             return  # an answer without a send needs no header: its receiver is in the context already
-        if not context.reach(message.destination.id):
-            return  # the context has ended
         header = message.envelope.autograd
         if indices:
             tensors = [message.tensors[index] for index in indices]
@@ -83,8 +81,10 @@ class Autograd(Extension):
             if new_send is None:
                 return  # the context has ended
             _fill_header(header, new_send, indices)
+        elif not context.reach(message.destination.id):
+            return  # the context has ended
         header.context_id = context.id
-        if message.reply_to is None and (anomaly := AnomalyMode.current()).enabled:
+        if message.reply_to is None and (anomaly := AnomalyMode.if_enabled()) is not None:
             header.anomaly = True
             header.anomaly_check_nan = anomaly.check_nan
 
@@ -103,23 +103,25 @@ class Autograd(Extension):
         if not message.envelope.HasField("autograd"):
             return
         header = message.envelope.autograd
-        context = self.contexts.join(header.context_id)
+        context = self.contexts.join(header.context_id, message.source.id)
         if context is None:
             return
         message.state[Autograd] = context
-        if not header.differentiable:
+        indices, tensors = header.differentiable, message.tensors
+        if not indices:
             return
-        indices = list(header.differentiable)
-        if not all(index < len(message.tensors) and message.tensors[index].requires_grad for index in indices):
-            raise ValueError("malformed autograd header: it names tensors that are missing or do not require grad")
+        sent = []
+        for index in indices:
+            if index >= len(tensors) or not tensors[index].requires_grad:
+                raise ValueError(
+                    "malformed autograd header: it names tensors that are missing or do not require grad"
+                )
+            sent.append(tensors[index].requires_grad_(False))  # noqa: FBT003
         received = context.add_receive(
-            message.source.id,
-            header.message_id,
-            _closure_of(header, message.source.id),
-            [message.tensors[index].detach() for index in indices],
+            message.source.id, header.message_id, _closure_of(header, message.source.id), sent
         )
         for index, tensor in zip(indices, received, strict=True):
-            message.tensors[index] = tensor
+            tensors[index] = tensor
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Aborts the passes that need a worker whose gradients cannot be decoded."""
@@ -133,7 +135,9 @@ class Autograd(Extension):
         if context is None:
             return None
         header = message.envelope.autograd
-        return self._inside(context, AnomalyMode(header.anomaly, header.anomaly_check_nan))
+        if not header.anomaly:
+            return inside(context)
+        return self._inside(context, AnomalyMode(enabled=True, check_nan=header.anomaly_check_nan))
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Aborts the passes that need a lost worker, and ends the contexts that the lost worker created."""
@@ -209,7 +213,7 @@ def _fill_header(header: agent_pb2.AutogradHeader, new_send: NewSend, indices: l
     header.differentiable.extend(indices)
     if new_send.closure is None:
         header.closure_omitted = True
-    else:
+    elif new_send.closure is not NOTHING:
         header.closure.extend(closure_to_proto(new_send.closure))
 
 
@@ -218,7 +222,7 @@ def _closure_of(header: agent_pb2.AutogradHeader, sender: int) -> Closure:
 
     An omitted closure is represented by the id of the send, of which it can be requested.
     """
-    closure = closure_from_proto(header.closure)
+    closure = closure_from_proto(header.closure) if header.closure else NOTHING
     if not header.closure_omitted:
         return closure
     return union([closure, Closure(omitted=frozenset({(sender, header.message_id)}))])

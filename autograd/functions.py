@@ -10,10 +10,11 @@ from typing import Any, Protocol, final
 
 import torch
 
-from .closure import Closure, SendId, union
+from ..torch_internals import apply_function
+from .closure import Closure, SendId
 from .compression import TensorGradients
 
-__all__ = ["GradientExchange", "RecvRpc", "RunsPasses", "SendRpc", "is_recv", "receive", "send"]
+__all__ = ["RECV_NODE", "GradientExchange", "RecvRpc", "RunsPasses", "SendRpc", "receive", "send"]
 
 
 class GradientExchange(Protocol):
@@ -34,6 +35,9 @@ class GradientExchange(Protocol):
 class RunsPasses(Protocol):
     """The context that nodes belong to."""
 
+    dummy: torch.Tensor
+    """A scalar leaf on the CPU that requires grad."""
+
     def running_pass(self) -> GradientExchange:
         """Returns the backward pass that runs on this worker. Raises AutogradError if none does."""
 
@@ -44,9 +48,12 @@ class SendRpc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, context: RunsPasses, message_id: int, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        """Returns the gate, on the CPU: CPU nodes run on the thread that started the pass, which may block."""
+        """Returns the gate, on the CPU: CPU nodes run on the thread that started the pass, which may block.
+
+        Its value does not matter.
+        """
         ctx.context, ctx.message_id = context, message_id
-        return torch.zeros(())
+        return context.dummy.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -61,7 +68,7 @@ class RecvRpc(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        dummy: torch.Tensor,  # noqa: ARG004 - a leaf that requires grad, without which there would be no node
+        dummy: torch.Tensor,  # noqa: ARG004 - that of the context, without which there would be no node
         context: RunsPasses,
         sender: int,
         message_id: int,
@@ -70,7 +77,7 @@ class RecvRpc(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Returns the tensors unchanged. They are in a list so that autograd does not treat them as inputs."""
         ctx.context, ctx.sender, ctx.message_id = context, sender, message_id
-        ctx.closure = union([closure, Closure(frozenset({(sender, message_id)}))])
+        ctx.closure = Closure(closure.sends | {(sender, message_id)}, closure.omitted)
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
@@ -83,36 +90,35 @@ class RecvRpc(torch.autograd.Function):
 
 def send(context: RunsPasses, message_id: int, tensors: list[torch.Tensor]) -> torch.Tensor:
     """Returns the gate of a message with these tensors, all of which require grad."""
-    with torch.enable_grad():
-        gate: torch.Tensor = SendRpc.apply(context, message_id, *tensors)  # type: ignore[no-untyped-call]
+    gate: torch.Tensor = _apply(SendRpc, context, message_id, *tensors)
     return gate
 
 
 def receive(
-    dummy: torch.Tensor,
-    context: RunsPasses,
-    sender: int,
-    message_id: int,
-    closure: Closure,
-    tensors: list[torch.Tensor],
+    context: RunsPasses, sender: int, message_id: int, closure: Closure, tensors: list[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a received message as outputs of a `RecvRpc`.
 
     Args:
-        dummy: a scalar leaf that requires grad.
         context: the context of the message.
         sender: the id of the sending worker.
         message_id: the number of the message there.
         closure: that of the message, without the message itself.
         tensors: its tensors that require grad.
     """
-    with torch.enable_grad():
-        outputs: tuple[torch.Tensor, ...] = RecvRpc.apply(  # type: ignore[no-untyped-call]
-            dummy, context, sender, message_id, closure, tensors
-        )
+    outputs: tuple[torch.Tensor, ...] = _apply(
+        RecvRpc, context.dummy, context, sender, message_id, closure, tensors
+    )
     return outputs
 
 
-def is_recv(node: object) -> bool:
-    """Returns whether a node of a graph is the backward of a `RecvRpc`."""
-    return isinstance(node, RecvRpc._backward_cls)
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Applies a function so that it makes a node, in whatever mode the program is."""
+    if torch.is_grad_enabled():
+        return apply_function(function, *args)
+    with torch.enable_grad():
+        return apply_function(function, *args)
+
+
+RECV_NODE: type[Any] = RecvRpc._backward_cls
+"""The class of the node that a `RecvRpc` makes."""

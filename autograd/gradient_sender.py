@@ -5,7 +5,7 @@ from typing import Protocol, final
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType
 from .closure import SendId
-from .compression import Compressed
+from .compression import Compressed, is_on_cpu
 
 __all__ = ["AnsweringSender", "GradientSender", "MessageGradients", "PassId", "post_gradients"]
 
@@ -61,7 +61,7 @@ class AnsweringSender:
         sender, message_id = send
         caller, _ = self._pass_id
         # On devices, the answer would use another device map than a message of its own.
-        if is_last and sender == caller and all(each is None or each.device.type == "cpu" for each in gradients):
+        if is_last and sender == caller and is_on_cpu(gradients):
             self._kept = message_id, gradients
         else:
             post_gradients(self._agent, self._context_id, self._pass_id, send, gradients)

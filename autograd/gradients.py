@@ -21,6 +21,17 @@ __all__ = ["GradSwapLock", "GradientsByLeaf", "LeafGradients"]
 GradientsByLeaf = dict[torch.Tensor, torch.Tensor]
 
 
+def _references_in_accumulate() -> int:
+    """Returns what sys.getrefcount returns for an object that a list and one local variable refer to."""
+    values = [object()]
+    value = values[0]
+    return sys.getrefcount(value)
+
+
+UNSHARED = _references_in_accumulate()
+"""The references to a gradient in `LeafGradients.accumulate` if nothing else refers to it."""
+
+
 @final
 class GradSwapLock:
     """Locks leaves whose `.grad` a thread has replaced by the gradient of a context, for hooks to see.
@@ -64,7 +75,7 @@ class LeafGradients:
     def accumulate(
         self,
         nodes: Sequence[Any],
-        gradients: tuple[torch.Tensor | None, ...],
+        gradients: Sequence[torch.Tensor | None],
         before_hook: Callable[[], None] = lambda: None,
     ) -> None:
         """Adds the gradients that a pass has computed, and runs the hooks of the leaves.
@@ -82,10 +93,12 @@ class LeafGradients:
         """
         for index, node in enumerate(nodes):
             gradient = gradients[index]
-            # Three references: the tuple's, `gradient`, and the argument of getrefcount. A fourth belongs to a
-            # hook or a function that keeps the gradient, or to another leaf with the same one.
+            # A further reference belongs to a hook or a function that keeps the gradient, or to another leaf with
+            # the same one.
             can_steal = (
-                gradient is not None and sys.getrefcount(gradient) == 3 and _can_steal(gradient, node.variable)
+                gradient is not None
+                and sys.getrefcount(gradient) == UNSHARED
+                and _can_steal(gradient, node.variable)
             )
             self._accumulate_one(node, gradient, before_hook, can_steal=can_steal)
 
@@ -131,7 +144,8 @@ class LeafGradients:
             hook((), (gradient,))
 
     def _add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, can_steal: bool) -> None:
-        gradient = gradient.detach()
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         with self._lock:
             before = self._gradients.get(leaf)
             if before is not None:
@@ -162,9 +176,9 @@ class LeafGradients:
 def _hooks(register: Any) -> list[Any]:
     """Returns the hooks of a node. torch gives access to them through the handle of a registered hook only."""
     handle = register(_ignore)
-    hooks = [hook for hook in handle.hooks_dict_ref().values() if hook is not _ignore]
-    handle.remove()
-    return hooks
+    hooks = handle.hooks_dict_ref()
+    del hooks[handle.id]
+    return list(hooks.values()) if hooks else []
 
 
 def _ignore(*_: Any) -> None:
@@ -187,15 +201,22 @@ def _can_steal(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
         or gradient._is_zerotensor()
     ):
         return False
-    if gradient.stride() != torch.empty_like(leaf, device="meta").stride():
-        return False
-    return storage_use_count(gradient) == 2
+    return _has_layout_of(gradient, leaf) and storage_use_count(gradient) == 2
+
+
+def _has_layout_of(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Returns whether a dense gradient has the strides of a new tensor like the leaf."""
+    if gradient.is_contiguous() and leaf.is_contiguous():
+        return True
+    return gradient.stride() == torch.empty_like(leaf, device="meta").stride()
 
 
 def _copy(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """Returns a copy of a gradient that is laid out like the leaf."""
     if gradient.layout is not torch.strided:
         return gradient.clone()
+    if gradient.is_contiguous() and leaf.is_contiguous() and not (gradient.is_conj() or gradient.is_neg()):
+        return gradient.clone(memory_format=torch.contiguous_format)
     return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device, requires_grad=False).copy_(
         gradient
     )

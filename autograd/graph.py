@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from .closure import Closure, union
-from .functions import is_recv
+from .closure import NOTHING, Closure, union
+from .functions import RECV_NODE
 
 __all__ = ["AccumulateGrad", "Graph", "small_closure", "start_node"]
 
-AccumulateGrad = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
+AccumulateGrad: type[Any] = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 """The class of the nodes that accumulate the gradients of leaves."""
 
 
@@ -31,18 +31,21 @@ class Graph:
 
     def extend(self, starts: Iterable[Any]) -> None:
         """Adds more starting nodes, and all nodes that they lead to."""
-        stack = list(starts)
+        stack, nodes = list(starts), self.nodes
         while stack:
             node = stack.pop()
-            if node in self.nodes:
+            if node in nodes:
                 continue
-            self.nodes.add(node)
-            if is_recv(node):
+            nodes.add(node)
+            kind = type(node)
+            if kind is RECV_NODE:
                 self.receives.append(node)
-            elif isinstance(node, AccumulateGrad):
+            elif kind is AccumulateGrad:
                 self.leaves.append(node)
             else:
-                stack.extend([each for each, _ in node.next_functions if each is not None])
+                for following, _ in node.next_functions:
+                    if following is not None:
+                        stack.append(following)
 
     def closure(self) -> Closure:
         """Returns all sends that get a gradient if the starting nodes do."""
@@ -87,21 +90,31 @@ def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], limit
     while stack:
         node = stack[-1]
         if node not in known:
-            next_nodes = [] if is_recv(node) else [each for each, _ in node.next_functions if each is not None]
-            if missing := [each for each in next_nodes if each not in known]:
-                stack.extend(missing)
-                continue
-            known[node] = node.closure if is_recv(node) else _small_union(next_nodes, known, limit)
+            if type(node) is RECV_NODE:
+                known[node] = node.closure
+            else:
+                next_nodes = [each for each, _ in node.next_functions if each is not None]
+                if missing := [each for each in next_nodes if each not in known]:
+                    stack += missing
+                    continue
+                known[node] = _small_union(next_nodes, known, limit)
         stack.pop()
     return _small_union(starts, known, limit)
 
 
 def _small_union(nodes: Iterable[Any], known: Mapping[Any, Closure | None], limit: int) -> Closure | None:
-    found: list[Closure] = []
+    closure = NOTHING
+    others: list[Closure] = []
     for node in nodes:
-        if (closure := known[node]) is None:
+        of_node = known[node]
+        if of_node is None:
             return None
-        if not any(closure is each for each in found):
-            found.append(closure)
-    closure = union(found)
+        if of_node is closure or of_node is NOTHING:
+            continue
+        if closure is NOTHING:
+            closure = of_node
+        else:
+            others.append(of_node)
+    if others:
+        closure = union([closure, *others])
     return closure if len(closure) <= limit else None

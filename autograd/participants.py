@@ -1,7 +1,7 @@
 """Which sends, on which workers, take part in a backward pass."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from ..rpc.contracts.agent import RpcAgent
@@ -12,8 +12,10 @@ from .context import Context
 __all__ = ["all_sends", "by_worker", "complete_closure"]
 
 
-def complete_closure(agent: RpcAgent, context: Context, closure: Closure) -> set[SendId]:
+def complete_closure(agent: RpcAgent, context: Context, closure: Closure) -> Set[SendId]:
     """Returns all sends of a closure (SMART mode). Asks other workers for what was omitted from headers."""
+    if not closure.omitted:
+        return closure.sends
     sends, wanted, asked = set(closure.sends), set(closure.omitted), set[SendId]()
     while wanted:
         asked |= wanted
@@ -26,7 +28,7 @@ def complete_closure(agent: RpcAgent, context: Context, closure: Closure) -> set
     return sends
 
 
-def all_sends(agent: RpcAgent, context: Context) -> set[SendId]:
+def all_sends(agent: RpcAgent, context: Context) -> Set[SendId]:
     """Returns all sends of a context (FAST mode). Asks all workers that the context has reached."""
     me = agent.info.id
     message_ids, reached = context.sends()

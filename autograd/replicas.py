@@ -45,6 +45,10 @@ MAY_HAVE_EARLIER_MODULES = torch.distributed.is_available() and torch.distribute
 """Whether DDP modules may have been constructed before this module was imported."""
 
 
+_modules_here: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
+"""The DDP modules of this process that are recorded, until they are freed."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Record:
     """A DDP module, and when its constructor ran.
@@ -77,6 +81,7 @@ def _record_module(module: DistributedDataParallel, wrapped: nn.Module, construc
         wrapped: the module that it wraps.
         constructed_ns: see `_Record`.
     """
+    _modules_here.add(module)
     record = _Record(constructed_ns, weakref.ref(module))
     nodes = [start_node(parameter) for parameter in _replicated_parameters(wrapped)]
     for node in nodes:
@@ -103,6 +108,11 @@ class Replicas:
         self._lock = threading.Lock()
         self._has_searched = not MAY_HAVE_EARLIER_MODULES
 
+    @property
+    def may_exist(self) -> bool:
+        """Whether this process may have DDP modules."""
+        return bool(_modules_here) or not self._has_searched
+
     def modules_of(self, nodes: Iterable[Any]) -> list[DistributedDataParallel]:
         """Returns the DDP modules of parameters, in the order of construction, which is the same on all replicas.
 
@@ -112,6 +122,8 @@ class Replicas:
         Raises:
             AutogradError: one of the modules has a static graph, or was constructed before gradwire was imported.
         """
+        if not self.may_exist:
+            return []
         self._search_earlier_modules()
         records = {record for node in nodes for record in _records(node)}
         if any(record.constructed_ns is None and record.module() for record in records):

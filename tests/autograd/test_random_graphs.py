@@ -59,16 +59,21 @@ class Watch:
         return above, _received(Graph(self.starts))
 
     def wrong_runs(self, taking_part: Iterable[int], passes: int) -> list[str]:
-        """Returns the nodes that did not run once in each pass, or ran without taking part."""
+        """Returns the nodes that did not run once in each pass, or ran without taking part.
+
+        Gates, and the nodes of leaves, need not run.
+        """
         if current_agent().extension(Autograd).engine.one_root_at_a_time:
             return []
         graph = Graph([*self.starts, *(self.gates[number] for number in taking_part)])
-        expected = dict.fromkeys(graph.nodes - set(graph.leaves), passes)
-        return [
+        gates = set(self.gates.values())
+        expected = dict.fromkeys(graph.nodes - set(graph.leaves) - gates, passes)
+        wrong = [
             f"{node} ran {self.runs[node]} times, not {expected.get(node, 0)}"
             for node in self.runs.keys() | expected.keys()
-            if self.runs[node] != expected.get(node, 0) and node not in graph.leaves
+            if self.runs[node] != expected.get(node, 0) and node not in graph.leaves and node not in gates
         ]
+        return wrong + [f"{gate} ran {self.runs[gate]} times" for gate in gates if self.runs[gate] > passes]
 
 
 def _received(graph: Any) -> list[SendId]:

@@ -1,0 +1,238 @@
+"""What one worker differentiates in a backward pass, and how it has torch's engine do that.
+
+A worker's part of a pass is at most one call of torch's engine. Its roots are the losses, on the worker that
+called `backward`, and the sends that take part. Since they are roots, torch's dependency counts make every node
+wait for all gradients that it receives, and run once.
+
+A send enters the engine in one of three ways:
+
+- Its gradients have arrived: they enter where the tensors of the message have come from.
+- They have not: its gate enters, and waits for them. A gate blocks the thread that runs the graph, so it must run
+  only when no other node is ready, and of several ready gates the one sent last must run first: the gradient of a
+  send depends only on sends that came after it, so this order cannot deadlock. torch's engine runs ready nodes by
+  descending sequence number. Gates therefore get their message ids as sequence numbers, and every other node a
+  larger number.
+- The tensors of the message are leaves, so their gradients are those that arrive: it does not enter at all. The
+  gradients are waited for when the engine has run.
+
+The order holds on one thread, which runs CPU nodes and blocks. In a graph with nodes on other devices, torch runs
+those on threads of their own, and a gate may block the CPU thread before they have made other CPU nodes ready.
+Such a graph is run one root at a time: nodes that several roots depend on run several times, and their results are
+summed up.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from ..torch_internals import profiler_enabled, run_backward
+from .backward_pass import BackwardPass
+from .compression import TensorGradients
+from .context import Context
+from .graph import AccumulateGrad, Graph, start_node
+from .partial import PartialGradients, total
+
+__all__ = ["LeafGradient", "Part"]
+
+ABOVE_GATES = 1 << 40
+"""Added to the sequence number of an ordinary node that is as small as a gate's, which keeps their order."""
+
+LeafGradient = torch.Tensor | None
+
+
+@final
+class Part:
+    """One worker's part of a pass. Used by one thread."""
+
+    def __init__(
+        self,
+        context: Context,
+        roots: Sequence[torch.Tensor],
+        graph: Graph,
+        message_ids: Sequence[int],
+        *,
+        one_root_at_a_time: bool = False,
+        with_leaves: bool = False,
+    ) -> None:
+        """Finds out what takes part.
+
+        Args:
+            context: the context of the pass.
+            roots: the losses that are on this worker.
+            graph: what gets a gradient if `roots` do; is extended by what the sends add.
+            message_ids: those of the sends that take part.
+            one_root_at_a_time: run the graph as one with nodes on several devices.
+            with_leaves: have sends of leaves enter the engine as well, so that `graph` has their leaves.
+
+        Raises:
+            AutogradError: there is no such send.
+        """
+        self.graph = graph
+        self.message_ids = sorted(message_ids, reverse=True)  # the order in which torch's engine runs gates
+        self._context = context
+        self._roots = roots
+        self._gates: dict[int, torch.Tensor] = {}
+        """Those of the sends that enter the engine."""
+        self._leaf_sends: dict[int, list[Any]] = {}
+        """The accumulation nodes of the tensors of the other sends."""
+        # A profile shows the gates.
+        is_plain = not one_root_at_a_time and not profiler_enabled() and not _may_have_several_devices()
+        for message_id in self.message_ids:
+            gate = context.gate(message_id)
+            leaves = _leaves_behind(gate) if is_plain and not with_leaves else None
+            if leaves is None:
+                self._gates[message_id] = gate
+            else:
+                self._leaf_sends[message_id] = leaves
+        if self._gates:
+            graph.extend([gate.grad_fn for gate in self._gates.values()])
+        self._graphs: list[Graph] | None = None
+        """Those of the roots and of the gates, if they are run one at a time."""
+        if one_root_at_a_time or _has_several_devices(graph):
+            self._graphs = [Graph([start_node(output)]) for output in (*roots, *self._gates.values())]
+        self._is_plain = is_plain
+
+    @property
+    def enters_gates(self) -> bool:
+        """Whether gates may wait for gradients while torch's engine runs."""
+        return bool(self._gates)
+
+    def partial_gradients(self) -> PartialGradients | None:
+        """Returns what sums up the gradients of received messages that several roots lead to, if need be."""
+        if self._graphs is None:
+            return None
+        counts = Counter((node.sender, node.message_id) for graph in self._graphs for node in graph.receives)
+        return PartialGradients(counts)
+
+    def run(
+        self, running: BackwardPass, *, retain_graph: bool, collect: Callable[[], None]
+    ) -> tuple[Sequence[Any], list[LeafGradient]]:
+        """Computes the gradients of the leaves, and sends those of received messages.
+
+        Args:
+            running: the pass.
+            retain_graph: keep the graph for further passes over it.
+            collect: is called when the engine has run, and waits for gradients that come with answers.
+
+        Returns:
+            Accumulation nodes of leaves, and a gradient for each.
+        """
+        if self._graphs is not None:
+            gradients = self._run_one_by_one(self._graphs, retain_graph=retain_graph)
+        elif self._roots or self._gates:
+            gradients = self._run_engine(running, retain_graph=retain_graph)
+        else:
+            gradients = []
+        nodes: Sequence[Any] = self.graph.leaves
+        if self._leaf_sends:
+            collect()
+            nodes, gradients = self._with_leaf_sends(running, nodes, gradients)
+        return nodes, gradients
+
+    def _run_engine(self, running: BackwardPass, *, retain_graph: bool) -> list[LeafGradient]:
+        outputs: list[Any] = list(self._roots)
+        gradients: list[torch.Tensor | None] = [None] * len(outputs)
+        waiting: dict[int, torch.Tensor] = {}
+        for message_id, gate in self._gates.items():
+            arrived = running.take_complete(message_id) if self._is_plain else None
+            if arrived is None:
+                outputs.append(gate)
+                gradients.append(None)
+                waiting[message_id] = gate
+            else:
+                outputs += [GradientEdge(*edge) for edge in gate.grad_fn.next_functions]  # type: ignore[union-attr]
+                gradients += arrived
+        if waiting:
+            _number_nodes(self.graph, waiting, self._context.message_count)
+        return self._grad(outputs, gradients, self.graph.leaves, retain_graph=retain_graph)
+
+    def _run_one_by_one(self, graphs: Sequence[Graph], *, retain_graph: bool) -> list[LeafGradient]:
+        """Runs the graph from one root after another, and sums up the gradients of each leaf."""
+        _number_nodes(self.graph, self._gates, self._context.message_count)
+        sums: dict[Any, LeafGradient] = {}
+        outputs = [*self._roots, *self._gates.values()]
+        for index, (output, graph) in enumerate(zip(outputs, graphs, strict=True)):
+            is_last = index == len(outputs) - 1
+            found = self._grad([output], [None], graph.leaves, retain_graph=retain_graph or not is_last)
+            for node, gradient in zip(graph.leaves, found, strict=True):
+                sums[node] = total(sums.get(node), gradient)
+        return [sums.pop(node) for node in self.graph.leaves]
+
+    def _grad(
+        self,
+        outputs: Sequence[Any],
+        gradients: Sequence[torch.Tensor | None],
+        leaves: Sequence[Any],
+        *,
+        retain_graph: bool,
+    ) -> list[LeafGradient]:
+        """Runs the graph from `outputs`; returns a gradient for each accumulation node in `leaves`.
+
+        Args:
+            outputs: losses and gates, which are scalars, and edges.
+            gradients: one for each edge; None for the scalars, whose gradient is 1. Gates ignore theirs.
+            leaves: accumulation nodes.
+            retain_graph: keep the graph.
+        """
+        # All RecvRpc nodes lead to the dummy, without which the engine would not run them.
+        inputs = (*[GradientEdge(node, 0) for node in leaves], self._context.dummy)
+        return list(run_backward(outputs, gradients, inputs, retain_graph=retain_graph))[:-1]
+
+    def _with_leaf_sends(
+        self, running: BackwardPass, nodes: Sequence[Any], gradients: Sequence[LeafGradient]
+    ) -> tuple[Sequence[Any], list[LeafGradient]]:
+        """Adds the gradients of the sends of leaves, for which it waits, to those that the engine has computed."""
+        sums = dict(zip(nodes, gradients, strict=True))
+        for message_id, leaf_nodes in self._leaf_sends.items():
+            arrived = _fitting(leaf_nodes, running.wait_for_gradients(message_id))
+            for node, gradient in zip(leaf_nodes, arrived, strict=True):
+                sums[node] = total(sums[node], gradient) if node in sums else gradient
+        return list(sums), list(sums.values())
+
+
+def _leaves_behind(gate: torch.Tensor) -> list[Any] | None:
+    """Returns the accumulation nodes of the tensors of a send; None if one is no leaf, or has hooks."""
+    nodes: list[Any] = [node for node, _ in gate.grad_fn.next_functions]  # type: ignore[union-attr]
+    are_leaves = all(type(node) is AccumulateGrad and not node.variable._backward_hooks for node in nodes)
+    return nodes if are_leaves else None
+
+
+def _fitting(leaf_nodes: Sequence[Any], gradients: TensorGradients) -> TensorGradients:
+    """Returns gradients as torch's engine passes them to leaves: of the leaf's dtype, shape and device."""
+    for node, gradient in zip(leaf_nodes, gradients, strict=True):
+        leaf = node.variable
+        if gradient is not None and (
+            gradient.dtype is not leaf.dtype or gradient.shape != leaf.shape or gradient.device != leaf.device
+        ):
+            break
+    else:
+        return gradients
+    fitting: list[LeafGradient] = []
+    for node, gradient in zip(leaf_nodes, gradients, strict=True):
+        edge = GradientEdge(node, 0)
+        fitting += [None] if gradient is None else run_backward([edge], [gradient], (edge,), retain_graph=True)
+    return fitting
+
+
+def _number_nodes(graph: Graph, gates: Mapping[int, torch.Tensor], limit: int) -> None:
+    """Gives the gates their message ids, all below `limit`, as sequence numbers, and other nodes larger ones."""
+    for node in graph.nodes:
+        if (number := node._sequence_nr()) < limit:
+            node._set_sequence_nr(number + ABOVE_GATES)
+    for message_id, gate in gates.items():
+        gate.grad_fn._set_sequence_nr(message_id)  # type: ignore[union-attr]
+
+
+def _may_have_several_devices() -> bool:
+    """Returns whether a graph can have nodes on other devices than the CPU."""
+    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _has_several_devices(graph: Graph) -> bool:
+    """Returns whether a graph has nodes on other devices than the CPU, on which gates always are."""
+    if not _may_have_several_devices():
+        return False
+    return any(meta.device.type != "cpu" for node in graph.nodes for meta in node._input_metadata if meta.device)
