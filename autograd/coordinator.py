@@ -9,6 +9,7 @@ import torch
 from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType, Request
+from ..rpc.execution.futures import Future
 from .anomaly import AnomalyMode
 from .closure import SendId
 from .compression import Compressed, decompress
@@ -74,7 +75,7 @@ class PassCoordinator:
         self._one_answer = one_answer
         self._lock = threading.Lock()
         self._error: Exception | None = None
-        self._parts: list[torch.futures.Future[Any]] = []
+        self._parts: list[Future[Any]] = []
 
     def start(self, soon: Collection[int]) -> None:
         """Has the workers run their parts.
@@ -132,7 +133,7 @@ class PassCoordinator:
         """
         if self._one_answer:
             self.flush()
-            self._take_gradients(self._parts[0].wait())
+            self._take_gradients(self._parts[0].wait_alone())
             self._parts.clear()
 
     def wait(self) -> None:

@@ -57,4 +57,4 @@ def _ask(agent: RpcAgent, kind: MessageType.ValueType, requests: Mapping[int, ob
         worker: agent.request(agent.worker(worker), Request(kind, value)) for worker, value in requests.items()
     }
     with agent.blocking():
-        return {worker: future.wait() for worker, future in futures.items()}
+        return {worker: future.wait_alone() for worker, future in futures.items()}

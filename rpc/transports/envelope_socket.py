@@ -247,13 +247,14 @@ class EnvelopeSocket:
             after = content + length
             if after > end:
                 break
-            if kind == _Kind.ENVELOPE:
-                envelope = agent_pb2.Envelope.FromString(data[content:after])
-                completion = self._completion(envelope, future)
-                if completion is not None:
-                    others = data[:start] + data[after:]
-                    left = others if self._segments is None else (others, rights)
-                    return Answer(completion, [left] if others else [])
+            if kind != _Kind.ENVELOPE:
+                break  # what it tells comes before the answer: segments are free for the next call
+            envelope = agent_pb2.Envelope.FromString(data[content:after])
+            completion = self._completion(envelope, future)
+            if completion is not None:
+                others = data[:start] + data[after:]
+                left = others if self._segments is None else (others, ())
+                return Answer(completion, [left] if others else [])
             start = after
         return None
 
