@@ -1,8 +1,7 @@
 """Runs the functions that other workers call."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
@@ -17,7 +16,7 @@ from .functions import is_async_execution
 from .profiling.extension import run_profiled
 from .wire.tracebacks import user_traceback
 
-__all__ = ["Calls", "log_failure", "logged", "run_function"]
+__all__ = ["Calls", "log_failure", "run_function"]
 
 log = logging.getLogger("gradwire.rpc.calls")
 
@@ -54,16 +53,6 @@ def log_failure(message: Incoming, error: BaseException) -> None:
     if log.isEnabledFor(logging.INFO):
         trace = (type(error), error, user_traceback(error))
         log.info("a call from worker %s failed", message.source.name, exc_info=trace)
-
-
-@contextmanager
-def logged(message: Incoming) -> Iterator[None]:
-    """Context manager that logs the exception of a function that another worker calls."""
-    try:
-        yield
-    except BaseException as error:
-        log_failure(message, error)
-        raise
 
 
 def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -196,13 +196,14 @@ class _FaultyTransport:
         """The delayed envelopes. Used on the event loop only."""
 
     def send(self, envelope: bytes) -> int:
-        names = _names(envelope)
-        if self._faults.should_fail(names):
-            raise SendFailedError(self._peer.name, f"fault injection failed the {names[0]} message")
-        if delay := self._faults.delay(names):
-            self._loop.call_soon_threadsafe(self._send_at, self._loop.time() + delay, envelope)
-            return DELAYED_TICKET
-        return self._transport.send(envelope)
+        return DELAYED_TICKET if self._fail_or_delay(envelope) else self._transport.send(envelope)
+
+    def send_behind(self, envelope: bytes, seconds: float) -> None:
+        if not self._fail_or_delay(envelope):
+            self._transport.send_behind(envelope, seconds)
+
+    def flush(self) -> None:
+        self._transport.flush()
 
     def withdraw(self, ticket: int) -> bool:
         return ticket != DELAYED_TICKET and self._transport.withdraw(ticket)
@@ -220,6 +221,15 @@ class _FaultyTransport:
             self._send_delayed(envelope)
         self._delayed.clear()
         await self._transport.close(drain, end, dial=dial)
+
+    def _fail_or_delay(self, envelope: bytes) -> bool:
+        """Raises SendFailedError if an envelope is to fail; returns whether it is delayed."""
+        names = _names(envelope)
+        if self._faults.should_fail(names):
+            raise SendFailedError(self._peer.name, f"fault injection failed the {names[0]} message")
+        if delay := self._faults.delay(names):
+            self._loop.call_soon_threadsafe(self._send_at, self._loop.time() + delay, envelope)
+        return delay > 0
 
     def _send_at(self, when: float, envelope: bytes) -> None:
         def leave() -> None:

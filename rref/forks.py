@@ -19,7 +19,6 @@ docs/rref.md draws the states of a fork.
 """
 
 import threading
-import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -32,7 +31,16 @@ from ..proto.v1 import agent_pb2
 from ..rpc.calls import name_of
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.arguments import CALL_PARTS
-from ..rpc.contracts.messages import Deferred, Handler, Incoming, MessageType, Outgoing, Request
+from ..rpc.contracts.messages import (
+    RREF_CREATE,
+    RREF_FETCH,
+    Handler,
+    Incoming,
+    LaterAnswer,
+    MessageType,
+    Outgoing,
+    Request,
+)
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.futures import Future, error_of
@@ -43,6 +51,12 @@ from .rref import RRef
 from .value_server import ValueServer
 
 __all__ = ["References"]
+
+MIN_WAITING_TIMEOUT_S = 1.0
+"""Seconds: the answer to a creation with a shorter timeout does not wait for other messages."""
+
+MIN_WAITING_CALLS = 1024
+"""The smallest bound of calls in flight with which such answers wait: until then, their calls are in flight."""
 
 
 @final
@@ -64,9 +78,11 @@ class References(ReferenceExtension):
         the fork, and the id of the other worker."""
         self._fork_deleted = threading.Condition()
         """Notified when the owner of a dropped fork has removed it."""
-        self._creating: weakref.WeakValueDictionary[GlobalId, Lease] = weakref.WeakValueDictionary()
-        """The leases of the values that `remote` has created here, kept by creating messages in flight too."""
+        self._creating: set[GlobalId] = set()
+        """The values that `remote` has created here and whose leases live, by creating messages in flight too."""
         self._is_closed = False
+        flow = agent.options.flow_control
+        self._can_wait = min(flow.max_in_flight, flow.max_total_in_flight) >= MIN_WAITING_CALLS
         agent.control.on("rref.fork", self._on_fork)
         agent.control.on("rref.await", self._on_await)
         agent.control.on("rref.accept", self._on_accept)
@@ -75,13 +91,14 @@ class References(ReferenceExtension):
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of creations and fetches."""
         return {
-            MessageType.RREF_CREATE: Handler(
+            RREF_CREATE: Handler(
                 self._serve_creation,
                 user_values=True,
                 operation="remote",
+                is_quick=True,
                 description="RRef creation via remote() on worker",
             ),
-            MessageType.RREF_FETCH: Handler(
+            RREF_FETCH: Handler(
                 self.values.serve_fetch,
                 user_values=True,
                 cancellable=True,
@@ -106,20 +123,18 @@ class References(ReferenceExtension):
     def create(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> OwnerHandle | UserHandle:
         """Runs a call on a worker, which owns the result; returns a handle to it at once."""
         identifier, fork_id = self._ids.next(), self._ids.next()
-        if owner == self.agent.info:
+        if owner.id == self.agent.info.id:
             return self._create_here(identifier, fork_id, call, timeout)
         fork = Fork(identifier, fork_id, owner, is_creator=True)
         handle = self._lease(fork)
-        if fork.lease is not None:
-            self._creating[identifier] = fork.lease
+        self._creating.add(identifier)
         try:
             fork.creation = self._request_creation(owner, identifier, fork_id, call, timeout, keep=fork.lease)
         except BaseException:
             self._remove_fork(fork)
             raise
-        if fork.creation.done():  # a message that was not sent is known at once, so that it is not passed on
-            fork.error = error_of(fork.creation)
-        fork.creation.add_done_callback(lambda done: self._on_created(fork, error_of(done)))
+        # Of a message that was not sent this is known at once, so that the reference is not passed on.
+        fork.creation.call_when_done(lambda done: self._confirm(fork, error_of(done)))
         return handle
 
     def _create_here(
@@ -150,28 +165,28 @@ class References(ReferenceExtension):
         timeout: float | None,
         keep: object = None,
     ) -> Future[Any]:
-        created = _to_proto(identifier, fork, owner.id)
-        future = self.agent.request(
-            owner,
-            Request(
-                MessageType.RREF_CREATE,
-                call,
-                timeout=timeout,
-                label=CALL_PARTS,
-                header=lambda envelope: envelope.created.CopyFrom(created),
-                keep=keep,
-            ),
-        )
+        seconds = self.agent.rpc_timeout if timeout is None else timeout
+
+        def add_header(envelope: agent_pb2.Envelope) -> None:
+            created = envelope.created
+            created.owner = owner.id
+            created.reference.worker_id, created.reference.number = identifier
+            created.fork.worker_id, created.fork.number = fork
+            # Nobody waits for this answer; who does asks for it: see `_confirm_creation`.
+            envelope.answer_can_wait = self._can_wait and not 0 < seconds < MIN_WAITING_TIMEOUT_S
+
+        request = Request(RREF_CREATE, call, timeout, CALL_PARTS, add_header, keep)
+        future = self.agent.request(owner, request)
         function = call[0]  # not the arguments, which the owner alone keeps
         future.describe = lambda: f"remote {name_of(function)}"
         return future
 
     def _lease(self, fork: Fork) -> UserHandle:
         self._forks.add(fork)
-        fork.lease = Lease(partial(self._on_lease_released, fork))
+        fork.lease = Lease(self._on_lease_released, fork)
         return UserHandle(self.agent, fork)
 
-    def _serve_creation(self, message: Incoming) -> Deferred | None:
+    def _serve_creation(self, message: Incoming) -> LaterAnswer | None:
         return self.values.serve_creation(message, message.state[References])
 
     # References in messages.
@@ -250,6 +265,7 @@ class References(ReferenceExtension):
     def _accept_as_owner(self, sender: WorkerInfo, identifier: GlobalId, fork_id: GlobalId) -> OwnerHandle:
         try:
             entry = self.entry(identifier)
+            self.table.note_handle(entry)
         except RRefError as error:  # lost with the worker that had it first; raised on use
             entry = OwnedValue(identifier)
             entry.fail(error)
@@ -259,23 +275,17 @@ class References(ReferenceExtension):
             self.agent.control.send(sender, "rref.accept", tuple(fork_id), urgent=False)
         return OwnerHandle(self.agent, entry)
 
-    # The life of a fork, on the control thread.
+    # The life of a fork, on any thread.
 
     def _on_lease_released(self, fork: Fork) -> None:
         """Drops a fork. Called by finalizers: takes no lock."""
-        self.agent.control.run(partial(self._drop, fork), urgent=False)
-
-    def _drop(self, fork: Fork) -> None:
         fork.is_dropped = True
+        if fork.is_creator:
+            self._creating.discard(fork.reference)
         self._delete_if_due(fork)
 
-    def _on_created(self, fork: Fork, error: Exception | None) -> None:
-        """Confirms the fork of a creation that has been answered. Called on any thread."""
-        fork.settle(error)
-        if fork.is_dropped:  # else the control thread need not be woken
-            self.agent.control.run(partial(self._delete_if_due, fork), urgent=False)
-
     def _confirm(self, fork: Fork, error: Exception | None) -> None:
+        """Handles the owner's answer: it has counted the fork, or never will."""
         fork.settle(error)
         self._delete_if_due(fork)
 
@@ -286,9 +296,9 @@ class References(ReferenceExtension):
                 fork.settle(RRefError(f"worker {self.agent.info.name!r} has shut down its RPC agent"))
 
     def _delete_if_due(self, fork: Fork) -> None:
-        if not fork.is_dropped or not (fork.is_confirmed or fork.error) or fork.is_deleted:
+        """Has the owner told of a fork that has been dropped, and confirmed or not. Takes no lock."""
+        if not fork.is_dropped or not (fork.is_confirmed or fork.error) or not fork.begin_deletion():
             return
-        fork.is_deleted = True
         # The owner has counted the fork of a creation that was sent, even if it failed: the request has ended by
         # now. Any other fork that is not confirmed needs no deleting.
         was_sent = fork.is_creator and not isinstance(fork.error, WorkerLostError | SendFailedError)
@@ -298,7 +308,7 @@ class References(ReferenceExtension):
                 fork.owner, "rref.delete", payload, lambda _error: self._remove_fork(fork), urgent=False
             )
         else:
-            self._remove_fork(fork)
+            self.agent.control.run(partial(self._remove_fork, fork), urgent=False)
 
     def _remove_fork(self, fork: Fork) -> None:
         with self._fork_deleted:

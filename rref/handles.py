@@ -25,20 +25,26 @@ CreationCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 class Lease:
     """Keeps a fork from being deleted: shared by the program's reference and by requests in flight."""
 
-    __slots__ = ("__weakref__", "_on_released")
+    __slots__ = ("_fork", "_on_released")
 
-    def __init__(self, on_released: Callable[[], None]) -> None:
-        """Args: on_released: called by a finalizer, when nothing refers to the lease any more. Takes no lock."""
+    def __init__(self, on_released: "Callable[[Fork], None]", fork: "Fork") -> None:
+        """Makes a lease.
+
+        Args:
+            on_released: called with the fork, by a finalizer, when nothing refers to the lease. Takes no lock.
+            fork: the fork.
+        """
         self._on_released = on_released
+        self._fork = fork
 
     def __del__(self) -> None:
-        self._on_released()
+        self._on_released(self._fork)
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Fork:
-    """A fork on the worker that holds it. Changes on the control thread only, except by `settle`."""
+    """A fork on the worker that holds it."""
 
     reference: GlobalId
     """The id of the reference, which is that of the value."""
@@ -54,12 +60,20 @@ class Fork:
     """None once the program has dropped the reference."""
     is_dropped: bool = False
     """Whether the lease has been released."""
-    is_deleted: bool = False
-    """Whether the owner has been told to delete it, where it need be told."""
     creation: Future[Any] | None = None
     """On the creator: done when the call that makes the value has ended."""
     _waiters: list[threading.Event] = field(default_factory=list)
     """Set by `settle`."""
+    _deletion: list[None] = field(default_factory=lambda: [None])
+    """Empty once the owner is told to delete the fork, where it need be told."""
+
+    def begin_deletion(self) -> bool:
+        """Returns whether the caller is the one that deletes the fork, of all that find that it is time."""
+        try:
+            self._deletion.pop()
+        except IndexError:
+            return False
+        return True
 
     def settle(self, error: Exception | None) -> None:
         """Notes that the owner has counted the fork (None), or that it never will (the error)."""

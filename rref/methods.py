@@ -1,5 +1,6 @@
 """Calls that name values by their ids, which makes no forks, and the functions that they run on the owner."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,19 @@ from ..rpc.contracts.agent import Destination, current_agent
 from ..rpc.contracts.arguments import check_call, check_timeout
 from ..rpc.execution.futures import Future
 from ..rpc.profiling.extension import RPCExecMode, profiled_call
+from ..torch_internals import profiler_enabled
 from .handles import OwnerHandle, UserHandle, references_of
 from .ids import GlobalId
 
-__all__ = ["call_method", "check_attribute", "create_value", "request_method", "request_type", "send_with_values"]
+__all__ = [
+    "call_method",
+    "check_attribute",
+    "create_value",
+    "request_confirmation",
+    "request_method",
+    "request_type",
+    "send_with_values",
+]
 
 USER_CODE_CALLERS = ("_require_attribute", "_run_method")
 """See gradwire.rpc.wire.tracebacks."""
@@ -32,6 +42,8 @@ def create_value(
     owner = agent.worker(to)
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
+    if not profiler_enabled():
+        return references_of(agent).create(owner, call, seconds)
     with profiled_call(agent, RPCExecMode.REMOTE, func, owner):
         return references_of(agent).create(owner, call, seconds)
 
@@ -51,6 +63,11 @@ def request_method(
 def request_type(handle: Handle, timeout: float) -> Future[type]:
     """Asks the owner of a value for its type; returns a future of it."""
     return _request(handle, _rref_typeof_on_owner, (), timeout)
+
+
+def request_confirmation(handle: Handle) -> None:
+    """Has the owner answer the creation of a value as soon as it can, instead of with another message."""
+    _request(handle, _confirm_creation, (), 0.0)
 
 
 def check_attribute(handle: Handle, name: str, timeout: float) -> None:
@@ -114,6 +131,13 @@ def _run_method(value: Any, name: str, args: Sequence[Any], kwargs: Mapping[str,
 
 def _rref_typeof_on_owner(identifier: tuple[int, int]) -> type:
     return type(_value(identifier))
+
+
+def _confirm_creation(identifier: tuple[int, int]) -> None:
+    """Sends what waits for other messages, the answer to the creation of a value included, once it has ended."""
+    with contextlib.suppress(Exception):  # that of the function that was to make the value
+        _value(identifier)
+    current_agent().control.run(lambda: None)
 
 
 def _require_attribute(identifier: tuple[int, int], name: str) -> None:

@@ -24,33 +24,62 @@ class ValueTimeoutError(Exception):
 class OwnedValue:
     """The entry of one value: it is pending, set, or failed."""
 
-    __slots__ = ("__weakref__", "forks", "future", "id", "is_created")
+    __slots__ = ("__weakref__", "_futures", "_outcomes", "forks", "id", "is_created")
 
     def __init__(self, identifier: GlobalId) -> None:
         self.id = identifier
-        self.future: Future[Any] = Future()
-        """The value, or the error of the call that makes it."""
         self.is_created = False
         """Whether the creating message has arrived."""
         self.forks: dict[GlobalId, int] = {}
         """The worker that holds each fork."""
+        # The first item of each of these lists counts. So neither needs a lock.
+        self._outcomes: list[tuple[Any, Exception | None]] = []
+        """The value, or the error of the call that makes it."""
+        self._futures: list[Future[Any]] = []
+        """The future of the outcome, once somebody waits for it: it takes longer to make than the rest."""
+
+    @property
+    def outcome(self) -> tuple[Any, Exception | None] | None:
+        """The value and the error, of which one is None; None while the entry is pending."""
+        return self._outcomes[0] if self._outcomes else None
+
+    @property
+    def future(self) -> "Future[Any]":
+        """The future of the value."""
+        if not self._futures:
+            self._futures.append(Future())
+        future = self._futures[0]
+        if self._outcomes:
+            self._complete(future)
+        return future
 
     def state(self) -> str:
         """Returns the state in words: `here`, `pending`, or `failed: ` and the class of the error."""
-        if not self.future.done():
+        if (outcome := self.outcome) is None:
             return "pending"
-        error = self.future.exception()
-        return "here" if error is None else f"failed: {type(error).__name__}"
+        return "here" if outcome[1] is None else f"failed: {type(outcome[1]).__name__}"
 
     def resolve(self, value: Any) -> None:
         """Sets the value, unless the entry has failed."""
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_result(value)
+        self._set((value, None))
 
     def fail(self, error: Exception) -> None:
         """Sets the error that all waiters get instead of the value, unless the value is set."""
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(error.with_traceback(None))  # whose frames refer to this entry
+        self._set((None, error.with_traceback(None)))  # whose frames refer to this entry
+
+    def _set(self, outcome: tuple[Any, Exception | None]) -> None:
+        self._outcomes.append(outcome)
+        del self._outcomes[1:]
+        if self._futures:  # `future` looks at the outcome after it has set this
+            self._complete(self._futures[0])
+
+    def _complete(self, future: "Future[Any]") -> None:
+        value, error = self._outcomes[0]
+        with contextlib.suppress(InvalidStateError):  # it is complete
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
 
     def wait(self, seconds: float) -> Any:
         """Waits for the value and returns it.
@@ -62,13 +91,14 @@ class OwnedValue:
             ValueTimeoutError: the value was not there in time.
             Exception: the error of the entry.
         """
-        wait([self.future], seconds or None)
-        if not self.future.done():
+        if self.outcome is None:
+            wait([self.future], seconds or None)
+        if (outcome := self.outcome) is None:
             raise ValueTimeoutError
-        error = self.future.exception()
-        if isinstance(error, Exception):
+        value, error = outcome
+        if error is not None:
             raise copy_error(error) from error.__cause__
-        return self.future.result()
+        return value
 
 
 @final
@@ -79,9 +109,10 @@ class OwnerTable:
         """Args: worker: the id of this worker."""
         self._worker = worker
         self._lock = threading.Lock()
-        self._all: weakref.WeakValueDictionary[GlobalId, OwnedValue] = weakref.WeakValueDictionary()
         self._forked: dict[GlobalId, OwnedValue] = {}
         """Entries with forks."""
+        self._held: weakref.WeakValueDictionary[GlobalId, OwnedValue] = weakref.WeakValueDictionary()
+        """Entries that handles of this worker keep, or that were awaited."""
         self._awaited: dict[GlobalId, OwnedValue] = {}
         """Entries that other workers' messages named before the creating message arrived."""
         self._lost: dict[int, str] = {}
@@ -103,8 +134,13 @@ class OwnerTable:
     def create(self, identifier: GlobalId) -> OwnedValue:
         """Returns a new entry that this worker makes by itself."""
         with self._lock:
-            entry = self._all[identifier] = OwnedValue(identifier)
+            entry = self._held[identifier] = OwnedValue(identifier)
             return entry
+
+    def note_handle(self, entry: OwnedValue) -> None:
+        """Notes that a handle of this worker keeps an entry, also without forks."""
+        with self._lock:
+            self._held[entry.id] = entry
 
     def get(self, identifier: GlobalId) -> OwnedValue:
         """Returns an entry; a pending one if the creating message has yet to arrive.
@@ -118,8 +154,14 @@ class OwnerTable:
     def mark_created(self, entry: OwnedValue) -> None:
         """Notes that the creating message has arrived."""
         with self._lock:
-            entry.is_created = True
-            self._awaited.pop(entry.id, None)
+            self._mark_created(entry)
+
+    def begin_creation(self, identifier: GlobalId, fork: GlobalId, holder: int) -> OwnedValue:
+        """Notes that the creating message has arrived, and counts its fork. Otherwise as `add_fork`."""
+        with self._lock:
+            entry = self._add_fork(identifier, fork, holder, is_awaited=False)
+            self._mark_created(entry)
+            return entry
 
     def add_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> OwnedValue:
         """Counts a fork, and returns the entry.
@@ -133,12 +175,7 @@ class OwnerTable:
             RRefError: the holder is lost, or as in `get`.
         """
         with self._lock:
-            if holder in self._lost:
-                raise RRefError(f"the worker that holds fork {fork} is lost: {self._lost[holder]}")
-            entry = self._get(identifier)
-            entry.forks[fork] = holder
-            self._forked[identifier] = entry
-            return entry
+            return self._add_fork(identifier, fork, holder)
 
     def remove_fork(self, identifier: GlobalId, fork: GlobalId) -> None:
         """Removes a fork. Does nothing if it was removed together with a lost holder."""
@@ -167,7 +204,7 @@ class OwnerTable:
         """
         with self._lock:
             self._lost[worker] = reason
-            entries = list(self._all.values())
+            entries = self._entries()
             for identifier in [i for i in self._awaited if i.worker == worker]:
                 del self._awaited[identifier]
             for entry in entries:
@@ -180,7 +217,7 @@ class OwnerTable:
     def clear(self, error: Exception) -> None:
         """Removes all entries. Those that are pending fail with the error."""
         with self._lock:
-            pending = [entry for entry in self._all.values() if not entry.future.done()]
+            pending = [entry for entry in self._entries() if entry.outcome is None]
             forked, self._forked = self._forked, {}
             awaited, self._awaited = self._awaited, {}
         forked.clear()  # outside the lock: values may have finalizers
@@ -188,8 +225,28 @@ class OwnerTable:
         for entry in pending:
             entry.fail(error)
 
-    def _get(self, identifier: GlobalId) -> OwnedValue:
-        entry = self._all.get(identifier)
+    # With the lock.
+
+    def _mark_created(self, entry: OwnedValue) -> None:
+        entry.is_created = True
+        self._awaited.pop(entry.id, None)
+
+    def _add_fork(
+        self, identifier: GlobalId, fork: GlobalId, holder: int, *, is_awaited: bool = True
+    ) -> OwnedValue:
+        if holder in self._lost:
+            raise RRefError(f"the worker that holds fork {fork} is lost: {self._lost[holder]}")
+        entry = self._get(identifier, is_awaited=is_awaited)
+        entry.forks[fork] = holder
+        self._forked[identifier] = entry
+        return entry
+
+    def _entries(self) -> list[OwnedValue]:
+        """Returns all entries."""
+        return list({**self._held, **self._forked}.values())
+
+    def _get(self, identifier: GlobalId, *, is_awaited: bool = True) -> OwnedValue:
+        entry = self._forked.get(identifier) or self._held.get(identifier)
         if entry is None:
             if identifier.worker == self._worker:
                 raise RRefError(f"reference {identifier} is gone: its owner has deleted the value")
@@ -197,7 +254,9 @@ class OwnerTable:
                 raise RRefError(
                     f"reference {identifier} is gone: its creator is lost ({self._lost[identifier.worker]})"
                 )
-            entry = self._all[identifier] = self._awaited[identifier] = OwnedValue(identifier)
+            entry = OwnedValue(identifier)
+            if is_awaited:
+                self._held[identifier] = self._awaited[identifier] = entry
         return entry
 
     def _remove_fork(self, entry: OwnedValue, fork: GlobalId) -> None:

@@ -10,14 +10,21 @@ import torch
 from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefError
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
-from ..rpc.contracts.messages import MessageType, Request
+from ..rpc.contracts.messages import RREF_FETCH, MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
 from ..rpc.profiling.extension import RPCExecMode
 from ..rpc.wait_all import note_future
 from .handles import OwnerHandle, UserHandle, references_of
-from .methods import call_method, check_attribute, create_value, request_method, request_type
+from .methods import (
+    call_method,
+    check_attribute,
+    create_value,
+    request_confirmation,
+    request_method,
+    request_type,
+)
 from .owner_table import ValueTimeoutError
 from .proxy import RRefProxy
 
@@ -102,7 +109,7 @@ class RRef(Generic[T_co]):
         seconds = check_timeout(timeout)
         if isinstance(handle, OwnerHandle):
             return self._wait(handle, handle.agent.rpc_timeout if seconds is None else seconds)
-        value: T_co = self._fetch(handle, seconds).wait()
+        value: T_co = self._fetch(handle, seconds).wait_alone()
         return value
 
     async def to_here_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
@@ -116,7 +123,7 @@ class RRef(Generic[T_co]):
             try:
                 value = await asyncio.wait_for(shielded, seconds or None)
             except Exception as error:
-                if isinstance(error, TimeoutError) and not handle.entry.future.done():
+                if isinstance(error, TimeoutError) and handle.entry.outcome is None:
                     raise _value_timeout(handle, seconds) from None
                 raise copy_error(error).with_traceback(error.__traceback__) from error.__cause__
         else:
@@ -194,6 +201,8 @@ class RRef(Generic[T_co]):
         creation = self._handle.creation
         if creation is None:
             raise RRefError(f"{self} was not created by a call of remote() on this worker, so it has no future")
+        if isinstance(self._handle, UserHandle) and not creation.done():
+            request_confirmation(self._handle)
         return creation
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
@@ -222,7 +231,7 @@ class RRef(Generic[T_co]):
         return self._made_by
 
     def _call_sync(self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return request_method(self._handle, RPCExecMode.SYNC, timeout, name, args, kwargs).wait()
+        return request_method(self._handle, RPCExecMode.SYNC, timeout, name, args, kwargs).wait_alone()
 
     def _call_async(
         self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -254,7 +263,8 @@ class RRef(Generic[T_co]):
 
     def _fetch_request(self, handle: UserHandle, seconds: float | None) -> Request:
         handle.check_usable(self, "to_here()")
-        return Request(MessageType.RREF_FETCH, tuple(handle.id), timeout=seconds, keep=handle.lease)
+        fork = handle.fork
+        return Request(RREF_FETCH, tuple(fork.reference), seconds, keep=fork.lease)
 
     def _is_gone(self, error: NotInitializedError) -> NotInitializedError:
         return NotInitializedError(f"{error}. {self} is gone: Cannot call to_here() on it after deletion.")
@@ -272,7 +282,7 @@ class RRef(Generic[T_co]):
         if isinstance(handle, OwnerHandle):
             kind, state = None, handle.entry.state()
             if state == "here":
-                kind = type(handle.entry.future.result())
+                kind = type(handle.entry.wait(0))
         else:
             kind, state = self._known_type(), handle.fork.state()
         parts = [f"owner={self.owner_name()!r}", f"id={handle.id.worker}.{handle.id.number}"]

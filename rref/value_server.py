@@ -2,20 +2,23 @@
 
 import concurrent.futures
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, final
 
 from ..errors import RemoteError, RRefError
-from ..rpc.call_handler import logged, run_function
+from ..rpc.call_handler import log_failure, run_function
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import Deferred, Incoming
+from ..rpc.contracts.messages import Deferred, Incoming, LaterAnswer, PiggybackedAnswer
 from ..rpc.profiling.extension import run_profiled
 from ..rpc.wire.failures import with_traceback_as_text
 from .ids import GlobalId
 from .owner_table import OwnedValue, OwnerTable
 
 __all__ = ["ValueServer"]
+
+MAX_WAITING_BYTES = 4096
+"""Bytes of the arguments of a creation whose answer may wait: until then, they are in flight."""
 
 log = logging.getLogger(__name__)
 
@@ -54,41 +57,39 @@ class ValueServer:
         """Returns the entry of the value that an arriving RREF_CREATE message is to make."""
         created = message.envelope.created
         identifier, fork = GlobalId.from_proto(created.reference), GlobalId.from_proto(created.fork)
-        if message.source == self._agent.info:
-            entry = self._table.get(identifier)
-        else:
-            entry = self._table.add_fork(identifier, fork, message.source.id)
+        if message.source.id != self._agent.info.id:
+            return self._table.begin_creation(identifier, fork, message.source.id)
+        entry = self._table.get(identifier)
         self._table.mark_created(entry)
         return entry
 
-    @contextmanager
-    def creation_scope(self, message: Incoming, entry: OwnedValue) -> Iterator[None]:
-        """Context manager around the handler of RREF_CREATE: fails the entry if the call cannot be unpickled."""
-        try:
-            yield
-        finally:
-            if isinstance(message.error, Exception):
-                self._fail(entry, message.error)
+    def creation_scope(self, message: Incoming, entry: OwnedValue) -> AbstractContextManager[None]:
+        """Returns the context in which RREF_CREATE is handled: fails the entry if the call cannot be unpickled."""
+        return _CreationScope(self, message, entry)
 
-    def serve_creation(self, message: Incoming, entry: OwnedValue) -> Deferred | None:
+    def serve_creation(self, message: Incoming, entry: OwnedValue) -> LaterAnswer | None:
         """Runs a call and keeps its result. Answers when the call has ended, successfully or not."""
         try:
-            with logged(message):
-                result = run_profiled(message, run_function, *message.value)
+            result = run_profiled(message, run_function, *message.value)
         except Exception as error:
-            self._fail(entry, error)
+            log_failure(message, error)
+            self.fail(entry, error)
             return None
         except BaseException as error:  # such as SystemExit: it ended the call, not this worker
+            log_failure(message, error)
             entry.fail(RemoteError(self._agent.info.name, f"{type(error).__name__}: {error}", ""))
             return None
         if not isinstance(result, Deferred):
+            if message.envelope.answer_can_wait and message.nbytes <= MAX_WAITING_BYTES:
+                # The answer first: see `_confirm_creation`.
+                return PiggybackedAnswer(None, partial(entry.resolve, result))
             entry.resolve(result)
             return None
         has_ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def settle(done: "concurrent.futures.Future[Any]") -> None:
             if isinstance(error := done.exception(), Exception):
-                self._fail(entry, error)
+                self.fail(entry, error)
             else:
                 entry.resolve(done.result())
             has_ended.set_result(None)
@@ -96,9 +97,31 @@ class ValueServer:
         result.future.add_done_callback(settle)
         return Deferred(has_ended)
 
-    def serve_fetch(self, message: Incoming) -> Deferred:
+    def serve_fetch(self, message: Incoming) -> Any:
         """Answers with the value, once it is there: the handler of RREF_FETCH."""
-        return Deferred(self.entry(GlobalId(*message.value)).future)
+        entry = self.entry(GlobalId(*message.value))
+        outcome = entry.outcome
+        return Deferred(entry.future) if outcome is None or outcome[1] is not None else outcome[0]
 
-    def _fail(self, entry: OwnedValue, error: Exception) -> None:
+    def fail(self, entry: OwnedValue, error: Exception) -> None:
+        """Fails an entry with an error of this worker, whose traceback goes with it as text."""
         entry.fail(with_traceback_as_text(error, self._agent.info.name))
+
+
+@final
+class _CreationScope:
+    """Context manager around the handler of RREF_CREATE: fails the entry if the call cannot be unpickled."""
+
+    __slots__ = ("_entry", "_message", "_values")
+
+    def __init__(self, values: "ValueServer", message: Incoming, entry: OwnedValue) -> None:
+        self._values = values
+        self._message = message
+        self._entry = entry
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._message.error, Exception):
+            self._values.fail(self._entry, self._message.error)

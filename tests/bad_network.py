@@ -1,7 +1,7 @@
 """A network that loses, repeats and reorders messages, for protocols that must work all the same."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -39,6 +39,12 @@ class BadNetwork:
         return getattr(self._network, name)
 
     def send(self, worker: WorkerInfo, data: bytes) -> None:
+        self._send(worker, data, self._network.send)
+
+    def send_behind(self, worker: WorkerInfo, data: bytes, seconds: float) -> None:
+        self._send(worker, data, lambda worker, data: self._network.send_behind(worker, data, seconds))
+
+    def _send(self, worker: WorkerInfo, data: bytes, send: Callable[[WorkerInfo, bytes], Any]) -> None:
         kind = agent_pb2.Envelope.FromString(data).type
         fate = self._random.random() if kind in self._kinds else 1.0
         if fate < 0.25:
@@ -47,8 +53,8 @@ class BadNetwork:
         if fate < 0.4:
             self._kept.append((worker, data))  # comes after something later, perhaps much later
             return
-        self._network.send(worker, data)
+        send(worker, data)
         if fate < 0.6:
-            self._network.send(worker, data)
+            send(worker, data)
         if self._kept and self._random.random() < 0.5:
             self._network.send(*self._kept.pop(self._random.randrange(len(self._kept))))

@@ -592,11 +592,14 @@ class Envelope(google.protobuf.message.Message):
     PROFILE_FIELD_NUMBER: builtins.int
     STREAM_FIELD_NUMBER: builtins.int
     DEPTH_FIELD_NUMBER: builtins.int
+    ANSWER_CAN_WAIT_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the request's id; 0 if it has no answer"""
     type: Global___MessageType.ValueType
     depth: builtins.int
     """In a request: how many calls it is inside of, as 1 for one that a remote function makes."""
+    answer_can_wait: builtins.bool
+    """in a request: its answer may wait some milliseconds for a message to travel with"""
     @property
     def body(self) -> Global___Payload:
         """the pickle, with tensors and references replaced by placeholders"""
@@ -638,10 +641,11 @@ class Envelope(google.protobuf.message.Message):
         profile: Global___ProfileHeader | None = ...,
         stream: Global___StreamHeader | None = ...,
         depth: builtins.int = ...,
+        answer_can_wait: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "profile", b"profile", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "id", b"id", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "id", b"id", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -12,13 +13,15 @@ from ..channels.broadcast.sending import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.devices import NO_DEVICES, DeviceMap
-from ..contracts.messages import Buffer, Incoming, Outgoing
+from ..contracts.messages import CONTROL, Buffer, Incoming, Outgoing
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..wire.device_maps import device_map_of_answer
 from ..wire.flat_pickle import can_flatten, flatten, unflatten
 from ..wire.pickling import Packed, Packer
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
+from . import control as control_messages
+from .control import RetryingControlMessages
 from .extensions import Extensions
 from .network import Network
 from .stats import TrafficStats
@@ -39,6 +42,7 @@ class Codec:
         packer: Packer,
         extensions: Extensions,
         network: Network,
+        control: RetryingControlMessages,
     ) -> None:
         """Makes the codec of one agent.
 
@@ -48,6 +52,7 @@ class Codec:
             packer: pickles values.
             extensions: add headers to messages and read them.
             network: carries the messages.
+            control: its messages are piggybacked on others.
         """
         self.traffic = TrafficStats()
         self._me = me
@@ -55,6 +60,10 @@ class Codec:
         self._packer = packer
         self._extensions = extensions
         self._network = network
+        self._control = control
+        self._waiting_control = control.waiting
+        self._to_flush: set[int] = set()
+        """The workers for which messages wait that can."""
         self._devices = network.cuda_ipc.staging
         channels = options.channels
         self._inline_threshold = min(channels.inline_threshold, channels.max_inline_bytes)
@@ -144,6 +153,9 @@ class Codec:
             envelope.body.inline = message.body
             message.nbytes = nbytes
             self.traffic.sent(nbytes)
+            if self._waiting_control and self._is_piggybacked(message):
+                self._network.send_behind(message.destination, envelope.SerializeToString(), 0.0)
+                return
             message.ticket = self._network.send(message.destination, envelope.SerializeToString())
             return
         writer = self._network.writer(message.destination, broadcast)
@@ -156,11 +168,51 @@ class Codec:
             data = envelope.SerializeToString()
             message.payloads, message.nbytes = writer.external, writer.nbytes
             self.traffic.sent(writer.nbytes)  # now: the receiver may ask for the counts at once
+            if self._waiting_control:
+                self._is_piggybacked(message)
             message.ticket = self._network.send(message.destination, data)
         except Exception:  # after Ctrl-C the message may be on its way
             writer.abort()
             raise
         writer.start()
+
+    def _is_piggybacked(self, message: Outgoing) -> bool:
+        """Returns whether a message is piggybacked on another. If not, piggybacks control messages on it."""
+        if message.envelope.type != CONTROL:
+            self._control.piggyback(message.destination)
+            return False
+        return message.envelope.answer_can_wait
+
+    def send_behind(self, message: Outgoing) -> None:
+        """Sends a message that can wait for another one to the same worker, to go in the same write.
+
+        Raises what `send` raises.
+        """
+        worker, body = message.destination, message.body
+        if message.tensors or message.references or len(body) >= self._inline_threshold:
+            self.send(message)
+            return
+        self._network.check_present(worker)
+        if message.user_values:
+            self._extensions.on_send(message)
+        try:
+            if message.tensors:  # of an extension
+                self._put(message, None)
+                return
+            message.envelope.body.inline = body
+            self.traffic.sent(len(body))
+            wait = control_messages.PIGGYBACK_AFTER_S
+            self._network.send_behind(worker, message.envelope.SerializeToString(), wait)
+        except BaseException:
+            self._extensions.on_send_aborted(message)
+            raise
+        if worker.id not in self._to_flush:
+            self._to_flush.add(worker.id)
+            self._control.run(partial(self._flush, worker), urgent=False)
+
+    def _flush(self, worker: WorkerInfo) -> None:
+        self._to_flush.discard(worker.id)
+        self._network.flush(worker)
 
     # Receiving.
 

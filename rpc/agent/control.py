@@ -6,12 +6,17 @@ with it; every message says below which number everything is acknowledged, so ou
 repetition can still come, and a later straggler is recognised by its number alone.
 
 Control messages to one worker travel together, as many as there are when the control thread comes to them, and are
-acknowledged together. Those that are not urgent wait up to LINGER_S (execution/scheduler.py) for others.
+acknowledged together. Those that are not urgent wait up to LINGER_S (execution/scheduler.py) for others. After
+PIGGYBACK_AFTER_S they are piggybacked on any other message to the worker: they go behind it, in the same write of
+a socket, which costs no system call and no wake-up more. Their acknowledgement comes back in the same way.
 """
 
+import contextlib
+import itertools
 import logging
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +35,7 @@ from ...errors import (
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent, holder
 from ..contracts.control import ControlHandler, OnSettled
-from ..contracts.messages import Handler, Incoming, MessageType, Request
+from ..contracts.messages import Handler, Incoming, MessageType, PiggybackedAnswer, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.futures import error_of
 from ..execution.scheduler import Scheduler, SerialThread, Task
@@ -45,6 +50,12 @@ FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
 """Seconds between attempts: doubled from the first to the longest. An attempt that could not be sent ends at once,
 any other when its time is up."""
+
+PIGGYBACK_AFTER_S = 0.004
+"""Seconds that control messages wait for others of their kind: a batch costs more than the messages in it."""
+
+RETRY_AFTER_S = 0.001
+"""Seconds after which the control thread looks again if another thread is sending control messages to a worker."""
 
 MAX_BATCH = 256
 """Messages that travel together, at most."""
@@ -64,13 +75,41 @@ class _Unacknowledged:
     number: int = -1
 
 
+@final
+class _Peer:
+    """What is to be sent to one worker."""
+
+    def __init__(self, worker: WorkerInfo) -> None:
+        self.worker = worker
+        self.lingering: deque[_Unacknowledged] = deque()
+        """Messages that are not urgent, and have not been sent."""
+        self.urgent: deque[_Unacknowledged] = deque()
+        """Other messages that have not been sent."""
+        self.numbers = itertools.count()
+        self.unacknowledged: dict[int, _Unacknowledged] = {}
+        """Messages that have been sent, in the order of their numbers."""
+        self.sending = threading.Lock()
+        """Held by the thread that sends messages and numbers them. No thread waits for it."""
+
+    def pending(self) -> int:
+        """Returns the number of messages that are not acknowledged."""
+        queued = sum(sent.number < 0 for queue in (self.lingering, self.urgent) for sent in queue.copy())
+        return queued + len(self.unacknowledged)
+
+
 @dataclass(slots=True)
 class _Batch:
     """Messages to one worker that travel together."""
 
-    worker: WorkerInfo
+    peer: _Peer
     messages: list[_Unacknowledged]
     attempts: int = 0
+
+    def first_unacknowledged(self) -> int:
+        """Returns the number below which all messages to the worker are acknowledged."""
+        while True:
+            with contextlib.suppress(RuntimeError):  # the dict has changed
+                return next(iter(self.peer.unacknowledged), self.messages[0].number)
 
 
 @dataclass(slots=True)
@@ -91,13 +130,12 @@ class RetryingControlMessages:
     """
 
     def __init__(self, agent: RpcAgent, scheduler: Callable[[str, Task], Scheduler] = SerialThread) -> None:
+        self.waiting: dict[int, float] = {}
+        """Since when messages wait, by worker id. Who sends another message calls `piggyback` if any do."""
         self._agent = agent
         self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
-        self._numbers: dict[int, int] = defaultdict(int)
-        self._unacknowledged: dict[int, dict[int, _Unacknowledged]] = defaultdict(dict)
-        """By worker and number, in the order of the numbers."""
-        self._queued: dict[int, list[_Unacknowledged]] = {}
-        """The unacknowledged messages that are not in a batch yet, by worker."""
+        self._peers: dict[int, _Peer] = {}
+        """By worker id."""
         self._received: dict[int, _Inbox] = defaultdict(_Inbox)
         self._received_lock = threading.Lock()
         self._scheduler = scheduler(f"gradwire-control-{agent.info.name}", lambda: holder.bind_thread(agent))
@@ -122,7 +160,16 @@ class RetryingControlMessages:
     ) -> None:
         """Sends a message, again and again until it is acknowledged: see `ControlMessages.send`."""
         sent = _Unacknowledged(kind, payload, done, expected, urgent)
-        self._scheduler.submit(partial(self._begin, worker, sent), urgent=urgent)
+        peer = self._peers.get(worker.id)
+        if peer is None:
+            peer = self._peers.setdefault(worker.id, _Peer(worker))
+        if urgent:
+            peer.urgent.append(sent)
+            self._scheduler.submit(partial(self._flush, peer))
+        else:
+            peer.lingering.append(sent)
+            if worker.id not in self.waiting:
+                self._linger(peer)
 
     def run(self, task: Task, *, urgent: bool = True) -> None:
         """Runs a task on the control thread, after everything that was submitted before."""
@@ -130,55 +177,106 @@ class RetryingControlMessages:
 
     def pending(self) -> int:
         """Returns how many sent messages are not acknowledged yet."""
-        return sum(map(len, list(self._unacknowledged.values())))
+        return sum(peer.pending() for peer in list(self._peers.values()))
 
     def handler(self) -> Handler:
         """Returns the handler of CONTROL messages."""
-        return Handler(self._handle, description="a control message to worker")
+        return Handler(self._handle, description="a control message to worker", is_quick=True)
 
     def close(self) -> None:
         """Ends the control thread; messages that are not acknowledged are dropped."""
         self._scheduler.close(ATTEMPT_TIMEOUT_S)
 
-    # Sending: all by tasks of the scheduler.
+    # Sending: on the control thread, and on those that send the messages on which others are piggybacked.
 
-    def _begin(self, worker: WorkerInfo, sent: _Unacknowledged) -> None:
-        sent.number = self._numbers[worker.id]
-        self._numbers[worker.id] += 1
-        self._unacknowledged[worker.id][sent.number] = sent
-        if worker.id in self._queued:
-            self._queued[worker.id].append(sent)
-        else:
-            self._queued[worker.id] = [sent]
-            self._scheduler.submit(partial(self._flush, worker))  # after the tasks that are queued already
+    def piggyback(self, worker: WorkerInfo) -> None:
+        """Puts messages that wait behind the next message to a worker. Called by the thread that sends it."""
+        since = self.waiting.get(worker.id)
+        if since is None or time.monotonic() < since + PIGGYBACK_AFTER_S:
+            return
+        try:
+            self._send_queued(self._peers[worker.id], piggybacked=True)
+        except Exception:  # which is not that of the other message
+            log.exception("control messages cannot be sent to %s", worker.name)
 
-    def _flush(self, worker: WorkerInfo) -> None:
-        messages = self._queued.pop(worker.id)
-        for start in range(0, len(messages), MAX_BATCH):
-            self._attempt(_Batch(worker, messages[start : start + MAX_BATCH]))
+    def _linger(self, peer: _Peer) -> None:
+        self.waiting[peer.worker.id] = time.monotonic()
+        self._scheduler.submit(partial(self._flush, peer), urgent=False)
 
-    def _attempt(self, batch: _Batch) -> None:
+    def _flush(self, peer: _Peer) -> None:
+        if not self._send_queued(peer, piggybacked=False):
+            self._scheduler.call_later(RETRY_AFTER_S, partial(self._flush, peer))
+
+    def _send_queued(self, peer: _Peer, *, piggybacked: bool) -> bool:
+        """Sends the messages that are queued for a worker; if piggybacked, one batch of those that are not urgent.
+
+        Returns:
+            False if another thread is at it.
+        """
+        held: list[bool] = []
+        try:
+            # By one call, which Ctrl-C cannot interrupt.
+            held.extend(map(peer.sending.acquire, (False,)))
+            if not held[0]:
+                return False
+            self._send_some(peer, piggybacked=piggybacked)
+            while not piggybacked and (peer.lingering or peer.urgent):
+                self._send_some(peer, piggybacked=False)
+        finally:
+            if held == [True]:
+                peer.sending.release()
+        self.waiting.pop(peer.worker.id, None)
+        if peer.lingering:  # left over, or queued in between by a thread that has seen others wait
+            self._linger(peer)
+        return True
+
+    def _send_some(self, peer: _Peer, *, piggybacked: bool) -> None:
+        """Sends the messages that are queued first together."""
+        lingering = list(itertools.islice(peer.lingering.copy(), MAX_BATCH))
+        urgent = [] if piggybacked else list(itertools.islice(peer.urgent.copy(), MAX_BATCH - len(lingering)))
+        messages = [*lingering, *urgent]
+        if not messages:
+            return
+        for sent in messages:
+            if sent.number < 0:
+                sent.number = next(peer.numbers)
+            peer.unacknowledged[sent.number] = sent
+        self._attempt(_Batch(peer, messages), piggybacked=piggybacked)
+        # Not before, because Ctrl-C may come at any step.
+        for _ in lingering:
+            peer.lingering.popleft()
+        for _ in urgent:
+            peer.urgent.popleft()
+
+    def _attempt(self, batch: _Batch, *, piggybacked: bool = False) -> None:
         batch.attempts += 1
-        header = agent_pb2.ControlHeader(acknowledged_below=next(iter(self._unacknowledged[batch.worker.id])))
+        header = agent_pb2.ControlHeader(acknowledged_below=batch.first_unacknowledged())
         for sent in batch.messages:
             header.messages.add(number=sent.number, kind=sent.kind)
+
+        def add_header(envelope: agent_pb2.Envelope) -> None:
+            envelope.control.CopyFrom(header)
+            envelope.answer_can_wait = piggybacked
+
         try:
             future = self._agent.request(
-                batch.worker,
+                batch.peer.worker,
                 Request(
                     MessageType.CONTROL,
                     [sent.payload for sent in batch.messages],
                     timeout=ATTEMPT_TIMEOUT_S,
-                    header=lambda envelope: envelope.control.CopyFrom(header),
+                    header=add_header,
                 ),
             )
         except (NotInitializedError, SerializationError) as error:
-            self._fail(batch, error)
+            self._scheduler.submit(partial(self._fail, batch, error))
             return
         urgent = any(sent.urgent for sent in batch.messages)
-        future.add_done_callback(
+        future.call_when_done(
             lambda done: self._scheduler.submit(partial(self._attempted, batch, done), urgent=urgent)
         )
+
+    # On the control thread.
 
     def _attempted(self, batch: _Batch, done: "torch.futures.Future[dict[int, bytes] | None]") -> None:
         error = error_of(done)
@@ -191,28 +289,33 @@ class RetryingControlMessages:
             failures = done.value() or {}
             for index, sent in enumerate(batch.messages):
                 failure = failures.get(index)
-                self._settle(batch.worker, sent, decode_failure(failure, batch.worker.name) if failure else None)
+                failed = decode_failure(failure, batch.peer.worker.name) if failure else None
+                self._settle(batch.peer, sent, failed)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
         """Settles messages that cannot be sent or read together: each by itself, if one may be to blame."""
         concerns_all = isinstance(error, WorkerLostError | NotInitializedError)
         if len(batch.messages) == 1 or concerns_all:
             for sent in batch.messages:
-                self._settle(batch.worker, sent, error)
+                self._settle(batch.peer, sent, error)
         else:
             for sent in batch.messages:
-                self._attempt(_Batch(batch.worker, [sent]))
+                self._attempt(_Batch(batch.peer, [sent]))
 
-    def _settle(self, worker: WorkerInfo, sent: _Unacknowledged, error: Exception | None) -> None:
+    def _settle(self, peer: _Peer, sent: _Unacknowledged, error: Exception | None) -> None:
         if error is not None and not isinstance(error, (WorkerLostError, NotInitializedError, *sent.expected)):
-            log.warning("control message %s to %s failed: %s", sent.kind, worker.name, error)
-        del self._unacknowledged[worker.id][sent.number]
-        sent.done(error)
+            log.warning("control message %s to %s failed: %s", sent.kind, peer.worker.name, error)
+        if peer.unacknowledged.pop(sent.number, None) is not None:  # else it was in two batches
+            sent.done(error)
 
     # Receiving: on the executor's threads.
 
-    def _handle(self, message: Incoming) -> dict[int, bytes] | None:
+    def _handle(self, message: Incoming) -> dict[int, bytes] | PiggybackedAnswer | None:
         """Processes control messages; returns the encoded errors of those that failed, by index."""
+        failures = self._process_all(message)
+        return PiggybackedAnswer(failures) if message.envelope.answer_can_wait else failures
+
+    def _process_all(self, message: Incoming) -> dict[int, bytes] | None:
         header, payloads = message.envelope.control, message.value
         if len(header.messages) != len(payloads):
             raise ValueError(f"{len(header.messages)} control messages with {len(payloads)} payloads")

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
-from ..channels.payloads import PayloadReader
+from ..channels.payloads import PayloadReader, read_inline
 from ..collectives.all_gather import AllGatherService
 from ..contracts.messages import CANCEL, ERROR, RESULT
 from ..contracts.worker import WorkerInfo
@@ -99,6 +99,9 @@ class Dispatcher:
             # Here and now: in the executor's queue it would come after the calls that wait for a thread.
             self._server.cancellable.cancel(source, envelope)
         elif kind in ANSWERS:
+            if payloads is read_inline and self._requests.is_quick(envelope):
+                self._requests.on_answer(source, envelope, payloads)
+                return None
             self._executor.submit_urgent(self._requests.on_answer, source, envelope, payloads)
         else:
             if not announced:

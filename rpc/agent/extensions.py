@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, final
 
@@ -139,15 +139,8 @@ class Extensions:
             return handler.scope(message)
         if not message.state or not handler.user_values:
             return None
-        stack = contextlib.ExitStack()
-        try:
-            for scope in self._scope:
-                if (entered := scope(message)) is not None:
-                    stack.enter_context(entered)
-        except BaseException:
-            stack.close()
-            raise
-        return stack
+        scopes = [entered for scope in self._scope if (entered := scope(message)) is not None]
+        return scopes[0] if len(scopes) == 1 else _nested(scopes)
 
     # Lifecycle.
 
@@ -164,3 +157,12 @@ class Extensions:
         """Closes the extensions. Called when the agent has shut down."""
         for extension in self._extensions:
             extension.close()
+
+
+@contextlib.contextmanager
+def _nested(scopes: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    """Context manager that enters several, and leaves them in the opposite order."""
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope)
+        yield

@@ -105,7 +105,7 @@ class GrpcAgent(RpcAgent):
         self._network = factories.network(info, options, group, roster, self._executor)
         packer = Packer()
         self._extensions = Extensions(packer)
-        self._codec = Codec(info, options, packer, self._extensions, self._network)
+        self._codec = Codec(info, options, packer, self._extensions, self._network, self._control)
         self._flow_control = FlowControl(options.flow_control)
         self._requests = PendingRequests(self._codec, self._extensions, self._calls, self._flow_control)
         self._client = Client(

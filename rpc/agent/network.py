@@ -39,20 +39,14 @@ from ..transports.bulk_sockets import BulkSockets
 from ..transports.grpc_stream import GrpcStreams
 from ..transports.handshake import Handshake
 from ..transports.loopback import LoopbackTransport
-from ..transports.settings import MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
+from ..transports.settings import DRAIN_SECONDS, GRACE_SECONDS, MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
 from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
 from .network_listener import NetworkListener, Pause
 
 __all__ = ["Network"]
 
-DRAIN_SECONDS = 5.0
-"""Seconds that a closing worker waits for its peers to receive what is queued for them."""
-
 FAREWELL_DIALS = 16
 """The number of unconnected workers that a failing worker dials to say goodbye."""
-
-GRACE_SECONDS = 1.0
-"""Seconds that peers may take to end their streams; then the server cancels them."""
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
@@ -279,22 +273,32 @@ class Network:
         try:
             return self._transports[worker.id].send(envelope)
         except TransportClosedError as error:
-            end = self._lost.get(worker.id)
-            cause = end.cause if end is not None else LossCause.DISCONNECTED
-            raise WorkerLostError(worker.name, str(error), cause) from None
+            raise self._lost_error(worker, error) from None
+
+    def send_behind(self, worker: WorkerInfo, envelope: bytes, seconds: float) -> None:
+        """Queues an envelope that goes with another one after `seconds`, or by `flush`. Raises as `send` does."""
+        try:
+            self._transports[worker.id].send_behind(envelope, seconds)
+        except TransportClosedError as error:
+            raise self._lost_error(worker, error) from None
+
+    def flush(self, worker: WorkerInfo) -> None:
+        """Sends what waits for the next envelope to a worker."""
+        self._transports[worker.id].flush()
+
+    def _lost_error(self, worker: WorkerInfo, error: TransportClosedError) -> WorkerLostError:
+        end = self._lost.get(worker.id)
+        return WorkerLostError(worker.name, str(error), end.cause if end is not None else LossCause.DISCONNECTED)
 
     def call_soon(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function on the event loop, after everything that has been queued before."""
         self._events.loop.call_soon_threadsafe(function, *args)
 
     def withdraw(self, worker: WorkerInfo, ticket: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
-        """Takes a message back if nothing of it, envelope and payloads, is on its way. Called on the loop.
-
-        A payload without its envelope would hold up those after it, so it is all or nothing.
-        """
-        if not self._router.can_withdraw(worker.id, payloads):
-            return False
-        if not self._transports[worker.id].withdraw(ticket):
+        """Takes a message back if nothing of it, envelope and payloads, is on its way. Called on the loop."""
+        # All or nothing: a payload without its envelope would hold up those after it.
+        can = self._router.can_withdraw(worker.id, payloads)
+        if not can or not self._transports[worker.id].withdraw(ticket):
             return False
         self._router.withdraw(worker.id, payloads)
         return True

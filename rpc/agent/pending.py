@@ -118,6 +118,17 @@ class PendingRequests:
         if pending is not None:
             self._set_result(pending, value)
 
+    def is_quick(self, envelope: agent_pb2.Envelope) -> bool:
+        """Returns whether the thread that has read a message, an answer, may complete its request."""
+        pending = self.pending.get(envelope.id)
+        return (
+            pending is not None
+            and pending.handler.is_quick
+            and envelope.type == RESULT
+            and not pending.future.has_callbacks
+            and not envelope.HasField("profile")
+        )
+
     def on_rejected_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Fails the request whose answer cannot be read."""
         if self._is_from_another(source, envelope.id):

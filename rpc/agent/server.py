@@ -5,13 +5,22 @@ import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 from ...errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.payloads import PayloadReader
-from ..contracts.messages import ERROR, RESULT, Deferred, Handler, Incoming, Outgoing
+from ..contracts.messages import (
+    ERROR,
+    RESULT,
+    Deferred,
+    Handler,
+    Incoming,
+    LaterAnswer,
+    Outgoing,
+    PiggybackedAnswer,
+)
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from ..wire.failures import encode_failure
@@ -150,16 +159,20 @@ class Server:
             # Memory that the sender shares with this worker goes back to it with the answer.
             message.value, message.body = None, b""
             message.tensors.clear()
-            if isinstance(result, Deferred):
-                if not result.future.done():
+            if isinstance(result, LaterAnswer):
+                if isinstance(result, PiggybackedAnswer):
+                    self._answer_piggybacked(message, result, handler)
+                    return False
+                future = cast(Deferred, result).future
+                if not future.done():
                     self.deferred.begin()
-                    result.future.add_done_callback(self._answer_later(message, handler))
+                    future.add_done_callback(self._answer_later(message, handler))
                     return True
                 # Not raised here: every raise would add a frame to an error that is kept.
-                if (error := result.future.exception()) is not None:
+                if (error := future.exception()) is not None:
                     self._answer_error(message.source, message.envelope, error)
                     return False
-                result = result.future.result()
+                result = future.result()
             if message.envelope.id:
                 answer = self._pack_answer(message, result, handler)
                 del result  # it may be in that memory, too
@@ -183,6 +196,18 @@ class Server:
             device_map,
             packed.leaves,
         )
+
+    def _answer_piggybacked(self, message: Incoming, result: PiggybackedAnswer, handler: Handler) -> None:
+        """Has the answer to a request sent together with another message to its caller."""
+        answer = self._pack_answer(message, result.value, handler)
+        try:
+            self._codec.send_behind(answer)
+        except WorkerLostError:
+            pass
+        except SendFailedError as error:
+            raise AnswerFailedError(self._me.name, error.reason) from None
+        finally:
+            result.then()
 
     def _send_answer(self, answer: Outgoing) -> None:
         try:

@@ -36,7 +36,8 @@ def check_call(
     """
     if not callable(function):
         raise TypeError(f"func is {function!r}, which cannot be called")
-    if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
+    is_tuple = type(args) is tuple or args is None  # mostly; to ask for a Sequence takes longer than the rest
+    if not is_tuple and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
         raise TypeError(f"args is {args!r}: give a tuple, (x,) for one argument")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
         raise TypeError(f"kwargs is {kwargs!r}: give a dictionary of names")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -17,23 +17,31 @@ from .worker import WorkerInfo
 __all__ = [
     "CALL",
     "CANCEL",
+    "CONTROL",
     "ERROR",
     "RESULT",
+    "RREF_CREATE",
+    "RREF_FETCH",
     "Buffer",
     "Deferred",
     "Handler",
     "Incoming",
+    "LaterAnswer",
     "MessageType",
     "Outgoing",
+    "PiggybackedAnswer",
     "Request",
 ]
 
 
 CALL: MessageType.ValueType = MessageType.CALL
 CANCEL: MessageType.ValueType = MessageType.CANCEL
+CONTROL: MessageType.ValueType = MessageType.CONTROL
 ERROR: MessageType.ValueType = MessageType.ERROR
 RESULT: MessageType.ValueType = MessageType.RESULT
-"""The types that every call uses: a name of the module is found faster than one of the protobuf enum."""
+RREF_CREATE: MessageType.ValueType = MessageType.RREF_CREATE
+RREF_FETCH: MessageType.ValueType = MessageType.RREF_FETCH
+"""The types of the hot path: a name of the module is found faster than one of the protobuf enum."""
 
 Buffer = bytes | memoryview
 """Bytes of a message's body or of a tensor."""
@@ -106,23 +114,45 @@ class Outgoing:
     """Bytes of the body and the tensors."""
 
 
+class LaterAnswer:
+    """What a handler returns in place of an answer to be sent at once: a Deferred or a PiggybackedAnswer."""
+
+    __slots__ = ()
+
+
+@final
 @dataclass(slots=True, frozen=True)
-class Deferred:
+class Deferred(LaterAnswer):
     """The answer of a handler that is not known yet. No thread waits for the future."""
 
     future: "concurrent.futures.Future[Any]"
+
+
+@final
+@dataclass(slots=True, frozen=True)
+class PiggybackedAnswer(LaterAnswer):
+    """The answer to a request whose envelope says that its answer can wait for a message to travel with.
+
+    value: the answer.
+    then: called when the answer waits. If the control thread is woken afterwards, it sends the answer.
+    """
+
+    value: object
+    then: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True, frozen=True)
 class Handler:
     """What a message type means.
 
-    run: processes a message and returns its answer, a value or a Deferred.
+    run: processes a message and returns its answer, a value or a LaterAnswer.
     user_values: whether its messages and answers carry users' values; then the hooks of the extensions run on
         them, and shutdown waits for them.
     cancellable: whether callers may cancel such a request before it has begun to run.
     operation: the function that users call to send such a request; for `repr` and log lines.
     description: what such a request is, in words that go on with the name of a worker; for errors.
+    is_quick: whether answers to such requests are plain, and completing one runs code of gradwire only, unless the
+        user has added callbacks. Then the thread that reads an answer does it.
     scope: returns the context in which a message is unpickled and processed, if it needs one.
     """
 
@@ -131,4 +161,5 @@ class Handler:
     cancellable: bool = False
     operation: str = "request"
     description: str = "a request to worker"
+    is_quick: bool = False
     scope: Callable[[Incoming], AbstractContextManager[None]] | None = None

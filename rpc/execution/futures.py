@@ -152,6 +152,10 @@ class Future(torch.futures.Future[T]):
         self.has_callbacks = True
         super().add_done_callback(callback)
 
+    def call_when_done(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Calls a function of gradwire when the future is done; it does not block."""
+        super().add_done_callback(callback)
+
     def set_result(self, result: T) -> None:
         """Completes the future with a value."""
         self._wake()

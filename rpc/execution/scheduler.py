@@ -13,7 +13,7 @@ from typing import Protocol, final
 
 __all__ = ["Scheduler", "SerialThread", "Task"]
 
-LINGER_S = 0.005
+LINGER_S = 0.01
 """Seconds that a task which is not urgent waits for others."""
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,11 @@ class SerialThread:
                 self._is_woken = False  # before the tasks are taken: one that is queued from now on wakes again
             return wake_up
 
-    def _stop_lingering(self) -> None:
-        self._is_lingering = False  # see `_wait`, which runs the tasks next
+    def _stop_lingering(self) -> None:  # `_wait` runs the tasks next
+        if self._tasks:
+            self.call_later(LINGER_S, self._stop_lingering)  # more may come, which need not wake this thread
+        else:
+            self._is_lingering = False
 
     def _run_queued(self) -> None:
         # Again: a finalizer may have queued a task after the last one, before the flag was reset.

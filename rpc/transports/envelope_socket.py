@@ -178,6 +178,16 @@ class EnvelopeSocket:
             frame = self._take_released() + frame  # in one write, for which the peer wakes up once
         self._writer.put(frame)
 
+    def send_behind(self, envelope: bytes, seconds: float) -> None:
+        """Has an envelope written together with a later one. Raises BrokenPipeError as `send` does."""
+        if self._writer.is_broken:
+            raise BrokenPipeError
+        self._writer.put_behind(_HEADER.pack(len(envelope), _Kind.ENVELOPE) + envelope, seconds)
+
+    def flush(self) -> None:
+        """Writes what waits for another envelope."""
+        self._writer.flush_behind()
+
     def send_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
         kind = _Kind.SHARED_SEGMENT if is_shared else _Kind.SEGMENT
@@ -204,6 +214,7 @@ class EnvelopeSocket:
 
     def finish(self) -> None:
         """Tells the peer, after all that has been sent, that nothing more will come."""
+        self.flush()
         self._writer.put(_HEADER.pack(0, _Kind.END))
 
     def close(self) -> None:

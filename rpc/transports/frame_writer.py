@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections import deque
 from itertools import repeat
@@ -21,6 +22,9 @@ from ..execution.executor import Executor
 from ..execution.poller import WRITABLE
 
 __all__ = ["FrameWriter"]
+
+MAX_BEHIND = 32
+"""Frames that wait for another one, at most."""
 
 MAX_WRITE_BYTES = 1 << 20
 MAX_WRITE_FRAMES = 64
@@ -58,6 +62,10 @@ class FrameWriter:
         self._executor = executor
         self._queue: deque[bytes] = deque()
         """Frames that are not written completely."""
+        self._behind: deque[bytes] = deque()
+        """Frames that wait for another one."""
+        self._take_along_at = 0.0
+        """By the monotonic clock, when they have waited long enough for others of their kind."""
         self._descriptors: deque[tuple[bytes, int]] = deque()
         """The frames in the queue that a descriptor goes with, in order, and the descriptors."""
         self._descriptor_lock = threading.Lock()
@@ -85,7 +93,30 @@ class FrameWriter:
         if self.is_broken:
             return
         self._queue.append(frame)
+        if self._behind and time.monotonic() >= self._take_along_at:
+            self._take_along()
         self._flush_if_possible()
+
+    def put_behind(self, frame: bytes, seconds: float) -> None:
+        """Queues a frame that waits for another one, to be in the same write; drops it if the socket is broken.
+
+        Args:
+            frame: the frame.
+            seconds: how long it waits for others of its kind, before any other frame takes them along.
+        """
+        if self.is_broken:
+            return
+        if not self._behind or not seconds:
+            self._take_along_at = time.monotonic() + seconds
+        self._behind.append(frame)
+        if len(self._behind) >= MAX_BEHIND:
+            self.flush_behind()
+
+    def flush_behind(self) -> None:
+        """Writes the frames that wait for another one."""
+        if self._behind and not self.is_broken:
+            self._take_along()
+            self._flush_if_possible()
 
     def put_descriptor(self, frame: bytes, descriptor: int) -> None:
         """Writes a frame that a descriptor goes with, or queues it. Closes the descriptor when it is sent."""
@@ -114,6 +145,10 @@ class FrameWriter:
             self._executor.poller.unwatch(self._writable)
             os.close(self._writable)
             self._connection.close()
+
+    def _take_along(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread has taken some
+            self._queue.extend(map(deque.popleft, repeat(self._behind, len(self._behind))))
 
     def _flush_if_possible(self) -> None:
         if not self._is_full:

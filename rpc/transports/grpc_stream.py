@@ -32,19 +32,10 @@ from .envelope_socket import CLOSED
 from .grpc_calls import Read, StreamState, Write, deliver, end_of_error, raise_status, welcome_frame, write_frame
 from .handshake import Handshake, RefusedError
 from .outbox import Outbox
-from .settings import CLIENT_OPTIONS, EXCHANGE_METHOD, aio
+from .settings import CLIENT_OPTIONS, DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
 from .sockets import OfferedSocket, SocketParts, dial
 
 __all__ = ["GrpcStream", "GrpcStreams"]
-
-DIAL_ATTEMPTS = 3
-"""Attempts to open a stream: more than one, as a listen queue overflows while many workers connect at once."""
-
-DIAL_BACKOFF_S = 0.05
-"""Seconds before the second attempt; doubled for each further one."""
-
-DUPLICATE_TIMEOUT_S = 5.0
-"""Seconds to wait for the stream that a peer said it is opening, before opening one again."""
 
 READ_OUT_TIMEOUT_S = 5.0
 """Seconds in which what a peer sent by the socket, before its goodbye or its death, is read."""
@@ -156,6 +147,15 @@ class GrpcStream:
         if first:
             self._loop.call_soon_threadsafe(self._start_or_wake)
         return ticket
+
+    def send_behind(self, envelope: bytes, seconds: float) -> None:
+        """Sends an envelope together with a later one, if there is a socket; else at once."""
+        if not self.outbox.send_behind(envelope, seconds):
+            self.send(envelope)
+
+    def flush(self) -> None:
+        """Sends what waits for the next envelope."""
+        self.outbox.flush()
 
     def withdraw(self, ticket: int) -> bool:
         """Removes an envelope from the queue, if it is there."""

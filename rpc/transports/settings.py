@@ -8,7 +8,12 @@ from ...proto.v1 import agent_pb2
 
 __all__ = [
     "CLIENT_OPTIONS",
+    "DIAL_ATTEMPTS",
+    "DIAL_BACKOFF_S",
+    "DRAIN_SECONDS",
+    "DUPLICATE_TIMEOUT_S",
     "EXCHANGE_METHOD",
+    "GRACE_SECONDS",
     "MAX_ENVELOPE_BYTES",
     "MAX_MESSAGE_BYTES",
     "SERVER_OPTIONS",
@@ -19,6 +24,21 @@ __all__ = [
 
 aio: Any = grpc.aio
 """The module grpc.aio, untyped: its stubs lack `EOF`, and calls without serializers."""
+
+DIAL_ATTEMPTS = 3
+"""Attempts to open a stream: more than one, as a listen queue overflows while many workers connect at once."""
+
+DIAL_BACKOFF_S = 0.05
+"""Seconds before the second attempt; doubled for each further one."""
+
+DRAIN_SECONDS = 5.0
+"""Seconds that a closing worker waits for its peers to receive what is queued for them."""
+
+GRACE_SECONDS = 1.0
+"""Seconds that peers may take to end their streams; then the server cancels them."""
+
+DUPLICATE_TIMEOUT_S = 5.0
+"""Seconds to wait for the stream that a peer said it is opening, before opening one again."""
 
 _DESCRIPTOR = agent_pb2.DESCRIPTOR.services_by_name["Agent"]
 

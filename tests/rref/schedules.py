@@ -348,7 +348,7 @@ class Schedule(World):
             references = agent.extension(References)
             counts: dict[str, int] = {
                 **references.live_objects(),
-                "entries": len(references.table._all),
+                "entries": len(references.table._entries()),
                 "control messages": agent.control.pending(),
                 "pending requests": len(agent._requests.pending),
                 "kept by requests": len(agent._requests.kept),

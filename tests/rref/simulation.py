@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from gradwire.errors import LossCause, SendFailedError, UnknownWorkerError
@@ -24,6 +25,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.agent.network_listener import NetworkListener
+from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.contracts.options import RpcBackendOptions
@@ -242,6 +244,7 @@ class SimulatedNetwork:
         self.me = machine.info
         self.lost: dict[int, WorkerEnd] = {}
         self.fail_next = False
+        self.cuda_ipc = SimpleNamespace(staging=None)
         self._machine = machine
         self._world = machine.world
 
@@ -282,6 +285,12 @@ class SimulatedNetwork:
         self.connect(worker)
         envelope = agent_pb2.Envelope.FromString(data)
         return self._world.send(self._machine, self._world.machines[worker.id], envelope)
+
+    def send_behind(self, worker: WorkerInfo, data: bytes, seconds: float) -> None:
+        self.send(worker, data)
+
+    def flush(self, worker: WorkerInfo) -> None:
+        pass
 
     def call_soon(self, function: Task, *args: Any) -> None:
         self._machine.tasks.append(partial(function, *args))
@@ -424,7 +433,7 @@ class World:
             self.refused(envelope)
             listener.on_rejected(flight.source.info, envelope, ValueError("the simulation refused it"))
         else:
-            listener.on_message(flight.source.info, envelope, lambda payload: payload.inline, announced=True)
+            listener.on_message(flight.source.info, envelope, read_inline, announced=True)
 
     def refused(self, envelope: agent_pb2.Envelope) -> None:
         """Notes that a message is rejected."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
+from gradwire.rpc.agent import control
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.execution.futures import error_of
@@ -34,6 +35,12 @@ from tests.rref.simulation import Chance, Machine
 SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "400"))
 COLLECT_EVERY = 50
 """Schedules between two runs of the garbage collector, which runs only there so that schedules can be repeated."""
+
+
+@pytest.fixture(autouse=True)
+def control_messages_are_piggybacked_at_once(monkeypatch) -> None:
+    """So that schedules do not depend on the clock."""
+    monkeypatch.setattr(control, "PIGGYBACK_AFTER_S", 0.0)
 
 
 @pytest.fixture(autouse=True)
