@@ -44,7 +44,13 @@ KEEPALIVE_INTERVAL_S = 5
 """Seconds between the kernel's keepalive probes. An unreachable host counts as dead after four intervals."""
 
 MESSAGE_TIMEOUT_S = 5.0
-"""Seconds that this rank takes to say goodbye, or waits for a new connection's token."""
+"""Seconds that this rank takes to say goodbye."""
+
+TOKEN_TIMEOUT_S = 2.0
+"""Seconds that a new connection may take to say its token."""
+
+MAX_UNADMITTED = 1024
+"""Connections that may not have said their token yet; further ones are closed. All ranks may connect at once."""
 
 MAX_LINE_BYTES = 256
 
@@ -82,6 +88,7 @@ class FailureDetector:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._unadmitted = 0
         self._threads: list[threading.Thread] = []
         self._closing = False
         # Says goodbye at interpreter exit. Not by atexit, which children of multiprocessing do not run.
@@ -156,7 +163,13 @@ class FailureDetector:
 
     async def _listen(self, listening: socket.socket, token: str, all_connected: asyncio.Event) -> None:
         async def on_connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            rank = await _read_rank(reader, token, self._size)
+            rank = None
+            if self._unadmitted < MAX_UNADMITTED:
+                self._unadmitted += 1
+                try:
+                    rank = await _read_rank(reader, token, self._size)
+                finally:
+                    self._unadmitted -= 1
             if rank is None or rank in self._writers:
                 writer.close()
                 return
@@ -198,7 +211,9 @@ class FailureDetector:
         """Handles what a peer sends until the connection ends."""
         with suppress(OSError, ValueError):  # a broken connection, or a line that is no message
             while line := await reader.readline():
-                keyword, rank = line.decode().split()
+                keyword, rank = line.decode("ascii").split()
+                if not 0 <= int(rank) < self._size:
+                    break
                 self._handle_gone(int(rank) if peer == 0 else peer, _REASONS.get(keyword))
         self._handle_gone(peer, None)
 
@@ -254,9 +269,9 @@ os.register_at_fork(after_in_child=FailureDetector.close_in_child)
 async def _read_rank(reader: asyncio.StreamReader, token: str, size: int) -> int | None:
     """Reads a new connection's first line, "TOKEN RANK". Returns the rank; None if the line is not valid."""
     with suppress(OSError, ValueError, TimeoutError):
-        line = await asyncio.wait_for(reader.readline(), MESSAGE_TIMEOUT_S)
-        received, rank = line.decode().split()
-        if hmac.compare_digest(received, token) and 0 < int(rank) < size:
+        line = await asyncio.wait_for(reader.readline(), TOKEN_TIMEOUT_S)
+        received, rank = line.split()
+        if hmac.compare_digest(received, token.encode()) and 0 < int(rank) < size:
             return int(rank)
     return None
 

@@ -3,6 +3,7 @@
 `python -m gradwire.c10d.debug.report FILES` reads the files of all ranks and says which rank is stuck where.
 """
 
+import logging
 import signal
 from pathlib import Path
 from types import FrameType
@@ -12,6 +13,8 @@ from ..process_group import ProcessGroup
 from .flight_recorder import write_flight_records
 
 __all__ = ["dump_flight_recorder", "dump_flight_recorder_on_signal"]
+
+log = logging.getLogger(__name__)
 
 
 def dump_flight_recorder(folder: Path | str) -> Path:
@@ -27,11 +30,14 @@ def dump_flight_recorder(folder: Path | str) -> Path:
 def dump_flight_recorder_on_signal(folder: Path | str, number: int = signal.SIGUSR1) -> None:
     """Installs a signal handler that calls `dump_flight_recorder(folder)`. Must be called on the main thread.
 
-    The program goes on afterwards. The handler runs when the main thread next executes Python code, which
-    gradwire's engines do while they wait.
+    The program goes on afterwards, also if the file cannot be written, which is logged. The handler runs when the
+    main thread next executes Python code, which gradwire's engines do while they wait.
     """
 
     def handle(_: int, __: FrameType | None) -> None:
-        dump_flight_recorder(folder)
+        try:
+            dump_flight_recorder(folder)
+        except OSError as error:  # the program goes on
+            log.warning("cannot write the flight recorder to %s: %s", folder, error)
 
     signal.signal(number, handle)

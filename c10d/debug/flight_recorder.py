@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import socket
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -172,8 +173,13 @@ class HasFlightRecord(Protocol):
 def write_flight_records(groups: Iterable[HasFlightRecord], folder: Path) -> Path:
     """Writes the flight records of these groups to a file of this process in `folder`.
 
+    The file replaces what is at its path, also a symbolic link; only the user can read it.
+
     Returns:
         The file's path, `folder/flight-HOST-PID.json`.
+
+    Raises:
+        OSError: the file cannot be written; nothing is at its path that was not there before.
     """
     content = {
         "host": socket.gethostname(),
@@ -183,5 +189,12 @@ def write_flight_records(groups: Iterable[HasFlightRecord], folder: Path) -> Pat
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"flight-{content['host']}-{content['pid']}.json"
-    path.write_text(json.dumps(content))
+    descriptor, written = tempfile.mkstemp(dir=folder, prefix=f"{path.name}.")
+    try:
+        with open(descriptor, "w") as file:
+            file.write(json.dumps(content))
+        os.replace(written, path)
+    except BaseException:
+        os.unlink(written)
+        raise
     return path

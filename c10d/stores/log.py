@@ -1,7 +1,9 @@
 """The file of a FileStore: a log of operations, which each process replays."""
 
+import errno
 import fcntl
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
@@ -33,15 +35,32 @@ class OperationLog:
         """Opens the file, and creates it if it does not exist.
 
         Raises:
-            StoreError: it cannot be opened.
+            StoreError: it cannot be opened, is a symbolic link, or belongs to another user.
         """
         self.path = path
         try:
             # 0600: whoever can write to a store can run code on the workers.
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
-            raise StoreError(f"the store's file {path!r} cannot be opened: {error.strerror}") from error
+            reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise StoreError(f"the store's file {path!r} cannot be opened: {reason}") from error
+        try:
+            self._check_owner()
+        except BaseException:
+            self.close()
+            raise
         self._position = 0  # bytes read so far
+
+    def _check_owner(self) -> None:
+        """Raises StoreError for what another user may have put there."""
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreError(f"the store's file {self.path!r} is not a regular file: choose another path")
+        if status.st_uid != os.geteuid():
+            raise StoreError(
+                f"the store's file {self.path!r} belongs to user {status.st_uid}, and this process to user "
+                f"{os.geteuid()}: choose a path in a folder that only you can write to"
+            )
 
     def close(self) -> None:
         """Closes the file."""

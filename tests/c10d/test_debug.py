@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -208,6 +210,36 @@ def dump_by_signal(folder: Path) -> list[str]:
 def test_a_signal_writes_the_last_operations(workers, group, tmp_path):
     seen = workers.each(group(flight_recorder_size=2), dump_by_signal, tmp_path / "dumps")
     assert seen == [["2 barrier done", "3 barrier done"]] * SIZE
+
+
+def dump_over_a_link(folder: Path) -> tuple[str, int]:
+    """Returns what a link at the path of the dump led to, and the mode of the dump."""
+    folder.mkdir(parents=True)
+    victim = folder / f"victim-{os.getpid()}"
+    victim.write_text("precious")
+    path = folder / f"flight-{socket.gethostname()}-{os.getpid()}.json"
+    path.symlink_to(victim)
+    assert c10d.dump_flight_recorder(folder) == path
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    return victim.read_text(), stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_a_dump_follows_no_link(workers, tmp_path):
+    (worker,) = workers(1)
+    assert worker.run(dump_over_a_link, tmp_path / "dumps") == ("precious", 0o600)
+
+
+def dump_to_nowhere(folder: Path) -> str:
+    folder.touch()
+    c10d.dump_flight_recorder_on_signal(folder)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return "goes on"
+
+
+def test_a_signal_never_ends_the_program(workers, tmp_path):
+    (worker,) = workers(1)
+    assert worker.run(dump_to_nowhere, tmp_path / "file") == "goes on"
+    assert "cannot write the flight recorder" in worker.log.read_text()
 
 
 def events() -> list[tuple[str, bool, list[list[int]]]]:

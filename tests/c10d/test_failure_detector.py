@@ -1,5 +1,6 @@
 """The failure detector: all ranks learn of deaths and departures, and only ranks of the group can connect."""
 
+import contextlib
 import json
 import os
 import queue
@@ -132,7 +133,9 @@ def connect_and_send(path: Path, say: str) -> bytes:
         return connection.recv(64)
 
 
-@pytest.mark.parametrize("say", ["wrong 1\n", "{word} 7\n", "{word} 1\n", "{word} one\n", "x" * 5000 + "\n"])
+@pytest.mark.parametrize(
+    "say", ["wrong 1\n", "{word} 7\n", "{word} 1\n", "{word} one\n", "x" * 5000 + "\n", "\u00e9 1\n", ""]
+)
 def test_connections_without_the_token_are_refused(detectors, tmp_path, say):
     first, second = detectors(2)
     try:
@@ -140,6 +143,24 @@ def test_connections_without_the_token_are_refused(detectors, tmp_path, say):
     except ConnectionResetError:
         heard = b""
     assert heard == b""
+    second.kill()
+    assert first.run(next_notice) == ("lost", 1, DIED)
+
+
+def connect_idle_and_count_closed(path: Path, count: int) -> int:
+    """Connects without a token; returns how many connections the detector closes."""
+    host, port, _ = json.loads(FileStore(str(path)).get("address"))
+    idle = [socket.create_connection((host, port), 20) for _ in range(count)]
+    closed = 0
+    for connection in idle:
+        with connection, contextlib.suppress(ConnectionError):
+            closed += connection.recv(1) == b""
+    return closed
+
+
+def test_connections_that_say_nothing_are_closed(detectors, tmp_path):
+    first, second = detectors(2)
+    assert connect_idle_and_count_closed(tmp_path / "store", 30) == 30
     second.kill()
     assert first.run(next_notice) == ("lost", 1, DIED)
 

@@ -83,6 +83,29 @@ def test_a_path_that_cannot_be_opened_is_an_error(path):
         FileStore(str(path.parent))
 
 
+def test_a_symbolic_link_is_not_followed(path, tmp_path):
+    target = tmp_path / "target"
+    path.symlink_to(target)
+    with pytest.raises(StoreError, match="cannot be opened: it is a symbolic link"):
+        FileStore(str(path))
+    assert not target.exists()
+
+
+def test_a_pipe_is_no_store(path):
+    os.mkfifo(path)
+    with pytest.raises(StoreError, match="is not a regular file"):
+        FileStore(str(path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_file_of_another_user_is_refused(path):
+    path.touch()
+    os.chown(path, 65534, 65534)
+    with pytest.raises(StoreError, match="belongs to user 65534, and this process to user 0: choose a path"):
+        FileStore(str(path))
+    assert path.read_bytes() == b""
+
+
 def test_an_unfinished_record_is_ignored(path):
     """A writer may be killed after any byte."""
     with FileStore(str(path)) as store:

@@ -1,6 +1,7 @@
 """The MPI engine on MPICH, with real processes: in worlds that form by themselves, and under mpiexec."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -339,6 +341,22 @@ def pmi() -> Iterator[tuple[pmi_module.PmiServer, str]]:
     server._thread.join(30)
 
 
+class FailingListener:
+    """A listening socket whose next calls of `accept` fail."""
+
+    def __init__(self, listener: socket.socket, failures: Iterator[OSError]) -> None:
+        self._listener = listener
+        self._failures = failures
+
+    def accept(self) -> Any:
+        for failure in self._failures:
+            raise failure
+        return self._listener.accept()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
 def ask(address: str, text: str) -> str:
     """Sends a text on a new connection and returns the answers; empty if the server closes it."""
     host, port = address.split(":")
@@ -377,6 +395,21 @@ def test_the_server_knows_a_rank_by_its_pmi_id(pmi):
 )
 def test_the_server_drops_invalid_clients(pmi, text):
     assert ask(pmi[1], text) == ""
+
+
+def test_clients_that_say_nothing_are_dropped(pmi):
+    host, port = pmi[1].split(":")
+    with socket.create_connection((host, int(port)), 20) as idle:
+        assert idle.recv(1) == b""
+
+
+def test_a_connection_that_cannot_be_accepted_does_not_end_the_server(pmi, monkeypatch):
+    server, address = pmi
+    failures = iter([OSError(errno.EMFILE, "Too many open files"), OSError(errno.ECONNABORTED, "aborted")])
+    monkeypatch.setattr(server, "_listener", FailingListener(server._listener, failures))
+    answers = ask(address, f"cmd=initack pmiid={server.ids[1]}\n")
+    assert answers.startswith("cmd=initack rc=0")
+    assert next(failures, None) is None
 
 
 def test_leave_times_out_if_not_all_ranks_leave(pmi):

@@ -10,10 +10,12 @@ a connection of its own, and all are answered when all have sent it.
 """
 
 import itertools
+import logging
 import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
@@ -23,9 +25,20 @@ __all__ = ["PmiServer", "leave"]
 MAX_LINE_BYTES = 8192
 """Longest line that is accepted. The limits in the answer to `get_maxes` keep MPICH's below half of it."""
 
+GREETING_TIMEOUT_S = 2.0
+"""Seconds that a connection may take to say its PMI_ID."""
+
+MAX_STRANGERS = 64
+"""Connections, beyond one of each rank, that may not have said it yet; further ones are closed."""
+
+ACCEPT_PAUSE_S = 0.1
+"""Seconds after which a connection that could not be accepted is tried again."""
+
 _FINALIZE_ANSWER = "cmd=finalize_ack rc=0"
 
 Fields = dict[str, str]
+
+log = logging.getLogger(__name__)
 
 
 @final
@@ -83,20 +96,45 @@ class PmiServer:
 
     def _serve(self) -> None:
         while len(self._joined) < self._size or self._clients:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._seconds_left()):
                 if key.data is None:
                     self._accept()
-                else:
+                elif key.data in self._clients:  # not dropped in this round
                     self._receive(key.data)
+            self._drop_strangers()
         self._selector.close()
         self._listener.close()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # the client has gone, or no descriptors are left
+            log.warning("cannot accept a connection to the PMI server: %s", error)
+            time.sleep(ACCEPT_PAUSE_S)
+            return
+        if sum(client.rank is None for client in self._clients) >= MAX_STRANGERS + self._size:
+            connection.close()
+            return
         connection.settimeout(1.0)  # for sending answers, which are short
         client = _Client(connection)
         self._clients.add(client)
         self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _strangers(self) -> "list[_Client]":
+        """Returns the clients that have said nothing valid yet, in the order in which they have connected."""
+        return [each for each in self._clients if each.rank is None and each not in self._finalizing]
+
+    def _seconds_left(self) -> float | None:
+        """Returns the time until the first stranger is dropped; None if there is none."""
+        since = [each.connected for each in self._strangers()]
+        return max(0.0, min(since) + GREETING_TIMEOUT_S - time.monotonic()) if since else None
+
+    def _drop_strangers(self) -> None:
+        """Drops clients that have taken too long to say who they are."""
+        latest = time.monotonic() - GREETING_TIMEOUT_S
+        for each in self._strangers():
+            if each.connected <= latest:
+                self._drop(each)
 
     def _receive(self, client: "_Client") -> None:
         try:
@@ -180,6 +218,7 @@ class _Client:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
+        self.connected = time.monotonic()
         self.received = b""  # an incomplete line
         self.rank: int | None = None
 
