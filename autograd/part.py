@@ -6,8 +6,8 @@ wait for all gradients that it receives, and run once.
 
 A send enters the engine in one of three ways:
 
-- Its gradients have arrived: they enter where the tensors of the message have come from.
-- They have not: its gate enters, and waits for them. A gate blocks the thread that runs the graph, so it must run
+- It is the only one, and its gradients have arrived: they enter where the tensors of the message have come from.
+- Else its gate enters, and waits for them. A gate blocks the thread that runs the graph, so it must run
   only when no other node is ready, and of several ready gates the one sent last must run first: the gradient of a
   send depends only on sends that came after it, so this order cannot deadlock. torch's engine runs ready nodes by
   descending sequence number. Gates therefore get their message ids as sequence numbers, and every other node a
@@ -136,8 +136,10 @@ class Part:
         outputs: list[Any] = list(self._roots)
         gradients: list[torch.Tensor | None] = [None] * len(outputs)
         waiting: dict[int, torch.Tensor] = {}
+        # Several sends enter by their gates, in whose order gradients are summed up, whenever they arrive.
+        is_alone = self._is_plain and len(self._gates) == 1
         for message_id, gate in self._gates.items():
-            arrived = running.take_complete(message_id) if self._is_plain else None
+            arrived = running.take_complete(message_id) if is_alone else None
             if arrived is None:
                 outputs.append(gate)
                 gradients.append(None)
