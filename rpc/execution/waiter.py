@@ -13,6 +13,9 @@ from typing import Protocol, final
 
 __all__ = ["SocketWaiter", "Spinner", "Wakeable"]
 
+MAX_LOOK_S = 2e-5
+"""Seconds that one look may take. If it takes longer, another thread needs the interpreter or the processor."""
+
 MAX_SKIPPED = 64
 """Waits, at most, after one that was longer than that, in which the thread does not look again and again."""
 
@@ -31,22 +34,28 @@ class Spinner:
         self._skips = 0
 
     def spin(self, poll: Callable[[int], Events], stop: Callable[[], object] = bool) -> Events:
-        """Returns what becomes ready meanwhile.
+        """Looks at the descriptors.
 
         Args:
             poll: returns what is ready; its argument is 0.
             stop: returns whether to look no longer.
+
+        Returns:
+            What is ready; nothing if nothing became ready in time, or if something else has to run.
         """
         if self._to_skip or not self._seconds:
             self._to_skip = max(0, self._to_skip - 1)
             return []
-        end = time.monotonic() + self._seconds
+        before = time.monotonic()
+        end = before + self._seconds
         while not (events := poll(0)):
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > end:
                 self._skips = self._to_skip = min(2 * self._skips + 1, MAX_SKIPPED)
                 return events
-            if stop():
+            if now > before + MAX_LOOK_S or stop():
                 return events
+            before = now
         self._skips = 0
         return events
 

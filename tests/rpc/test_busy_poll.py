@@ -2,11 +2,12 @@
 
 import os
 import select
+import time
 
 import pytest
 from gradwire import rpc
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.execution.waiter import MAX_SKIPPED, SocketWaiter, Spinner
+from gradwire.rpc.execution.waiter import MAX_LOOK_S, MAX_SKIPPED, SocketWaiter, Spinner
 
 from tests.remote_functions import identity
 
@@ -24,8 +25,10 @@ class Descriptor:
 
 
 def test_a_descriptor_that_becomes_ready_is_found():
-    descriptor = Descriptor(ready_after=5)
-    assert Spinner(60).spin(descriptor.poll) == [(1, select.POLLIN)]
+    descriptor, spinner, found = Descriptor(ready_after=5), Spinner(60), []
+    while not found:  # a look that is interrupted for long ends the wait
+        found = spinner.spin(descriptor.poll)
+    assert found == [(1, select.POLLIN)]
     assert descriptor.looks == 6
 
 
@@ -52,6 +55,19 @@ def test_nobody_looks_if_it_is_switched_off():
     descriptor = Descriptor(ready_after=0)
     assert Spinner(0).spin(descriptor.poll) == []
     assert descriptor.looks == 0
+
+
+def test_looking_stops_when_a_look_takes_long():
+    descriptor = Descriptor(float("inf"))
+
+    def poll(timeout: int) -> list[tuple[int, int]]:
+        deadline = time.monotonic() + 2 * MAX_LOOK_S
+        while time.monotonic() < deadline:
+            pass
+        return descriptor.poll(timeout)
+
+    assert Spinner(60).spin(poll) == []
+    assert descriptor.looks == 1
 
 
 def test_looking_stops_for_other_work():
