@@ -192,6 +192,14 @@ class Waiter:
             self._others_turn.release()
 
 
+def wait_for_value(futures: "Sequence[concurrent.futures.Future[Any]]", _seconds: float | None) -> None:
+    """Takes the place of `concurrent.futures.wait` where a task waits for a value of its own worker."""
+    try:
+        Waiter.wait(futures[0])
+    except Exception as error:  # which the entry raises
+        error.__traceback__ = None  # its frames refer to the entry, which has the error
+
+
 idle: list[Waiter] = []
 """Threads without a task, shared by all schedules."""
 
@@ -353,9 +361,9 @@ class World:
 
     def _run(self, machine: Machine, take: Callable[[], Task]) -> None:
         task = take()
-        # Only a message with references may have to wait.
+        # Only a message with references, or a call that names values by their ids, may have to wait.
         if isinstance(task, partial) and any(
-            isinstance(a, agent_pb2.Envelope) and a.references for a in task.args
+            isinstance(a, agent_pb2.Envelope) and (a.references or a.type == MessageType.CALL) for a in task.args
         ):
             machine.run_waiting(task)
         else:

@@ -15,6 +15,7 @@ from gradwire.rpc.agent import control
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.execution.futures import error_of
+from gradwire.rref import owner_table
 from gradwire.rref.forks import References
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ from tests.rref.schedules import (
     receive,
     run_schedule,
 )
-from tests.rref.simulation import Chance, Machine
+from tests.rref.simulation import Chance, Machine, wait_for_value
 
 SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "400"))
 COLLECT_EVERY = 50
@@ -38,9 +39,10 @@ COLLECT_EVERY = 50
 
 
 @pytest.fixture(autouse=True)
-def control_messages_are_piggybacked_at_once(monkeypatch) -> None:
-    """So that schedules do not depend on the clock."""
+def simulated_waits(monkeypatch) -> None:
+    """Has schedules depend neither on the clock nor on threads."""
     monkeypatch.setattr(control, "PIGGYBACK_AFTER_S", 0.0)
+    monkeypatch.setattr(owner_table, "wait", wait_for_value)
 
 
 @pytest.fixture(autouse=True)
