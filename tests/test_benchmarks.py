@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,8 +109,9 @@ def test_the_case_of_the_docs_is_measured(measure, tmp_path, monkeypatch):
 
 
 def test_a_case_without_a_name_has_that_of_its_class():
-    assert type("Unnamed", (calls.Noop,), {}).name == "Unnamed"
-    assert type("Named", (calls.Noop,), {"name": "a name"}).name == "a name"
+    unnamed: Any = type("Unnamed", (calls.Noop,), {})
+    named: Any = type("Named", (calls.Noop,), {"name": "a name"})
+    assert (unnamed.name, named.name) == ("Unnamed", "a name")
 
 
 @pytest.mark.parametrize(

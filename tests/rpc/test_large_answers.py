@@ -101,11 +101,12 @@ def test_the_calls_of_a_worker_that_is_killed_are_not_postponed_for_ever(workers
 
 
 def postpone_calls_of_worker0() -> None:
-    current_agent()._server.postponed.waiting[0] = []
+    agent: Any = current_agent()
+    agent._server.postponed.waiting[0] = []
 
 
 def resume_calls() -> None:
-    agent = current_agent()
+    agent: Any = current_agent()
     agent._network.call_soon(agent._server.postponed._check)
 
 

@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from gradwire import rpc
@@ -36,7 +37,8 @@ def call(a: GrpcAgent, b: GrpcAgent) -> None:
 
 def count_writes(agent: GrpcAgent, monkeypatch) -> Callable[[], int]:
     """Returns a function that returns the number of writes of an agent to the other one since."""
-    (stream,) = [each for each in agent._network._transports.values() if each.name != "loopback"]
+    streams: list[Any] = [each for each in agent._network._transports.values() if each.name != "loopback"]
+    (stream,) = streams
     writer, writes = stream.outbox.socket._writer, []
     next_write = FrameWriter._next
 
