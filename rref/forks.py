@@ -32,8 +32,6 @@ from ..rpc.calls import name_of
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.arguments import CALL_PARTS
 from ..rpc.contracts.messages import (
-    RREF_CREATE,
-    RREF_FETCH,
     Handler,
     Incoming,
     LaterAnswer,
@@ -46,6 +44,7 @@ from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.futures import Future, error_of
 from .handles import CreationCall, Fork, Lease, OwnerHandle, ReferenceExtension, UserHandle
 from .ids import GlobalId, IdSource
+from .message_types import RREF_CREATE, RREF_FETCH
 from .owner_table import OwnedValue, OwnerTable
 from .rref import RRef
 from .value_server import ValueServer

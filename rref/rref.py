@@ -10,13 +10,14 @@ import torch
 from ..errors import AutogradError, NotInitializedError, RpcTimeoutError, RRefError
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT, check_timeout
-from ..rpc.contracts.messages import RREF_FETCH, MessageType, Request
+from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future, error_of
 from ..rpc.execution.kept_errors import copy_error
 from ..rpc.profiling.extension import RPCExecMode
 from ..rpc.wait_all import note_future
 from .handles import OwnerHandle, UserHandle, references_of
+from .message_types import RREF_FETCH
 from .methods import (
     call_method,
     check_attribute,

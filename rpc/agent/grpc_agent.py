@@ -2,9 +2,9 @@
 
 A request goes straight down: `client` has its value pickled and registers it, `codec` encodes it (the extensions
 add their headers), `network` puts tensor bytes into channels and the envelope into the receiver's transport. A
-message goes straight up: `network` collects its payloads on the event loop, `dispatcher` hands it to a thread of
-the executor, and there `server` decodes it, runs its handler and sends the answer, or `client` completes the
-request that it answers.
+message goes straight up: `network` collects its payloads, `dispatcher` hands it to a thread of the executor, and
+there `server` decodes it, runs its handler and sends the answer, or `pending` completes the request that it
+answers. A thread that waits for an answer may read it, and complete the request, itself.
 """
 
 import logging

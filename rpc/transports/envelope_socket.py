@@ -103,7 +103,10 @@ class SegmentListener(Protocol):
 
 @final
 class EnvelopeSocket:
-    """Reads on the executor's threads. `send` and `finish` may be called from any thread and never block."""
+    """Reads on the executor's threads, and on those that wait for an answer.
+
+    `send` and `finish` may be called from any thread and never block.
+    """
 
     def __init__(
         self,

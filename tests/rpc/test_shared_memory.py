@@ -10,10 +10,11 @@ import threading
 import pytest
 import torch
 from gradwire import rpc
+from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory import channel as shared_memory
-from gradwire.rpc.channels.shared_memory.mapping import Mapping
+from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, Mapping
 from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
-from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool, SharedMemoryLimit
+from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool
 
 from tests.hosts import MEMORY, separate, why_unavailable
 from tests.remote_functions import identity, wait_until
@@ -317,7 +318,7 @@ def test_a_call_that_is_not_sent_gives_its_segment_back(pair):
 
 
 def test_a_pool_makes_what_it_lacks_within_its_limit():
-    limit = SharedMemoryLimit(300 << 10)
+    limit = SegmentLimit(300 << 10, MAX_SEGMENTS)
     pool = SegmentPool(limit, ["receiver"])
     first, is_new = pool.put(memoryview(bytes(100)))
     assert (first.size, is_new) == (64 << 10, True)

@@ -8,10 +8,11 @@ import torch
 from gradwire import rpc
 from gradwire.errors import SendFailedError
 from gradwire.rpc.agent import multi_sender
+from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory import channel as shared_memory
 from gradwire.rpc.channels.shared_memory import mapping
-from gradwire.rpc.channels.shared_memory.mapping import Mapping
-from gradwire.rpc.channels.shared_memory.sending import SegmentPool, SharedMemoryLimit
+from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, Mapping
+from gradwire.rpc.channels.shared_memory.sending import SegmentPool
 
 from tests import remote_functions
 from tests.remote_functions import wait_until
@@ -269,7 +270,7 @@ def test_idle_segments_are_dropped_by_all(workers):
 
 
 def test_a_segment_has_several_holders():
-    limit = SharedMemoryLimit(1 << 20)
+    limit = SegmentLimit(1 << 20, MAX_SEGMENTS)
     pool = SegmentPool(limit, ["one", "other"])
     first, _ = pool.put(memoryview(b"abc"))
     pool.take_back("one", [first.number])

@@ -21,10 +21,11 @@ from ...contracts.options import RpcBackendOptions
 from ...contracts.worker import WorkerInfo
 from ...execution.executor import Executor
 from ..base import check_size
+from ..segment_limit import SegmentLimit
 from ..shared_memory.channel import SharedMemoryChannel
 from .receiving import MappedDeviceSegments
 from .runtime import DeviceError, DeviceRuntime, MappedMemory
-from .sending import FIRST_NUMBER, DeviceMemoryLimit, DeviceSegmentPool
+from .sending import FIRST_NUMBER, MAX_SEGMENTS, DeviceSegmentPool
 from .staging import DeviceStaging
 
 __all__ = ["CudaIpcChannel"]
@@ -73,7 +74,7 @@ class CudaIpcChannel:
         self._send = send
         self._channels = options.channels
         self._options = options.cuda
-        self._limit = DeviceMemoryLimit(options.cuda.max_ipc_bytes)
+        self._limit = SegmentLimit(options.cuda.max_ipc_bytes, MAX_SEGMENTS, FIRST_NUMBER)
         self._lock = threading.Lock()
         """Guards changes of `_pools`."""
         self._pools: dict[int, DeviceSegmentPool] = {}

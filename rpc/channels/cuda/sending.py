@@ -10,7 +10,6 @@ A new segment is used when the receiver has mapped it and given it back for the 
 that fails, payloads go by way of the host. So no message depends on whether the two processes can share memory.
 """
 
-import itertools
 import logging
 import math
 import threading
@@ -22,9 +21,10 @@ from typing import final
 import torch
 
 from ....proto.v1 import agent_pb2
+from ..segment_limit import SegmentLimit
 from .runtime import DeviceRuntime, ExportedMemory
 
-__all__ = ["FIRST_NUMBER", "DeviceMemoryLimit", "DeviceSegmentPool"]
+__all__ = ["FIRST_NUMBER", "MAX_SEGMENTS", "DeviceSegmentPool"]
 
 MIN_SEGMENT_BYTES = 2 << 20
 """Bytes of the smallest segment; the driver shares no less. The others have twice, four times, … as many."""
@@ -48,35 +48,6 @@ Devices = tuple[torch.device, torch.device]
 
 
 @final
-class DeviceMemoryLimit:
-    """Numbers and bounds the segments that one agent makes. Safe to use from any thread."""
-
-    def __init__(self, limit: int) -> None:
-        """Args: limit: bytes of all segments together."""
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(FIRST_NUMBER)
-        self._limit = limit
-        self._count = 0
-        self.used = 0
-        """Bytes of all segments that are allocated."""
-
-    def acquire(self, nbytes: int) -> int | None:
-        """Counts a segment of this size; returns its number, or None if that would be too much."""
-        with self._lock:
-            if self.used + nbytes > self._limit or self._count >= MAX_SEGMENTS:
-                return None
-            self.used += nbytes
-            self._count += 1
-            return next(self._numbers)
-
-    def release(self, nbytes: int) -> None:
-        """Counts a segment back."""
-        with self._lock:
-            self.used -= nbytes
-            self._count -= 1
-
-
-@final
 class _Segment:
     __slots__ = ("devices", "is_confirmed", "memory", "number", "size")
 
@@ -96,7 +67,7 @@ class DeviceSegmentPool:
     def __init__(
         self,
         runtime: DeviceRuntime,
-        limit: DeviceMemoryLimit,
+        limit: SegmentLimit,
         send: Callable[[agent_pb2.DeviceFrame], None],
         submit: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -184,7 +155,7 @@ class DeviceSegmentPool:
             memory = self._runtime.export(devices[0], size)
             uuid = self._runtime.uuid(devices[0])
         except RuntimeError as error:
-            self._limit.release(size)
+            self._limit.release([size])
             self._set_unusable(devices, RETRY_AFTER_S, str(error))
             return
         segment = _Segment(number, size, devices, memory)
@@ -257,7 +228,7 @@ class DeviceSegmentPool:
                     segment.memory.free()
                 except RuntimeError as error:
                     log.warning("cannot free %d bytes of %s: %s", segment.size, segment.devices[0], error)
-                self._limit.release(segment.size)
+                self._limit.release([segment.size])
 
         self._submit(free)
 

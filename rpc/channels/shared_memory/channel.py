@@ -10,9 +10,11 @@ from ...contracts.messages import Buffer
 from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
 from ..base import check_size
+from ..segment_limit import SegmentLimit
 from .broadcast import SegmentBroadcast
+from .mapping import MAX_SEGMENTS
 from .peer import PeerSegments
-from .sending import Segment, SegmentPool, SharedMemoryLimit
+from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
 
 __all__ = ["SharedMemoryChannel"]
@@ -42,7 +44,7 @@ class SharedMemoryChannel:
         self._loop = loop
         self._options = options
         self._unmapper = Unmapper(executor)
-        self._limit = SharedMemoryLimit(options.max_shared_bytes)
+        self._limit = SegmentLimit(options.max_shared_bytes, MAX_SEGMENTS)
         self._lock = threading.Lock()
         """Guards changes of `_peers`, and `_shared_pools`."""
         self._peers: dict[int, PeerSegments] = {}

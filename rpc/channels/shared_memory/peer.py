@@ -9,8 +9,9 @@ from typing import Any, final
 from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
 from ...transports.envelope_socket import EnvelopeSocket
+from ..segment_limit import SegmentLimit
 from .receiving import MappedSegments
-from .sending import Segment, SegmentPool, SharedMemoryLimit
+from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
 
 __all__ = ["PeerSegments", "describe"]
@@ -32,7 +33,7 @@ class PeerSegments:
         self,
         loop: asyncio.AbstractEventLoop,
         options: ChannelOptions,
-        limit: SharedMemoryLimit,
+        limit: SegmentLimit,
         unmapper: Unmapper,
     ) -> None:
         """Shares nothing before `connect`.

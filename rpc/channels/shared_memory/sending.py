@@ -7,50 +7,21 @@ map their pages: so both ends keep them, and a receiver gives one back when noth
 """
 
 import fcntl
-import itertools
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import final
 
 import numpy as np
 
-from .mapping import MAX_SEGMENTS, SEALS, Mapping
+from ..segment_limit import SegmentLimit
+from .mapping import SEALS, Mapping
 
-__all__ = ["Segment", "SegmentPool", "SharedMemoryLimit"]
+__all__ = ["Segment", "SegmentPool"]
 
 MIN_SEGMENT_BYTES = 64 << 10
 """Bytes of the smallest segment. The others have twice, four times, … as many."""
-
-
-@final
-class SharedMemoryLimit:
-    """Numbers and bounds the segments that one agent makes. Safe to use from any thread."""
-
-    def __init__(self, limit: int) -> None:
-        """Args: limit: bytes of all segments together."""
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._limit = limit
-        self._count = 0
-        self.used = 0
-        """Bytes of all segments that have been made and not been closed."""
-
-    def acquire(self, nbytes: int) -> int | None:
-        """Counts a segment of this size; returns its number, or None if that would be too much."""
-        with self._lock:
-            if self.used + nbytes > self._limit or self._count >= MAX_SEGMENTS:
-                return None
-            self.used += nbytes
-            self._count += 1
-            return next(self._numbers)
-
-    def release(self, sizes: Sequence[int]) -> None:
-        """Counts segments back that are closed, or could not be made."""
-        with self._lock:
-            self.used -= sum(sizes)
-            self._count -= len(sizes)
 
 
 @final
@@ -95,7 +66,7 @@ class SegmentPool:
     A segment whose bytes have been sent is free again when all receivers have given it back, or are removed.
     """
 
-    def __init__(self, limit: SharedMemoryLimit, receivers: Iterable[Hashable]) -> None:
+    def __init__(self, limit: SegmentLimit, receivers: Iterable[Hashable]) -> None:
         """Makes no segment yet.
 
         Args:
