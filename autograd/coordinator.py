@@ -10,6 +10,7 @@ from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.execution.futures import Future
+from ..rpc.execution.kept_errors import without_frames
 from .anomaly import AnomalyMode
 from .closure import SendId
 from .compression import Compressed, decompress
@@ -152,7 +153,7 @@ class PassCoordinator:
         try:
             self._take_gradients(part.value())
         except Exception as error:
-            self.fail(error.with_traceback(None))
+            self.fail(without_frames(error))
 
     def _take_gradients(self, answer: MessageGradients | None) -> None:
         """Passes the gradients of an answer to their gate."""

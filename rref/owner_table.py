@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, final
 
 from ..errors import RRefError
-from ..rpc.execution.kept_errors import copy_error
+from ..rpc.execution.kept_errors import copy_error, without_frames
 from .ids import GlobalId
 
 __all__ = ["OwnedValue", "OwnerTable", "ValueTimeoutError"]
@@ -65,7 +65,7 @@ class OwnedValue:
 
     def fail(self, error: Exception) -> None:
         """Sets the error that all waiters get instead of the value, unless the value is set."""
-        self._set((None, error.with_traceback(None)))  # whose frames refer to this entry
+        self._set((None, without_frames(error)))  # whose frames refer to this entry
 
     def _set(self, outcome: tuple[Any, Exception | None]) -> None:
         self._outcomes.append(outcome)

@@ -2,7 +2,7 @@
 
 torch's futures are C++ objects, which Python's garbage collector cannot traverse. An exception in a future, with a
 traceback that has a frame which refers to the future, is a cycle that would never be freed. So futures store
-exceptions without a traceback, and `wait` raises a copy.
+exceptions without frames, and `wait` raises a copy.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import torch
 
 from ...torch_internals import AnyFuture
 from .executor import Executor
-from .kept_errors import copy_error
+from .kept_errors import copy_error, without_frames
 from .waiter import SocketWaiter, Wakeable
 
 __all__ = ["Future", "ReadAnswer", "as_concurrent_future", "error_of", "wait_async"]
@@ -126,8 +126,14 @@ class Future(torch.futures.Future[T]):
                     self._wait_interruptibly(reads=reads)
             return super().wait()
         except Exception as error:
-            error.__traceback__ = None
-            raise copy_error(error) from error.__cause__
+            raise copy_error(without_frames(error)) from error.__cause__  # torch has added those of this call
+
+    def value(self) -> T:
+        """Returns the result of a call that is done, or raises its exception."""
+        try:
+            return super().value()
+        except Exception as error:
+            raise copy_error(without_frames(error)) from error.__cause__
 
     def _wait_interruptibly(self, *, reads: bool) -> None:
         """Returns when the future is done or about to be. Ctrl-C interrupts it, unlike a wait in C++."""
@@ -164,7 +170,7 @@ class Future(torch.futures.Future[T]):
     def set_exception(self, result: Exception) -> None:  # type: ignore[override] # torch's type is a value's
         """Completes the future with an exception."""
         self._wake()
-        super().set_exception(result.with_traceback(None))  # type: ignore[arg-type]
+        super().set_exception(without_frames(result))  # type: ignore[arg-type]
 
     def _wake(self) -> None:
         self.is_completing = True
@@ -197,11 +203,11 @@ async def wait_async(future: torch.futures.Future[T]) -> T:
 
 
 def error_of(future: torch.futures.Future[Any]) -> Exception | None:
-    """Returns the exception of a future that is done, without a traceback; None if it has a value."""
+    """Returns the exception of a future that is done, without frames; None if it has a value."""
     try:
         future.value()
     except Exception as error:
-        return error.with_traceback(None)
+        return without_frames(error)
     return None
 
 

@@ -1,10 +1,10 @@
-"""Copies of exceptions that are stored, to be raised later and perhaps by several threads."""
+"""Exceptions that are stored, to be raised later and perhaps by several threads."""
 
 import copy
 
 from ...errors import rebuild_exception
 
-__all__ = ["copy_error", "is_plain", "text_of"]
+__all__ = ["copy_error", "is_plain", "text_of", "without_frames"]
 
 
 def copy_error(error: Exception) -> Exception:
@@ -26,6 +26,20 @@ def is_plain(error: Exception) -> bool:
         or type(error).__reduce_ex__ is not object.__reduce_ex__
     )
     return not has_c_fields and not is_reduced_by_class
+
+
+def without_frames(error: Exception) -> Exception:
+    """Returns the exception without its traceback and context, and those of its causes.
+
+    Their frames, and the callers of those, would keep all of their local variables as long as it is stored.
+    """
+    each: BaseException | None = error
+    seen = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        each.__context__ = each.__traceback__ = None
+        each = each.__cause__
+    return error
 
 
 def text_of(error: BaseException) -> str:
