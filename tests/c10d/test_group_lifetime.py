@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,18 +77,26 @@ def resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def remaining_resources(before: tuple[int, int]) -> list[int]:
-    """Returns how many more threads and files there are. Waits, because the kernel ends threads with a delay."""
+def remaining(objects: Sequence[weakref.ref[Any]], before: tuple[int, int]) -> list[int]:
+    """Returns how many of the objects are alive, and how many more threads and files there are than before.
+
+    Waits for up to 10 s until there is none of them: a thread that has completed an operation refers to it for
+    another moment, and the kernel ends threads with a delay.
+    """
     deadline = time.monotonic() + 10
-    while any(more := [max(now - then, 0) for now, then in zip(resources(), before, strict=True)]):
+    while any(left := [sum(each() is not None for each in objects), *_more_than(before)]):
         if time.monotonic() > deadline:
             break
         threading.Event().wait(0.005)
-    return more
+    return left
 
 
-def make_and_drop(backend: str) -> tuple[int, list[int]]:
-    """Drops ten groups. Returns how many objects of them are alive, and which resources remain."""
+def _more_than(before: tuple[int, int]) -> list[int]:
+    return [max(now - then, 0) for now, then in zip(resources(), before, strict=True)]
+
+
+def make_and_drop(backend: str) -> list[int]:
+    """Drops ten groups. Returns what remains of them: see `remaining`."""
     if backend == "gradwire_mpi":  # MPI's world stays until the process ends
         first = make_group(backend, "world")
         use(first)
@@ -107,18 +116,16 @@ def make_and_drop(backend: str) -> tuple[int, list[int]]:
     here["store"].barrier("used", here["size"])
     del group
     groups.clear()
-    left = sum(each() is not None for each in alive)
     assert all(event.wait(10) for event in over)
-    more = remaining_resources(before)
-    return left + sum(part() is not None for part in parts), more
+    return remaining([*alive, *parts], before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropped_groups_release_everything(without_groups, backend):
-    assert everywhere(without_groups(), make_and_drop, backend) == [(0, [0, 0])] * 2
+    assert everywhere(without_groups(), make_and_drop, backend) == [[0, 0, 0]] * 2
 
 
-def make_and_destroy(path: Path, rank: int, backend: str) -> tuple[int, list[int]]:
+def make_and_destroy(path: Path, rank: int, backend: str) -> list[int]:
     open_store(path, rank, 2)
     gc.collect()
     gc.disable()
@@ -137,14 +144,13 @@ def make_and_destroy(path: Path, rank: int, backend: str) -> tuple[int, list[int
     alive.append(weakref.ref(dist.group.WORLD))
     here["store"].barrier("made", 2)  # a group must not end while the other rank is still connecting it
     dist.destroy_process_group()
-    left = sum(each() is not None for each in alive)
-    return left, remaining_resources(before)
+    return remaining(alive, before)
 
 
 @pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
 def test_destroyed_groups_release_everything(workers, tmp_path, backend):
     pending = [w.start(make_and_destroy, tmp_path / "store", i, backend) for i, w in enumerate(workers(2))]
-    assert [each.result() for each in pending] == [(0, [0, 0])] * 2
+    assert [each.result() for each in pending] == [[0, 0, 0]] * 2
 
 
 def make_one(backend: str) -> None:
