@@ -79,8 +79,8 @@ class SocketWaiter:
         self._wake = -1
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread_id = threading.get_ident()
-        self._descriptor = -1
-        self._poll = select.poll()
+        self._idle: tuple[int, select.poll] | None = None
+        """The descriptor of the last wait and what polls it; None during a wait."""
         self._spinner = Spinner(busy_poll)
 
     def __del__(self) -> None:
@@ -94,12 +94,15 @@ class SocketWaiter:
 
     def wait(self, descriptor: int) -> bool:
         """Waits for a descriptor; returns whether it is readable, or closed by the peer."""
-        if descriptor != self._descriptor:
-            poll = select.poll()
-            poll.register(self._wake, select.POLLIN)
-            poll.register(descriptor, select.POLLIN)
-            self._poll, self._descriptor = poll, descriptor
-        events = self._spinner.spin(self._poll.poll) or self._poll.poll()
+        # Taken, since the handler of a signal that comes during `poll` may wait too.
+        idle, self._idle = self._idle, None
+        if idle is None or idle[0] != descriptor:
+            idle = descriptor, select.poll()
+            idle[1].register(self._wake, select.POLLIN)
+            idle[1].register(descriptor, select.POLLIN)
+        poll = idle[1].poll
+        events = self._spinner.spin(poll) or poll()
+        self._idle = idle
         is_readable = False
         for ready, _ in events:
             if ready == self._wake:

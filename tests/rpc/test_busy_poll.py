@@ -2,7 +2,11 @@
 
 import os
 import select
+import signal
+import socket
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from gradwire import rpc
@@ -92,6 +96,36 @@ def test_a_waiter_waits_for_a_descriptor_or_another_thread(busy_poll):
     finally:
         os.close(reader)
         os.close(writer)
+
+
+@pytest.mark.parametrize("busy_poll", [0.0, 0.0003])
+def test_a_signal_handler_may_wait_by_the_waiter_that_it_interrupts(busy_poll):
+    waiter = SocketWaiter(busy_poll)
+    ours, theirs = socket.socketpair()
+    events: list[tuple[str, bool]] = []
+
+    def wait_too(*_: object) -> None:
+        theirs.send(b"x")
+        events.append(("handler", waiter.wait(ours.fileno())))
+
+    before = signal.signal(signal.SIGUSR1, wait_too)
+    interrupting = threading.Thread(target=interrupt_when_asleep, args=(threading.get_native_id(),))
+    interrupting.start()
+    try:
+        with ours, theirs:
+            events.append(("interrupted", waiter.wait(ours.fileno())))
+    finally:
+        interrupting.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert events == [("handler", True), ("interrupted", True)]
+
+
+def interrupt_when_asleep(thread: int) -> None:
+    """Sends a signal to this process when its thread with this id is waiting."""
+    stat = Path(f"/proc/self/task/{thread}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "S":
+        pass
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("busy_poll", [-1, 0.1, True, "0", None])

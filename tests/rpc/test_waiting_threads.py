@@ -1,15 +1,20 @@
 """A thread that waits for an answer reads the socket itself, and loses nothing when it is interrupted."""
 
 import concurrent.futures
+import os
 import random
 import signal
+import sys
 import threading
+import types
 from typing import Any
 
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcCancelledError
+from gradwire.rpc.execution.futures import Future
+from gradwire.rpc.execution.waiter import SocketWaiter
 
 from tests.remote_functions import identity, set_event, wait_for, wait_until
 
@@ -26,9 +31,9 @@ def wait_and_interrupt(rounds: int) -> int:
     left = interrupts = turn = 0
     sends = False
 
-    def interrupt(*_: object) -> None:
+    def interrupt(_: int, frame: types.FrameType | None) -> None:
         nonlocal left
-        if left:
+        if left and frame is not None and frame.f_code is not wait_and_interrupt.__code__:
             left = 0 if sends else left - 1  # a send is rolled back, which a second signal may interrupt
             raise AlarmError
 
@@ -83,9 +88,19 @@ def call_in_handler(count: int) -> list[str]:
 
     signal.signal(signal.SIGALRM, handler)
     for name in names:
-        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        interrupting = threading.Thread(target=interrupt_when_it_waits, args=(threading.get_ident(),))
+        interrupting.start()
         assert rpc.rpc_sync("worker1", wait_for, (name,)) == name
+        interrupting.join()
     return seen
+
+
+def interrupt_when_it_waits(thread: int) -> None:
+    """Sends a signal to this process when a thread, with this ident, waits for an answer."""
+    waits = {SocketWaiter.wait.__code__, Future._wait_interruptibly.__code__}
+    while sys._current_frames()[thread].f_code not in waits:
+        pass
+    os.kill(os.getpid(), signal.SIGALRM)
 
 
 def test_a_signal_handler_may_call_the_worker_that_is_waited_for(two_workers):
