@@ -94,7 +94,10 @@ class AnswerReader:
     def _receive(self, held: list[bool]) -> None:
         """Reads, as long as the thread holds the socket."""
         source = self._source
-        if self._future.is_completing or not self._waiter.wait(source.descriptor):
+        while not self._future.is_completing:
+            if self._waiter.wait(source.descriptor):
+                break  # else it was released, perhaps for an earlier future that the thread did not wait for
+        else:
             return
         chunks = starmap(source.receive, source.receive_args)
         try:
