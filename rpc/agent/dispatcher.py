@@ -8,6 +8,7 @@ from typing import Any, final
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..channels.payloads import PayloadReader, read_inline
+from ..channels.shared_memory.receiving import AnswerLeases
 from ..collectives.all_gather import AllGatherService
 from ..contracts.messages import CANCEL, ERROR, RESULT
 from ..contracts.worker import WorkerInfo
@@ -112,14 +113,18 @@ class Dispatcher:
         return None
 
     def completion(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+        self,
+        source: WorkerInfo,
+        envelope: agent_pb2.Envelope,
+        leases: AnswerLeases | None,
+        future: Future[Any],
     ) -> Completion | None:
-        """Returns what completes a future on the calling thread: see TransportListener."""
+        """Returns what completes a future on the calling thread: see NetworkListener."""
         if not self._requests.can_complete(source, envelope, future):
             return None
         return Completion(
-            partial(self._requests.complete, source, envelope),
-            partial(self._executor.submit_urgent, self._requests.complete_again, source, envelope),
+            partial(self._requests.complete, source, envelope, leases),
+            partial(self._executor.submit_urgent, self._requests.complete_again, source, envelope, leases),
         )
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:

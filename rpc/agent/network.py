@@ -328,9 +328,11 @@ class Network:
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
     ) -> Completion | None:
         """Returns what completes a future on the calling thread: see TransportListener."""
-        if source.id in self._lost or not is_inline(envelope):
+        inline = is_inline(envelope)
+        leases = None if inline else self._router.answer_leases(source.id, envelope)
+        if source.id in self._lost or not (inline or leases):
             return None
-        return self._listener.completion(source, envelope, future)
+        return self._listener.completion(source, envelope, leases, future)
 
     def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> None:
         """Collects the payloads outside an envelope. Called on the loop."""

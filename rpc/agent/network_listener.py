@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
 from ..channels.payloads import PayloadReader
+from ..channels.shared_memory.receiving import AnswerLeases
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
@@ -45,9 +46,20 @@ class NetworkListener(Protocol):
         """
 
     def completion(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+        self,
+        source: WorkerInfo,
+        envelope: agent_pb2.Envelope,
+        leases: AnswerLeases | None,
+        future: Future[Any],
     ) -> Completion | None:
-        """Returns what completes a future with a message whose payloads are all in it: see TransportListener."""
+        """Returns what completes a future with a message: see TransportListener.
+
+        Args:
+            source: the sender.
+            envelope: the message's.
+            leases: reads its payloads; None if they are all in the envelope.
+            future: what the calling thread waits for.
+        """
 
     def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Handles a message whose payloads are not accepted."""

@@ -11,6 +11,7 @@ from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
 from ..channels.payloads import PayloadReader, body_of, read_inline
+from ..channels.shared_memory.receiving import AnswerLeases
 from ..contracts.messages import ERROR, RESULT, Handler, Outgoing
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -172,28 +173,43 @@ class PendingRequests:
             and not has_local_modes()
         )
 
-    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Completes a request on the thread that waits for it; if a signal interrupts that, do it again."""
+    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, leases: AnswerLeases | None) -> None:
+        """Completes a request on the thread that waits for it; if a signal interrupts that, `complete_again` does.
+
+        Args:
+            source: the worker that answers.
+            envelope: the answer.
+            leases: reads its payloads; None if they are all in the envelope.
+        """
         identifier = envelope.id
         completing = self._completing
         # One C function takes it and keeps it, which a signal does not interrupt.
         completing.update(zip((identifier,), map(self.pending.pop, (identifier,), (None,)), strict=True))
-        self._complete(completing[identifier], source, envelope, read_inline)
+        self._complete(completing[identifier], source, envelope, read_inline if leases is None else leases.read)
+        if leases is not None:
+            leases.release()
         completing.pop(identifier, None)
 
-    def complete_again(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Completes a request that a signal has kept `complete` from completing, or does nothing."""
+    def complete_again(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, leases: AnswerLeases | None
+    ) -> None:
+        """Does what a signal has kept `complete` from doing."""
         pending = self._completing.pop(envelope.id, None)
-        if pending is None:
-            self.on_answer(source, envelope, read_inline)
-        else:
-            self._complete(pending, source, envelope, read_inline)
+        if leases is None or not leases.is_released:
+            payloads = read_inline if leases is None else leases.read
+            if pending is None:
+                self.on_answer(source, envelope, payloads)
+            elif pending.future.done():
+                self._tell_complete(pending)
+                self._count_end(pending)
+            else:
+                self._complete(pending, source, envelope, payloads)
+        if leases is not None:
+            leases.release()
 
     def _set_result(self, pending: PendingRequest, value: object) -> None:
         self._tell_complete(pending)
-        if pending.future.done():  # before `complete` was interrupted
-            pass
-        elif pending.depth:
+        if pending.depth:
             with self._nesting.at(pending.depth):
                 pending.future.set_result(value)
         else:

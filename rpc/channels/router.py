@@ -20,6 +20,7 @@ from .chunked import ChunkedChannel
 from .cuda.channel import CudaIpcChannel
 from .payloads import PayloadReader, external_bytes, is_payload_inline, payloads_of, read_inline
 from .shared_memory.channel import SharedMemoryChannel
+from .shared_memory.receiving import AnswerLeases
 
 __all__ = [
     "ChannelRouter",
@@ -289,6 +290,10 @@ class ChannelRouter:
             return transfers.pop(payload.bulk.transfer_id) if payload.HasField("bulk") else payload.inline
 
         return (_when_all_arrived(pending, transfers, read) if pending else read), nbytes
+
+    def answer_leases(self, peer: int, envelope: agent_pb2.Envelope) -> AnswerLeases | None:
+        """Returns what reads the payloads of an answer, some outside it: see SharedMemoryChannel.answer_leases."""
+        return self._shared_memory.answer_leases(peer, payloads_of(envelope))
 
     def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
         channel = self._by_name[payload.WhichOneof("location") or self._small.name]

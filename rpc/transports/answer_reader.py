@@ -1,8 +1,10 @@
 """Reads the answer to a call on the thread that waits for it, instead of having another thread wake it.
 
 A signal handler that raises, as that of Ctrl-C, may interrupt the main thread between any two steps of Python, but
-not within one call of a C function. So whatever is read or taken is noted by the same call, or without another
-call. What an interrupted thread leaves is handled by a thread of the executor, from the beginning.
+not within one call of a C function. So whatever is read or taken is noted by the same call. What an interrupted
+thread leaves is handled by a thread of the executor, from the beginning: either what it has read, if it has not
+taken the answer out of that, or else the answer. So an answer is handled by one of them, and only there its
+segments of shared memory are leased (see AnswerLeases).
 
 The socket must be one that `recv` of the operating system reads: what a TLS library has decrypted and keeps would
 not be waited for.
@@ -10,6 +12,7 @@ not be waited for.
 
 from collections.abc import Callable, Sequence
 from itertools import starmap
+from operator import call
 from typing import Any, NamedTuple, Protocol, final
 
 from google.protobuf.message import DecodeError
@@ -39,8 +42,8 @@ class Answer(NamedTuple):
     """An answer among what a socket has received."""
 
     completion: Completion
-    left: list[Any]
-    """What else has been received: one chunk, or none."""
+    taking: list[tuple[Any, ...]]
+    """The C functions that take it out of what has been received, each with its arguments. They return None."""
 
 
 class AnswerSource(SharedDescriptor, Protocol):
@@ -110,6 +113,8 @@ class AnswerReader:
             if error.errno is None:  # raised by the handler of a signal
                 raise
             return
-        if answer is not None and held == [True]:
-            self._completion = answer.completion
-            source.received[:] = answer.left
+        if answer is None:
+            return
+        taking = starmap(call, [(setattr, self, "_completion", answer.completion), *answer.taking])
+        if held == [True]:
+            any(taking)  # a C function: a signal comes before all of it, or after

@@ -1,8 +1,7 @@
 """A connected socket that carries envelopes between two workers, beside their gRPC stream.
 
-Each direction is a sequence of frames: the length of its content in four bytes, little endian, its kind in one
-byte, and the content: an envelope, or what the channel of shared memory has to tell (see SegmentListener). A frame
-of kind END ends a direction: the sender leaves in order.
+Each direction is a sequence of frames (socket_frames.py): envelopes, and what the channel of shared memory has to
+tell (see SegmentListener). A frame of kind END ends a direction: the sender leaves in order.
 """
 
 import concurrent.futures
@@ -14,7 +13,6 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import Any, Protocol, cast, final
 
 from google.protobuf.message import DecodeError
@@ -27,6 +25,15 @@ from ..execution.waiter import SocketWaiter
 from .answer_reader import Answer, AnswerReader, FindCompletion
 from .frame_writer import FrameWriter
 from .settings import MAX_ENVELOPE_BYTES
+from .socket_frames import (
+    HEADER,
+    MAX_NUMBERS,
+    MAX_SIDE_FRAME_BYTES,
+    SEGMENT,
+    FrameKind,
+    numbers_frame,
+    numbers_in,
+)
 
 __all__ = ["CLOSED", "EnvelopeSocket", "OnEnvelope", "OnSocketEnd", "SegmentListener"]
 
@@ -36,35 +43,18 @@ READ_BYTES = 256 << 10
 CLOSED = "its connection closed without a goodbye; the process has died or was cut off"
 """The reason of a connection that ends before the peer's end."""
 
-MAX_NUMBERS = 1024
-"""Numbers of segments in a frame."""
-
-MAX_SIDE_FRAME_BYTES = 8 * MAX_NUMBERS
-"""Bytes of the content of a frame that is no envelope."""
-
 MAX_DESCRIPTORS = 64
 """Descriptors that one read can bring, and that may wait for their frames."""
 
 MAX_LOOKED_AT = 8
 """Frames among which a thread looks for the answer that it waits for; more of them are left to the executor."""
 
-_HEADER = struct.Struct("<IB")
-_SEGMENT = struct.Struct("<QQ")
 _DESCRIPTOR = struct.Struct("i")
 _RECV_ARGS = ((READ_BYTES,),)
 _RECVMSG_ARGS = ((READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),)
 
 
-class _Kind(IntEnum):
-    """The kinds of frames."""
-
-    ENVELOPE = 0
-    END = 1
-    SEGMENT = 2  # a number and a size; with a descriptor
-    RELEASED = 3  # numbers of segments
-    DROPPED = 4  # the same
-    SHARED_SEGMENT = 5  # as SEGMENT
-
+_ALL = slice(None)
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +70,10 @@ class SegmentListener(Protocol):
 
     They raise ValueError if the peer contradicts itself, which costs the connection.
     """
+
+    @property
+    def returned(self) -> "deque[int] | None":
+        """Takes numbers instead of `on_released`, from a thread that a signal may interrupt; None if it cannot."""
 
     def connect(self, connection: "EnvelopeSocket") -> None:
         """Uses a socket to tell the peer of segments. Called before anything is sent by it."""
@@ -176,7 +170,7 @@ class EnvelopeSocket:
         """Writes an envelope, or queues it. Raises BrokenPipeError if the connection is known to be closed."""
         if self._writer.is_broken:
             raise BrokenPipeError
-        frame = _HEADER.pack(len(envelope), _Kind.ENVELOPE) + envelope
+        frame = HEADER.pack(len(envelope), FrameKind.ENVELOPE) + envelope
         if self.released:
             frame = self._take_released() + frame  # in one write, for which the peer wakes up once
         self._writer.put(frame)
@@ -185,7 +179,7 @@ class EnvelopeSocket:
         """Has an envelope written together with a later one. Raises BrokenPipeError as `send` does."""
         if self._writer.is_broken:
             raise BrokenPipeError
-        self._writer.put_behind(_HEADER.pack(len(envelope), _Kind.ENVELOPE) + envelope, seconds)
+        self._writer.put_behind(HEADER.pack(len(envelope), FrameKind.ENVELOPE) + envelope, seconds)
 
     def flush(self) -> None:
         """Writes what waits for another envelope."""
@@ -193,8 +187,8 @@ class EnvelopeSocket:
 
     def send_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
-        kind = _Kind.SHARED_SEGMENT if is_shared else _Kind.SEGMENT
-        frame = _HEADER.pack(_SEGMENT.size, kind) + _SEGMENT.pack(number, size)
+        kind = FrameKind.SHARED_SEGMENT if is_shared else FrameKind.SEGMENT
+        frame = HEADER.pack(SEGMENT.size, kind) + SEGMENT.pack(number, size)
         self._writer.put_descriptor(frame, descriptor)
 
     def flush_released(self) -> None:
@@ -205,7 +199,7 @@ class EnvelopeSocket:
     def send_dropped(self, numbers: Sequence[int]) -> None:
         """Tells the peer of segments that this worker will not use again."""
         for first in range(0, len(numbers), MAX_NUMBERS):
-            self._writer.put(_numbers_frame(_Kind.DROPPED, numbers[first : first + MAX_NUMBERS]))
+            self._writer.put(numbers_frame(FrameKind.DROPPED, numbers[first : first + MAX_NUMBERS]))
 
     def _take_released(self) -> bytes:
         """Returns the frame that tells of segments which are not used any more."""
@@ -213,12 +207,12 @@ class EnvelopeSocket:
         with contextlib.suppress(IndexError):  # there are no more
             while len(numbers) < MAX_NUMBERS:
                 numbers.append(self.released.popleft())
-        return _numbers_frame(_Kind.RELEASED, numbers)
+        return numbers_frame(FrameKind.RELEASED, numbers)
 
     def finish(self) -> None:
         """Tells the peer, after all that has been sent, that nothing more will come."""
         self.flush()
-        self._writer.put(_HEADER.pack(0, _Kind.END))
+        self._writer.put(HEADER.pack(0, FrameKind.END))
 
     def close(self) -> None:
         """Cuts the connection. The thread that reads it releases it, unless it has read the peer's end."""
@@ -253,22 +247,36 @@ class EnvelopeSocket:
         if rights:
             return None
         start, end = 0, len(data)
+        others = b""
+        returned: deque[int] | None = None
+        numbers: list[int] = []
         for _ in range(MAX_LOOKED_AT):
-            content = start + _HEADER.size
+            content = start + HEADER.size
             if content > end:
                 break
-            length, kind = _HEADER.unpack_from(data, start)
+            length, kind = HEADER.unpack_from(data, start)
             after = content + length
             if after > end:
                 break
-            if kind != _Kind.ENVELOPE:
-                break  # what it tells comes before the answer: segments are free for the next call
-            envelope = agent_pb2.Envelope.FromString(data[content:after])
-            completion = self._completion(envelope, future)
-            if completion is not None:
-                others = data[:start] + data[after:]
-                left = others if self._segments is None else (others, ())
-                return Answer(completion, [left] if others else [])
+            if kind == FrameKind.ENVELOPE:
+                envelope = agent_pb2.Envelope.FromString(data[content:after])
+                completion = self._completion(envelope, future)
+                if completion is not None:
+                    others += data[after:]
+                    left = others if self._segments is None else (others, ())
+                    taking: list[tuple[Any, ...]] = [(self.received.__setitem__, _ALL, [left] if others else [])]
+                    if returned is not None:
+                        taking.append((returned.extend, numbers))
+                    return Answer(completion, taking)
+                others += data[start:after]
+            elif kind == FrameKind.RELEASED and self._segments is not None and not length % 8:
+                # Taken with the answer: the segments are free for the next call.
+                returned = self._segments.returned
+                if returned is None:
+                    break
+                numbers += numbers_in(data[content:after])
+            else:
+                break  # what it tells comes before the answer
             start = after
         return None
 
@@ -340,11 +348,11 @@ class EnvelopeSocket:
     def _take_frames(self, data: bytes) -> None:
         """Handles the frames that are complete, and keeps the beginning of the one after them."""
         start, end = 0, len(data)
-        while end - start >= _HEADER.size:
-            length, kind = _HEADER.unpack_from(data, start)
-            content = start + _HEADER.size
+        while end - start >= HEADER.size:
+            length, kind = HEADER.unpack_from(data, start)
+            content = start + HEADER.size
             if end - content < length:
-                if length > MAX_ENVELOPE_BYTES or (kind != _Kind.ENVELOPE and length > MAX_SIDE_FRAME_BYTES):
+                if length > MAX_ENVELOPE_BYTES or (kind != FrameKind.ENVELOPE and length > MAX_SIDE_FRAME_BYTES):
                     raise ValueError(f"a frame of {length} bytes")
                 if length > READ_BYTES:
                     self._large = bytearray(length)
@@ -353,11 +361,11 @@ class EnvelopeSocket:
                     start = end
                 break
             start = content + length
-            if kind == _Kind.ENVELOPE:
+            if kind == FrameKind.ENVELOPE:
                 pause = self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]), length)
                 if pause is not None:
                     self._pause = pause
-            elif kind == _Kind.END:
+            elif kind == FrameKind.END:
                 self._end("")
                 return
             else:
@@ -365,22 +373,20 @@ class EnvelopeSocket:
         self._beginning = data[start:]
 
     def _take_segment_frame(self, kind: int, content: bytes) -> None:
-        if self._segments is None or kind > _Kind.SHARED_SEGMENT:
+        if self._segments is None or kind > FrameKind.SHARED_SEGMENT:
             raise ValueError(f"a frame of kind {kind}")
-        if kind in (_Kind.SEGMENT, _Kind.SHARED_SEGMENT):
-            if len(content) != _SEGMENT.size or not self._received_descriptors:
+        if kind in (FrameKind.SEGMENT, FrameKind.SHARED_SEGMENT):
+            if len(content) != SEGMENT.size or not self._received_descriptors:
                 raise ValueError("a segment without its descriptor")
             descriptor = self._received_descriptors.popleft()
             try:
-                number, size = _SEGMENT.unpack(content)
-                self._segments.on_segment(number, size, descriptor, is_shared=kind == _Kind.SHARED_SEGMENT)
+                number, size = SEGMENT.unpack(content)
+                self._segments.on_segment(number, size, descriptor, is_shared=kind == FrameKind.SHARED_SEGMENT)
             finally:
                 os.close(descriptor)
             return
-        if len(content) % 8:
-            raise ValueError("numbers of segments of another length")
-        numbers = struct.unpack(f"<{len(content) // 8}Q", content)
-        if kind == _Kind.RELEASED:
+        numbers = numbers_in(content)
+        if kind == FrameKind.RELEASED:
             self._segments.on_released(numbers)
         else:
             self._segments.on_dropped(numbers)
@@ -392,7 +398,3 @@ class EnvelopeSocket:
         if reason or self._writer.is_broken:
             self.release()
         self._on_end(reason)
-
-
-def _numbers_frame(kind: _Kind, numbers: Sequence[int]) -> bytes:
-    return _HEADER.pack(8 * len(numbers), kind) + struct.pack(f"<{len(numbers)}Q", *numbers)

@@ -27,6 +27,13 @@ def used_bytes():
     return channel().used_bytes
 
 
+def segments_in_use():
+    """Returns how many segments the peers of this worker have not given back, and how many it has leased."""
+    peers = channel()._peers.values()
+    lent = [number for peer in peers for number in peer.pool._in_use if number not in peer.pool.returned]
+    return len(lent), sum(len(peer.mapped._leases) for peer in peers)
+
+
 def keep(tensor):
     kept.append(tensor)
 

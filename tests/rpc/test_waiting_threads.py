@@ -1,25 +1,34 @@
 """A thread that waits for an answer reads the socket itself, and loses nothing when it is interrupted."""
 
 import concurrent.futures
+import gc
 import os
 import random
 import signal
 import sys
 import threading
 import types
+from collections import deque
 from typing import Any
 
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import RpcCancelledError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.channels.shared_memory.receiving import AnswerLeases
+from gradwire.rpc.contracts.messages import Buffer
 from gradwire.rpc.execution.futures import Future
 from gradwire.rpc.execution.waiter import SocketWaiter
 
 from tests.remote_functions import identity, set_event, wait_for, wait_until
+from tests.rpc.segments import MIB, segments_in_use, used_bytes
 
 MAX_IN_A_ROW = 3
 """Signals that interrupt one call, which hit its cleaning up too."""
+
+ELEMENTS = MIB // 8
+"""Of a tensor that travels in a segment."""
 
 
 class AlarmError(BaseException):
@@ -75,6 +84,76 @@ def test_an_interrupted_wait_loses_no_answer(workers, transports):
     assert a.run(wait_and_interrupt, 300) == 300
     a.run(wait_until, nothing_is_pending)
     assert a.run(lambda: rpc.debug_info()["transports"]["worker1"]) == transports[0]
+
+
+def interrupt_large_answers(rounds: int) -> int:
+    """Does what `wait_and_interrupt` does with answers that lie in segments; signals come during waits only.
+
+    Tensors are dropped when no signal comes: Python drops what is raised in a finalizer.
+    """
+    left = interrupts = 0
+    waits = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal left
+        if waits and left:
+            left -= 1
+            raise AlarmError
+
+    signal.signal(signal.SIGALRM, interrupt)
+    chance = random.Random(1)
+    kept: deque[tuple[int, torch.Tensor]] = deque(maxlen=4)
+    for number in range(rounds):
+        tensor = torch.full((ELEMENTS,), number)
+        futures: list[torch.futures.Future[torch.Tensor]] = []
+        received: list[torch.Tensor] = []
+        left = chance.randrange(1, MAX_IN_A_ROW + 1)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 1e-3), 2e-5)
+            while left:
+                futures.append(rpc.rpc_async("worker1", identity, (tensor,)))
+                waits = True
+                received.append(futures[-1].wait_alone())
+                waits = False
+        except AlarmError:
+            interrupts += 1
+        left, waits = 0, False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        received = [future.wait() for future in futures]
+        assert all(torch.equal(each, tensor) for each in received)
+        kept.append((number, received[-1]))
+        # A segment that is given back while its bytes are in use is filled with others.
+        assert all(bool((each == filled).all()) for filled, each in kept)
+    return interrupts
+
+
+def test_an_interrupted_wait_loses_no_segment(two_workers):
+    a, b = two_workers
+    assert a.run(interrupt_large_answers, 300) == 300
+    a.run(wait_until, nothing_is_pending)
+    for worker in (a, b):
+        worker.run(wait_until, lambda: gc.collect() >= 0 and segments_in_use() == (0, 0))
+    assert b.run(used_bytes) <= 16 * MIB
+
+
+def test_the_thread_that_waits_reads_answers_in_segments(two_workers):
+    a, _ = two_workers
+
+    def call_until_read_here() -> int:
+        readers = set()
+        read = AnswerLeases.read
+
+        def note_thread(leases: AnswerLeases, payload: agent_pb2.Payload) -> Buffer:
+            readers.add(threading.get_ident())
+            return read(leases, payload)
+
+        AnswerLeases.read = note_thread  # type: ignore[method-assign]
+        tensor = torch.ones(ELEMENTS)
+        while threading.get_ident() not in readers:  # another thread may be the first to see an answer
+            assert torch.equal(rpc.rpc_sync("worker1", identity, (tensor,)), tensor)
+        return used_bytes()
+
+    assert a.run(call_until_read_here) == 4 * ELEMENTS, "its segment comes back with the answer"
 
 
 def call_in_handler(count: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar, final
 
 from ....proto.v1 import agent_pb2
@@ -10,10 +10,12 @@ from ...contracts.messages import Buffer
 from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
 from ..base import check_size
+from ..payloads import is_payload_inline
 from ..segment_limit import SegmentLimit
 from .broadcast import SegmentBroadcast
-from .mapping import MAX_SEGMENTS
+from .mapping import MAX_SEGMENTS, Mapping
 from .peer import PeerSegments
+from .receiving import AnswerLeases
 from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
 
@@ -130,6 +132,27 @@ class SharedMemoryChannel:
             raise ValueError("malformed payload: a segment of a worker on another host")
         check_size(payload.segment.nbytes, self._options)
         return state.mapped.lease(payload.segment.number, payload.segment.nbytes)
+
+    def answer_leases(self, peer: int, payloads: Iterable[agent_pb2.Payload]) -> AnswerLeases | None:
+        """Returns what reads the payloads of an answer on the thread that waits for it. Has no effect before that.
+
+        Returns None if some of them are neither in the envelope nor in segments that can be read so. Called by the
+        thread that reads the socket.
+        """
+        state = self._peers.get(peer)
+        if state is None:
+            return None
+        mappings: dict[int, Mapping] = {}
+        for payload in payloads:
+            if is_payload_inline(payload):
+                continue
+            number, nbytes = payload.segment.number, payload.segment.nbytes
+            if not payload.HasField("segment") or nbytes > self._options.max_payload_bytes or number in mappings:
+                return None
+            if (mapping := state.mapped.find(number, nbytes)) is None:
+                return None
+            mappings[number] = mapping
+        return AnswerLeases(state.mapped, mappings)
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
         """Gives the segment back."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -10,6 +11,7 @@ from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
 from ...transports.envelope_socket import EnvelopeSocket
 from ..segment_limit import SegmentLimit
+from .mapping import MAX_SEGMENTS
 from .receiving import MappedSegments
 from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
@@ -99,6 +101,13 @@ class PeerSegments:
             connection.send_dropped(numbers)
 
     # The frames about segments.
+
+    @property
+    def returned(self) -> deque[int] | None:
+        """Where to put numbers in place of calling `on_released`; None if others than `pool` have to know them."""
+        if self.shared_pools or self.on_others_released is not None or len(self.pool.returned) >= MAX_SEGMENTS:
+            return None
+        return self.pool.returned
 
     def on_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool) -> None:
         """Maps a segment of the other worker."""

@@ -11,9 +11,11 @@ from typing import final
 
 import numpy as np
 
+from ....proto.v1 import agent_pb2
+from ...contracts.messages import Buffer
 from .mapping import MAX_SEGMENTS, SEALS, Mapping
 
-__all__ = ["MappedSegments"]
+__all__ = ["AnswerLeases", "MappedSegments"]
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +120,22 @@ class MappedSegments:
         if mapped.is_private and self._are_written_to:
             return self._copy(number, memoryview(mapped.buffer()).cast("B")[:nbytes])
         buffer = mapped.buffer()
-        self._leases[number] = weakref.ref(buffer, lambda _: self._release(number))
+        self.note_lease(number, buffer)
         return memoryview(buffer).cast("B")[:nbytes]
+
+    def note_lease(self, number: int, buffer: "ctypes.Array[ctypes.c_char]") -> None:
+        """Has a segment given back when nothing refers to this buffer of its bytes any more."""
+        self._leases[number] = weakref.ref(buffer, lambda _: self._release(number))
+
+    def is_leased(self, number: int) -> bool:
+        """Returns whether the bytes in a segment are in use."""
+        return number in self._leases
+
+    def find(self, number: int, nbytes: int) -> Mapping | None:
+        """Returns the memory of a segment whose bytes AnswerLeases can lease; None if they are left to `lease`."""
+        mapped = self._maps.get(number)
+        is_usual = mapped is not None and not mapped.is_private and number not in self._leases
+        return mapped if mapped is not None and is_usual and 0 < nbytes <= mapped.size else None
 
     def drop(self, number: int) -> None:
         """Gives the bytes in a segment back without looking at them."""
@@ -151,6 +167,49 @@ class MappedSegments:
     def _return(self, number: int) -> None:
         self.released.append(number)
         self._on_released()
+
+
+@final
+class AnswerLeases:
+    """Reads the payloads of an answer, some of which are in segments, on the thread that waits for it.
+
+    A signal handler that raises may interrupt that thread at any step, and then another thread reads all of them
+    from the beginning. Until it is known that nobody will, each buffer stays here: a lease is the life of a buffer
+    and ends once, after all reading.
+    """
+
+    __slots__ = ("_buffers", "_mappings", "_segments", "is_released")
+
+    def __init__(self, segments: MappedSegments, mappings: dict[int, Mapping]) -> None:
+        """Leases nothing yet.
+
+        Args:
+            segments: those of the sender.
+            mappings: the memory of the answer's segments, by number: what `segments.find` returns.
+        """
+        self._segments = segments
+        self._mappings = mappings
+        self._buffers: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self.is_released = False
+        """Whether nobody may read any more: the segments may have been given back."""
+
+    def read(self, payload: agent_pb2.Payload) -> Buffer:
+        """Returns the bytes of a payload, the same ones each time: a PayloadReader."""
+        if not payload.HasField("segment"):
+            return payload.inline
+        number = payload.segment.number
+        buffer = self._buffers.get(number)
+        if buffer is None:
+            # Kept first: if it is interrupted before the lease, nothing is given back yet.
+            buffer = self._buffers[number] = self._mappings[number].buffer()
+        if not self._segments.is_leased(number):
+            self._segments.note_lease(number, buffer)
+        return memoryview(buffer).cast("B")[: payload.segment.nbytes]
+
+    def release(self) -> None:
+        """Keeps the bytes no longer: their segments go back when nothing else refers to them."""
+        self.is_released = True
+        self._buffers.clear()
 
 
 _mapped_here: "weakref.WeakSet[MappedSegments]" = weakref.WeakSet()

@@ -9,7 +9,7 @@ map their pages: so both ends keep them, and a receiver gives one back when noth
 import fcntl
 import os
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 from typing import final
 
@@ -80,6 +80,10 @@ class SegmentPool:
         """The segments that no receiver uses, by size. The last one was used last."""
         self._in_use: dict[int, Segment] = {}
         """The segments that some receiver has the bytes of, by number."""
+        self.returned: deque[int] = deque()
+        """The numbers of segments that the only receiver has given back, and that are in `_in_use` all the same.
+
+        Anyone may add some without the lock, by one C function, which a signal does not interrupt."""
         self._is_closed = False
         self._was_used = False
         """Whether something has been put since the last `remove_idle`."""
@@ -96,6 +100,8 @@ class SegmentPool:
         with self._lock:
             if self._is_closed:
                 return None
+            if self.returned:
+                self._take_returned()
             segment = free.pop() if (free := self._free.get(size)) else None
             if segment is not None:
                 self._lend(segment)
@@ -130,6 +136,7 @@ class SegmentPool:
     def take_back(self, receiver: Hashable, numbers: Iterable[int]) -> None:
         """Takes back segments that a receiver does not use any more. Numbers of others are ignored."""
         with self._lock:
+            self._take_returned()
             for number in numbers:
                 if (segment := self._in_use.get(number)) is not None:
                     self._return(segment, receiver)
@@ -168,6 +175,7 @@ class SegmentPool:
     def close_if_empty(self) -> bool:
         """Makes no segment any more if there is none now; returns whether that is so."""
         with self._lock:
+            self._take_returned()
             if not self._in_use and not any(self._free.values()):
                 self._is_closed = True
             return self._is_closed
@@ -183,6 +191,7 @@ class SegmentPool:
 
     def _drop_free(self) -> list[Segment]:
         with self._lock:
+            self._take_returned()
             dropped = [segment for segments in self._free.values() for segment in segments]
             self._free.clear()
         self._limit.release([segment.size for segment in dropped])
@@ -201,5 +210,16 @@ class SegmentPool:
 
     def _set_free(self, segment: Segment) -> None:
         segment.holders.clear()
-        if self._in_use.pop(segment.number, None) is not None:
-            self._free[segment.size].append(segment)
+        if segment.number in self._in_use:
+            # By one C function: a signal must not leave it in neither.
+            self._free[segment.size].extend(map(self._in_use.pop, (segment.number,)))
+
+    def _take_returned(self) -> None:
+        """Sets the segments in `returned` free. Called before any segment is used again.
+
+        So it can be interrupted, and begun again: a number that is still there is of a segment that is free.
+        """
+        while self.returned:
+            if (segment := self._in_use.get(self.returned[0])) is not None:
+                self._set_free(segment)
+            self.returned.popleft()

@@ -1,0 +1,42 @@
+"""The frames of an envelope socket: a header, with the length and the kind of the content, and the content."""
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+
+__all__ = ["HEADER", "MAX_NUMBERS", "MAX_SIDE_FRAME_BYTES", "SEGMENT", "FrameKind", "numbers_frame", "numbers_in"]
+
+MAX_NUMBERS = 1024
+"""Numbers of segments in a frame."""
+
+MAX_SIDE_FRAME_BYTES = 8 * MAX_NUMBERS
+"""Bytes of the content of a frame that is no envelope."""
+
+HEADER = struct.Struct("<IB")
+"""Length in bytes, and kind."""
+
+SEGMENT = struct.Struct("<QQ")
+"""The content of a frame about a new segment: its number, and its size in bytes."""
+
+
+class FrameKind(IntEnum):
+    """The kinds of frames."""
+
+    ENVELOPE = 0
+    END = 1
+    SEGMENT = 2  # a number and a size; with a descriptor
+    RELEASED = 3  # numbers of segments
+    DROPPED = 4  # the same
+    SHARED_SEGMENT = 5  # as SEGMENT
+
+
+def numbers_frame(kind: FrameKind, numbers: Sequence[int]) -> bytes:
+    """Returns a frame with numbers of segments, at most MAX_NUMBERS."""
+    return HEADER.pack(8 * len(numbers), kind) + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def numbers_in(content: bytes) -> Sequence[int]:
+    """Returns the numbers of segments in the content of a frame. Raises ValueError if it has another length."""
+    if len(content) % 8:
+        raise ValueError("numbers of segments of another length")
+    return struct.unpack(f"<{len(content) // 8}Q", content)
