@@ -1,7 +1,7 @@
 """Waits for a socket on the thread that needs what the socket brings.
 
 The thread looks at the socket without blocking for a moment before it blocks: to be woken takes longer than many
-calls do. It stops doing so while that is in vain.
+calls do. It stops doing so while that is in vain, and while threads have to wait for a processor.
 """
 
 import os
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, final
 
-__all__ = ["SocketWaiter", "Spinner", "Wakeable"]
+__all__ = ["SocketWaiter", "Spinner", "Wakeable", "processor_delay_ns"]
 
 MAX_LOOK_S = 2e-5
 """Seconds that one look may take. If it takes longer, another thread needs the interpreter or the processor."""
@@ -19,19 +19,48 @@ MAX_LOOK_S = 2e-5
 MAX_SKIPPED = 64
 """Waits, at most, after one that was longer than that, in which the thread does not look again and again."""
 
+CHECK_INTERVAL_S = 0.005
+"""Seconds after which a thread looks whether it has had to wait for a processor, at the earliest."""
+
+MAX_DELAY = 0.05
+"""Share of the time in which a thread may have been ready to run and had no processor."""
+
 Events = list[tuple[int, int]]
 """Descriptors that are ready, with the events of each."""
 
 
+def processor_delay_ns() -> int | None:
+    """Returns for how many nanoseconds this thread was ready to run and had no processor; None if nobody knows."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            _, delay, _ = file.read(128).split()
+        return int(delay)
+    except (OSError, ValueError):
+        return None
+
+
 @final
 class Spinner:
-    """Looks at descriptors again and again, unless that has been in vain lately. Used by one thread."""
+    """Looks at descriptors again and again, unless that has been in vain lately. Used by one thread.
 
-    def __init__(self, seconds: float) -> None:
-        """Args: seconds: how long it looks at most; 0 for never, as it is where there is one processor."""
+    It does not look either while the thread has to wait for a processor now and then: others that can run then have
+    to wait as well, perhaps for the thread that looks.
+    """
+
+    def __init__(self, seconds: float, delay_ns: Callable[[], int | None] = processor_delay_ns) -> None:
+        """Has not looked yet.
+
+        Args:
+            seconds: how long it looks at most; 0 for never, as it is where there is one processor.
+            delay_ns: returns how long the calling thread has had to wait for a processor so far.
+        """
         self._seconds = seconds if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._read_delay_ns = delay_ns
         self._to_skip = 0
         self._skips = 0
+        self._checked = time.monotonic()
+        self._delay_ns: int | None = None
+        """How long the thread had waited for a processor at that time; None if nobody knows."""
 
     def spin(self, poll: Callable[[int], Events], stop: Callable[[], object] = bool) -> Events:
         """Looks at the descriptors.
@@ -47,6 +76,9 @@ class Spinner:
             self._to_skip = max(0, self._to_skip - 1)
             return []
         before = time.monotonic()
+        if before > self._checked + CHECK_INTERVAL_S and self._was_delayed(before):
+            self._to_skip = MAX_SKIPPED
+            return []
         end = before + self._seconds
         while not (events := poll(0)):
             now = time.monotonic()
@@ -58,6 +90,14 @@ class Spinner:
             before = now
         self._skips = 0
         return events
+
+    def _was_delayed(self, now: float) -> bool:
+        """Returns whether the thread has had to wait for a processor since the last time that this was called."""
+        seconds, self._checked = now - self._checked, now
+        before, self._delay_ns = self._delay_ns, self._read_delay_ns()
+        if before is None or self._delay_ns is None:
+            return False
+        return (self._delay_ns - before) / 1e9 > MAX_DELAY * seconds
 
 
 class Wakeable(Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gradwire import rpc
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.execution.waiter import MAX_LOOK_S, MAX_SKIPPED, SocketWaiter, Spinner
+from gradwire.rpc.execution.waiter import MAX_LOOK_S, MAX_SKIPPED, SocketWaiter, Spinner, processor_delay_ns
 
 from tests.remote_functions import identity
 
@@ -28,8 +28,13 @@ class Descriptor:
         return [(1, select.POLLIN)] if self.looks > self.ready_after else []
 
 
+def no_delay() -> int:
+    """Stands for a thread that never waits for a processor."""
+    return 0
+
+
 def test_a_descriptor_that_becomes_ready_is_found():
-    descriptor, spinner, found = Descriptor(ready_after=5), Spinner(60), []
+    descriptor, spinner, found = Descriptor(ready_after=5), Spinner(60, no_delay), []
     while not found:  # a look that is interrupted for long ends the wait
         found = spinner.spin(descriptor.poll)
     assert found == [(1, select.POLLIN)]
@@ -38,7 +43,7 @@ def test_a_descriptor_that_becomes_ready_is_found():
 
 def test_looking_in_vain_becomes_rare_and_recovers():
     never, at_once = Descriptor(float("inf")), Descriptor(0)
-    spinner = Spinner(1e-9)
+    spinner = Spinner(1e-9, no_delay)
 
     def skipped() -> int:
         """Returns how many waits go by until the spinner looks again."""
@@ -57,7 +62,7 @@ def test_looking_in_vain_becomes_rare_and_recovers():
 
 def test_nobody_looks_if_it_is_switched_off():
     descriptor = Descriptor(ready_after=0)
-    assert Spinner(0).spin(descriptor.poll) == []
+    assert Spinner(0, no_delay).spin(descriptor.poll) == []
     assert descriptor.looks == 0
 
 
@@ -70,14 +75,37 @@ def test_looking_stops_when_a_look_takes_long():
             pass
         return descriptor.poll(timeout)
 
-    assert Spinner(60).spin(poll) == []
+    assert Spinner(60, no_delay).spin(poll) == []
     assert descriptor.looks == 1
 
 
 def test_looking_stops_for_other_work():
     descriptor = Descriptor(float("inf"))
-    assert Spinner(60).spin(descriptor.poll, stop=lambda: True) == []
+    assert Spinner(60, no_delay).spin(descriptor.poll, stop=lambda: True) == []
     assert descriptor.looks == 1
+
+
+def test_nobody_looks_while_threads_wait_for_a_processor():
+    delays = iter([0, 0, 60_000_000_000, 60_000_000_000])
+    descriptor = Descriptor(ready_after=0)
+    spinner = Spinner(60, lambda: next(delays))
+
+    def looks_after(seconds: float) -> bool:
+        """Returns whether the spinner looks, some time after its last wait."""
+        spinner._checked -= seconds
+        return bool(spinner.spin(descriptor.poll))
+
+    assert looks_after(0)
+    assert looks_after(100)  # nothing is known of the time before
+    assert looks_after(100)
+    assert not looks_after(100)  # 60 seconds of them without a processor
+    assert [looks_after(0) for _ in range(MAX_SKIPPED)] == [False] * MAX_SKIPPED
+    assert looks_after(100)
+
+
+def test_a_thread_knows_how_long_it_has_waited_for_a_processor():
+    before = processor_delay_ns()
+    assert before is None or 0 <= before <= processor_delay_ns()
 
 
 @pytest.mark.parametrize("busy_poll", [0.0, 60.0])
