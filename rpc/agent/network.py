@@ -328,8 +328,7 @@ class Network:
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
     ) -> Completion | None:
         """Returns what completes a future on the calling thread: see TransportListener."""
-        inline = is_inline(envelope)
-        leases = None if inline else self._router.answer_leases(source.id, envelope)
+        leases = None if (inline := is_inline(envelope)) else self._router.answer_leases(source.id, envelope)
         if source.id in self._lost or not (inline or leases):
             return None
         return self._listener.completion(source, envelope, leases, future)

@@ -221,6 +221,7 @@ class Poller:
             return
         source, held = self._thread.reads_here
         self._thread.reads_here = None
+        self._thread.waiter = None  # the handler waits by another one, or it would take what wakes this one
         if held == [True]:
             held.clear()
             source.reading.release()

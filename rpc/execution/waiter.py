@@ -43,8 +43,8 @@ def processor_delay_ns() -> int | None:
 class Spinner:
     """Looks at descriptors again and again, unless that has been in vain lately. Used by one thread.
 
-    It does not look either while the thread has to wait for a processor now and then: others that can run then have
-    to wait as well, perhaps for the thread that looks.
+    It does not look either while the thread has to wait for a processor now and then: others that can run
+    then have to wait as well, perhaps for the thread that looks.
     """
 
     def __init__(self, seconds: float, delay_ns: Callable[[], int | None] = processor_delay_ns) -> None:
