@@ -40,8 +40,8 @@ WATCH_INTERVAL_S = 0.001
 WATCH_FOR_S = 0.02
 """Seconds after the last busy socket in which a waiting thread looks after the others."""
 
-MAX_WATCHERS = 2
-"""Waiting threads that look after the others, at most: the one that looks next may also be the one that reads."""
+MAX_WATCHERS = 1
+"""Waiting threads that look after the others, at most: whenever one looks, it takes the interpreter from them."""
 
 MIN_THREADS = 2
 """Threads that stay: one runs what it has read while the other waits in epoll."""
@@ -52,9 +52,10 @@ _Task = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class _Need(Enum):
-    """What has to be started for what is queued."""
+    """What has to be started, or woken, for what is queued."""
 
     NOTHING = auto()
+    WAKE_UP = auto()
     THREAD = auto()
     STALL_DETECTOR = auto()
 
@@ -218,7 +219,8 @@ class Executor:
         """Sees to it that what is queued gets a thread, and that sockets are read.
 
         Returns:
-            What to start when the lock is released: a thread that starts may run anything meanwhile.
+            What to do when the lock is released: whoever starts or wakes a thread gives it the interpreter, and it
+            would wait for the lock at once.
         """
         if not self._polling and not self._closed:
             self._threads += 1
@@ -226,10 +228,10 @@ class Executor:
             self._polling += 1
             return _Need.THREAD
         if self.poller.kept and not self._watchers:
-            self.poller.wake()  # a thread that becomes a watcher
-        elif self._has_runnable():
-            self.poller.wake()
-        elif self._tasks:
+            return _Need.WAKE_UP  # a thread that becomes a watcher
+        if self._has_runnable():
+            return _Need.WAKE_UP
+        if self._tasks:
             if not self._stalls.is_started:
                 self._stalls.is_started = True
                 return _Need.STALL_DETECTOR
@@ -271,7 +273,9 @@ class Executor:
         self._provide(need)
 
     def _provide(self, need: "_Need") -> None:
-        if need is _Need.THREAD:
+        if need is _Need.WAKE_UP:
+            self.poller.wake()
+        elif need is _Need.THREAD:
             self._start_thread()
         elif need is _Need.STALL_DETECTOR:
             self._stalls.start()

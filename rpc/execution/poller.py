@@ -11,6 +11,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -89,6 +90,8 @@ class Poller:
         self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
         self.wake: Callable[[], None] = partial(os.eventfd_write, self._wake, 1)
         """Wakes one thread that waits, or else the next one that would. A signal does not interrupt it."""
+        # Closed only when no thread calls `wake` any more.
+        weakref.finalize(self.wake, os.close, self._wake).atexit = False
         self.handed_over: deque[tuple[int, Callable[[], object]]] = deque()
         """What the next thread that is woken calls: a descriptor, -1 for none, and its handler."""
 
@@ -126,7 +129,6 @@ class Poller:
         """Releases the descriptors of the poller itself; no thread may use it any more."""
         self.wake = _do_nothing
         self._epoll.close()
-        os.close(self._wake)
 
     def wait(self, seconds: float) -> int | None:
         """Waits for a descriptor or a wake-up, and calls the handler of the descriptor.

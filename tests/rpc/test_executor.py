@@ -126,3 +126,24 @@ def test_it_can_be_closed_from_one_of_its_threads():
     executor.submit(close)
     assert done.wait(10)
     assert result == [True]
+
+
+def test_threads_are_woken_without_the_lock(executor, monkeypatch):
+    """Whoever wakes a thread gives it the interpreter, and it needs the lock at once."""
+    wake, could_lock = executor.poller.wake, []
+
+    def take_the_lock_and_wake() -> None:
+        could_lock.append(executor._lock.acquire(timeout=5))
+        if could_lock[-1]:
+            executor._lock.release()
+        wake()
+
+    executor.submit(lambda: None)  # starts a thread, which waits in epoll from then on
+    wait_until(lambda: executor.idle)
+    monkeypatch.setattr(executor.poller, "wake", take_the_lock_and_wake)
+    done = threading.Event()
+    executor.submit(done.set)
+    assert done.wait(10)
+    monkeypatch.undo()
+    assert could_lock
+    assert all(could_lock)
