@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 
 from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.execution.futures import Future
 from ..rref import RRef, remote
 from .checkpoint import StateDict, build_state_dict, check_state_dict, state_by_index
 from .local_optimizer import LocalOptimizer, OptimizerDescription, ParameterState
@@ -162,9 +163,9 @@ class DistributedOptimizer:
         state = state_by_index(state_dict)
         groups = [options_of(group) for group in state_dict["param_groups"]]
 
-        def load(shard: _Shard) -> torch.futures.Future[None]:
+        def load(shard: _Shard) -> Future[None]:
             local_state = {local: state[index] for local, index in enumerate(shard.parameters) if index in state}
-            loaded: torch.futures.Future[None] = shard.optimizer.rpc_async().load_state_dict(
+            loaded: Future[None] = shard.optimizer.rpc_async().load_state_dict(
                 local_state, [groups[index] for index in shard.groups]
             )
             return loaded
@@ -172,9 +173,7 @@ class DistributedOptimizer:
         self._request("loading the optimizer", load)
         self._options.replace(groups)
 
-    def _request(
-        self, activity: str, send: Callable[[_Shard], torch.futures.Future[Any]]
-    ) -> dict[WorkerInfo, Any]:
+    def _request(self, activity: str, send: Callable[[_Shard], Future[Any]]) -> dict[WorkerInfo, Any]:
         """Sends a request to every owner with `send`, and waits for all results."""
         return wait_for_owners({owner: send(shard) for owner, shard in self._shards.items()}, activity)
 

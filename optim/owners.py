@@ -3,20 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.execution.futures import Future
 
 __all__ = ["wait_for_owners"]
 
 
-def wait_for_owners(
-    futures: Mapping[WorkerInfo, torch.futures.Future[Any]], activity: str
-) -> dict[WorkerInfo, Any]:
+def wait_for_owners(futures: Mapping[WorkerInfo, Future[Any]], activity: str) -> dict[WorkerInfo, Any]:
     """Waits until every owner's request has succeeded or failed, and returns the results by owner.
 
     Args:
-        futures: the results of the requests, by owner.
+        futures: the results of the requests, by owner; nobody else has them.
         activity: what the owners were asked to do, for the note on an error: "the step" becomes "the step failed
             on worker 'ps1'".
 
@@ -28,7 +25,7 @@ def wait_for_owners(
     errors: dict[WorkerInfo, Exception] = {}
     for owner, future in futures.items():
         try:
-            results[owner] = future.wait()
+            results[owner] = future.wait_alone()
         except Exception as error:
             errors[owner] = error
     if errors:
