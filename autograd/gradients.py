@@ -7,7 +7,7 @@ nodes do besides is therefore done here, after the engine: running their own hoo
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -71,6 +71,12 @@ class LeafGradients:
         self._lock = threading.Lock()
         self._swap_lock = swap_lock
         self._gradients: GradientsByLeaf = {}
+        self._hooks: dict[Any, _NodeHooks] = {}
+        """Of the accumulation nodes given to `prepare`."""
+
+    def prepare(self, nodes: Iterable[Any]) -> None:
+        """Does what `accumulate` can do for accumulation nodes before their gradients are there."""
+        self._hooks.update((node, _NodeHooks(node)) for node in nodes)
 
     def accumulate(
         self,
@@ -125,13 +131,15 @@ class LeafGradients:
         """Drops all gradients."""
         with self._lock:
             self._gradients.clear()
+            self._hooks.clear()
 
     def _accumulate_one(
         self, node: Any, gradient: torch.Tensor | None, before_hook: Callable[[], None], *, can_steal: bool
     ) -> None:
         """Does what an accumulation node does, hooks included, for the context instead of `.grad`."""
         leaf = node.variable
-        for hook in _hooks(node.register_prehook):
+        hooks = self._hooks.pop(node, None) or _NodeHooks(node)
+        for hook in list(hooks.before.values()):
             before_hook()
             changed = hook((gradient,))
             if changed is not None:
@@ -139,7 +147,7 @@ class LeafGradients:
         if gradient is not None:
             self._add(leaf, gradient, can_steal=can_steal)
             self._run_post_accumulate_hooks(leaf, before_hook)
-        for hook in _hooks(node.register_hook):
+        for hook in list(hooks.after.values()):
             before_hook()
             hook((), (gradient,))
 
@@ -173,12 +181,23 @@ class LeafGradients:
                         self._gradients[leaf] = left
 
 
-def _hooks(register: Any) -> list[Any]:
+@final
+class _NodeHooks:
+    """The hooks of an accumulation node, which those that are registered later on are added to."""
+
+    __slots__ = ("after", "before")
+
+    def __init__(self, node: Any) -> None:
+        self.before = _hooks(node.register_prehook)
+        self.after = _hooks(node.register_hook)
+
+
+def _hooks(register: Any) -> dict[int, Any]:
     """Returns the hooks of a node. torch gives access to them through the handle of a registered hook only."""
     handle = register(_ignore)
-    hooks = handle.hooks_dict_ref()
+    hooks: dict[int, Any] = handle.hooks_dict_ref()
     del hooks[handle.id]
-    return list(hooks.values()) if hooks else []
+    return hooks
 
 
 def _ignore(*_: Any) -> None:
