@@ -207,7 +207,7 @@ class Server:
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
         finally:
-            result.then()
+            self._executor.call_last(result.then)
 
     def _send_answer(self, answer: Outgoing) -> None:
         try:

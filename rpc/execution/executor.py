@@ -69,6 +69,8 @@ class _ThreadState(threading.local):
     """Whether it is in `blocking`."""
     is_counted = False
     """Whether its task counts against `size`."""
+    is_ending = False
+    """Whether it is in `call_last`."""
 
 
 @final
@@ -142,6 +144,15 @@ class Executor:
     def submit_urgent(self, task: Callable[..., None], *args: Any) -> None:
         """Queues a task that goes before all others, even if `size` threads are busy. It should be short."""
         self._submit(self._urgent, (task, args))
+
+    def call_last(self, function: Callable[[], None]) -> None:
+        """Calls a function at the end of the calling thread's task. The thread runs what that submits after it."""
+        thread = self._thread
+        thread.is_ending = thread.is_worker
+        try:
+            function()
+        finally:
+            thread.is_ending = False
 
     def watch(self, descriptor: int, events: int, on_ready: OnReady) -> None:
         """Has a thread call `on_ready` when a file descriptor is ready, one thread at a time.
@@ -261,7 +272,7 @@ class Executor:
             if self._closed:
                 return
             queue.append(task)
-            if self.poller.is_reading:
+            if self.poller.is_reading or self._thread.is_ending:
                 return  # this thread looks at the queues next
             need = self._need()
         if need is not _Need.NOTHING:

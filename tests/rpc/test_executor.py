@@ -147,3 +147,19 @@ def test_threads_are_woken_without_the_lock(executor, monkeypatch):
     monkeypatch.undo()
     assert could_lock
     assert all(could_lock)
+
+
+def test_what_the_last_call_of_a_task_submits_needs_no_other_thread(executor, monkeypatch):
+    done, woken = threading.Event(), []
+
+    def task() -> None:
+        monkeypatch.setattr(executor.poller, "wake", lambda: woken.append(threading.current_thread().name))
+        executor.call_last(lambda: executor.submit(done.set))
+
+    for _ in range(2):  # so that two threads are there
+        executor.submit(lambda: None)
+    wait_until(lambda: executor.idle == 2)
+    executor.submit(task)
+    assert done.wait(10)
+    monkeypatch.undo()
+    assert not woken

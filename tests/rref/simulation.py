@@ -215,6 +215,9 @@ class SimulatedExecutor:
 
     submit_urgent = submit
 
+    def call_last(self, function: Callable[[], None]) -> None:
+        function()
+
     def wait(self, future: "concurrent.futures.Future[Any]") -> Any:
         return Waiter.wait(future)
 
