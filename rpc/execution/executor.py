@@ -21,9 +21,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from enum import Enum, auto
 from typing import Any, final
 
+from .needs import Need
 from .poller import OnReady, Poller
 from .stalls import StallDetector
 from .waiter import Wakeable
@@ -49,15 +49,6 @@ MIN_THREADS = 2
 log = logging.getLogger(__name__)
 
 _Task = tuple[Callable[..., None], tuple[Any, ...]]
-
-
-class _Need(Enum):
-    """What has to be started, or woken, for what is queued."""
-
-    NOTHING = auto()
-    WAKE_UP = auto()
-    THREAD = auto()
-    STALL_DETECTOR = auto()
 
 
 class _ThreadState(threading.local):
@@ -226,28 +217,26 @@ class Executor:
 
     # With the lock.
 
-    def _need(self) -> "_Need":
-        """Sees to it that what is queued gets a thread, and that sockets are read.
+    def _need(self) -> Need:
+        """Returns what to do when the lock is released, so that what is queued gets a thread and sockets are read.
 
-        Returns:
-            What to do when the lock is released: whoever starts or wakes a thread gives it the interpreter, and it
-            would wait for the lock at once.
+        A thread that is started or woken needs the lock at once.
         """
         if not self._polling and not self._closed:
             self._threads += 1
             self._started += 1
             self._polling += 1
-            return _Need.THREAD
+            return Need.THREAD
         if self.poller.kept and not self._watchers:
-            return _Need.WAKE_UP  # a thread that becomes a watcher
+            return Need.WAKE_UP  # a thread that becomes a watcher
         if self._has_runnable():
-            return _Need.WAKE_UP
+            return Need.WAKE_UP
         if self._tasks:
             if not self._stalls.is_started:
                 self._stalls.is_started = True
-                return _Need.STALL_DETECTOR
+                return Need.STALL_DETECTOR
             self._stalls.notify()
-        return _Need.NOTHING
+        return Need.NOTHING
 
     def _has_runnable(self) -> bool:
         """Returns whether a thread may run a task that is queued."""
@@ -275,7 +264,7 @@ class Executor:
             if self.poller.is_reading or self._thread.is_ending:
                 return  # this thread looks at the queues next
             need = self._need()
-        if need is not _Need.NOTHING:
+        if need is not Need.NOTHING:
             self._provide(need)
 
     def _provide_threads(self) -> None:
@@ -283,12 +272,12 @@ class Executor:
             need = self._need()
         self._provide(need)
 
-    def _provide(self, need: "_Need") -> None:
-        if need is _Need.WAKE_UP:
+    def _provide(self, need: Need) -> None:
+        if need is Need.WAKE_UP:
             self.poller.wake()
-        elif need is _Need.THREAD:
+        elif need is Need.THREAD:
             self._start_thread()
-        elif need is _Need.STALL_DETECTOR:
+        elif need is Need.STALL_DETECTOR:
             self._stalls.start()
 
     def _start_thread(self) -> None:
@@ -341,8 +330,8 @@ class Executor:
                 watches = task is None and self._watchers < MAX_WATCHERS and self._must_watch()
                 self._watchers += watches
                 taken = self._taken
-                need = self._need() if self._must_look_for_threads(leaves=leaves) else _Need.NOTHING
-            if need is not _Need.NOTHING:
+                need = self._need() if self._must_look_for_threads(leaves=leaves) else Need.NOTHING
+            if need is not Need.NOTHING:
                 self._provide(need)
             if self._wakeups and (task is None or self._thread.is_counted):
                 self._wakeups.wake_all()
