@@ -40,8 +40,8 @@ WATCH_INTERVAL_S = 0.001
 WATCH_FOR_S = 0.02
 """Seconds after the last busy socket in which a waiting thread looks after the others."""
 
-MAX_WATCHERS = 1
-"""Waiting threads that look after the others, at most: whenever one looks, it takes the interpreter from them."""
+MAX_WATCHERS = 2
+"""Waiting threads that look after the others, at most: the one that looks next may also be the one that reads."""
 
 MIN_THREADS = 2
 """Threads that stay: one runs what it has read while the other waits in epoll."""
