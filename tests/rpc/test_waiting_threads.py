@@ -105,7 +105,7 @@ def interrupt_large_answers(rounds: int) -> int:
     kept: deque[tuple[int, torch.Tensor]] = deque(maxlen=4)
     for number in range(rounds):
         tensor = torch.full((ELEMENTS,), number)
-        futures: list[torch.futures.Future[torch.Tensor]] = []
+        futures: list[Future[torch.Tensor]] = []
         received: list[torch.Tensor] = []
         left = chance.randrange(1, MAX_IN_A_ROW + 1)
         try:
