@@ -25,15 +25,7 @@ from ..execution.waiter import SocketWaiter
 from .answer_reader import Answer, AnswerReader, FindCompletion
 from .frame_writer import FrameWriter
 from .settings import MAX_ENVELOPE_BYTES
-from .socket_frames import (
-    HEADER,
-    MAX_NUMBERS,
-    MAX_SIDE_FRAME_BYTES,
-    SEGMENT,
-    FrameKind,
-    numbers_frame,
-    numbers_in,
-)
+from .socket_frames import HEADER, MAX_NUMBERS, MAX_SIDE_FRAME_BYTES, SEGMENT, FrameKind, numbers_frame, numbers_in
 
 __all__ = ["CLOSED", "EnvelopeSocket", "OnEnvelope", "OnSocketEnd", "SegmentListener"]
 
@@ -284,13 +276,23 @@ class EnvelopeSocket:
         """Reads and handles a chunk; returns False if another thread reads, which has it read again after that."""
         if not self.reading.acquire(blocking=False):
             return False
+        pause = None
         try:
-            return not self._has_ended and not self._paused and self._read()
+            if not self._has_ended and not self._paused:
+                self._read()
+                if self._pause is not None and not self._has_ended:
+                    pause, self._pause = self._pause, None
+                    self._paused.append(self.descriptor)
         finally:
             self.reading.release()
+        # Not before: whoever reads after the pause must find the lock free, or nobody would. So a pause that has
+        # ended while this thread held the lock counts as none.
+        if pause is not None:
+            self._read_on_after(pause)
+        return pause is None and not self._has_ended and not self._paused
 
-    def _read(self) -> bool:
-        """Reads and handles a chunk; returns whether to wait for the next one."""
+    def _read(self) -> None:
+        """Reads and handles a chunk."""
         try:
             if self._large is not None:
                 self._read_large(self._large)
@@ -300,7 +302,7 @@ class EnvelopeSocket:
                     raise ConnectionResetError
                 self._take_frames(self._beginning + data if self._beginning else data)
         except BlockingIOError:
-            return True
+            pass
         except (DecodeError, ValueError) as error:
             self._end(f"it sent bytes that are no message: {error}")
         except OSError as error:
@@ -308,16 +310,12 @@ class EnvelopeSocket:
         except Exception as error:
             log.exception("a message cannot be handled")
             self._end(f"its connection failed: {error!r}")
-        if self._has_ended or self._pause is None:
-            return not self._has_ended
-        pause, self._pause = self._pause, None
-        self._paused.append(self.descriptor)
-        # From here on, another thread may read.
+
+    def _read_on_after(self, pause: "concurrent.futures.Future[None]") -> None:
         if self._writer.is_broken:  # what is left is read to the end: `close` may have come before the pause
             self._read_on()
         else:
             pause.add_done_callback(self._read_on)
-        return False
 
     def _read_on(self, *_: object) -> None:
         """Ends a pause. Does nothing if there is none."""

@@ -1,5 +1,6 @@
 """Sockets carry envelopes in order, however their bytes are split, and never make a sender wait."""
 
+import concurrent.futures
 import queue
 import socket
 import struct
@@ -89,6 +90,61 @@ def test_frames_arrive_however_they_are_split(sizes, cuts):
         executor.close(10)
         end.socket.release()
         other.close()
+
+
+class ShortPause(concurrent.futures.Future[None]):
+    """A pause that has ended by the time that it is waited for, and another thread has noticed."""
+
+    def __init__(self, noticed: threading.Event) -> None:
+        super().__init__()
+        self.noticed = noticed
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[None]], object]) -> None:
+        fn(self)
+        assert self.noticed.wait(20)
+
+
+class WatchedLock:
+    """A lock that tells when a thread has tried to acquire it."""
+
+    def __init__(self, tried: threading.Event) -> None:
+        self.tried = tried
+        self.lock = threading.Lock()
+        self.release = self.lock.release
+
+    def acquire(self, blocking: bool = True) -> bool:
+        acquired = self.lock.acquire(blocking)
+        self.tried.set()
+        return acquired
+
+
+def test_a_pause_that_ends_at_once(executor):
+    mine, other = socket.socketpair()
+    received: queue.SimpleQueue[int] = queue.SimpleQueue()
+    tried = threading.Event()
+
+    def on_envelope(message: agent_pb2.Envelope, _: int) -> ShortPause:
+        received.put(message.id)
+        if message.id < 4:  # else there is nothing that another thread could notice
+            tried.clear()
+            other.sendall(frame(envelope(message.id + 1)))
+        return ShortPause(tried)
+
+    end = EnvelopeSocket("unix", mine, executor, on_envelope, lambda _reason: None)
+    end.reading = WatchedLock(tried)
+    both = threading.Barrier(3)
+    for _ in range(2):  # so that both threads are there
+        executor.submit(both.wait)
+    both.wait(20)
+    end.start()
+    other.sendall(frame(envelope(1)))
+    try:
+        assert [received.get(timeout=20) for _ in range(4)] == [1, 2, 3, 4]
+    finally:
+        end.close()
+        other.close()
+        assert executor.close(10)
+        end.release()
 
 
 @pytest.mark.parametrize("size", [1, envelope_socket.READ_BYTES - 100, envelope_socket.READ_BYTES, 5 << 20])
