@@ -24,31 +24,46 @@ from .multigpu import (
     reduce_multigpu,
     reduce_scatter_multigpu,
 )
+from .reconfigure import (
+    ReconfigureOptions,
+    get_reconfigure_handle,
+    reconfigure,
+    rendezvous_reconfigure,
+    supports_reconfigure,
+)
 from .registry import register_engine
 from .rendezvous import Rendezvous, rendezvous
-from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from .security import Credentials
+from .stores import FileStore, HashStore, PrefixStore, Store, StoreLimits, TCPStore
 
 __all__ = [
+    "Credentials",
     "FileStore",
     "GroupOptions",
     "HashStore",
     "PrefixStore",
+    "ReconfigureOptions",
     "Rendezvous",
     "Store",
+    "StoreLimits",
     "TCPStore",
     "all_gather_multigpu",
     "all_reduce_multigpu",
     "broadcast_multigpu",
     "dump_flight_recorder",
     "dump_flight_recorder_on_signal",
+    "get_reconfigure_handle",
     "init_process_group",
     "monitored_barrier",
     "new_group",
+    "reconfigure",
     "reduce_multigpu",
     "reduce_scatter_multigpu",
     "register_engine",
     "rendezvous",
+    "rendezvous_reconfigure",
     "split_group",
+    "supports_reconfigure",
 ]
 
 register_backends()

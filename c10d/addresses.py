@@ -1,11 +1,40 @@
 """Network addresses: how they are written, and which of them may be used without credentials."""
 
 import ipaddress
+import os
 import socket
 
 from ..errors import StoreError
 
-__all__ = ["format_address", "host_for_listening", "is_loopback", "is_numeric", "require_trusted", "resolve"]
+__all__ = [
+    "INSECURE_VARIABLE",
+    "allows_insecure",
+    "format_address",
+    "host_for_listening",
+    "is_loopback",
+    "is_numeric",
+    "is_tcp_address",
+    "require_trusted",
+    "resolve",
+]
+
+INSECURE_VARIABLE = "GRADWIRE_INSECURE"
+"""The environment variable that stands for `insecure=True` where a program calls torch's functions."""
+
+
+def allows_insecure(insecure: bool) -> bool:
+    """Returns whether connections to other hosts are allowed without credentials.
+
+    Args:
+        insecure: the caller's argument. If it is false, GRADWIRE_INSECURE decides.
+
+    Raises:
+        ValueError: GRADWIRE_INSECURE is neither 0 nor 1.
+    """
+    value = os.environ.get(INSECURE_VARIABLE, "")
+    if value not in {"", "0", "1"}:
+        raise ValueError(f"{INSECURE_VARIABLE} is {value!r}: set it to 1, or to 0")
+    return insecure or value == "1"
 
 
 def format_address(host: str, port: int) -> str:
@@ -47,10 +76,11 @@ def require_trusted(host: str, *, insecure: bool, action: str, how_to_allow: str
     Raises:
         StoreError: `host` is not a loopback address and `insecure` is false, or `host` cannot be resolved.
     """
-    if not insecure and not is_loopback(host):
+    if not allows_insecure(insecure) and not is_loopback(host):
         raise StoreError(
-            f"{action} {host!r} is refused: it is not a loopback address, and no credentials are set up, so "
-            f"anyone who reaches it could run code on the workers. On a network that you trust, {how_to_allow}"
+            f"{action} {host!r} is refused: it is not a loopback address, and there are no credentials, so "
+            "anyone who reaches it could run code on the workers. Set GRADWIRE_TOKEN to a token that `python -m "
+            f"gradwire.certs token` prints, on all of them; or, on a network that you trust, {how_to_allow}"
         )
 
 
@@ -64,7 +94,7 @@ def host_for_listening(host: str, *, insecure: bool) -> str:
         host: a host name or address of this host.
         insecure: addresses other than loopback addresses are allowed.
     """
-    if not insecure or host == "localhost" or host.endswith(".localhost") or is_numeric(host):
+    if not allows_insecure(insecure) or host == "localhost" or host.endswith(".localhost") or is_numeric(host):
         return host
     if not is_loopback(host):
         return host
@@ -78,3 +108,11 @@ def is_numeric(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_tcp_address(address: str) -> bool:
+    """Returns whether a text is a numeric address and a port, as `format_address` writes them."""
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    return is_numeric(host) and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 1 << 16

@@ -17,8 +17,15 @@ def best_engine(setup: Setup) -> Engine:
     """Makes the fastest engine that all ranks can use. All ranks must call it together."""
     if setup.device_type == "cuda":
         return _nccl(setup)
-    shared = can_share_memory(gather_hosts(setup.store, setup.rank, setup.size, setup.timeout))
+    hosts = gather_hosts(setup.store, setup.rank, setup.size, setup.timeout, insecure=setup.insecure)
+    shared = can_share_memory(hosts)
     return _shm(setup) if shared and is_supported() else _gloo(setup)
+
+
+_MPI_CANNOT_RECONFIGURE = (
+    "a process stays in the MPI world in which it started, and that world cannot replace a rank; restart all "
+    "processes, or use gradwire_gloo or gradwire_shm"
+)
 
 
 def _gloo(setup: Setup) -> Engine:
@@ -53,6 +60,6 @@ def register_backends() -> None:
     """
     register_engine("gradwire", best_engine, devices=["cpu", "cuda"])
     register_engine("gradwire_gloo", _gloo, devices=["cpu"])
-    register_engine("gradwire_mpi", _mpi, devices=["cpu"])
+    register_engine("gradwire_mpi", _mpi, devices=["cpu"], cannot_reconfigure=_MPI_CANNOT_RECONFIGURE)
     register_engine("gradwire_nccl", _nccl, devices=["cuda"])
     register_engine("gradwire_shm", _shm, devices=["cpu"])

@@ -10,10 +10,16 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
+from ..errors import RendezvousError
+from .exchanged_values import parse_list, unexpected_value
+from .security import printable_lines
 from .stores.torch_store import wait as wait_for_keys
 from .torch_types import TorchStore
 
 __all__ = ["BarrierRounds", "Outcome"]
+
+MAX_ERROR_CHARACTERS = 16 * 1024
+"""Characters that are shown of why a round has failed, which may name many members."""
 
 
 class Outcome(NamedTuple):
@@ -25,6 +31,19 @@ class Outcome(NamedTuple):
 
     error: str
     is_conflict: bool = True
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> "Outcome":
+        """Reads an outcome from the store.
+
+        Raises:
+            RendezvousError: `text` is something else.
+        """
+        try:
+            error, is_conflict = parse_list(text, str, bool)
+        except ValueError:
+            raise RendezvousError(unexpected_value(text, "the outcome of a rendezvous")) from None
+        return cls(printable_lines(error, MAX_ERROR_CHARACTERS), is_conflict)
 
 
 @final
@@ -71,7 +90,7 @@ class BarrierRounds:
 
     def outcome(self) -> Outcome:
         """Waits for the outcome of the round, and returns it."""
-        return Outcome(*json.loads(self._store.get(self.key("outcome"))))
+        return Outcome.from_json(self._store.get(self.key("outcome")))
 
     def has_outcome(self, timeout_s: float) -> bool:
         """Waits at most `timeout_s` seconds for the outcome; returns whether there is one."""

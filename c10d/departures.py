@@ -31,6 +31,6 @@ class Departures:
 
     def raise_if_needed(self, peer: int | None) -> None:
         """Raises RankLostError if an operation with this peer (see `affects`) needs a rank that has left."""
-        for rank, error in list(self.errors.items()):
+        for rank, error in self.errors.copy().items():
             if self.affects(rank, peer):
                 raise error

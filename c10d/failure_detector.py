@@ -7,8 +7,9 @@ ranks. (Processes that a rank forks, such as a DataLoader's workers, may outlive
 the connections.)
 
 Rank 0 listens on the loopback address if all ranks share it, else on the address at which other hosts reach it
-(see host_identity.py). Whoever connects must send a random token, which the ranks read from their store. The
-process's event loop serves the connections.
+(see host_identity.py). Whoever connects must send a random token, which the ranks read from their store. With
+credentials, the connections have TLS, and both ends show certificates of the job. The process's event loop serves
+the connections.
 
 After rank 0 has left, deaths of other ranks are no longer detected; but a group that lacks a rank can run no
 collectives either.
@@ -22,15 +23,19 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import ClassVar, final
 
 from ..errors import ProcessGroupError
+from .addresses import format_address
+from .descriptors import half_of_descriptors
 from .event_loop import acquire_event_loop
-from .host_identity import gather_hosts, listen
+from .exchanged_values import parse_list, unexpected_value
+from .host_identity import HostIdentity, gather_consenting_hosts, listen
+from .security import SHARED_HOST_NAME, Audit, Identity, certified_names, printable
 from .torch_types import TorchStore
 
 __all__ = ["FailureDetector"]
@@ -47,12 +52,19 @@ MESSAGE_TIMEOUT_S = 5.0
 """Seconds that this rank takes to say goodbye."""
 
 TOKEN_TIMEOUT_S = 2.0
-"""Seconds that a new connection may take to say its token."""
+"""Seconds that a new connection may take to say its token, the handshake of TLS included."""
 
 MAX_UNADMITTED = 1024
-"""Connections that may not have said their token yet; further ones are closed. All ranks may connect at once."""
+"""Connections that may not have said their token yet; further ones are closed. All ranks may connect at once. If
+half of the file descriptors that the process may have are fewer, that is the limit."""
+
+ACCEPTED_AT_ONCE = 16
+"""Connections that are accepted before those too many are closed, each of which takes a file descriptor."""
 
 MAX_LINE_BYTES = 256
+
+LISTENER = "failure_detector"
+"""What the audit log calls it."""
 
 Callback = Callable[[int, str], None]
 
@@ -66,20 +78,34 @@ class FailureDetector:
         rank: this process's rank in the group.
         size: the number of ranks.
         timeout_s: seconds within which all ranks must have connected.
+        insecure: whether this rank allows connections to other hosts without credentials.
+        identity: what this rank shows on its connections, and demands; None for connections without TLS.
         on_lost: called with a rank and the reason when its process has died. Runs on a thread of its own, once for
             each rank.
         on_left: called in the same way when a rank has closed its failure detector, or its interpreter has exited.
 
     Raises:
-        ProcessGroupError: some ranks did not connect in time.
+        ProcessGroupError: some ranks did not connect in time, or are on other hosts without `insecure`.
     """
 
     _instances: ClassVar["weakref.WeakSet[FailureDetector]"] = weakref.WeakSet()
     """All of this process."""
 
     def __init__(
-        self, store: TorchStore, rank: int, size: int, timeout_s: float, *, on_lost: Callback, on_left: Callback
+        self,
+        store: TorchStore,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        *,
+        insecure: bool = False,
+        identity: Identity | None = None,
+        on_lost: Callback,
+        on_left: Callback,
     ) -> None:
+        self.audit = Audit(f"rank {rank}")
+        """Records who connects to rank 0."""
+        self._identity = identity
         self._rank = rank
         self._size = size
         self._on_lost = on_lost
@@ -96,8 +122,16 @@ class FailureDetector:
         self._event_loop = acquire_event_loop()
         self._instances.add(self)
         try:
+            hosts = gather_consenting_hosts(
+                store,
+                rank,
+                size,
+                timeout_s,
+                insecure=insecure or identity is not None,
+                what="the failure detector",
+            )
             if rank == 0:
-                self._serve(store, timeout_s)
+                self._serve(store, hosts, timeout_s)
             else:
                 self._join(store, timeout_s)
         except OSError as error:  # includes TimeoutError
@@ -120,6 +154,7 @@ class FailureDetector:
         if not self._closing:
             self._leave(reason)
             self._event_loop.release()
+            self.audit.close()
         for thread in self._threads:
             thread.join()
         # asyncio keeps this object alive for a while; the group that the callbacks refer to is released now.
@@ -146,10 +181,9 @@ class FailureDetector:
 
     # Connecting.
 
-    def _serve(self, store: TorchStore, timeout_s: float) -> None:
+    def _serve(self, store: TorchStore, hosts: Sequence[HostIdentity], timeout_s: float) -> None:
         """On rank 0: listens, and waits until all other ranks have connected."""
         token = secrets.token_hex(16)
-        hosts = gather_hosts(store, self._rank, self._size, timeout_s)
         try:
             listening, host = listen(hosts, store)
         except (OSError, ProcessGroupError) as error:
@@ -163,16 +197,26 @@ class FailureDetector:
 
     async def _listen(self, listening: socket.socket, token: str, all_connected: asyncio.Event) -> None:
         async def on_connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            rank = None
-            if self._unadmitted < MAX_UNADMITTED:
-                self._unadmitted += 1
-                try:
-                    rank = await _read_rank(reader, token, self._size)
-                finally:
-                    self._unadmitted -= 1
-            if rank is None or rank in self._writers:
+            peer = _address_of_peer(writer)
+            self.audit.connect(LISTENER, peer)
+            if self._unadmitted >= (limit := half_of_descriptors(MAX_UNADMITTED)):
+                self.audit.limit(LISTENER, f"MAX_UNADMITTED={limit}", peer=peer)
                 writer.close()
                 return
+            self._unadmitted += 1
+            try:
+                rank = await self._find_rank(reader, writer, token)
+            except (OSError, ValueError) as error:
+                if not isinstance(error, ConnectionError):  # else it has left
+                    reason = f"no token within {TOKEN_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else error
+                    self.audit.deny(LISTENER, reason, peer=peer)
+                if isinstance(error, _RefusedError):
+                    writer.write(f"{error}\n".encode())
+                writer.close()
+                return
+            finally:
+                self._unadmitted -= 1
+            self.audit.authenticate(LISTENER, peer, f"rank {rank}")
             self._writers[rank] = writer
             _enable_keepalive(writer)
             writer.write(b"welcome\n")
@@ -180,24 +224,51 @@ class FailureDetector:
                 all_connected.set()
             self._start_task(self._read_from(rank, reader))
 
-        self._server = await asyncio.start_server(on_connected, sock=listening, limit=MAX_LINE_BYTES)
+        self._server = await asyncio.start_server(
+            on_connected, sock=listening, limit=MAX_LINE_BYTES, backlog=ACCEPTED_AT_ONCE
+        )
+        listening.listen(socket.SOMAXCONN)  # asyncio has had as few wait as it accepts at a time
+
+    async def _find_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> int:
+        """Returns the rank that has made a new connection.
+
+        Raises:
+            ValueError: it does not say who it is, or the rank has a connection: _RefusedError if it may know that.
+            OSError: it takes too long, the handshake of TLS fails, or the peer has left.
+        """
+        async with asyncio.timeout(TOKEN_TIMEOUT_S):
+            if self._identity is not None:  # at once, before anything is read
+                await writer.start_tls(self._identity.server_context())
+                certificate = writer.get_extra_info("ssl_object").getpeercert()
+                if SHARED_HOST_NAME not in certified_names(certificate):
+                    raise _RefusedError(f"its certificate is not for {SHARED_HOST_NAME}")
+            rank = await _read_rank(reader, token, self._size)
+        if rank in self._writers:
+            raise _RefusedError(f"rank {rank} is connected already")
+        return rank
 
     def _join(self, store: TorchStore, timeout_s: float) -> None:
         """On other ranks: connects to rank 0."""
-        gather_hosts(store, self._rank, self._size, timeout_s)
         store.wait(["address"], timedelta(seconds=timeout_s))
-        host, port, token = json.loads(store.get("address"))
+        host, port, token = _parse_address(store.get("address"))
         if not host:
-            raise ProcessGroupError(f"rank 0 cannot listen for the other ranks: {token}")
+            raise ProcessGroupError(f"rank 0 cannot listen for the other ranks: {printable(token)}")
         self._event_loop.run(self._connect(host, port, token), timeout_s)
 
     async def _connect(self, host: str, port: int, token: str) -> None:
-        reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
+        reader, writer = await asyncio.open_connection(
+            host,
+            port,
+            limit=MAX_LINE_BYTES,
+            ssl=self._identity.client_context() if self._identity is not None else None,
+            server_hostname=SHARED_HOST_NAME if self._identity is not None else None,
+        )
         self._writers[0] = writer
         _enable_keepalive(writer)
         writer.write(f"{token} {self._rank}\n".encode())
-        if await reader.readline() != b"welcome\n":
-            raise ConnectionRefusedError(f"rank 0 refused the connection of rank {self._rank}")
+        if (answer := await reader.readline()) != b"welcome\n":
+            why = f": {printable(answer.decode(errors='replace').strip())}" if answer else ""
+            raise ConnectionRefusedError(f"rank 0 refused the connection of rank {self._rank}{why}")
         self._start_task(self._read_from(0, reader))
 
     # Messages: lines "KEYWORD RANK". All of this runs on the event loop.
@@ -211,10 +282,8 @@ class FailureDetector:
         """Handles what a peer sends until the connection ends."""
         with suppress(OSError, ValueError):  # a broken connection, or a line that is no message
             while line := await reader.readline():
-                keyword, rank = line.decode("ascii").split()
-                if not 0 <= int(rank) < self._size:
-                    break
-                self._handle_gone(int(rank) if peer == 0 else peer, _REASONS.get(keyword))
+                keyword, rank = _parse_message(line, self._size)
+                self._handle_gone(rank if peer == 0 else peer, _REASONS.get(keyword))
         self._handle_gone(peer, None)
 
     def _handle_gone(self, rank: int, goodbye: str | None) -> None:
@@ -252,6 +321,10 @@ class FailureDetector:
                 await writer.wait_closed()
 
 
+class _RefusedError(ValueError):
+    """Rank 0 refuses a process that has shown a certificate of the job's CA or the token, and tells it why."""
+
+
 def _ignore(rank: int, reason: str) -> None:
     """Replaces the callbacks of a closed failure detector."""
 
@@ -266,14 +339,46 @@ _REASONS = {_keyword(reason): reason for reason in (LEFT, DROPPED)}
 os.register_at_fork(after_in_child=FailureDetector.close_in_child)
 
 
-async def _read_rank(reader: asyncio.StreamReader, token: str, size: int) -> int | None:
-    """Reads a new connection's first line, "TOKEN RANK". Returns the rank; None if the line is not valid."""
-    with suppress(OSError, ValueError, TimeoutError):
-        line = await asyncio.wait_for(reader.readline(), TOKEN_TIMEOUT_S)
-        received, rank = line.split()
-        if hmac.compare_digest(received, token.encode()) and 0 < int(rank) < size:
-            return int(rank)
-    return None
+def _parse_address(text: bytes) -> tuple[str, int, str]:
+    """Returns the host, port and token that rank 0 has put into the store; raises ProcessGroupError for others."""
+    try:
+        host, port, token = parse_list(text, str, int, str)
+        if not 0 <= port < 65536:
+            raise ValueError("no port")
+    except ValueError:
+        raise ProcessGroupError(unexpected_value(text, "the address of rank 0's failure detector")) from None
+    return host, port, token
+
+
+async def _read_rank(reader: asyncio.StreamReader, token: str, size: int) -> int:
+    """Reads a connection's first line, "TOKEN RANK"; returns the rank.
+
+    Raises:
+        ValueError: the line is something else.
+        ConnectionResetError: there is none.
+    """
+    line = await reader.readline()
+    if not line:
+        raise ConnectionResetError
+    received, _, rank = line.strip().partition(b" ")
+    if not hmac.compare_digest(received, token.encode()):
+        raise ValueError("it has not said the token")
+    if not rank.isdigit() or not 0 < int(rank) < size:
+        raise ValueError("it has not said its rank")
+    return int(rank)
+
+
+def _parse_message(line: bytes, size: int) -> tuple[str, int]:
+    """Returns the keyword and the rank of a message; raises ValueError for a line that is none."""
+    keyword, rank = line.decode("ascii").split()
+    if not 0 <= int(rank) < size:
+        raise ValueError(f"the group has no rank {rank}")
+    return keyword, int(rank)
+
+
+def _address_of_peer(writer: asyncio.StreamWriter) -> str:
+    address = writer.get_extra_info("peername")  # None if the peer has gone
+    return format_address(*address[:2]) if address else ""
 
 
 def _enable_keepalive(writer: asyncio.StreamWriter) -> None:

@@ -62,8 +62,28 @@ class GroupBackend(TorchBackend):
     supports_shrinking = _false
     supports_time_estimate = _false
     _supports_time_estimate = _false
-    supports_reconfigure = _false
     supports_window = _false
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group can be formed anew."""
+        return bool(self._require_group().supports_reconfigure)
+
+    def get_reconfigure_handle(self) -> str:
+        """Returns the text by which the other members name this process."""
+        return str(self._require_group().get_reconfigure_handle())
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Forms the group anew."""
+        return self._require_group().reconfigure(opts)
+
+    def rank(self) -> int:
+        """Returns this process's rank in the group."""
+        return int(self._require_group().rank())
+
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return int(self._require_group().size())
 
     @property
     def options(self) -> TorchBackend.Options:

@@ -4,8 +4,8 @@ Users and torch hold a ProcessGroup (process_group.py), which refers to a GroupC
 ProcessGroup is freed with its last reference, and its finalizer has the core close in the background: a thread
 waits for the operations in flight, tells the other ranks, and releases threads, sockets and memory.
 
-A group that has failed stays failed: after a timeout or the loss of a rank nobody can tell how far the other ranks
-have come, so every later operation raises the same error.
+A core that has failed stays failed: after a timeout or the loss of a rank nobody can tell how far the other ranks
+have come, so every later operation raises the same error. A group that is formed anew gets another core.
 """
 
 import logging
@@ -19,8 +19,9 @@ from typing import Any, Final, final
 
 import torch
 
-from ..errors import GroupAbortedError, RankLostError
+from ..errors import GroupAbortedError, ProcessGroupError, RankLostError
 from ..torch_internals import profiler_enabled
+from .addresses import allows_insecure
 from .collective_call import CollectiveCall
 from .debug.consistency import ConsistencyCheck
 from .debug.flight_recorder import FlightRecord, FlightRecorder, write_flight_records
@@ -32,12 +33,15 @@ from .group_options import GroupOptions
 from .operation_runner import REJECTIONS, OperationRunner
 from .pending import PendingOperation
 from .profile_events import OperationEvent
+from .stores.describe import is_insecure_store, store_credentials
 from .stores.prefix import PrefixStore
 from .torch_types import TorchStore
 
 __all__ = ["GroupCore"]
 
 log = logging.getLogger(__name__)
+
+NO_RANKS = "the group has no ranks yet: call reconfigure on all its members"
 
 DEPARTURE_GRACE_S = 1.0
 """Seconds that operations in flight have to complete after a rank has left; it may have done its part already."""
@@ -48,9 +52,10 @@ class GroupCore:
     """The parts of one process group on one rank. Owned by a ProcessGroup, and closed by it or after it.
 
     Args:
-        store: shared by the ranks, and used by this group alone.
+        store: shared by the ranks, and used by this group alone, which closes it.
         rank: this process's rank in the group.
-        global_ranks: the rank in the default group of each rank of this group.
+        global_ranks: the rank in the default group of each rank of this group; none if the group gets them from
+            `reconfigure`; `rank` is then -1.
         backend: name under which the group's backend is registered.
         timeout: default timeout of operations.
         options: options of the group.
@@ -60,7 +65,7 @@ class GroupCore:
 
     def __init__(
         self,
-        store: TorchStore,
+        store: PrefixStore,
         rank: int,
         *,
         global_ranks: Sequence[int],
@@ -69,9 +74,10 @@ class GroupCore:
         options: GroupOptions,
         make_engine: "Callable[[str, GroupCore], tuple[str, Engine]]",
     ) -> None:
-        self.store: Final = store  # C++ does not keep a store alive that is a Python object
+        self.store: Final[TorchStore] = store  # C++ does not keep a store alive that is a Python object
+        self.insecure: Final = allows_insecure(is_insecure_store(store))
         self.rank: Final = rank
-        self.size: Final = len(global_ranks)
+        self.size: Final = len(global_ranks) if global_ranks else -1  # as torch has it for groups without ranks
         self.global_ranks: Final = tuple(global_ranks)
         self.backend: Final = backend
         self.options: Final = options
@@ -91,12 +97,16 @@ class GroupCore:
         self._backends: dict[str, str] = {}
         self._lock = threading.Lock()
         self._engine_lock = threading.Lock()  # held while an engine is made, during which the group may fail
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None if global_ranks else ProcessGroupError(NO_RANKS)
         self._failure_detector: FailureDetector | None = None
         self._closing = threading.Event()
         self._departures = Departures(self.size)
         self._first_departure: RankLostError | None = None
+        self.lost_ranks: set[int] = set()  # those whose processes have died, as far as the failure detector knows
+        self._gone_ranks: set[int] = set()  # those that have left, too
+        self._gone_changed = threading.Condition()
         self._close_callbacks: list[Callable[[], None]] = []
+        self._close_store = store.close  # also closes the stores that are views of it
         self._event_loop = acquire_event_loop()  # for the finalizer, which may not start a thread itself
 
     # Engines.
@@ -185,13 +195,20 @@ class GroupCore:
 
     # Failures.
 
-    def start_failure_detector(self) -> None:
-        """Starts to watch for ranks that die or leave. All ranks must call it together."""
+    def start_failure_detector(self, timeout_s: float | None = None) -> None:
+        """Starts to watch for ranks that die or leave. All ranks must call it together.
+
+        Args:
+            timeout_s: seconds that the other ranks may take; the group's timeout if None.
+        """
+        credentials = store_credentials(self.store)
         self._failure_detector = FailureDetector(
             PrefixStore("failure_detector", self.store),
             self.rank,
             self.size,
-            self._timeout_s,
+            self._timeout_s if timeout_s is None else timeout_s,
+            insecure=self.insecure,
+            identity=credentials.identity() if credentials is not None else None,
             on_lost=self._on_lost,
             on_left=self._on_left,
         )
@@ -223,16 +240,24 @@ class GroupCore:
         """
         self.fail(self._first_departure or error)
 
+    @property
+    def failure(self) -> Exception | None:
+        """The error with which the group has failed; None if it has not."""
+        return self._failure
+
     def _raise_if_failed(self) -> None:
         if self._failure is not None:
             # Each raise adds to an error's traceback, whose frames keep tensors alive.
             raise self._failure.with_traceback(None)
 
     def _on_lost(self, rank: int, reason: str) -> None:
+        self.lost_ranks.add(rank)
+        self._note_gone(rank)
         self.fail(RankLostError(self.global_ranks[rank], reason))
 
     def _on_left(self, rank: int, reason: str) -> None:
         """Handles the departure of a rank. Runs on a thread of the failure detector."""
+        self._note_gone(rank)
         error = RankLostError(self.global_ranks[rank], reason)
         self._first_departure = self._first_departure or error
         if self._closing.wait(DEPARTURE_GRACE_S):
@@ -242,6 +267,23 @@ class GroupCore:
             return
         if any(self._departures.affects(rank, peer) for peer in self._recorder.peers_in_flight()):
             self.fail(error)
+
+    def _note_gone(self, rank: int) -> None:
+        with self._gone_changed:
+            self._gone_ranks.add(rank)
+            self._gone_changed.notify_all()
+
+    def _wait_for_failure_detector(self) -> None:
+        """Waits until the failure detector, too, knows of the lost rank with which the group has failed.
+
+        An engine may notice a lost rank first, but not whether it died. Rank 0 must not end its failure detector
+        before that has told the other ranks.
+        """
+        failure = self._failure
+        if isinstance(failure, RankLostError) and self._failure_detector is not None:
+            ranks = [rank for rank, global_rank in enumerate(self.global_ranks) if global_rank == failure.rank]
+            with self._gone_changed:
+                self._gone_changed.wait_for(lambda: self._gone_ranks.issuperset(ranks), DEPARTURE_GRACE_S)
 
     # Closing.
 
@@ -260,6 +302,23 @@ class GroupCore:
         self.fail(GroupAbortedError(f"rank {self.rank} shut the group down"))
         self._close(LEFT)
         self._finish_close()
+
+    def leave_to_reconfigure(self) -> None:
+        """Ends the group on this rank, except for what `replace` hands over. Further calls do nothing.
+
+        Operations that are still in flight raise GroupAbortedError. The other ranks are told that this one left.
+        """
+        self._drain_engines()
+        self._wait_for_failure_detector()
+        self.fail(GroupAbortedError(f"rank {self.rank} left the group to form it anew"))
+        self._close(LEFT)
+
+    def replace(self, old: "GroupCore") -> None:
+        """Takes the place of a core that has left its group: its name, callbacks and description."""
+        self.set_name(old.name)
+        self.description = old.description
+        self._close_callbacks, old._close_callbacks = old._close_callbacks, []
+        old._finish_close()
 
     def close_in_background(self) -> None:
         """Closes the group on a thread of its own, after its last reference is gone.
@@ -307,6 +366,7 @@ class GroupCore:
         callbacks, self._close_callbacks = self._close_callbacks, []
         for callback in reversed(callbacks):
             callback()
+        self._close_store()
         self._event_loop.release()
 
     # Information.
@@ -333,5 +393,6 @@ class GroupCore:
             "rank": self.rank,
             "size": self.size,
             "global_ranks": list(self.global_ranks),
+            "audit": detector.audit.counts() if (detector := self._failure_detector) is not None else {},
             "operations": self._recorder.as_json(),
         }

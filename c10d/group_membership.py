@@ -30,12 +30,14 @@ class GroupSpec:
     name: of the group, unique in the store.
     members: the workers' ids, in the order of their ranks in the group.
     me: the id of this worker.
+    insecure: whether this worker allows connections to other hosts without credentials.
     """
 
     store: TorchStore
     name: str
     members: Sequence[int]
     me: int
+    insecure: bool = False
 
 
 @final
@@ -70,6 +72,7 @@ class GroupMembership:
                     device_type="cpu",
                     global_ranks=tuple(spec.members),
                     group_name=spec.name,
+                    insecure=spec.insecure,
                 )
             )
         finally:

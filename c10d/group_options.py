@@ -26,12 +26,15 @@ class GroupOptions(TorchBackend.Options):
     dump_folder: folder to which the flight recorder is written when the group fails; None not to write it.
     timeout: default timeout of operations, a timedelta or seconds. It applies to a group that is made with torch's
         default timeout of 30 minutes.
+    enable_reconfigure: make the group without ranks; it gets them from `reconfigure`. torch 2.14's
+        init_process_group has an argument of this name and meaning.
     """
 
     check_calls: bool | None = None
     flight_recorder_size: int = 2000
     dump_folder: Path | str | None = None
     timeout: Timeout | None = None
+    enable_reconfigure: bool = False
 
     def __post_init__(self) -> None:
         if self.flight_recorder_size < 1:
@@ -46,6 +49,11 @@ class GroupOptions(TorchBackend.Options):
 
     def __reduce__(self) -> tuple[Callable[..., "GroupOptions"], tuple[Any, ...]]:
         return _rebuild, ({each.name: getattr(self, each.name) for each in fields(self)}, self._timeout)
+
+    def with_reconfigure(self, *, enabled: bool) -> "GroupOptions":
+        """Returns these options with this value of `enable_reconfigure`."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _rebuild({**values, "enable_reconfigure": enabled}, self._timeout)
 
     def should_check_calls(self) -> bool:
         """Returns whether to check that all ranks call the same collectives."""

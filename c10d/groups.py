@@ -15,10 +15,12 @@ from ..errors import ProcessGroupError
 from ..torch_internals import default_timeout
 from .backends import BUILTIN_ENGINES
 from .engines.mpi.world import under_mpiexec
+from .group_options import GroupOptions
 from .mpiexec import rendezvous_under_mpiexec
 from .process_group import ProcessGroup
 from .registration import GroupKind
 from .rendezvous import Rendezvous, rendezvous
+from .security import Credentials
 from .stores.base import Timeout, to_seconds
 from .stores.prefix import PrefixStore
 from .torch_types import TorchProcessGroup, TorchStore
@@ -26,6 +28,8 @@ from .torch_types import TorchProcessGroup, TorchStore
 __all__ = ["full_names", "init_process_group", "new_group", "split_group"]
 
 _PROCESS_GROUP = GroupKind("group", how_to_allow="pass insecure=True to gradwire.c10d.init_process_group")
+
+_RECONFIGURABLE_GROUP = GroupKind("reconfigurable", how_to_allow=_PROCESS_GROUP.how_to_allow)
 
 HOST_LINGER_S = 2.0
 """Seconds for which the store's host stays after a failure, so that the other ranks can read the reason."""
@@ -43,6 +47,8 @@ def init_process_group(
     device_id: torch.device | int | None = None,
     *,
     insecure: bool = False,
+    credentials: Credentials | None = None,
+    enable_reconfigure: bool = False,
 ) -> None:
     """Makes the default group, which torch.distributed's functions then use.
 
@@ -61,7 +67,12 @@ def init_process_group(
         pg_options: a GroupOptions.
         device_id: this rank's device, if it uses only one.
         insecure: allow addresses that are not loopback addresses, without credentials. Ranks on several hosts need
-            it; see docs/hosts.md.
+            credentials or this, and this for Gloo, MPI and NCCL; see docs/hosts.md. GRADWIRE_INSECURE=1 in the
+            environment stands for it.
+        credentials: what the ranks recognize each other by; see docs/security.md for what they protect. By default
+            those in the environment: see Credentials.from_environment.
+        enable_reconfigure: make the group without ranks, and without waiting for anybody: `reconfigure` gives it
+            ranks. Leave out `world_size`; `rank` only says whether this process hosts the store of a tcp URL (0).
 
     Raises:
         RendezvousError: the ranks cannot find each other, or conflict with each other; all ranks raise the same.
@@ -69,7 +80,7 @@ def init_process_group(
     """
     limit = default_timeout if timeout is None else _timedelta(timeout)
     if store is None and init_method is None and under_mpiexec() and "MASTER_ADDR" not in os.environ:
-        found = rendezvous_under_mpiexec(limit, insecure=insecure)
+        found = rendezvous_under_mpiexec(limit, insecure=insecure, credentials=credentials)
     else:
         found = rendezvous(
             init_method,
@@ -78,17 +89,23 @@ def init_process_group(
             store=store,
             timeout=limit,
             insecure=insecure,
-            kind=_PROCESS_GROUP,
+            credentials=credentials,
+            dynamic=enable_reconfigure,
+            kind=_RECONFIGURABLE_GROUP if enable_reconfigure else _PROCESS_GROUP,
         )
-    assert found.world_size is not None
+    if enable_reconfigure:
+        pg_options = (pg_options or GroupOptions()).with_reconfigure(enabled=True)
     root = PrefixStore("process_groups", found.store)
+    # Engines of this group, and of groups that are made later, look these up there.
+    root.insecure, root.credentials = insecure, credentials
     try:
-        found.wait_for_all(limit)
+        if not enable_reconfigure:
+            found.wait_for_all(limit)
         dist.init_process_group(
             full_names(backend),
             timeout=limit,
-            world_size=found.world_size,
-            rank=found.rank,
+            world_size=found.world_size or 1,  # torch wants a rank and a size of groups without ranks, too
+            rank=max(found.rank, 0),
             store=root,
             group_name=group_name,
             pg_options=pg_options,

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Self, final
 
 from ..errors import ProcessGroupError
+from .addresses import INSECURE_VARIABLE
+from .exchanged_values import parse_list, unexpected_value
 from .stores.describe import innermost_store
 from .torch_types import TorchStore
 
@@ -27,7 +29,9 @@ __all__ = [
     "address_for_others",
     "can_share_loopback",
     "can_share_memory",
+    "gather_consenting_hosts",
     "gather_hosts",
+    "insecure_problem",
     "is_local",
     "listen",
     "network_id",
@@ -37,6 +41,9 @@ LOOPBACK = "127.0.0.1"
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names Gloo's network interfaces. All else in gradwire uses the first of them."""
+
+REFUSAL_TIMEOUT_S = 5.0
+"""Seconds for which rank 0 waits until the other ranks know why there is no group."""
 
 _UNASSIGNED_ADDRESSES = ("192.0.2.1", "2001:db8::1")
 """Addresses reserved for documentation (RFC 5737, RFC 3849), to find the default route. Nothing is sent there."""
@@ -52,13 +59,15 @@ class HostIdentity:
 
     memory: equal for two processes if and only if they can share memory.
     network: equal for two processes if and only if they reach each other on the loopback address.
+    insecure: whether the process allows connections to other hosts without credentials.
     """
 
     memory: str
     network: str
+    insecure: bool = False
 
     @classmethod
-    def here(cls) -> Self:
+    def here(cls, *, insecure: bool = False) -> Self:
         """Returns the identity of this process's host."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid, user, network = (os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "user", "net"))
@@ -66,7 +75,23 @@ class HostIdentity:
         # gradwire's shared memory has no name, but is opened through /proc; MPI's is in /dev/shm.
         with suppress(OSError):
             memory = f"{boot} /dev/shm:[{os.stat('/dev/shm').st_dev}] "
-        return cls(f"{memory}{pid} {user} user {os.geteuid()}", f"{boot} {network}")
+        return cls(f"{memory}{pid} {user} user {os.geteuid()}", f"{boot} {network}", insecure)
+
+    def to_json(self) -> str:
+        """Returns the value for the store."""
+        return json.dumps(astuple(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Reads the result of `to_json`.
+
+        Raises:
+            ProcessGroupError: `text` is something else.
+        """
+        try:
+            return cls(*parse_list(text, str, str, bool))
+        except ValueError:
+            raise ProcessGroupError(unexpected_value(text, "the identity of a rank's host")) from None
 
 
 def can_share_memory(hosts: Sequence[HostIdentity]) -> bool:
@@ -79,7 +104,9 @@ def can_share_loopback(hosts: Sequence[HostIdentity]) -> bool:
     return len({host.network for host in hosts}) == 1
 
 
-def gather_hosts(store: TorchStore, rank: int, size: int, timeout_s: float | None = None) -> list[HostIdentity]:
+def gather_hosts(
+    store: TorchStore, rank: int, size: int, timeout_s: float | None = None, *, insecure: bool = False
+) -> list[HostIdentity]:
     """Returns `HostIdentity.here()` of every rank. All ranks must call it, once for a store.
 
     Args:
@@ -87,12 +114,63 @@ def gather_hosts(store: TorchStore, rank: int, size: int, timeout_s: float | Non
         rank: this process's rank.
         size: the number of ranks.
         timeout_s: seconds to wait for the other ranks; None for the store's timeout.
+        insecure: whether this rank allows connections to other hosts without credentials.
     """
-    store.set(f"host/{rank}", json.dumps(astuple(HostIdentity.here())))
+    store.set(f"host/{rank}", HostIdentity.here(insecure=insecure).to_json())
     keys = [f"host/{other}" for other in range(size)]
     if timeout_s is not None:
         store.wait(keys, timedelta(seconds=timeout_s))
-    return [HostIdentity(*json.loads(store.get(key))) for key in keys]
+    return [HostIdentity.from_json(store.get(key)) for key in keys]
+
+
+def insecure_problem(hosts: Sequence[HostIdentity], what: str, ranks: Sequence[int] = ()) -> str:
+    """Returns why ranks must not be connected without credentials: on several hosts, all of them must allow it.
+
+    Args:
+        hosts: those of the ranks.
+        what: connects them, for the message.
+        ranks: to which the hosts belong; 0, 1 and so on by default.
+
+    Returns:
+        The same on all ranks; empty if they may be connected.
+    """
+    pairs = zip(ranks or range(len(hosts)), hosts, strict=True)
+    refusing = [str(rank) for rank, host in pairs if not host.insecure]
+    if can_share_loopback(hosts) or not refusing:
+        return ""
+    return (
+        f"the ranks are on several hosts (or in containers with networks of their own), and {what} connects them "
+        "without encryption and authentication, so anyone on the network could take part. On a network that you "
+        f"trust, pass insecure=True to gradwire.c10d.init_process_group, or set {INSECURE_VARIABLE}=1 in the "
+        f"environment, on every rank; not allowed by: rank {', '.join(refusing)}"
+    )
+
+
+def gather_consenting_hosts(
+    store: TorchStore, rank: int, size: int, timeout_s: float, *, insecure: bool, what: str
+) -> list[HostIdentity]:
+    """Returns the same as `gather_hosts`, for ranks that are to be connected without credentials.
+
+    Args:
+        store: shared by the ranks.
+        rank: this process's rank.
+        size: the number of ranks.
+        timeout_s: seconds to wait for the other ranks.
+        insecure: whether this rank allows connections to other hosts without credentials.
+        what: connects the ranks, for the message.
+
+    Raises:
+        ProcessGroupError: the ranks are on several hosts, and not all of them allow it; raised on all ranks.
+    """
+    hosts = gather_hosts(store, rank, size, timeout_s, insecure=insecure)
+    if problem := insecure_problem(hosts, what):
+        # Rank 0 may host the store, which ends with this error: the others must have read why by then.
+        with suppress(RuntimeError):
+            store.set(f"refused/{rank}", "")
+            if rank == 0:
+                store.wait([f"refused/{other}" for other in range(size)], timedelta(seconds=REFUSAL_TIMEOUT_S))
+        raise ProcessGroupError(problem)
+    return hosts
 
 
 def listen(hosts: Sequence[HostIdentity], store: TorchStore) -> tuple[socket.socket, str]:

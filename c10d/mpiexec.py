@@ -1,22 +1,27 @@
 """Rendezvous under mpiexec, where MPI connects the processes and no address need be given."""
 
 from datetime import timedelta
+from functools import partial
 
 from ..errors import RendezvousError
 from .engines.mpi.world import MpiWorld
 from .host_identity import LOOPBACK, HostIdentity, address_for_others, can_share_loopback
 from .rendezvous import Rendezvous
+from .security import Credentials
 from .stores.tcp import TCPStore
 
 __all__ = ["rendezvous_under_mpiexec"]
 
 
-def rendezvous_under_mpiexec(timeout: timedelta, *, insecure: bool) -> Rendezvous:
+def rendezvous_under_mpiexec(
+    timeout: timedelta, *, insecure: bool, credentials: Credentials | None = None
+) -> Rendezvous:
     """Opens a TCPStore that rank 0 of MPI's world hosts. All processes of that world must call it together.
 
     Args:
         timeout: default timeout of the store's operations, and how long to try to connect to it.
-        insecure: allow an address that is not a loopback address.
+        insecure: allow an address that is not a loopback address, without credentials.
+        credentials: those of the store; by default those in the environment.
 
     Returns:
         The store, and this process's rank in MPI's world and the size of that world.
@@ -28,16 +33,19 @@ def rendezvous_under_mpiexec(timeout: timedelta, *, insecure: bool) -> Rendezvou
     comm = MpiWorld.from_mpiexec().comm
     rank, size = comm.rank, comm.size
     host = LOOPBACK if can_share_loopback(comm.allgather(HostIdentity.here())) else address_for_others()
+    open_store = partial(
+        TCPStore, timeout=timeout, wait_for_workers=False, insecure=insecure, credentials=credentials
+    )
     store: TCPStore | None = None
     problem = ""
     if rank == 0:
         try:
-            store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False, insecure=insecure)
+            store = open_store(host, 0, is_master=True)
         except Exception as error:
             problem = str(error)
     host, port, problem = comm.bcast((host, 0 if store is None else store.port, problem))
     if problem:
         raise RendezvousError(f"rank 0 under mpiexec cannot host the store: {problem}")
     if store is None:
-        store = TCPStore(host, port, timeout=timeout, wait_for_workers=False, insecure=insecure)
+        store = open_store(host, port)
     return Rendezvous(store, rank, size, store.close)

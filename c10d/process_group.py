@@ -4,21 +4,26 @@ ProcessGroup is a subclass of torch.distributed.ProcessGroup, so torch's functio
 Its methods turn each operation into a CollectiveCall (collectives.py, point_to_point.py); a GroupCore has an
 engine carry it out; the caller gets a GroupWork.
 
-A group that nobody has shut down ends after its last reference is gone.
+A group that nobody has shut down ends after its last reference is gone. A group that is formed anew gets other
+ranks, and another GroupCore, but stays the same object.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
+from ..torch_internals import set_group_ranks
 from .backend_interface import BackendInterface
 from .collective_call import CollectiveCall
 from .debug.store_barrier import StoreBarrier
 from .engines.base import Engine
 from .group_core import GroupCore
+from .group_handles import GroupHandle
+from .group_member import GroupMember
 from .group_options import GroupOptions
 from .stores.base import Timeout, to_seconds
 from .torch_types import TorchStore
@@ -37,16 +42,22 @@ class ProcessGroup(BackendInterface):
         core: the group's parts, which the group closes.
         make_subgroup: makes a group of some of this group's ranks, with this name, timeout and options. All of
             these ranks call it together.
+        member: this process's membership, whose ranks can change.
     """
 
     def __init__(
         self,
         core: GroupCore,
-        make_subgroup: "Callable[[Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
+        make_subgroup: "Callable[[GroupMember, Sequence[int], str, timedelta, GroupOptions], ProcessGroup]",
+        member: GroupMember,
     ) -> None:
         super().__init__(core.rank, core.size)
-        self._core = core
         self._make_subgroup = make_subgroup
+        self._member = member
+        self._use_core(core)
+
+    def _use_core(self, core: GroupCore) -> None:
+        self._core = core
         self._store_barrier = StoreBarrier(core.store, core.rank, core.global_ranks)
         self._finalizer = weakref.finalize(self, core.close_in_background)
         self._finalizer.atexit = False  # at interpreter exit the failure detector tells the other ranks
@@ -86,7 +97,100 @@ class ProcessGroup(BackendInterface):
         """Returns the group and the last operations in its flight recorder, as JSON values."""
         return self._core.flight_record()
 
+    @property
+    def failure(self) -> Exception | None:
+        """The error that ended the group, which every operation raises; None while the group works.
+
+        torch's C++, such as DDP's, raises only its text, as a RuntimeError.
+        """
+        return self._core.failure
+
+    # Changes of the ranks, under the names of torch 2.14.
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group can be formed anew."""
+        return not self._member.cannot_reconfigure
+
+    def get_reconfigure_handle(self) -> str:
+        """Returns the text by which the other members name this process in `reconfigure`."""
+        return self._handle().to_text()
+
+    def reconfigure(self, opts: Any) -> GroupWork:
+        """Forms the group anew with other members, who all call this; see gradwire.c10d.reconfigure.
+
+        Args:
+            opts: a ReconfigureOptions, gradwire's or torch's.
+        """
+        self._member.use_uuid(opts.uuid)
+        return self._reconfigure(f"uuid/{opts.uuid}", opts.handles, opts.timeout, opts.hints)
+
+    def rendezvous_reconfigure(
+        self, *, timeout: Timeout | None, min_size: int | None, max_size: int | None, window: Timeout
+    ) -> tuple[int, list[str]]:
+        """Agrees with all who call this on the members of a group; see gradwire.c10d.rendezvous_reconfigure."""
+        least = min_size if min_size is not None else (1 if self._core.size > 0 else 2)
+        if least < 1 or (max_size is not None and max_size < least):
+            raise ValueError(
+                f"min_size is {least} and max_size {max_size}: give at least 1, and max_size no less than min_size"
+            )
+        return self._member.agree(
+            self._handle(),
+            min_size=least,
+            max_size=max_size,
+            window_s=to_seconds(window),
+            timeout_s=self._timeout_s(timeout),
+        )
+
+    def reconfigure_by_agreement(
+        self,
+        *,
+        timeout: timedelta | None,
+        hints: Mapping[str, str],
+        min_size: int | None,
+        max_size: int | None,
+        window: Timeout,
+    ) -> GroupWork:
+        """Forms the group anew with all who call this; see gradwire.c10d.reconfigure."""
+        number, handles = self.rendezvous_reconfigure(
+            timeout=timeout, min_size=min_size, max_size=max_size, window=window
+        )
+        return self._reconfigure(f"round/{number}", handles, timeout, hints)
+
+    def _reconfigure(
+        self, key: str, handles: Collection[str], timeout: Timeout | None, hints: Mapping[str, str]
+    ) -> GroupWork:
+        if hints:
+            raise ValueError(f"the hints are {dict(hints)!r}: leave them out, gradwire's engines have none")
+        core = self._member.reconfigure(key, handles, self._timeout_s(timeout))
+        self._finalizer.detach()
+        self._use_core(core)
+        set_group_ranks(self, core.global_ranks)
+        return GroupWork("reconfigure", [], None)
+
+    def _handle(self) -> GroupHandle:
+        return self._member.handle(is_default_group=self is dist.group.WORLD)
+
+    def _timeout_s(self, timeout: Timeout | None) -> float:
+        return self.timeout.total_seconds() if timeout is None else to_seconds(timeout)
+
     # Methods and properties that torch calls.
+
+    def rank(self) -> int:
+        """Returns this process's rank in the group; -1 if the group has no ranks yet."""
+        return self._core.rank
+
+    def size(self) -> int:
+        """Returns the number of ranks; -1 if the group has none yet."""
+        return self._core.size
+
+    def getRank(self) -> int:  # noqa: N802
+        """Returns `rank()`, for torch's C++."""
+        return self._core.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        """Returns `size()`, for torch's C++."""
+        return self._core.size
 
     @property
     def options(self) -> GroupOptions:
@@ -118,7 +222,9 @@ class ProcessGroup(BackendInterface):
         if self.rank() not in ranks:
             return None
         name = group_name or f"part {sorted(ranks)} of {self._core.name}"
-        subgroup = self._make_subgroup(ranks, name, timeout or self._core.timeout, opts or self._core.options)
+        subgroup = self._make_subgroup(
+            self._member, ranks, name, timeout or self._core.timeout, opts or self._core.options
+        )
         subgroup._set_group_name(name)
         subgroup._set_group_desc(group_desc or "undefined")
         subgroup.expected_devices = self._device_types if device_types is None else device_types
@@ -140,8 +246,7 @@ class ProcessGroup(BackendInterface):
             CollectiveTimeoutError: ranks did not reach the barrier in time. Raised on all ranks that did; it names
                 every absent rank.
         """
-        timeout_s = self.timeout.total_seconds() if timeout is None else to_seconds(timeout)
-        self._store_barrier.wait(timeout_s, wait_all_ranks=wait_all_ranks)
+        self._store_barrier.wait(self._timeout_s(timeout), wait_all_ranks=wait_all_ranks)
 
     def _get_sequence_number_for_group(self) -> int:
         """Returns how many collectives this rank has called."""

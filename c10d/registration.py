@@ -9,6 +9,8 @@ from functools import cache
 from typing import Self, final
 
 from ..errors import RendezvousError
+from .exchanged_values import parse_dict, unexpected_value
+from .security import printable
 
 __all__ = ["GroupKind", "Registration"]
 
@@ -71,10 +73,9 @@ class Registration:
         Raises:
             RendezvousError: `text` is something else.
         """
+        kinds = {"name": str, "rank": int, "world_size": int, "process": str, "description": str}
         try:
-            return cls(**json.loads(text))
-        except (TypeError, ValueError):
-            raise RendezvousError(
-                f"the store has {text[:80]!r} where a worker's registration should be: install the same "
-                "version of gradwire everywhere"
-            ) from None
+            found = parse_dict(text, kinds)
+        except ValueError:
+            raise RendezvousError(unexpected_value(text, "a worker's registration")) from None
+        return cls(**{**found, "name": printable(found["name"]), "description": printable(found["description"])})

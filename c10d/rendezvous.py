@@ -12,10 +12,12 @@ from ..errors import RendezvousError, RendezvousNetworkError, StoreError, StoreN
 from .addresses import format_address, require_trusted
 from .registration import GroupKind, Registration
 from .rendezvous_url import StoreAddress, parse_url
+from .security import Credentials
 from .start_barrier import StartBarrier
 from .stores.base import DEFAULT_TIMEOUT, Timeout, to_seconds
 from .stores.file import FileStore
 from .stores.prefix import PrefixStore
+from .stores.sealed import SealedStore, seal
 from .stores.tcp import TCPStore
 from .torch_types import TorchStore, TorchTCPStore
 
@@ -67,6 +69,7 @@ def rendezvous(
     store: TorchStore | None = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     insecure: bool = False,
+    credentials: Credentials | None = None,
     dynamic: bool = False,
     name: str = "",
     kind: GroupKind = _DEFAULT_KIND,
@@ -77,8 +80,10 @@ def rendezvous(
         url: one of
 
             - `env://` (the default): RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment; under
-              torchrun, the launcher's own store;
+              torchrun and `gradwire.launch.spawn`, the launcher's own store;
             - `tcp://host:port?rank=0&world_size=2`: rank 0 hosts a TCPStore there;
+            - `store://host:port?rank=0&world_size=2`: a store that runs there, started by
+              `python -m gradwire.store`; with `env://`, GRADWIRE_STORE=host:port says the same;
             - `file:///path?rank=0&world_size=2`: a FileStore.
 
             Rank and world size may be in the URL or in the arguments. If they are in both, they must be equal.
@@ -87,6 +92,9 @@ def rendezvous(
         store: a torch.distributed.Store to use instead of a URL. It stays open.
         timeout: how long to try to reach the store, and the default timeout of the store's operations.
         insecure: allow addresses that are not loopback addresses, without credentials.
+        credentials: what the workers recognize each other by; with them, all addresses are allowed. A token also
+            seals the values in stores that are not gradwire's. By default those in the environment: see
+            Credentials.from_environment.
         dynamic: make the group dynamic if no world size is given: its members may join and leave at any time. With
             a tcp URL, the member with rank 0 hosts the store, and must stay as long as others join.
         name: the worker's name, for messages.
@@ -96,26 +104,30 @@ def rendezvous(
         RendezvousError: URL, environment and arguments are incomplete or contradict each other; the store cannot
             be opened; another worker has the same rank or was given another world size, which then all workers
             raise.
+        CredentialsError: the credentials are not valid.
         TypeError: `store` is not a torch.distributed.Store.
     """
     seconds = to_seconds(timeout)
+    credentials = credentials or Credentials.from_environment()
     if store is not None:
         if url is not None:
             raise RendezvousError(f"both url={url!r} and a store were given: give one of them")
         if not isinstance(store, TorchStore):
             raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
-        address = StoreAddress("the store", "store").with_identity(rank, world_size).checked(dynamic=dynamic)
-        return _register(address, store, lambda: None, name, kind)
+        address = StoreAddress("the store", "given").with_identity(rank, world_size).checked(dynamic=dynamic)
+        sealed = seal(store, credentials)
+        close = sealed.close if isinstance(sealed, SealedStore) else _nothing
+        return _register(address, sealed, close, name, kind)
     address = parse_url("env://" if url is None else url).with_identity(rank, world_size)
     address = address.from_environment(os.environ, dynamic=dynamic).checked(dynamic=dynamic)
-    hosts_store = address.rank == 0 and bool(address.host) and address.launcher_attempt is None
     if address.host:
-        _require_trusted(address, insecure, "hosting a store on" if hosts_store else "connecting to", kind)
+        action = "hosting a store on" if address.hosts_store else "connecting to"
+        _require_trusted(address, insecure or _protects(credentials, address), action, kind)
     try:
-        opened, close = _open(address, seconds, insecure)
+        opened, close = _open(address, seconds, insecure, credentials)
     except StoreError as error:
-        if hosts_store:
-            _report_rank_conflict(address, insecure, name, kind)
+        if address.hosts_store:
+            _report_rank_conflict(address, insecure, credentials, name, kind)
         hint = _TORCH_STORE_HINT if address.rank == 0 and torch.distributed.is_initialized() else ""
         error_class = RendezvousNetworkError if isinstance(error, StoreNetworkError) else RendezvousError
         raise error_class(f"rank {address.rank} cannot join its group at {address.url}: {error}{hint}") from error
@@ -126,33 +138,50 @@ def rendezvous(
         raise
 
 
-def _open(address: StoreAddress, seconds: float, insecure: bool) -> tuple[TorchStore, Callable[[], None]]:
+def _nothing() -> None:
+    pass
+
+
+def _protects(credentials: Credentials | None, address: StoreAddress) -> bool:
+    """Returns whether credentials protect the store at an address, wherever that is."""
+    is_torchs = address.launcher_attempt is not None and not address.runs
+    return credentials is not None and (not is_torchs or credentials.token is not None)
+
+
+def _open(
+    address: StoreAddress, seconds: float, insecure: bool, credentials: Credentials | None
+) -> tuple[TorchStore, Callable[[], None]]:
     """Opens the store at an address. Returns it, and a function that closes it."""
     if address.path is not None:
         file = FileStore(address.path, address.world_size, timeout=seconds)
-        return file, file.close
-    if address.launcher_attempt is not None:
-        return _open_launcher_store(address, seconds)
+        return seal(file, credentials), file.close
+    if address.launcher_attempt is not None and not address.runs:
+        return _open_launcher_store(address, seconds, credentials)
     tcp = TCPStore(
         address.host,
         address.port,
         # Rank 0 does not wait for the other workers here, so that those with wrong settings hear of it at once.
-        is_master=address.rank == 0,
+        is_master=address.hosts_store,
         timeout=seconds,
         wait_for_workers=False,
         insecure=insecure,
+        credentials=credentials if address.spawn_store is None else address.spawn_store.credentials,
     )
+    if address.launcher_attempt is not None:
+        return _part_of_attempt(tcp, address), tcp.close
     return tcp, tcp.close
 
 
-def _require_trusted(address: StoreAddress, insecure: bool, action: str, kind: GroupKind) -> None:
+def _require_trusted(address: StoreAddress, trusted: bool, action: str, kind: GroupKind) -> None:
     try:
-        require_trusted(address.host, insecure=insecure, action=action, how_to_allow=kind.how_to_allow)
+        require_trusted(address.host, insecure=trusted, action=action, how_to_allow=kind.how_to_allow)
     except StoreError as error:
         raise RendezvousError(f"rank {address.rank} cannot join its group at {address.url}: {error}") from error
 
 
-def _open_launcher_store(address: StoreAddress, seconds: float) -> tuple[TorchStore, Callable[[], None]]:
+def _open_launcher_store(
+    address: StoreAddress, seconds: float, credentials: Credentials | None
+) -> tuple[TorchStore, Callable[[], None]]:
     """Opens this attempt's part of torchrun's store. Returns it, and a function that closes it."""
     try:
         launcher_store = TorchTCPStore(
@@ -167,9 +196,14 @@ def _open_launcher_store(address: StoreAddress, seconds: float) -> tuple[TorchSt
         raise StoreNetworkError(
             f"torchrun's store does not answer on {where}: {str(error).splitlines()[0]}"
         ) from error
-    # The launcher's store outlives the workers: a restarted group must not read what the previous one wrote.
-    attempt = PrefixStore(f"gradwire/attempt/{address.launcher_attempt}", launcher_store)
-    return attempt, attempt.close
+    sealed = seal(launcher_store, credentials)
+    attempt = _part_of_attempt(sealed, address)
+    return attempt, sealed.close if isinstance(sealed, SealedStore) else attempt.close
+
+
+def _part_of_attempt(store: TorchStore, address: StoreAddress) -> PrefixStore:
+    """Returns the keys of this attempt of torchrun, whose group must not read what the previous one wrote."""
+    return PrefixStore(f"gradwire/attempt/{address.launcher_attempt}", store)
 
 
 def _register(
@@ -190,10 +224,18 @@ def _register(
     )
 
 
-def _report_rank_conflict(address: StoreAddress, insecure: bool, name: str, kind: GroupKind) -> None:
+def _report_rank_conflict(
+    address: StoreAddress, insecure: bool, credentials: Credentials | None, name: str, kind: GroupKind
+) -> None:
     """On a rank 0 that cannot host the store: reports a conflict if another rank 0 hosts one there."""
     try:
-        store = TCPStore(address.host, address.port, timeout=RANK_CONFLICT_TIMEOUT_S, insecure=insecure)
+        store = TCPStore(
+            address.host,
+            address.port,
+            timeout=RANK_CONFLICT_TIMEOUT_S,
+            insecure=insecure,
+            credentials=credentials,
+        )
     except StoreError:
         return
     with store:

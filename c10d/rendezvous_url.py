@@ -6,6 +6,7 @@ from typing import final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ..errors import RendezvousError
+from .spawn_store import HOST, SpawnStore
 
 __all__ = ["StoreAddress", "parse_url"]
 
@@ -13,7 +14,10 @@ _EXAMPLES = {
     "env": "env://",
     "tcp": "tcp://host:port?rank=0&world_size=2",
     "file": "file:///absolute/path?rank=0&world_size=2",
+    "store": "store://host:port?rank=0&world_size=2",
 }
+
+_VARIABLE = "GRADWIRE_STORE"
 
 _TRUE_VALUES = {"true", "1"}
 """torchrun sets the variable to "True"; people also set it to "1"."""
@@ -25,11 +29,13 @@ class StoreAddress:
     """The address of a group's store, and this worker's rank and the world size as far as they are known.
 
     url: for messages.
-    scheme: `"env"`, `"tcp"`, `"file"` or `"store"`.
+    scheme: `"env"`, `"tcp"`, `"file"`, `"store"`, or `"given"` for a store that the caller has.
     rank, world_size: -1 while unknown.
     host, port: of a TCP store.
     path: of a file store.
     launcher_attempt: how often torchrun has restarted the group, if its store is to be used; else None.
+    spawn_store: the store of the processes that `gradwire.launch.spawn` has started, if it is to be used.
+    runs: whether it is a gradwire store that runs already, as a process of its own.
     """
 
     url: str
@@ -40,6 +46,14 @@ class StoreAddress:
     port: int = 0
     path: str | None = None
     launcher_attempt: str | None = None
+    spawn_store: SpawnStore | None = None
+    runs: bool = False
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this worker hosts the TCP store."""
+        has_host = self.runs or self.launcher_attempt is not None or self.spawn_store is not None
+        return self.rank == 0 and bool(self.host) and not has_host
 
     def with_identity(self, rank: int | None, world_size: int | None) -> "StoreAddress":
         """Adds the rank and world size that the caller has passed; -1 or None for those not passed.
@@ -63,11 +77,12 @@ class StoreAddress:
         """
         if self.scheme != "env":
             return self
+        running = environment.get(_VARIABLE, "")
         needed = {
             "RANK": self.rank < 0,
             "WORLD_SIZE": self.world_size < 0,
-            "MASTER_ADDR": True,
-            "MASTER_PORT": True,
+            "MASTER_ADDR": not running,
+            "MASTER_PORT": not running,
         }
         optional = ("RANK", "WORLD_SIZE") if dynamic else ()
         missing = [n for n, wanted in needed.items() if wanted and not environment.get(n) and n not in optional]
@@ -76,14 +91,24 @@ class StoreAddress:
                 f"{self.url} needs the environment variables {', '.join(missing)}, which are not set: set "
                 "them, start the workers with torchrun, or give another URL (or rank= and world_size=)"
             )
-        launched = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in _TRUE_VALUES
-        return replace(
+        address = replace(
             self,
             rank=_integer("RANK", environment) if self.rank < 0 else self.rank,
             world_size=_integer("WORLD_SIZE", environment) if self.world_size < 0 else self.world_size,
+        )
+        launched = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in _TRUE_VALUES
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if launched else None
+        if running:
+            host, _, port = running.rpartition(":")
+            number = _port(port, f"{_VARIABLE}={running}")
+            return replace(address, host=host.strip("[]"), port=number, launcher_attempt=attempt, runs=True)
+        if (spawn_store := SpawnStore.from_environment(environment)) is not None:
+            return replace(address, host=HOST, port=spawn_store.port, spawn_store=spawn_store)
+        return replace(
+            address,
             host=environment["MASTER_ADDR"],
             port=_port(environment["MASTER_PORT"], f"MASTER_PORT={environment['MASTER_PORT']}"),
-            launcher_attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0") if launched else None,
+            launcher_attempt=attempt,
         )
 
     def checked(self, *, dynamic: bool = False) -> "StoreAddress":
@@ -96,7 +121,7 @@ class StoreAddress:
             return self
         unknown = [name for name in ("rank", "world_size") if getattr(self, name) < 0]
         if unknown:
-            alternative = "" if self.scheme == "store" else f", or use {_EXAMPLES[self.scheme]}"
+            alternative = "" if self.scheme == "given" else f", or use {_EXAMPLES[self.scheme]}"
             raise RendezvousError(
                 f"{self.url} does not say {' and '.join(unknown)}: "
                 f"pass {' and '.join(f'{name}=' for name in unknown)}{alternative}"
@@ -155,7 +180,7 @@ def parse_url(url: str) -> StoreAddress:
     port_text = parts.netloc.rpartition(":")[2] if not parts.netloc.endswith("]") else ""
     if port_text in ("", parts.netloc):
         raise _malformed(url, "it has no port", scheme)
-    return replace(address, host=parts.hostname, port=_port(port_text, url))
+    return replace(address, host=parts.hostname, port=_port(port_text, url), runs=scheme == "store")
 
 
 def _numbers(url: str, scheme: str, query: str) -> dict[str, int]:

@@ -13,10 +13,14 @@ from typing import Any, Final, final
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError
 from ..collective_call import CollectiveCall
+from ..security import printable
 from ..torch_types import TorchStore
 from .call_site import find_call_site
 
 __all__ = ["ConsistencyCheck"]
+
+MAX_CALL_CHARACTERS = 2000
+"""Characters of the call of another rank that are shown."""
 
 _EQUAL_INPUT_SHAPES = frozenset(
     {
@@ -126,4 +130,5 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 def _format_call(described: dict[str, Any]) -> str:
     call = dict(described["call"])
     name = call.pop("operation")
-    return f"{name}({', '.join(f'{key}={value}' for key, value in call.items())}) at {described['call_site']}"
+    arguments = ", ".join(f"{key}={value}" for key, value in call.items())
+    return printable(f"{name}({arguments}) at {described['call_site']}", MAX_CALL_CHARACTERS)

@@ -23,21 +23,21 @@ def dump_flight_recorder(folder: Path | str) -> Path:
     Returns:
         The file's path.
     """
-    groups = [group for group in known_groups() if isinstance(group, ProcessGroup)]
+    groups = [group for group in list(known_groups()) if isinstance(group, ProcessGroup)]
     return write_flight_records(groups, Path(folder))
 
 
 def dump_flight_recorder_on_signal(folder: Path | str, number: int = signal.SIGUSR1) -> None:
     """Installs a signal handler that calls `dump_flight_recorder(folder)`. Must be called on the main thread.
 
-    The program goes on afterwards, also if the file cannot be written, which is logged. The handler runs when the
+    The program goes on afterwards, also if that fails, which is logged. The handler runs when the
     main thread next executes Python code, which gradwire's engines do while they wait.
     """
 
     def handle(_: int, __: FrameType | None) -> None:
         try:
             dump_flight_recorder(folder)
-        except OSError as error:  # the program goes on
+        except Exception as error:  # would be raised wherever the main thread is
             log.warning("cannot write the flight recorder to %s: %s", folder, error)
 
     signal.signal(number, handle)

@@ -47,6 +47,8 @@ class Setup:
     on_failure: reports an error after which the group cannot continue. An engine calls it, from any thread, for
         errors that no blocking operation raises. The group then calls `Engine.fail`, possibly with a more precise
         error.
+    insecure: whether this rank allows connections to other hosts that are neither encrypted nor authenticated. An
+        engine that makes such connections gives it to `gather_consenting_hosts`.
     """
 
     store: TorchStore
@@ -57,6 +59,7 @@ class Setup:
     global_ranks: tuple[int, ...]
     group_name: str
     on_failure: Callable[[Exception], None] = field(default=lambda _: None)
+    insecure: bool = False
 
 
 class Engine(ABC):

@@ -3,7 +3,8 @@
 from .base import Store
 from .file import FileStore
 from .hash import HashStore
+from .limits import StoreLimits
 from .prefix import PrefixStore
 from .tcp import TCPStore
 
-__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"]
+__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "StoreLimits", "TCPStore"]

@@ -17,10 +17,12 @@ from typing import Self, TypeAlias
 from ...errors import QueueEmptyError, StoreError, StoreTimeoutError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
+from ..security import Credentials, printable_lines
 from ..torch_types import TorchStore
 from . import lifetime
+from .limits import MAX_BYTES, MAX_FIELDS
 
-__all__ = ["DEFAULT_TIMEOUT", "MAX_BYTES", "Store", "Timeout", "Value", "to_seconds"]
+__all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "to_seconds"]
 
 Value: TypeAlias = bytes | str
 """A str is stored as UTF-8."""
@@ -31,8 +33,8 @@ Timeout: TypeAlias = timedelta | float
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 """Default timeout of operations that wait for keys."""
 
-MAX_BYTES = 64 * 1024 * 1024
-"""Limit of the keys and values of one operation together, and of those of its result."""
+MAX_ERROR_CHARACTERS = 4096
+"""Characters of an error of the server that are shown."""
 
 _MAX_TIMEOUT_S = 1e9
 """Longer timeouts count as this one, because clocks overflow above it."""
@@ -46,7 +48,12 @@ class Store(TorchStore):
     still use the store.
 
     The constructor of an implementation calls `super().__init__` last, when the store is ready.
+
+    insecure: whether the program has allowed connections to other hosts without credentials. Process groups that
+        form through the store may then make such connections, too.
     """
+
+    insecure: bool = False
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, parent: "Store | None" = None) -> None:
         """Opens the store.
@@ -65,6 +72,9 @@ class Store(TorchStore):
             lifetime.keep_alive(self)
         else:
             parent._views[self] = None
+
+    credentials: Credentials | None = None
+    """Those that the processes of this store use, also for connections between themselves."""
 
     # To be defined by implementations.
 
@@ -280,11 +290,13 @@ class Store(TorchStore):
                 f"an operation with keys and values of {size} bytes exceeds the limit of {MAX_BYTES}: "
                 "stores are for small values, such as addresses and ids"
             )
+        if (count := len(operation.keys) + len(operation.values)) > MAX_FIELDS:
+            raise StoreError(f"an operation with {count} keys and values exceeds the limit of {MAX_FIELDS}")
         outcome = self._execute(operation, seconds)
         if outcome.missing:
             raise StoreTimeoutError(outcome.missing, seconds)
         if outcome.error:
-            raise StoreError(outcome.error)
+            raise StoreError(printable_lines(outcome.error, MAX_ERROR_CHARACTERS))
         return outcome
 
     def _check_usable(self) -> None:

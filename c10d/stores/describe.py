@@ -4,11 +4,12 @@ from contextlib import suppress
 from typing import Any
 
 from ..addresses import format_address, is_loopback
+from ..security import Credentials
 from ..torch_types import TorchStore, TorchTCPStore
 from .file import FileStore
 from .tcp import TCPStore
 
-__all__ = ["describe_store", "innermost_store"]
+__all__ = ["describe_store", "innermost_store", "is_insecure_store", "store_credentials"]
 
 
 def innermost_store(store: Any) -> Any:
@@ -16,6 +17,26 @@ def innermost_store(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+def store_credentials(store: Any) -> Credentials | None:
+    """Returns the credentials of a store, or of one under its prefixes; else those in the environment, if any."""
+    while True:
+        found = getattr(store, "credentials", None)
+        if isinstance(found, Credentials):
+            return found
+        if not hasattr(store, "underlying_store"):
+            return Credentials.from_environment()
+        store = store.underlying_store
+
+
+def is_insecure_store(store: Any) -> bool:
+    """Returns whether a store, or one under its prefixes, was opened with `insecure=True` (see Store.insecure)."""
+    while not getattr(store, "insecure", False):
+        if not hasattr(store, "underlying_store"):
+            return False
+        store = store.underlying_store
+    return True
 
 
 def describe_store(store: TorchStore) -> str:

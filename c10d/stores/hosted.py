@@ -9,6 +9,8 @@ from ...errors import StoreError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..event_loop import EventLoop, acquire_event_loop
+from ..security import Credentials
+from .limits import StoreLimits
 from .server import StoreServer
 
 __all__ = ["ANSWER_TIMEOUT_S", "HostedServer", "take_over_port"]
@@ -25,35 +27,70 @@ class HostedServer:
         host: name or address to listen on.
         port: to listen on; 0 for a free one.
         world_size: number of users, this one included, that `join` waits for; None not to wait.
+        credentials: what clients must have; None for connections in the clear.
+        limits: what the server holds at most; None for the defaults, or on a shared one for those that it has.
     """
 
     _shared: ClassVar[dict[int, "HostedServer"]] = {}
     """Shared servers of this process, by port."""
     _lock: ClassVar = threading.Lock()
 
-    def __init__(self, host: str, port: int, world_size: int | None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        world_size: int | None,
+        credentials: Credentials | None,
+        limits: StoreLimits | None,
+    ) -> None:
         self._world_size = world_size
         self._users = 1
         self._process = os.getpid()
+        self._host, self._credentials, self._limits = host, credentials, limits or StoreLimits()
+        identity = credentials.identity() if credentials is not None else None
         self._loop: EventLoop = acquire_event_loop()
-        self._server = StoreServer()
+        self._server = StoreServer(self._limits)
         try:
-            self.port = self._loop.run(self._server.start(host, port))
+            self.port = self._loop.run(self._server.start(host, port, identity))
         except BaseException:
             self._loop.release()
             raise
 
     @classmethod
-    def shared(cls, host: str, port: int, world_size: int | None) -> Self:
+    def shared(
+        cls,
+        host: str,
+        port: int,
+        world_size: int | None,
+        credentials: Credentials | None,
+        limits: StoreLimits | None,
+    ) -> Self:
         """Returns the shared server of this process on this port, and starts one if there is none."""
         with cls._lock:
             found = cls._shared.get(port)
             if found is not None and found._process == os.getpid():
+                found._check_same(host, credentials, limits)
                 found._users += 1
                 return found
-            made = cls(host, port, world_size)
+            made = cls(host, port, world_size, credentials, limits)
             cls._shared[made.port] = made
             return made
+
+    def _check_same(self, host: str, credentials: Credentials | None, limits: StoreLimits | None) -> None:
+        """Raises StoreError if a further user was given another host, other credentials or other limits."""
+        where, same = (
+            f"the store that this process hosts on port {self.port}",
+            "give the same to all that share it",
+        )
+        if (self._credentials is None) != (credentials is None):
+            made_with = "without" if self._credentials is None else "with"
+            raise StoreError(f"{where} was made {made_with} credentials: {same}")
+        if self._credentials != credentials:
+            raise StoreError(f"{where} was made with other credentials: {same}")
+        if self._host != host:
+            raise StoreError(f"{where} was made for the host {self._host!r}, not {host!r}: {same}")
+        if limits is not None and self._limits != limits:
+            raise StoreError(f"{where} has {self._limits}, not {limits}: {same}")
 
     def join(self, seconds: float) -> None:
         """Counts this user, and waits until `world_size` users have joined.
@@ -80,6 +117,10 @@ class HostedServer:
                 f"the store on port {self.port}, in this process, did not answer within "
                 f"{seconds + ANSWER_TIMEOUT_S:g} s: something blocks the event loop"
             ) from None
+
+    def audit_counts(self) -> dict[str, dict[str, int]]:
+        """Returns how many events of each kind the server has recorded: see Audit."""
+        return self._server.audit.counts()
 
     def close(self) -> None:
         """Stops the server, unless it has other users in this process."""

@@ -1,4 +1,4 @@
-"""The file of a FileStore: a log of operations, which each process replays."""
+"""The file of a FileStore, or of a store that can be started again: a log of operations, which are replayed."""
 
 import errno
 import fcntl
@@ -14,11 +14,15 @@ from google.protobuf.message import DecodeError
 
 from ...errors import StoreError
 from ...proto.v1.store_pb2 import Operation
-from .base import MAX_BYTES
+from .limits import MAX_BYTES
+from .parsing import parse_operation
 
-__all__ = ["OperationLog"]
+__all__ = ["FILE_STORE", "STORE_PROCESS", "OperationLog"]
 
-_MAGIC = b"gradwire store 1\n"
+FILE_STORE = b"gradwire store 1\n"
+STORE_PROCESS = b"gradwire store log 1\n"
+"""How files begin."""
+
 _MAX_RECORD_BYTES = MAX_BYTES + 4096  # MAX_BYTES bounds only the keys and values
 _HEADER = struct.Struct("<II")  # length and CRC-32 of the serialized operation that follows
 
@@ -31,13 +35,18 @@ class OperationLog:
     it, and the next append overwrites it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, kind: bytes = FILE_STORE) -> None:
         """Opens the file, and creates it if it does not exist.
+
+        Args:
+            path: of the file.
+            kind: FILE_STORE or STORE_PROCESS.
 
         Raises:
             StoreError: it cannot be opened, is a symbolic link, or belongs to another user.
         """
         self.path = path
+        self._magic = kind
         try:
             # 0600: whoever can write to a store can run code on the workers.
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -83,6 +92,38 @@ class OperationLog:
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def acquire(self) -> bool:
+        """Locks the file until it is closed; returns whether no other process has locked it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise StoreError(f"the store's file {self.path!r} cannot be locked: {error.strerror}") from error
+        return True
+
+    @property
+    def size(self) -> int:
+        """Bytes of the records that have been read or appended."""
+        return self._position
+
+    def sync(self) -> None:
+        """Waits until the file is on the disk. Raises StoreError."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise StoreError(f"the store's file {self.path!r} cannot be written: {error.strerror}") from error
+
+    def replace(self, path: str) -> None:
+        """Gives the file another path, in the same folder, in place of the file that is there."""
+        os.replace(self.path, path)
+        self.path = path
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
     def is_current(self) -> bool:
         """Returns whether the path still leads to this file, which its last user may have removed."""
         try:
@@ -110,12 +151,12 @@ class OperationLog:
             StoreError: the file is not a store, or damaged.
         """
         if self._position == 0:
-            start = os.pread(self._file, len(_MAGIC), 0)
-            if not _MAGIC.startswith(start):
+            start = os.pread(self._file, len(self._magic), 0)
+            if not self._magic.startswith(start):
                 raise StoreError(f"{self.path!r} is not a gradwire store: remove it, or choose another path")
-            if start != _MAGIC:
+            if start != self._magic:
                 return  # new, or its first writer was killed at once
-            self._position = len(_MAGIC)
+            self._position = len(self._magic)
         while True:
             header = self._read(_HEADER.size, self._position)
             if len(header) < _HEADER.size:
@@ -133,14 +174,18 @@ class OperationLog:
                     return
                 raise self._damaged()
             try:
-                operation = Operation.FromString(body)
+                operation = parse_operation(body)
             except DecodeError as error:
                 raise self._damaged() from error
             self._position = end
             yield operation
 
-    def append(self, operation: Operation) -> None:
+    def append(self, operation: Operation, *, sync: bool = False) -> None:
         """Appends an operation. Needs the exclusive lock, and all records must have been read.
+
+        Args:
+            operation: what to append.
+            sync: whether to wait until it is on the disk.
 
         Raises:
             StoreError: it could not be written; the file is unchanged.
@@ -148,11 +193,13 @@ class OperationLog:
         body = operation.SerializeToString()
         record = _HEADER.pack(len(body), zlib.crc32(body)) + body
         if self._position == 0:
-            record = _MAGIC + record
+            record = self._magic + record
         try:
             if self.has_more():
                 os.ftruncate(self._file, self._position)  # an unfinished record
             self._write(record)
+            if sync:
+                os.fsync(self._file)
         except OSError as error:
             os.ftruncate(self._file, self._position)
             raise StoreError(f"the store's file {self.path!r} cannot be written: {error.strerror}") from error

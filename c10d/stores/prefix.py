@@ -63,6 +63,7 @@ class PrefixStore(Store):
         under = self._store.clone()
         twin = PrefixStore(self._prefix[:-1], under)
         twin.set_timeout(self.timeout)
+        twin.credentials = self.credentials
         twin._own_clone = under if isinstance(under, Store) else None
         return twin
 

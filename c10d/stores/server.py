@@ -4,22 +4,45 @@ import asyncio
 import errno
 import os
 import socket
-from typing import Any, final
+import urllib.parse
+from functools import partial
+from typing import Any, Final, TypeAlias, final
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from ...errors import StoreError, StoreNetworkError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..addresses import format_address, resolve
-from .base import MAX_BYTES
-from .state import KeyValueState, may_satisfy_waiters
+from ..descriptors import half_of_descriptors
+from ..security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
+from .durable import DurableState
+from .limits import MAX_BYTES, StoreLimits
+from .parsing import parse_operation
+from .state import KeyValueState, may_satisfy_waiters, problem_of
 
-__all__ = ["EXECUTE", "MESSAGE_OPTIONS", "SERVICE", "StoreServer"]
+__all__ = ["EXECUTE", "IDLE_TIMEOUT_S", "MESSAGE_OPTIONS", "POP", "SERVICE", "StoreServer", "server_options"]
 
 SERVICE = "gradwire.v1.Store"
 EXECUTE = f"/{SERVICE}/Execute"
+POP = f"/{SERVICE}/Pop"
+
+LISTENER = "store"
+"""What the audit log calls it."""
+
+HANDSHAKE_TIMEOUT_S = 2.0
+"""Seconds that a new connection may take until it speaks HTTP/2."""
+
+IDLE_TIMEOUT_S = 3600.0
+"""Seconds after which a connection without a call in flight is closed. Clients close theirs after half of it."""
+
+KEEPALIVE_INTERVAL_S, KEEPALIVE_TIMEOUT_S = 30.0, 90.0
+"""Seconds between pings of a client, and within which it must answer. A debugger may suspend it for so long."""
+
+MAX_CALLS_PER_CONNECTION = 1024
+"""Calls in flight on one connection; the client queues further ones."""
 
 # MAX_BYTES bounds only the keys and values of a message.
 MESSAGE_OPTIONS = [
@@ -31,7 +54,17 @@ _SERVER_OPTIONS = [
     *MESSAGE_OPTIONS,
     ("grpc.so_reuseport", 0),  # else a second server on the same port would get half of the clients
     ("grpc.http2.max_ping_strikes", 0),  # clients' pings accumulate while this process is suspended
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
 ]
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_END: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+"""What reading a stream returns after its last message."""
+
+_MAX_TIMEOUT_MS = 10**12
+"""Longer waits count as this one, because clocks overflow above it."""
 
 
 class _ClosingError(Exception):
@@ -45,11 +78,17 @@ class StoreServer:
     All methods must be called on the event loop.
     """
 
-    def __init__(self) -> None:
-        self._state = KeyValueState()
+    def __init__(self, limits: StoreLimits, state: DurableState | None = None) -> None:
+        """Args: limits: what the store holds. state: that of a store which can be started again."""
+        self._limits: Final = limits
+        self.audit: Final = Audit("")
+        """Records who connects."""
+        self._state: Final = state or KeyValueState(limits)
         self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
+        self._waiting = 0
         self._joined: dict[asyncio.Future[None], None] = {}
         self._closing = False
+        self._encrypts = False
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -57,20 +96,33 @@ class StoreServer:
         """Number of clients that have joined."""
         return self._state.joined
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, identity: Identity | None = None) -> int:
         """Listens, and returns the port; a free one if `port` is 0.
+
+        Args:
+            host: name or address to listen on.
+            port: to listen on.
+            identity: what this process shows and demands on connections; None for connections in the clear.
 
         Raises:
             StoreNetworkError: the port is in use, or the host is not this machine.
         """
-        handler = grpc.unary_unary_rpc_method_handler(
-            self._serve,
-            request_deserializer=Operation.FromString,
-            response_serializer=Outcome.SerializeToString,
+        # Requests are parsed by the handlers: gRPC would log the traceback of what is no Operation.
+        serializer = Outcome.SerializeToString
+        handlers = {
+            "Execute": grpc.unary_unary_rpc_method_handler(self._serve, response_serializer=serializer),
+            "Pop": grpc.stream_stream_rpc_method_handler(self._serve_pop, response_serializer=serializer),
+        }
+        server = grpc.aio.server(
+            options=server_options(self._limits),
+            maximum_concurrent_rpcs=self._limits.max_waiting + self._limits.max_connections,
         )
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Execute": handler}),))
-        bound = _bind(server, host, port)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self._encrypts = identity is not None
+        credentials = None
+        if identity is not None:
+            credentials = identity.grpc_server_credentials(partial(self.audit.connect, LISTENER))
+        bound = _bind(server, host, port, credentials)
         await server.start()
         self._server = server
         return bound
@@ -84,18 +136,32 @@ class StoreServer:
                     waiter.set_exception(_ClosingError())
         if self._server is not None:
             await self._server.stop(1.0)
+        self.audit.close()
 
-    async def execute(self, operation: Operation) -> Outcome:
+    async def execute(self, operation: Operation, context: "_Context | None" = None) -> Outcome:
         """Runs one operation, which may wait for its `timeout_ms`.
+
+        Args:
+            operation: what to run.
+            context: of the client's call; None if this process runs it.
 
         Raises:
             StoreError: the server is about to stop.
         """
-        deadline = asyncio.get_running_loop().time() + operation.timeout_ms / 1000
+        if (answer := self._answer_of(operation)) is not None:
+            return answer
+        deadline = asyncio.get_running_loop().time() + min(operation.timeout_ms, _MAX_TIMEOUT_MS) / 1000
         try:
             while missing := self._state.missing(operation):
-                if not await self._wait_for_change(self._waiters.setdefault(missing[0], {}), deadline):
-                    break
+                if self._waiting >= self._limits.max_waiting:
+                    self._record_limit(f"max_waiting={self._limits.max_waiting}", context)
+                    return Outcome(error=f"{self._waiting} operations wait in the store already, its max_waiting")
+                self._waiting += 1
+                try:
+                    if not await self._wait_for_change(self._waiters.setdefault(missing[0], {}), deadline):
+                        break
+                finally:
+                    self._waiting -= 1
         except _ClosingError:
             raise StoreError("the store is being closed by its master") from None
         finally:
@@ -103,14 +169,19 @@ class StoreServer:
                 if not self._waiters.get(key, True):
                     del self._waiters[key]
         outcome = self._state.apply(operation)
+        self._record_limit(self._state.exceeded, context)
         if may_satisfy_waiters(operation):
             for key in operation.keys:
                 _wake_all(self._waiters.get(key, {}))
         elif operation.kind == store_pb2.JOIN:
             _wake_all(self._joined)
-        if (size := outcome.ByteSize()) > MAX_BYTES:
-            return Outcome(error=f"a result of {size} bytes exceeds the limit of {MAX_BYTES}: ask for fewer keys")
         return outcome
+
+    def _answer_of(self, operation: Operation) -> Outcome | None:
+        """Returns the outcome of an operation that is not to be run: it is malformed, or has been run before."""
+        if problem := problem_of(operation):
+            return Outcome(error=problem)
+        return self._state.answer_of(operation)
 
     async def wait_joined(self, count: int, seconds: float) -> bool:
         """Waits until `count` clients have joined; returns whether they have within `seconds`."""
@@ -138,12 +209,84 @@ class StoreServer:
             del waiters[waiter]
         return True
 
-    async def _serve(self, operation: Operation, context: "grpc.aio.ServicerContext[Any, Any]") -> Outcome:
+    async def _serve(self, request: bytes, context: _Context) -> Outcome:
+        operation = await self._parse(request, context)
+        if operation.kind == store_pb2.JOIN:  # the first operation of a client
+            if self._encrypts:
+                self.audit.authenticate(LISTENER, _address_of(context))
+            else:
+                self.audit.connect(LISTENER, _address_of(context))
+        if operation.kind == store_pb2.QUEUE_POP:
+            return Outcome(error="QUEUE_POP is an operation of the method Pop: use the same version of gradwire")
+        return await self._execute(operation, context)
+
+    async def _serve_pop(self, _: Any, context: _Context) -> None:
+        """Pops an item, and puts it back if the client is gone before it has confirmed that it has the item."""
+        operation = await self._parse(await context.read(), context)
+        if operation.kind != store_pb2.QUEUE_POP:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the method Pop is for QUEUE_POP only")
+        if (answer := self._answer_of(operation)) is not None:
+            await context.write(answer)
+            await context.read()
+            return
+        outcome = await self._execute(operation, context)
+        is_received = False
         try:
-            return await self.execute(operation)
+            await context.write(outcome)
+            if await context.read() is not _END:
+                for item in outcome.values:
+                    self._state.confirm(operation, item)
+                is_received = True
+        except StoreError as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        finally:
+            if outcome.values and not is_received:
+                self._state.put_back(operation, outcome.values[0])
+                _wake_all(self._waiters.get(operation.keys[0], {}))
+
+    async def _execute(self, operation: Operation, context: _Context) -> Outcome:
+        try:
+            return await self.execute(operation, context)
         except StoreError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             raise
+
+    async def _parse(self, request: Any, context: _Context) -> Operation:
+        """Parses the bytes of a request, or ends the call."""
+        if self._encrypts and SHARED_HOST_NAME not in grpc_certified_names(context.auth_context()):
+            problem = f"the certificate of the client is not for {SHARED_HOST_NAME}"
+            self.audit.deny(LISTENER, problem, peer=_address_of(context))
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, problem)
+        try:
+            return parse_operation(b"" if request is _END else request)
+        except DecodeError as error:
+            self.audit.deny(LISTENER, error, peer=_address_of(context))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise
+
+    def _record_limit(self, limit: str, context: "_Context | None") -> None:
+        """Records that an operation exceeds a limit, if it does."""
+        if limit:
+            self.audit.limit(LISTENER, limit, peer=_address_of(context) if context is not None else "")
+            self._state.exceeded = ""
+
+
+def _address_of(context: _Context) -> str:
+    """Returns where a call comes from."""
+    return urllib.parse.unquote(context.peer())  # gRPC quotes the brackets of IPv6
+
+
+def server_options(limits: StoreLimits) -> list[tuple[str, int]]:
+    """Returns the server's options for gRPC; the constants are read here, so that tests can change them."""
+    return [
+        *_SERVER_OPTIONS,
+        ("grpc.server_handshake_timeout_ms", round(1000 * HANDSHAKE_TIMEOUT_S)),
+        ("grpc.max_connection_idle_ms", round(1000 * IDLE_TIMEOUT_S)),
+        ("grpc.keepalive_time_ms", round(1000 * KEEPALIVE_INTERVAL_S)),
+        ("grpc.keepalive_timeout_ms", round(1000 * KEEPALIVE_TIMEOUT_S)),  # for a host that is gone
+        ("grpc.http2.ping_timeout_ms", round(1000 * KEEPALIVE_TIMEOUT_S)),  # for a client that does not answer
+        ("grpc.max_allowed_incoming_connections", half_of_descriptors(limits.max_connections)),
+    ]
 
 
 def _wake_all(waiters: dict[asyncio.Future[None], None]) -> None:
@@ -152,7 +295,7 @@ def _wake_all(waiters: dict[asyncio.Future[None], None]) -> None:
             waiter.set_result(None)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
     """Listens on every address of `host`, and returns the port.
 
     gRPC itself listens on whichever addresses are free. With `localhost` on a port that another program uses for
@@ -161,7 +304,8 @@ def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     bound, problem = 0, errno.EADDRNOTAVAIL
     for address in resolve(host):
         try:
-            bound = server.add_insecure_port(format_address(address, bound or port))
+            where = format_address(address, bound or port)
+            bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
         except RuntimeError:
             problem = _bind_errno(address, bound or port)
             if problem not in _NO_SUCH_ADDRESS:  # `localhost` may name an IPv6 address that is not set up

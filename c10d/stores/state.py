@@ -2,16 +2,23 @@
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
+from .limits import MAX_BYTES, MAX_LISTED, StoreLimits
 
-__all__ = ["KeyValueState", "may_satisfy_waiters"]
+__all__ = ["KeyValueState", "may_satisfy_waiters", "problem_of"]
 
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
 _INT64 = range(-(2**63), 2**63)
+
+_FIELD_BYTES = 8
+"""What each key or value of a message takes at most, in addition to its own bytes."""
+
+_MAX_SHOWN = 200
+"""Characters of a key or a value that error messages show."""
 
 _SATISFYING = frozenset(
     {store_pb2.SET, store_pb2.ADD, store_pb2.APPEND, store_pb2.COMPARE_SET, store_pb2.QUEUE_PUSH}
@@ -48,16 +55,23 @@ class KeyValueState:
 
     It never waits, does no I/O and takes no lock: its owner runs one operation at a time.
 
+    limits: what the store holds at most; None for no limit.
     version: number of changes so far; an operation that leaves it as it was has changed nothing.
+    exceeded: the name and value of the limit for which an operation was refused last; its owner may reset it.
     joined, left: numbers of JOIN and LEAVE operations so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: StoreLimits | None = None) -> None:
         self.version = 0
+        self.exceeded = ""
         self.joined = 0
         self.left = 0
+        self.limits = limits
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
+        self._item_count = 0  # in all queues
+        self._key_bytes = 0  # of the keys that have a value
+        self._value_bytes = 0  # of values, and of items with the names of their queues
         self._handlers: dict[int, Callable[[Operation], Outcome]] = {
             store_pb2.SET: self._set,
             store_pb2.GET: self._get,
@@ -68,7 +82,7 @@ class KeyValueState:
             store_pb2.CHECK: self._check,
             store_pb2.DELETE: self._delete,
             store_pb2.COUNT_KEYS: lambda _: Outcome(number=len(self._values)),
-            store_pb2.LIST_KEYS: lambda _: Outcome(keys=self._values),
+            store_pb2.LIST_KEYS: self._list_keys,
             store_pb2.QUEUE_PUSH: self._queue_push,
             store_pb2.QUEUE_POP: self._queue_pop,
             store_pb2.QUEUE_LENGTH: self._queue_length,
@@ -88,7 +102,7 @@ class KeyValueState:
 
     def apply(self, operation: Operation) -> Outcome:
         """Runs one operation. If it would have to wait for keys, the outcome has them as `missing`."""
-        if problem := _check(operation):
+        if problem := problem_of(operation):
             return Outcome(error=problem)
         if missing := self.missing(operation):
             return Outcome(missing=missing)
@@ -97,17 +111,91 @@ class KeyValueState:
     def _has(self, key: str) -> bool:
         return key in self._values or key in self._queues
 
+    def answer_of(self, operation: Operation) -> Outcome | None:  # noqa: ARG002
+        """Returns the outcome of an operation that its client sends again; None if it is to be run."""
+        return None
+
+    def confirm(self, operation: Operation, item: bytes) -> None:
+        """Handles that a client has the item that it has popped."""
+
+    def operations(self) -> Iterator[Operation]:
+        """Yields operations that make an equal state."""
+        for key, value in self._values.items():
+            yield Operation(kind=store_pb2.SET, keys=[key], values=[value])
+        for name, queue in self._queues.items():
+            for item in queue:
+                yield Operation(kind=store_pb2.QUEUE_PUSH, keys=[name], values=[item])
+
+    def remove(self, name: str, item: bytes) -> None:
+        """Removes the first of the equal items of a queue, if there is one."""
+        queue = self._queues.get(name, deque())
+        if item not in queue:
+            return
+        self.version += 1
+        queue.remove(item)
+        self._count_item(name, item, -1)
+        if not queue:
+            del self._queues[name]
+
+    def put_back(self, operation: Operation, item: bytes) -> None:
+        """Puts an item back to the front of the queue from which an operation has popped it."""
+        name = operation.keys[0]
+        self.version += 1
+        self._count_item(name, item, 1)
+        self._queues.setdefault(name, deque()).appendleft(item)
+
     def _put(self, key: str, value: bytes) -> None:
         self.version += 1
+        previous = self._values.get(key)
+        if previous is None:
+            self._key_bytes += _size(key)
+        self._value_bytes += len(value) - len(previous or b"")
         self._values[key] = value
 
+    def _count_item(self, name: str, item: bytes, count: int) -> None:
+        self._item_count += count
+        self._value_bytes += count * (_size(name) + len(item))
+
+    def _refusal(self, keys: Sequence[str], values: Sequence[bytes], *, is_queue: bool = False) -> str:
+        """Returns why the store has no room for these values or items; "" if it has."""
+        for value in values:
+            if len(value) > MAX_BYTES:
+                return f"a value of {len(value)} bytes exceeds the limit of {MAX_BYTES}"
+        if self.limits is None:
+            return ""
+        added = keys if is_queue else [key for key in keys if key not in self._values]
+        entries = len(self._values) + self._item_count + len(added)
+        if entries > self.limits.max_entries:
+            self.exceeded = f"max_entries={self.limits.max_entries}"
+            return f"the store has {self.limits.max_entries} keys and items of queues, its max_entries"
+        replaced = 0 if is_queue else sum(len(self._values.get(key, b"")) for key in dict.fromkeys(keys))
+        size = self._key_bytes + self._value_bytes + sum(map(_size, added)) + sum(map(len, values)) - replaced
+        if size > self.limits.max_bytes:
+            self.exceeded = f"max_bytes={self.limits.max_bytes}"
+            return f"the store would hold {size} bytes, more than its max_bytes of {self.limits.max_bytes}"
+        return ""
+
     def _set(self, operation: Operation) -> Outcome:
+        if refusal := self._refusal(operation.keys, operation.values):
+            return Outcome(error=refusal)
         for key, value in zip(operation.keys, operation.values, strict=True):
             self._put(key, value)
         return Outcome()
 
     def _get(self, operation: Operation) -> Outcome:
+        # Before the result is built: a request that repeats a key is much smaller than its result.
+        size = sum(len(self._values[key]) + _FIELD_BYTES for key in operation.keys) - _FIELD_BYTES
+        if size > MAX_BYTES:
+            return _too_large(size)
         return Outcome(values=[self._values[key] for key in operation.keys])
+
+    def _list_keys(self, _: Operation) -> Outcome:
+        size = self._key_bytes + _FIELD_BYTES * len(self._values)
+        if size > MAX_BYTES:
+            return _too_large(size)
+        if len(self._values) > MAX_LISTED:
+            return Outcome(error=f"the store has {len(self._values)} keys, and lists {MAX_LISTED} at most")
+        return Outcome(keys=self._values)
 
     def _add(self, operation: Operation) -> Outcome:
         key = operation.keys[0]
@@ -115,22 +203,33 @@ class KeyValueState:
         before = self._values.get(key) or b"0"
         if not _NUMBER.fullmatch(before):
             shown = before[:32] + b"..." if len(before) > 32 else before
-            return Outcome(error=f"add to {key!r} needs a decimal number there, but its value is {shown!r}")
+            return Outcome(error=f"add to {_shown(key)} needs a decimal number there, but its value is {shown!r}")
         total = int(before) + operation.amount
         if total not in _INT64:
-            return Outcome(error=f"add to {key!r} gives {total}, which does not fit into 64 bits")
-        self._put(key, b"%d" % total)
+            return Outcome(error=f"add to {_shown(key)} gives {total}, which does not fit into 64 bits")
+        value = b"%d" % total
+        if refusal := self._refusal([key], [value]):
+            return Outcome(error=refusal)
+        self._put(key, value)
         return Outcome(number=total)
 
     def _append(self, operation: Operation) -> Outcome:
-        key = operation.keys[0]
-        self._put(key, self._values.get(key, b"") + operation.values[0])
+        key, added = operation.keys[0], operation.values[0]
+        before = self._values.get(key, b"")
+        if (size := len(before) + len(added)) > MAX_BYTES:
+            return Outcome(error=f"append to {_shown(key)} gives {size} bytes, more than the limit of {MAX_BYTES}")
+        value = before + added
+        if refusal := self._refusal([key], [value]):
+            return Outcome(error=refusal)
+        self._put(key, value)
         return Outcome()
 
     def _compare_set(self, operation: Operation) -> Outcome:
         key, (expected, desired) = operation.keys[0], operation.values
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
+            if refusal := self._refusal([key], [desired]):
+                return Outcome(error=refusal)
             self._put(key, desired)
             return Outcome(values=[desired])
         # For a missing key torch returns the expected value, so this does too.
@@ -140,22 +239,32 @@ class KeyValueState:
         return Outcome(number=int(all(self._has(key) for key in operation.keys)))
 
     def _delete(self, operation: Operation) -> Outcome:
-        if self._values.pop(operation.keys[0], None) is None:
+        key = operation.keys[0]
+        value = self._values.pop(key, None)
+        if value is None:
             return Outcome(number=0)
+        self._key_bytes -= _size(key)
+        self._value_bytes -= len(value)
         self.version += 1
         return Outcome(number=1)
 
     def _queue_push(self, operation: Operation) -> Outcome:
+        if refusal := self._refusal(operation.keys, operation.values, is_queue=True):
+            return Outcome(error=refusal)
         self.version += 1
-        self._queues.setdefault(operation.keys[0], deque()).append(operation.values[0])
+        name, item = operation.keys[0], operation.values[0]
+        self._count_item(name, item, 1)
+        self._queues.setdefault(name, deque()).append(item)
         return Outcome()
 
     def _queue_pop(self, operation: Operation) -> Outcome:
         self.version += 1
-        queue = self._queues[operation.keys[0]]
+        name = operation.keys[0]
+        queue = self._queues[name]
         item = queue.popleft()
+        self._count_item(name, item, -1)
         if not queue:
-            del self._queues[operation.keys[0]]
+            del self._queues[name]
         return Outcome(values=[item])
 
     def _queue_length(self, operation: Operation) -> Outcome:
@@ -172,7 +281,7 @@ class KeyValueState:
         return Outcome(number=self.joined - self.left)
 
 
-def _check(operation: Operation) -> str:
+def problem_of(operation: Operation) -> str:
     """Returns why an operation is not valid (its sender is not gradwire, or a newer version); "" if it is."""
     counts = _COUNTS.get(operation.kind)
     if counts is None:
@@ -180,3 +289,17 @@ def _check(operation: Operation) -> str:
     keys, values = len(operation.keys), len(operation.values)
     fits = keys == values if operation.kind == store_pb2.SET else counts in ((keys, values), (None, values))
     return "" if fits else f"store operation {operation.kind} cannot have {keys} keys and {values} values"
+
+
+def _size(key: str) -> int:
+    """Returns the size of a key in bytes."""
+    return len(key) if key.isascii() else len(key.encode())
+
+
+def _shown(key: str) -> str:
+    """Returns a key for messages, cut off if it is long."""
+    return repr(key if len(key) <= _MAX_SHOWN else f"{key[:_MAX_SHOWN]}...")
+
+
+def _too_large(size: int) -> Outcome:
+    return Outcome(error=f"a result of {size} bytes exceeds the limit of {MAX_BYTES}: ask for fewer keys")

@@ -21,7 +21,7 @@ SUM = Reduction("sum")
 class Rank:
     """One rank of a group, which runs on a thread of this process, with its fakes."""
 
-    def __init__(self, store: HashStore, rank: int, size: int, **options: Any) -> None:
+    def __init__(self, store: HashStore, rank: int, size: int, *, insecure: bool = False, **options: Any) -> None:
         self.rank = rank
         self.size = size
         self.library = StoreNccl(PrefixStore("nccl", store))
@@ -36,6 +36,7 @@ class Rank:
             global_ranks=tuple(range(size)),
             group_name="test",
             on_failure=self.failures.append,
+            insecure=insecure,
         )
         self.engine = NcclEngine(setup, library=self.library, gpus=self.gpus, **options)
 

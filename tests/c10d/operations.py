@@ -51,6 +51,19 @@ DTYPES = [
     torch.int64,
 ]
 
+DTYPES_OF_EACH_KIND = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+    torch.complex64,
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.int64,
+]
+"""Those with which the tests make do; `make operations` has all."""
+
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda values: values,
     "matrix": lambda values: values.view(3, 4),
@@ -389,10 +402,12 @@ def outcome(name: str, dtype: torch.dtype, group: dist.ProcessGroup) -> str:
     return "ok"
 
 
-def outcomes(group: dist.ProcessGroup) -> Iterator[tuple[str, torch.dtype, str]]:
-    """Gives the outcome of every operation on every dtype."""
+def outcomes(
+    group: dist.ProcessGroup, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[tuple[str, torch.dtype, str]]:
+    """Gives the outcome of every operation on every one of the dtypes."""
     for name in OPERATIONS:
-        for dtype in DTYPES if name not in NO_TENSORS else [torch.float32]:
+        for dtype in dtypes if name not in NO_TENSORS else [torch.float32]:
             yield name, dtype, outcome(name, dtype, group)
 
 

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from gradwire.c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+from gradwire.c10d import Credentials, FileStore, HashStore, PrefixStore, Store, TCPStore
+from gradwire.c10d.stores.sealed import SealedStore
+
+from tests.certificates import TOKEN
 
 
 @dataclass
@@ -67,6 +70,16 @@ def _torch_tcp(folder: Path) -> Opened:
     )
 
 
+def _sealed(make: Callable[[Path], Opened]) -> Callable[[Path], Opened]:
+    def open_it(folder: Path) -> Opened:
+        under = make(folder)
+        opener = under.elsewhere
+        elsewhere = None if opener is None else (lambda: SealedStore(opener(), Credentials(token=TOKEN)))
+        return Opened(SealedStore(under.store, Credentials(token=TOKEN)), elsewhere, (*under.roots, under.store))
+
+    return open_it
+
+
 KINDS = {
     "hash": _hash,
     "file": _file,
@@ -78,11 +91,15 @@ KINDS = {
     "prefix-prefix-hash": _prefixed(_prefixed(_hash)),
     "prefix-torch-hash": _prefixed(_torch_hash),
     "prefix-torch-tcp": _prefixed(_torch_tcp),
+    "sealed-hash": _sealed(_hash),
+    "sealed-file": _sealed(_file),
+    "sealed-torch-tcp": _sealed(_torch_tcp),
+    "prefix-sealed-torch-tcp": _prefixed(_sealed(_torch_tcp)),
 }
 
 ALL_STORES = list(KINDS)
 OWN_STORES = [kind for kind in ALL_STORES if "torch" not in kind]
-SHARED_STORES = ["file", "tcp-client", "prefix-file", "prefix-tcp", "prefix-torch-tcp"]
+SHARED_STORES = ["file", "tcp-client", "prefix-file", "prefix-tcp", "prefix-torch-tcp", "sealed-torch-tcp"]
 
 mine: Store
 """The store that this worker process has opened by `open_here`."""

@@ -230,16 +230,33 @@ def test_a_dump_follows_no_link(workers, tmp_path):
 
 
 def dump_to_nowhere(folder: Path) -> str:
-    folder.touch()
     c10d.dump_flight_recorder_on_signal(folder)
     os.kill(os.getpid(), signal.SIGUSR1)
     return "goes on"
 
 
-def test_a_signal_never_ends_the_program(workers, tmp_path):
+@pytest.mark.parametrize("folder", ["file", "\0"])
+def test_a_signal_never_ends_the_program(workers, tmp_path, folder):
+    (tmp_path / "file").touch()
     (worker,) = workers(1)
-    assert worker.run(dump_to_nowhere, tmp_path / "file") == "goes on"
+    assert worker.run(dump_to_nowhere, tmp_path / folder) == "goes on"
     assert "cannot write the flight recorder" in worker.log.read_text()
+
+
+def dump_to_full_disk(folder: Path) -> list[str]:
+    """Returns the files in a folder on a full disk after a dump to it has been requested by the signal."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)], check=True)
+    (folder / "rest").write_bytes(bytes(4096))
+    c10d.dump_flight_recorder_on_signal(folder)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return os.listdir(folder)
+
+
+def test_a_full_disk_does_not_end_the_program(hosts, tmp_path):
+    (worker,) = hosts(1).workers  # has mounts of its own
+    assert worker.run(dump_to_full_disk, tmp_path / "dumps") == ["rest"]
+    assert "No space left on device" in worker.log.read_text()
 
 
 def events() -> list[tuple[str, bool, list[list[int]]]]:

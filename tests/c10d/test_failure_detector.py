@@ -6,29 +6,43 @@ import os
 import queue
 import signal
 import socket
+import ssl
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.c10d import FileStore
+from gradwire.c10d import Credentials, FileStore
 from gradwire.c10d.failure_detector import DIED, FailureDetector
+from gradwire.c10d.security import SHARED_HOST_NAME, issuing
 from gradwire.errors import ProcessGroupError, StoreTimeoutError
 
 from tests.c10d.members import everywhere
+from tests.certificates import make_authority, write
 
 notices: "queue.Queue[tuple[str, int, str]]" = queue.Queue()
 here: dict[str, Any] = {}
 
 
-def start_detector(path: Path, rank: int, size: int, seconds: float = 60) -> None:
+TOKEN = "Kq8vY0m3Zt5nWc1xRb7uEj2s"
+
+
+def start_detector(path: Path, rank: int, size: int, token: str | None = None, seconds: float = 60) -> None:
     """Starts the failure detector of a worker process."""
+    start_detector_with(path, rank, Credentials(token=token) if token is not None else None, size, seconds)
+
+
+def start_detector_with(
+    path: Path, rank: int, credentials: Credentials | None, size: int = 2, seconds: float = 60
+) -> None:
+    """Starts the failure detector of a worker process with credentials of any kind."""
     here["store"] = FileStore(str(path))
     here["watch"] = FailureDetector(
         here["store"],
         rank,
         size,
         seconds,
+        identity=credentials.identity() if credentials is not None else None,
         on_lost=lambda rank, why: notices.put(("lost", rank, why)),
         on_left=lambda rank, why: notices.put(("left", rank, why)),
     )
@@ -43,13 +57,16 @@ def close() -> None:
     here["watch"].close()
 
 
-@pytest.fixture
-def detectors(workers, tmp_path):
+@pytest.fixture(params=[None, TOKEN], ids=["clear", "TLS"])
+def detectors(workers, tmp_path, request):
     """Starts workers with a failure detector."""
 
     def start(size: int):
         started = workers(size)
-        pending = [each.start(start_detector, tmp_path / "store", rank, size) for rank, each in enumerate(started)]
+        pending = [
+            each.start(start_detector, tmp_path / "store", rank, size, request.param)
+            for rank, each in enumerate(started)
+        ]
         for each in pending:
             each.result()
         return started
@@ -142,7 +159,7 @@ def test_connections_without_the_token_are_refused(detectors, tmp_path, say):
         heard = connect_and_send(tmp_path / "store", say)
     except ConnectionResetError:
         heard = b""
-    assert heard == b""
+    assert b"welcome" not in heard  # with TLS, it may be an alert
     second.kill()
     assert first.run(next_notice) == ("lost", 1, DIED)
 
@@ -165,11 +182,59 @@ def test_connections_that_say_nothing_are_closed(detectors, tmp_path):
     assert first.run(next_notice) == ("lost", 1, DIED)
 
 
+@pytest.mark.parametrize("token", [None, "pL4gT9wHs6dVf0yNx3aQz8Cm"], ids=["none", "another token"])
+def test_ranks_without_the_credentials_of_the_others_are_refused(workers, tmp_path, token):
+    started = workers(2)
+    tokens = [TOKEN, token]
+    pending = [
+        each.start(start_detector, tmp_path / "store", rank, 2, tokens[rank], 3)
+        for rank, each in enumerate(started)
+    ]
+    for each in pending:
+        with pytest.raises(ProcessGroupError, match="the ranks did not connect to rank 0"):
+            each.result()
+
+
+def test_a_second_process_of_a_rank_is_told_why_it_is_refused(detectors, workers, tmp_path, request):
+    detectors(2)
+    (second,) = workers(1)
+    token = request.node.callspec.params["detectors"]
+    with pytest.raises(ProcessGroupError, match="refused the connection of rank 1: rank 1 is connected already"):
+        second.run(start_detector, tmp_path / "store", 1, 2, token)
+
+
+def tls_context(credentials: Credentials) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=credentials.ca)
+    context.load_cert_chain(credentials.certificate, credentials.key)
+    return context
+
+
+def test_a_certificate_of_the_same_ca_for_something_else_is_refused(workers, tmp_path, monkeypatch):
+    """A company's CA signs certificates for other programs, too. The token does not help them."""
+    path, authority = tmp_path / "store", make_authority()
+    ours = write(tmp_path / "ours", authority, None)
+    started = workers(2)
+    pending = [each.start(start_detector_with, path, rank, ours) for rank, each in enumerate(started)]
+    for each in pending:
+        each.result()
+    with FileStore(str(path)) as store:
+        host, port, word = json.loads(store.get("address"))
+    monkeypatch.setattr(issuing, "host_names", lambda _worker: ["www.example.org"])
+    context = tls_context(write(tmp_path / "others", authority, None))
+    with (
+        socket.create_connection((host, port)) as plain,
+        context.wrap_socket(plain, server_hostname=SHARED_HOST_NAME) as connection,
+    ):
+        connection.sendall(f"{word} 1\n".encode())
+        assert connection.recv(100) == b"its certificate is not for gradwire.invalid\n"
+        assert connection.recv(100) == b""
+
+
 def test_a_rank_that_does_not_connect_is_named(tmp_path):
     store = FileStore(str(tmp_path / "store"))
-    store.set("host/1", json.dumps(["another", "host"]))
+    store.set("host/1", json.dumps(["another", "host", True]))
     with pytest.raises(ProcessGroupError, match=r"within 0.1 s: .*these ranks have not connected: \[1\]"):
-        FailureDetector(store, 0, 2, 0.1, on_lost=print, on_left=print)
+        FailureDetector(store, 0, 2, 0.1, insecure=True, on_lost=print, on_left=print)
     empty = FileStore(str(tmp_path / "empty"))
     with pytest.raises(StoreTimeoutError):
         FailureDetector(empty, 1, 2, 0.1, on_lost=print, on_left=print)

@@ -1,17 +1,21 @@
 """Process groups on several hosts: the choice of engine and address, and the loss of hosts."""
 
+import importlib
 import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from gradwire import c10d
-from gradwire.c10d import failure_detector
+from gradwire.c10d import FileStore, TCPStore, failure_detector
 from gradwire.c10d import host_identity as hosts_module
-from gradwire.errors import ProcessGroupError, RankLostError
+from gradwire.c10d.engines.base import Setup
+from gradwire.errors import ProcessGroupError, RankLostError, StoreError
 
 from tests.c10d.members import MIB, everywhere, receive, total
 from tests.hosts import MEMORY, NETWORK, Network, separate
@@ -120,18 +124,126 @@ def test_containers_that_share_only_the_network(hosts, workers, tmp_path, backen
     assert everywhere(members, exchange) == [True, True]
 
 
-def make_group_by_torch(host: str, rank: int, size: int) -> None:
-    """Makes a group through torch's own TCPStore."""
-    dist.init_process_group("gradwire", f"tcp://{host}:{PORT}", timedelta(seconds=60), world_size=size, rank=rank)
+def make_group_by_torch(host: str, rank: int, size: int, insecure: str, backend: str = "gradwire") -> None:
+    """Makes a group through torch's own TCPStore, with GRADWIRE_INSECURE in the environment."""
+    os.environ["GRADWIRE_INSECURE"] = insecure
+    dist.init_process_group(backend, f"tcp://{host}:{PORT}", timedelta(seconds=60), world_size=size, rank=rank)
 
 
 def test_torchs_own_rendezvous(hosts):
     net = hosts(1, 1)
     for pending in [
-        each.start(make_group_by_torch, net.address(0), rank, 2) for rank, each in enumerate(net.workers)
+        each.start(make_group_by_torch, net.address(0), rank, 2, "1") for rank, each in enumerate(net.workers)
     ]:
         pending.result()
     assert everywhere(net.workers, exchange) == [True, True]
+    assert everywhere(net.workers, exchange_in_new_group) == [True, True]
+
+
+def exchange_in_new_group() -> bool:
+    """Sums up the ranks in a new group, which has torch's PrefixStore over that of the default group."""
+    ranks = torch.tensor([dist.get_rank()])
+    dist.all_reduce(ranks, group=dist.new_group(backend="gradwire_gloo"))
+    return ranks.item() == sum(range(dist.get_world_size()))
+
+
+def test_an_argument_holds_for_later_groups(hosts):
+    assert everywhere(make_group_on(hosts(1, 1), "gradwire"), exchange_in_new_group) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("backend", "each"),
+    [
+        ("gradwire", ["", "0"]),
+        ("gradwire_gloo", ["1", ""]),
+        ("gradwire_mpi", ["", "1"]),
+        ("gradwire_shm", ["", ""]),
+    ],
+)
+def test_several_hosts_need_the_consent_of_all_ranks(hosts, backend, each):
+    if backend == "gradwire_mpi":
+        pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
+    net = hosts(1, 1, own=NETWORK) if backend == "gradwire_shm" else hosts(1, 1)
+    pending = [
+        worker.start(make_group_by_torch, net.address(0), rank, 2, each[rank], backend)
+        for rank, worker in enumerate(net.workers)
+    ]
+    refusing = ", ".join(str(rank) for rank in range(2) if each[rank] != "1")
+    for one in pending:
+        with pytest.raises(
+            ProcessGroupError,
+            match=rf"the failure detector connects them without .*insecure=True.*"
+            rf"GRADWIRE_INSECURE=1 .* on every rank; not allowed by: rank {refusing}$",
+        ):
+            one.result()
+
+
+def listening() -> set[str]:
+    """Returns the addresses on which this process listens."""
+    there = [each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"]
+    return {address.removeprefix("::ffff:") for address in there}
+
+
+def make_engine(module: str, name: str, path: Path, rank: int) -> None:
+    """Makes an engine without a group, which has no failure detector."""
+    setup = Setup(
+        store=FileStore(str(path)),
+        rank=rank,
+        size=2,
+        timeout=60,
+        device_type="cpu",
+        global_ranks=(0, 1),
+        group_name="engine",
+    )
+    getattr(importlib.import_module(f"gradwire.c10d.engines.{module}"), name)(setup)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "what"),
+    [("gloo.engine", "GlooEngine", "Gloo"), ("mpi.engine", "MpiEngine", "MPI")],
+)
+def test_engines_need_the_consent_of_all_ranks(hosts, tmp_path, module, name, what):
+    if what == "MPI":
+        pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
+    net = hosts(1, 1)
+    pending = [
+        worker.start(make_engine, module, name, tmp_path / "store", rank)
+        for rank, worker in enumerate(net.workers)
+    ]
+    for each in pending:
+        with pytest.raises(ProcessGroupError, match=f"{what} connects them without .* by: rank 0, 1$"):
+            each.result()
+    assert everywhere(net.workers, listening) == [set(), set()]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_ranks_of_one_host_listen_on_loopback_only(hosts, backend):
+    """Also if the environment names an interface, as it may for other programs."""
+    if backend == "mpi":
+        pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
+    net = hosts(2)
+    pending = [
+        each.start(make_group_at_loopback, backend, rank, 2, {"GLOO_SOCKET_IFNAME": "eth0"})
+        for rank, each in enumerate(net.workers)
+    ]
+    for each in pending:
+        each.result()
+    assert everywhere(net.workers, exchange) == [True, True]
+    assert everywhere(net.workers, listening) == [{"127.0.0.1"}] * 2
+
+
+def make_group_at_loopback(backend: str, rank: int, size: int, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    c10d.init_process_group(backend, f"tcp://127.0.0.1:{PORT}", world_size=size, rank=rank, timeout=60)
+
+
+def test_the_variable_is_0_or_1(monkeypatch):
+    monkeypatch.setenv("GRADWIRE_INSECURE", "yes")
+    with pytest.raises(ValueError, match="GRADWIRE_INSECURE is 'yes': set it to 1, or to 0"):
+        TCPStore("192.0.2.7", 29500)
+    monkeypatch.setenv("GRADWIRE_INSECURE", "1")
+    with pytest.raises(StoreError, match="must be an address of this machine"):
+        TCPStore("192.0.2.7", 29500, is_master=True)
 
 
 def test_the_interface_can_be_chosen(hosts):

@@ -42,6 +42,7 @@ from tests.c10d.members import (
     total,
     wrong_cells,
 )
+from tests.certificates import TOKEN, make_authority, write
 
 pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
 
@@ -55,7 +56,7 @@ BACKEND = "gradwire_mpi"
 
 
 @pytest.mark.timeout(300)
-def test_every_operation_on_every_dtype(group):
+def test_every_operation_on_dtypes_of_each_kind(group):
     assert everywhere(group(2), wrong_cells, seconds=280) == [[], []]
 
 
@@ -284,8 +285,15 @@ def init_without_address(folder: str) -> None:
     c10d.destroy_process_group()
 
 
-def test_no_address_is_needed_under_mpiexec(tmp_path, monkeypatch):
+@pytest.mark.parametrize("credentials", ["none", "token", "certificates"])
+def test_no_address_is_needed_under_mpiexec(tmp_path, monkeypatch, credentials):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if credentials == "token":
+        monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
+    elif credentials == "certificates":
+        certified = write(tmp_path / "of-job", make_authority(), None)
+        for name in ("ca", "certificate", "key"):
+            monkeypatch.setenv(f"GRADWIRE_{name.upper()}", str(getattr(certified, name)))
     run_under_mpiexec(
         f"from tests.c10d.test_mpi_engine import init_without_address; init_without_address({str(tmp_path)!r})"
     )
@@ -397,10 +405,37 @@ def test_the_server_drops_invalid_clients(pmi, text):
     assert ask(pmi[1], text) == ""
 
 
+@pytest.mark.parametrize(
+    ("puts", "kept"),
+    [
+        ([("k" * 64, "v" * 1024)], 1),
+        ([("k" * 65, "v")], 0),
+        ([("k", "v" * 1025)], 0),
+        ([(str(number), "v") for number in range(1000)], 2 * pmi_module.MAX_VALUES_PER_RANK),
+    ],
+)
+def test_what_a_rank_puts_is_bounded(pmi, puts, kept):
+    server, address = pmi
+    lines = [f"cmd=initack pmiid={server.ids[0]}", *(f"cmd=put key={key} value={value}" for key, value in puts)]
+    ask(address, "".join(f"{line}\n" for line in lines))
+    assert len(server._values) == 1 + kept  # one is the server's own
+
+
 def test_clients_that_say_nothing_are_dropped(pmi):
     host, port = pmi[1].split(":")
     with socket.create_connection((host, int(port)), 20) as idle:
         assert idle.recv(1) == b""
+
+
+def test_clients_that_say_nothing_do_not_delay_the_end(pmi, monkeypatch):
+    monkeypatch.setattr(pmi_module, "GREETING_TIMEOUT_S", 60.0)
+    server, address = pmi
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), 20):
+        for each in server.ids:
+            assert ask(address, f"cmd=initack pmiid={each}\n")
+        assert server._others_gone.wait(20)
+        assert ask(address, "no command\n") == "", "it still serves"
 
 
 def test_a_connection_that_cannot_be_accepted_does_not_end_the_server(pmi, monkeypatch):

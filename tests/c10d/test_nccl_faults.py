@@ -1,5 +1,6 @@
 """Failures of the NCCL engine on fakes: timeouts, asynchronous errors, aborts and missing ranks."""
 
+import itertools
 import threading
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from gradwire.c10d import HashStore
 from gradwire.c10d.engines import Setup
 from gradwire.c10d.engines.nccl import NcclEngine
+from gradwire.c10d.host_identity import HostIdentity
 from gradwire.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,
@@ -130,6 +132,24 @@ def test_two_ranks_on_one_gpu_are_refused_by_all(ranks):
 
     everywhere(members, refused)
     assert len(errors) == 2
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_several_hosts_need_the_consent_of_all_ranks(ranks, monkeypatch, insecure):
+    networks = itertools.count()
+    monkeypatch.setattr(
+        HostIdentity, "here", lambda *, insecure: HostIdentity("", f"network {next(networks)}", insecure)
+    )
+    members = ranks(2, insecure=insecure)
+    if insecure:
+        everywhere(members, all_reduce)
+        return
+
+    def refused(member: Rank) -> None:
+        with pytest.raises(ProcessGroupError, match="NCCL connects them without .* not allowed by: rank 0, 1$"):
+            all_reduce(member)
+
+    everywhere(members, refused)
 
 
 def test_an_error_of_nccl_ends_its_group_of_calls_and_fails_the_process_group(ranks):

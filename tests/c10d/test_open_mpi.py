@@ -18,6 +18,7 @@ from gradwire.errors import CollectiveTimeoutError, ProcessGroupError, RankLostE
 from tests.c10d import open_mpi
 from tests.c10d.members import future_of_a_sum, join_all, reduce_within, sum_in_group_of, total
 from tests.c10d.operations import DTYPES, OPERATIONS, expected_refusal, outcome
+from tests.certificates import TOKEN
 
 pytestmark = pytest.mark.skipif(bool(open_mpi.why_unavailable()), reason=open_mpi.why_unavailable())
 
@@ -68,7 +69,9 @@ def life_of_a_group(folder: str) -> None:
     write_result(folder, [load_mpi().get_vendor()[0], wrong, *sums])
 
 
-def test_a_group_under_its_launcher(tmp_path):
+@pytest.mark.parametrize("token", ["", TOKEN], ids=["no token", "token"])
+def test_a_group_under_its_launcher(tmp_path, monkeypatch, token):
+    monkeypatch.setenv("GRADWIRE_TOKEN", token)
     stderr = run(2, "life_of_a_group", tmp_path)
     assert read_result(tmp_path, 0) == ["Open MPI", [], 1.0, 1.0, None, 6.0], stderr
     assert read_result(tmp_path, 1) == ["Open MPI", [], 1.0, 1.0, 1.0, 6.0], stderr

@@ -2,8 +2,13 @@
 
 import pytest
 import torch.distributed
-from gradwire.c10d import FileStore, HashStore, PrefixStore, Rendezvous, TCPStore, rendezvous
+from gradwire.c10d import Credentials, FileStore, HashStore, PrefixStore, Rendezvous, TCPStore, rendezvous
+from gradwire.c10d.spawn_store import SpawnStore
+from gradwire.c10d.stores.describe import innermost_store
 from gradwire.errors import RendezvousError, StoreError
+
+from tests import ports
+from tests.certificates import OTHER_TOKEN, TOKEN
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -148,6 +153,29 @@ def test_torchruns_store_does_not_answer(free_port, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(RendezvousError, match=f"torchrun's store does not answer on 127.0.0.1:{free_port}"):
         rendezvous(timeout=0.1)
+
+
+def test_the_store_of_spawned_processes_is_used_where_they_are_told_of_it(free_port, monkeypatch):
+    credentials = Credentials(token=TOKEN)
+    with TCPStore("127.0.0.1", 0, is_master=True, credentials=credentials) as hosted:
+        spawned = SpawnStore(hosted.port, free_port, TOKEN)
+        assert TOKEN not in repr(spawned)
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", **spawned.to_environment()}.items():
+            monkeypatch.setenv(name, value)
+        for given in (None, Credentials(token=OTHER_TOKEN)):  # which is for the group, and not for this store
+            found = rendezvous(timeout=20, credentials=given)
+            assert innermost_store(found.store).port == hosted.port
+            found.close()
+        with monkeypatch.context() as elsewhere:  # as a launcher does that one of the processes runs
+            port = ports.free_port()
+            elsewhere.setenv("MASTER_PORT", str(port))
+            found = rendezvous(timeout=20)
+            assert innermost_store(found.store).port == port
+            found.close()
+        monkeypatch.setenv("GRADWIRE_SPAWN_STORE", f"{TOKEN} {free_port}")
+        with pytest.raises(RendezvousError, match="^GRADWIRE_SPAWN_STORE in the environment is not what") as error:
+            rendezvous(timeout=20)
+        assert TOKEN not in str(error.value)
 
 
 def test_two_workers_of_one_rank_are_an_error(tmp_path, workers):

@@ -1,10 +1,17 @@
 """gradwire's stores are stricter than torch's in some places, and do more in others."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
+import grpc
 import pytest
 import torch.distributed
-from gradwire.c10d import HashStore, PrefixStore
+from gradwire.c10d import HashStore, PrefixStore, TCPStore
+from gradwire.c10d.stores import state
+from gradwire.c10d.stores.limits import MAX_LISTED
+from gradwire.c10d.stores.sealed import SealedStore
+from gradwire.c10d.stores.server import EXECUTE
 from gradwire.errors import StoreError
 
 from tests.c10d.stores import OWN_STORES
@@ -67,7 +74,7 @@ def test_closing_ends_a_wait(store):
     thread.start()
     twin.get("waiting")
     root = store
-    while isinstance(root, PrefixStore):
+    while isinstance(root, PrefixStore | SealedStore):
         root = root.underlying_store
     root.close()
     thread.join()
@@ -84,3 +91,32 @@ def test_cpp_keeps_using_a_store_that_python_dropped():
     through.set("k", "v")
     assert through.get("k") == b"v"
     through.underlying_store.close()
+
+
+def test_the_result_of_a_foreign_server_is_bounded():
+    """64 MiB of empty values took 1 GiB of the client's memory."""
+
+    def answer(_request: bytes, _context: object) -> bytes:
+        return b"\x0a\x00" * (MAX_LISTED + 100)
+
+    handler = grpc.method_handlers_generic_handler(
+        EXECUTE.split("/")[1], {EXECUTE.split("/")[2]: grpc.unary_unary_rpc_method_handler(answer)}
+    )
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with pytest.raises(StoreError, match="deserializing response"):
+            TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
+    finally:
+        server.stop(None).wait()
+
+
+def test_more_keys_than_are_listed(monkeypatch):
+    monkeypatch.setattr(state, "MAX_LISTED", 2)
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        store.multi_set(["a", "b"], ["", ""])
+        assert sorted(store.list_keys()) == ["a", "b"]
+        store.set("c", "")
+        with pytest.raises(StoreError, match="has 3 keys, and lists 2 at most"):
+            store.list_keys()

@@ -77,13 +77,40 @@ def test_a_backend_forwards_every_operation_that_cpp_calls():
     assert set(OPERATIONS) <= defined
 
 
-def ask_for_reconfigure(url: str) -> None:
-    dist.init_process_group("gradwire_shm", init_method=url, rank=0, world_size=1, enable_reconfigure=True)
+def form_by_torch(url: str, backend: str, rank: int) -> None:
+    """Forms a group by torch's own functions: of both ranks, then of this rank alone."""
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=2, enable_reconfigure=True)
+    assert dist._supports_reconfigure()
+    assert (dist.get_rank(), dist.get_world_size()) == (-1, -1)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"handle/{rank}", dist._get_reconfigure_handle())
+    dist._reconfigure(1, [store.get(f"handle/{each}").decode() for each in range(2)]).wait()
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, 2)
+    backend_of_cpu = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend_of_cpu.supports_reconfigure
+    assert (backend_of_cpu.rank(), backend_of_cpu.size()) == (rank, 2)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 3
+    dist._reconfigure(2 + rank, [dist._get_reconfigure_handle()]).wait()
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
 
 
 @from_2_14
-def test_enable_reconfigure_is_refused(workers, tmp_path):
-    with pytest.raises(UnsupportedOperationError, match="cannot change the ranks of a group: leave out enable_"):
+@pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo"])
+def test_groups_form_anew_by_torch(workers, tmp_path, backend):
+    url = f"file://{tmp_path / 'met'}"
+    for each in [w.start(form_by_torch, url, backend, rank) for rank, w in enumerate(workers(2))]:
+        each.result()
+
+
+def ask_for_reconfigure(url: str) -> None:
+    dist.init_process_group("gradwire_mpi", init_method=url, rank=0, world_size=1, enable_reconfigure=True)
+
+
+@from_2_14
+def test_enable_reconfigure_is_refused_on_mpi(workers, tmp_path):
+    with pytest.raises(UnsupportedOperationError, match="cannot form groups anew: a process stays in"):
         workers(1)[0].run(ask_for_reconfigure, f"file://{tmp_path / 'met'}")
 
 
@@ -98,7 +125,7 @@ def describe_backend() -> dict[str, object]:
 @from_2_14
 def test_a_backend_tells_what_it_supports(group):
     options = ("gradwire_shm", timedelta(seconds=300))
-    told = {"supports_splitting": True, "options": options, "name": "gradwire_shm"}
+    told = {"supports_splitting": True, "supports_reconfigure": True, "options": options, "name": "gradwire_shm"}
     assert group(3)[0].run(describe_backend) == told
 
 

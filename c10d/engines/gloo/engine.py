@@ -22,7 +22,13 @@ from torch import Tensor
 
 from ....errors import CollectiveTimeoutError, ProcessGroupError, UnsupportedOperationError
 from ....torch_internals import AllgatherOptions
-from ...host_identity import INTERFACE_VARIABLE, LOOPBACK, address_for_others, can_share_loopback, gather_hosts
+from ...host_identity import (
+    INTERFACE_VARIABLE,
+    LOOPBACK,
+    address_for_others,
+    can_share_loopback,
+    gather_consenting_hosts,
+)
 from ...pending import CombinedOperation, OperationWithFinalStep, PendingOperation
 from ...reductions import Reduction, combine, finish, prepare
 from ...stores.prefix import PrefixStore
@@ -53,7 +59,8 @@ class GlooEngine(Engine):
     """Connects ranks by TCP, on the network interfaces of GLOO_SOCKET_IFNAME or the one that reaches the others.
 
     Raises:
-        ProcessGroupError: Gloo could not connect the ranks within the timeout of the setup.
+        ProcessGroupError: Gloo could not connect the ranks within the timeout of the setup, or they are on several
+            hosts, which not all of them allow.
     """
 
     name: ClassVar[str] = "gloo"
@@ -301,11 +308,14 @@ class GlooEngine(Engine):
 def _connect(store: PrefixStore, setup: Setup) -> Any:
     """Returns the C++ group, connected by an address that the other ranks can reach.
 
-    By default Gloo takes the address of the host's name, which may not be reachable.
+    By default Gloo takes the address of the host's name, which may not be reachable. Ranks that share a network
+    use its loopback address, unless all of them allow others and name an interface.
     """
     timeout = timedelta(seconds=setup.timeout)
-    hosts = gather_hosts(setup.store, setup.rank, setup.size, setup.timeout)
-    if os.environ.get(INTERFACE_VARIABLE):
+    hosts = gather_consenting_hosts(
+        setup.store, setup.rank, setup.size, setup.timeout, insecure=setup.insecure, what="Gloo"
+    )
+    if os.environ.get(INTERFACE_VARIABLE) and all(host.insecure for host in hosts):
         return dist.ProcessGroupGloo(store, setup.rank, setup.size, timeout)
     address = LOOPBACK if can_share_loopback(hosts) else address_for_others(setup.store)
     gloo: Any = dist.ProcessGroupGloo  # some attributes are missing in the stubs

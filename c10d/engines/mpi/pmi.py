@@ -20,10 +20,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
+from ...addresses import format_address
+from ...security import Audit
+
 __all__ = ["PmiServer", "leave"]
 
 MAX_LINE_BYTES = 8192
 """Longest line that is accepted. The limits in the answer to `get_maxes` keep MPICH's below half of it."""
+
+MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 64, 1024
+"""Characters of a key and of a value; MPICH splits longer values."""
+
+MAX_VALUES_PER_RANK = 64
+"""Values that the ranks of a world put, on average."""
 
 GREETING_TIMEOUT_S = 2.0
 """Seconds that a connection may take to say its PMI_ID."""
@@ -34,11 +43,18 @@ MAX_STRANGERS = 64
 ACCEPT_PAUSE_S = 0.1
 """Seconds after which a connection that could not be accepted is tried again."""
 
+LISTENER = "pmi"
+"""What the audit log calls the server."""
+
 _FINALIZE_ANSWER = "cmd=finalize_ack rc=0"
 
 Fields = dict[str, str]
 
 log = logging.getLogger(__name__)
+
+
+class _RefusedError(Exception):
+    """A client does not behave."""
 
 
 @final
@@ -54,6 +70,8 @@ class PmiServer:
         size = len(nodes)
         self.ids = [secrets.randbelow(2**31 - 1) for _ in range(size)]
         """The PMI_ID of each rank."""
+        self.audit = Audit("rank 0")
+        """Records who connects."""
         self.name = f"gradwire-{secrets.token_hex(8)}"
         """Name of the world. MPICH derives the names of its shared memory from it."""
         self._size = size
@@ -68,7 +86,9 @@ class PmiServer:
         self._handlers: dict[str, Callable[[_Client, Fields], str]] = {
             "initack": self._greet,
             "init": lambda *_: "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
-            "get_maxes": lambda *_: "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0",
+            "get_maxes": lambda *_: (
+                f"cmd=maxes kvsname_max=256 keylen_max={MAX_KEY_LENGTH} vallen_max={MAX_VALUE_LENGTH} rc=0"
+            ),
             "get_appnum": lambda *_: "cmd=appnum appnum=0 rc=0",
             "get_my_kvsname": lambda *_: f"cmd=my_kvsname kvsname={self.name} rc=0",
             "get_universe_size": lambda *_: f"cmd=universe_size size={size} rc=0",
@@ -104,19 +124,23 @@ class PmiServer:
             self._drop_strangers()
         self._selector.close()
         self._listener.close()
+        self.audit.close()
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, address = self._listener.accept()
         except OSError as error:  # the client has gone, or no descriptors are left
             log.warning("cannot accept a connection to the PMI server: %s", error)
             time.sleep(ACCEPT_PAUSE_S)
             return
+        peer = format_address(*address[:2])
+        self.audit.connect(LISTENER, peer)
         if sum(client.rank is None for client in self._clients) >= MAX_STRANGERS + self._size:
+            self.audit.limit(LISTENER, f"MAX_STRANGERS={MAX_STRANGERS}", peer=peer)
             connection.close()
             return
         connection.settimeout(1.0)  # for sending answers, which are short
-        client = _Client(connection)
+        client = _Client(connection, peer)
         self._clients.add(client)
         self._selector.register(connection, selectors.EVENT_READ, client)
 
@@ -134,28 +158,41 @@ class PmiServer:
         latest = time.monotonic() - GREETING_TIMEOUT_S
         for each in self._strangers():
             if each.connected <= latest:
-                self._drop(each)
+                self._deny(each, f"no PMI_ID within {GREETING_TIMEOUT_S:g} s")
 
     def _receive(self, client: "_Client") -> None:
         try:
             data = client.connection.recv(MAX_LINE_BYTES)
             client.received += data
             *lines, client.received = client.received.split(b"\n")
-            if not data or len(client.received) > MAX_LINE_BYTES:
+            if len(client.received) > MAX_LINE_BYTES:
+                raise _RefusedError(f"a line has more than {MAX_LINE_BYTES} bytes")
+            if not data:
                 self._drop(client)
             for line in lines:
                 fields = dict(word.split("=", 1) for word in line.decode("ascii").split(" ") if word)
                 command = fields["cmd"]
                 if command not in {"initack", "leave"} and client.rank is None:
-                    raise PermissionError("the client has not sent initack")
+                    raise _RefusedError("the client has not sent initack")
                 answer = self._handlers[command](client, fields)
                 if answer:
                     client.connection.sendall(f"{answer}\n".encode())
                 if command == "finalize":
                     client.rank = None  # leaves in good order, so a barrier need not fail
                     self._drop(client)
-        except (OSError, ValueError, KeyError):
+                    return  # whatever it says after that
+        except OSError:  # it has gone
             self._drop(client)
+        except _RefusedError as refusal:
+            self._deny(client, refusal)
+        except (ValueError, KeyError):  # whose texts may have the PMI_ID
+            self._deny(client, "its request is malformed")
+
+    def _deny(self, client: "_Client", reason: object) -> None:
+        """Drops a client that does not behave."""
+        worker = f"rank {client.rank}" if client.rank is not None else ""
+        self.audit.deny(LISTENER, reason, peer=client.peer, worker=worker)
+        self._drop(client)
 
     def _drop(self, client: "_Client") -> None:
         """Closes a connection, and those of ranks that wait for it in a barrier: MPI then ends their processes."""
@@ -168,19 +205,32 @@ class PmiServer:
             if client.rank is not None:
                 for other in list(self._in_barrier):
                     self._drop(other)
-            if len(self._joined) == self._size and all(each.rank == 0 for each in self._clients):
+            if len(self._joined) == self._size and not any(each.rank for each in self._clients):
                 self._others_gone.set()
 
     def _greet(self, client: "_Client", fields: Fields) -> str:
-        rank = self.ids.index(int(fields["pmiid"]))
+        rank = self._rank_of(fields)
         if rank in self._joined:
-            raise ValueError("this rank is connected already")
+            raise _RefusedError(f"rank {rank} is connected already")
         self._joined.add(rank)
         client.rank = rank
+        self.audit.authenticate(LISTENER, client.peer, f"rank {rank}")
         return f"cmd=initack rc=0\ncmd=set size={self._size}\ncmd=set rank={client.rank}\ncmd=set debug=0"
 
+    def _rank_of(self, fields: Fields) -> int:
+        """Returns the rank whose PMI_ID a client has said. Raises _RefusedError for another number."""
+        pmi_id = int(fields["pmiid"])
+        if pmi_id not in self.ids:
+            raise _RefusedError("its PMI_ID is of no rank")
+        return self.ids.index(pmi_id)
+
     def _put(self, _: "_Client", fields: Fields) -> str:
-        self._values[fields["key"]] = fields["value"]
+        key, value = fields["key"], fields["value"]
+        if len(key) > MAX_KEY_LENGTH or len(value) > MAX_VALUE_LENGTH:
+            raise _RefusedError("a key or a value is longer than get_maxes says")
+        if len(self._values) > MAX_VALUES_PER_RANK * self._size and key not in self._values:
+            raise _RefusedError("there are too many values")
+        self._values[key] = value
         return "cmd=put_result rc=0 msg=success"
 
     def _get(self, _: "_Client", fields: Fields) -> str:
@@ -194,7 +244,7 @@ class PmiServer:
         return self._answer_when_complete(self._in_barrier, "cmd=barrier_out rc=0")
 
     def _leave(self, client: "_Client", fields: Fields) -> str:
-        self.ids.index(int(fields["pmiid"]))
+        self._rank_of(fields)
         self._finalizing.add(client)
         return self._answer_when_complete(self._finalizing, "cmd=all_leave")
 
@@ -216,8 +266,9 @@ def _mapping(nodes: Sequence[int]) -> str:
 class _Client:
     """A connection to the server, and the rank of its client once that is known."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, peer: str = "") -> None:
         self.connection = connection
+        self.peer = peer
         self.connected = time.monotonic()
         self.received = b""  # an incomplete line
         self.rank: int | None = None

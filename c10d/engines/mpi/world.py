@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 from ....errors import ProcessGroupError
-from ...host_identity import HostIdentity, gather_hosts, listen
+from ...exchanged_values import parse_list, unexpected_value
+from ...host_identity import (
+    HostIdentity,
+    can_share_loopback,
+    can_share_memory,
+    gather_consenting_hosts,
+    listen,
+)
 from ...stores.prefix import PrefixStore
 from ..base import Setup
 from .pmi import PmiServer, leave
@@ -31,6 +38,10 @@ LEAVE_TIMEOUT_S = 10.0
 
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 """Variables that mpiexec sets in the environment of the processes that it starts."""
+
+LOOPBACK_INTERFACE = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
+"""Has MPICH's network libraries, UCX and libfabric, use the loopback interface only. By default they listen on all
+interfaces, even if all ranks are on one host."""
 
 MPIEXEC_WORLD = "mpiexec"
 """Name of the world that mpiexec makes; other worlds have random names."""
@@ -88,7 +99,8 @@ class MpiWorld:
         """Returns the world, and for each rank of a group, which all call this together, its rank in the world.
 
         Raises:
-            ProcessGroupError: the ranks have no world in common and cannot form one, or MPI cannot be used.
+            ProcessGroupError: the ranks have no world in common and cannot form one, are on several hosts, which
+                not all of them allow, or MPI cannot be used.
             DistStoreError: some rank did not call this within the timeout of the setup.
         """
         with cls._lock:
@@ -100,10 +112,14 @@ class MpiWorld:
                 world = cls._current = cls._of_mpiexec(mpi)
             own = ["", -1] if world is None else [world.name, world.comm.rank]
             store = PrefixStore("mpi", setup.store)
-            ranks = [json.loads(each) for each in _exchange(store, "world", setup, json.dumps(own))]
+            hosts = gather_consenting_hosts(
+                store, setup.rank, setup.size, setup.timeout, insecure=setup.insecure, what="MPI"
+            )
+            texts = _exchange(store, "world", setup, json.dumps(own))
+            ranks = [_parse(each, str, int) for each in texts]
             names = {name for name, _ in ranks}
             if names == {""}:
-                world = cls._current = cls._form(mpi, store, setup)
+                world = cls._current = cls._form(mpi, store, setup, hosts)
                 return world, list(range(setup.size))
             if len(names) > 1 or len({rank for _, rank in ranks}) < setup.size:
                 raise ProcessGroupError(
@@ -147,7 +163,7 @@ class MpiWorld:
         return cls(mpi, MPIEXEC_WORLD)
 
     @classmethod
-    def _form(cls, mpi: Any, store: PrefixStore, setup: Setup) -> Self:
+    def _form(cls, mpi: Any, store: PrefixStore, setup: Setup, hosts: Sequence[HostIdentity]) -> Self:
         """Forms a world of all ranks of a group: initializes MPICH with a PMI server on rank 0."""
         vendor = mpi.get_vendor()[0]
         if vendor != "MPICH":
@@ -156,27 +172,29 @@ class MpiWorld:
                 "the mpich wheel, which needs none"
             )
         server = None
-        hosts = gather_hosts(store, setup.rank, setup.size, setup.timeout)
         if setup.rank == 0:
             listening, host = listen(hosts, store)
             server = PmiServer(listening, _node_numbers(hosts))
             address = f"{host}:{listening.getsockname()[1]}"
-            store.set("pmi", json.dumps([server.name, address, server.ids]))
-        store.wait(["pmi"], timedelta(seconds=setup.timeout))
-        name, address, ids = json.loads(store.get("pmi"))
+            for rank, pmi_id in enumerate(server.ids):
+                store.set(f"pmi/{rank}", json.dumps([server.name, address, pmi_id]))
+        store.wait([f"pmi/{setup.rank}"], timedelta(seconds=setup.timeout))
+        name, address, pmi_id = _parse(store.get(f"pmi/{setup.rank}"), str, str, int)
         variables = {
             "PMI_PORT": address,
-            "PMI_ID": str(ids[setup.rank]),
+            "PMI_ID": str(pmi_id),
             "PMI_RANK": str(setup.rank),
             "PMI_SIZE": str(setup.size),
         }
+        if can_share_loopback(hosts) and can_share_memory(hosts):  # UCX takes other ranks for those of other hosts
+            variables |= {name: value for name, value in LOOPBACK_INTERFACE.items() if name not in os.environ}
         os.environ.update(variables)
         try:
             _initialize(mpi)
         finally:  # processes that this one starts must not inherit them
             for variable in variables:
                 del os.environ[variable]
-        world = cls(mpi, name, address, ids[setup.rank])
+        world = cls(mpi, name, address, pmi_id)
         world._server = server
         world.comm.Barrier()
         _unlink_shared_memory()
@@ -228,6 +246,14 @@ def _library(mpi: Any) -> ctypes.CDLL:
 def under_mpiexec() -> bool:
     """Returns whether mpiexec started this process."""
     return any(variable in os.environ for variable in LAUNCHER_VARIABLES)
+
+
+def _parse(text: bytes | str, *kinds: type) -> list[Any]:
+    """Returns a list that another rank has put into the store; raises ProcessGroupError for anything else."""
+    try:
+        return parse_list(text, *kinds)
+    except ValueError:
+        raise ProcessGroupError(unexpected_value(text, "what a rank knows of its MPI world")) from None
 
 
 def _exchange(store: PrefixStore, key: str, setup: Setup, text: str) -> list[str]:

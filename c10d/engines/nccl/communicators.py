@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from typing import Final, final
 
 from ....errors import CollectiveTimeoutError, ProcessGroupError
+from ...host_identity import HostIdentity, insecure_problem
+from ...security import printable
 from ...torch_types import TorchStore
 from .dtypes import NcclCapability
 from .library import Library, translate_error
@@ -21,6 +23,9 @@ from .plans import GpuRank
 from .streams import Gpus
 
 __all__ = ["CommunicatorFactory", "LocalCommunicators"]
+
+MAX_PROBLEM: Final = 2000
+"""Characters that are shown of why rank 0 does not create a communicator."""
 
 _NEVER: Final = threading.Event()
 """Never set; waiting for it is a pause."""
@@ -73,12 +78,16 @@ class CommunicatorFactory:
         store: of the group's engine.
         check: a method that raises the error that the engine has failed with, if any; its object is not kept
             alive.
+        insecure: whether this process allows connections to other hosts without credentials.
     """
 
-    def __init__(self, library: Library, gpus: Gpus, store: TorchStore, check: Callable[[], None]) -> None:
+    def __init__(
+        self, library: Library, gpus: Gpus, store: TorchStore, check: Callable[[], None], *, insecure: bool = False
+    ) -> None:
         self._library = library
         self._gpus = gpus
         self._store = store
+        self._insecure = insecure
         self._check_method = weakref.WeakMethod(check)
 
     def create(
@@ -95,7 +104,8 @@ class CommunicatorFactory:
 
         Raises:
             CollectiveTimeoutError: a process did not take part in time.
-            ProcessGroupError: two ranks use one GPU, processes give different numbers of GPUs, or NCCL failed.
+            ProcessGroupError: two ranks use one GPU, processes give different numbers of GPUs or are on several
+                hosts, which not all of them allow, or NCCL failed.
         """
         unique_id = self._rendezvous(name, processes, index, [self._gpus.uuid(gpu) for gpu in gpus], timeout)
         count, size = len(gpus), len(processes) * len(gpus)
@@ -128,12 +138,13 @@ class CommunicatorFactory:
     def _rendezvous(
         self, name: str, processes: Sequence[int], index: int, uuids: list[str], timeout: float
     ) -> tuple[int, ...]:
-        """Returns NCCL's id for a communicator, after all processes have put the UUIDs of their GPUs in the store.
+        """Returns NCCL's id for a communicator, after all processes have put their hosts and GPUs in the store.
 
-        The first process checks the UUIDs, and puts into the store the id or what is wrong.
+        The first process checks these, and puts into the store the id or what is wrong.
         """
         deadline = time.monotonic() + timeout
-        self._store.set(f"{name}/{index}", json.dumps(uuids))
+        here = HostIdentity.here(insecure=self._insecure).to_json()
+        self._store.set(f"{name}/{index}", json.dumps([here, uuids]))
         if index == 0:
             self._publish_id(name, processes, deadline)
         if not self._wait_for_key(f"{name}/id", deadline):
@@ -142,17 +153,19 @@ class CommunicatorFactory:
             raise CollectiveTimeoutError("creating an NCCL communicator", timeout, ranks)
         result = json.loads(self._store.get(f"{name}/id"))
         if result["problem"]:
-            raise ProcessGroupError(result["problem"])
+            raise ProcessGroupError(printable(result["problem"], MAX_PROBLEM))
         return tuple(result["id"])
 
     def _publish_id(self, name: str, processes: Sequence[int], deadline: float) -> None:
-        """Puts NCCL's id for a communicator into the store, once all processes have given their UUIDs in time."""
+        """Puts NCCL's id for a communicator into the store, once all processes have given theirs in time."""
+        hosts: list[HostIdentity] = []
         uuids: dict[int, list[str]] = {}
         for index, process in enumerate(processes):
             if not self._wait_for_key(f"{name}/{index}", deadline):
                 return
-            uuids[process] = json.loads(self._store.get(f"{name}/{index}"))
-        problem = _find_problem(uuids)
+            host, uuids[process] = json.loads(self._store.get(f"{name}/{index}"))
+            hosts.append(HostIdentity.from_json(host))
+        problem = _find_problem(uuids) or insecure_problem(hosts, "NCCL", processes)
         unique_id = None if problem else self._library.get_unique_id()
         self._store.set(f"{name}/id", json.dumps({"problem": problem, "id": unique_id}))
 

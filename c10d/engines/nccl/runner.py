@@ -72,7 +72,7 @@ class Runner:
         self._library = library
         self._gpus = gpus
         self._blocking_wait = blocking_wait
-        self._factory = CommunicatorFactory(library, gpus, setup.store, self._check)
+        self._factory = CommunicatorFactory(library, gpus, setup.store, self._check, insecure=setup.insecure)
         self._watchdog = Watchdog(f"gradwire-nccl-{setup.group_name}", self._poll, interval)
         self._by_gpus: dict[tuple[int, ...], LocalCommunicators] = {}
         """Communicators of collectives, by the GPUs of this process."""

@@ -15,6 +15,7 @@ from typing import Final, final
 import torch
 
 from ....errors import ProcessGroupError
+from ...security import printable
 from ..base import Setup
 from .processes import RankProcess, exchange_texts, wait_for_keys
 
@@ -70,7 +71,7 @@ class Segment:
             if text:
                 raise ProcessGroupError(
                     f"engine {engine!r}: rank {setup.global_ranks[rank]} cannot share memory with rank "
-                    f"{setup.global_ranks[0]}: {text}. All ranks must run as one user who may open "
+                    f"{setup.global_ranks[0]}: {printable(text)}. All ranks must run as one user who may open "
                     f"/proc/{processes[0].pid}/fd; otherwise use gradwire_gloo"
                 )
         assert memory is not None

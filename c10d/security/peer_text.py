@@ -1,0 +1,44 @@
+"""Texts that other processes have sent, as they can be shown in logs, error messages and debug information."""
+
+__all__ = ["MAX_SHOWN", "printable", "printable_lines"]
+
+MAX_SHOWN = 200
+"""Characters of a text that are shown, by default."""
+
+
+def printable(text: object, max_characters: int = MAX_SHOWN) -> str:
+    r"""Returns a text of a peer on one line of bounded length.
+
+    Line breaks, control characters, such as those that change what a terminal shows, and invisible characters,
+    such as those that reverse the direction of text, are escaped as in Python: `\n`, `\x1b`, `\u202e`. A text that
+    can be shown already is returned as it is, so each layer that it passes through may call this.
+
+    Args:
+        text: what the peer has sent, or an error whose message has it.
+        max_characters: of the result; the end of a longer one is left out.
+    """
+    return _cut(_escape(str(text)[: max_characters + 1]), max_characters)
+
+
+def printable_lines(text: str, max_characters: int) -> str:
+    """Returns a text of a peer of bounded length, such as a traceback. Line breaks and tabs stay as they are.
+
+    Args:
+        text: what the peer has sent.
+        max_characters: of the result; the end of a longer one is left out.
+    """
+    lines = text[: max_characters + 1].split("\n")
+    return _cut("\n".join(_escape(line, kept="\t") for line in lines), max_characters)
+
+
+def _escape(text: str, kept: str = "") -> str:
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode("ascii")
+        for each in text
+    )
+
+
+def _cut(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else f"{text[: max_characters - 1]}…"

@@ -1,0 +1,212 @@
+"""The state of a store that can be started again: it is in a log, and each operation of a client is done once.
+
+A client that has lost its connection cannot know whether its last operations have been done, and sends them again,
+with the numbers that they had. So the outcome of an operation that has changed something is remembered until its
+client says that it has it. The log has the operations with their clients and numbers; replaying it gives the state
+and the outcomes.
+
+A queue_pop is done when its client has confirmed the item. Until then the item is in the log, though not in the
+queue: a store that is started again has it in the queue, for the client that asks again, or for another one.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import final
+
+from ...errors import StoreError
+from ...proto.v1 import store_pb2
+from ...proto.v1.store_pb2 import Operation, Outcome
+from .journal import Journal
+from .limits import StoreLimits
+from .state import KeyValueState
+
+__all__ = ["DurableState"]
+
+MAX_CLIENTS = 1 << 16
+"""Clients whose last outcomes are remembered. Beyond it, those of the client are discarded that has been quiet for
+longest."""
+
+MAX_OUTCOMES = 1 << 10
+"""Outcomes that are remembered of one client: it has as many threads in the store, at most."""
+
+MAX_OUTCOME_BYTES = 256 << 20
+"""Bytes of all outcomes that are remembered."""
+
+_NOT_LOGGED = frozenset({store_pb2.JOIN, store_pb2.LEAVE, store_pb2.QUEUE_POP})
+
+
+@final
+class DurableState:
+    """A KeyValueState whose changes are in a journal; see there for what the methods do."""
+
+    def __init__(self, journal: Journal, limits: StoreLimits) -> None:
+        """Restores the state from the journal. Raises StoreError if that is damaged."""
+        self._journal = journal
+        self._limits = limits
+        self._popped: defaultdict[str, list[bytes]] = defaultdict(list)
+        """By queue, the items whose receipt has not been confirmed."""
+        self._pops: dict[tuple[int, int], Operation] = {}
+        """By client and number, the last pop that has an item whose receipt has not been confirmed."""
+        self._restore()
+
+    def _restore(self) -> None:
+        self._state = KeyValueState()
+        self._answers: OrderedDict[int, dict[int, Outcome]] = OrderedDict()
+        """By client and number, the outcomes of operations that have changed something."""
+        self._answer_bytes = 0
+        for change in self._journal.read():
+            self._replay(change)
+        self._state.limits = self._limits
+        for name, items in self._popped.items():
+            for item in items:
+                self._state.remove(name, item)
+
+    def _replay(self, change: Operation) -> None:
+        if change.kind == store_pb2.REMEMBER:
+            self._remember(change, Outcome(values=change.values, number=change.amount))
+        elif change.kind == store_pb2.QUEUE_REMOVE:
+            self._state.remove(change.keys[0], change.values[0])
+            self._remember(change, Outcome(values=change.values))
+        elif change.kind != store_pb2.IDENTIFY:
+            self._remember(change, self._state.apply(change))
+
+    @property
+    def joined(self) -> int:
+        """The number of clients that have joined since the store was started."""
+        return self._state.joined
+
+    @property
+    def exceeded(self) -> str:
+        """See KeyValueState."""
+        return self._state.exceeded
+
+    @exceeded.setter
+    def exceeded(self, limit: str) -> None:
+        self._state.exceeded = limit
+
+    def missing(self, operation: Operation) -> list[str]:
+        """Returns the keys that an operation would have to wait for."""
+        return self._state.missing(operation)
+
+    def answer_of(self, operation: Operation) -> Outcome | None:
+        """Returns the outcome of an operation that its client sends again; None if it is to be run."""
+        if operation.store and operation.store != self._journal.identity:
+            return Outcome(error="another store has been started here, without the log of the one that was joined")
+        self._discard_acknowledged(operation)
+        return self._answers.get(operation.client, {}).get(operation.number) if operation.client else None
+
+    def apply(self, operation: Operation) -> Outcome:
+        """Runs one operation, and logs it if it has changed something. If that fails, it has changed nothing."""
+        version = self._state.version
+        outcome = self._state.apply(operation)
+        if operation.kind == store_pb2.JOIN:
+            outcome.store = self._journal.identity
+        elif operation.kind == store_pb2.QUEUE_POP and outcome.values:
+            self._popped[operation.keys[0]].append(outcome.values[0])
+            self._pops[_key_of(operation)] = operation
+        if self._state.version != version and operation.kind not in _NOT_LOGGED:
+            try:
+                self._journal.append(operation)
+            except StoreError as error:
+                joined = self._state.joined
+                self._restore()
+                self._state.joined = joined
+                return Outcome(error=f"{error}; nothing has been changed")
+            self._remember(operation, outcome)
+            self._shorten()
+        return outcome
+
+    def confirm(self, operation: Operation, item: bytes) -> None:
+        """Logs that a client has the item that it has popped.
+
+        Raises:
+            StoreError: it cannot be logged, or the client has asked again since, and has another item.
+        """
+        if self._pops.get(_key_of(operation)) is not operation:
+            raise StoreError("the client has sent this operation again")
+        name = operation.keys[0]
+        change = Operation(
+            kind=store_pb2.QUEUE_REMOVE,
+            keys=[name],
+            values=[item],
+            client=operation.client,
+            number=operation.number,
+        )
+        self._journal.append(change)
+        self._end_pop(operation, item)
+        self._remember(change, Outcome(values=[item]))
+        self._shorten()
+
+    def put_back(self, operation: Operation, item: bytes) -> None:
+        """Puts an item back to the front of the queue from which an operation has popped it."""
+        self._end_pop(operation, item)
+        self._state.put_back(operation, item)
+
+    def close(self) -> None:
+        """Closes the journal."""
+        self._journal.close()
+
+    def _end_pop(self, operation: Operation, item: bytes) -> None:
+        if self._pops.get(key := _key_of(operation)) is operation:
+            del self._pops[key]
+        name = operation.keys[0]
+        self._popped[name].remove(item)
+        if not self._popped[name]:
+            del self._popped[name]
+
+    def _shorten(self) -> None:
+        """Rewrites the journal if it has grown enough."""
+        if self._journal.is_large:
+            self._journal.rewrite(self._operations())
+
+    def _operations(self) -> Iterator[Operation]:
+        """Yields changes that make an equal state."""
+        for name, items in self._popped.items():
+            for item in items:
+                yield Operation(kind=store_pb2.QUEUE_PUSH, keys=[name], values=[item])
+        yield from self._state.operations()
+        for client, answers in self._answers.items():
+            for number, outcome in answers.items():
+                yield Operation(
+                    kind=store_pb2.REMEMBER,
+                    client=client,
+                    number=number,
+                    values=outcome.values,
+                    amount=outcome.number,
+                )
+
+    def _remember(self, operation: Operation, outcome: Outcome) -> None:
+        """Remembers an outcome of a client, and forgets others beyond the bounds."""
+        if not operation.client:
+            return
+        self._discard_acknowledged(operation)
+        answers = self._answers.setdefault(operation.client, {})
+        self._answers.move_to_end(operation.client)
+        self._put(answers, operation.number, outcome)
+        while len(answers) > MAX_OUTCOMES:
+            self._drop(answers, min(answers))
+        while len(self._answers) > MAX_CLIENTS or (
+            self._answer_bytes > MAX_OUTCOME_BYTES and len(self._answers) > 1
+        ):
+            _, discarded = self._answers.popitem(last=False)
+            for number in list(discarded):
+                self._drop(discarded, number)
+
+    def _discard_acknowledged(self, operation: Operation) -> None:
+        """Forgets the outcomes that a client has."""
+        if answers := self._answers.get(operation.client):
+            for number in [number for number in answers if number < operation.acknowledged_below]:
+                self._drop(answers, number)
+
+    def _put(self, answers: dict[int, Outcome], number: int, outcome: Outcome) -> None:
+        if number in answers:
+            self._drop(answers, number)
+        answers[number] = outcome
+        self._answer_bytes += outcome.ByteSize()
+
+    def _drop(self, answers: dict[int, Outcome], number: int) -> None:
+        self._answer_bytes -= answers.pop(number).ByteSize()
+
+
+def _key_of(pop: Operation) -> tuple[int, int]:
+    return (pop.client, pop.number) if pop.client else (0, id(pop))

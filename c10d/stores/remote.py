@@ -1,0 +1,226 @@
+"""The connection of a process to the server of a TCPStore in another process.
+
+A server that can be started again says so when a client joins. Then the client numbers its operations, and sends
+those again that were in flight when the connection was lost: the server does each of them once (durable.py).
+"""
+
+import math
+import secrets
+import threading
+import time
+from queue import SimpleQueue
+from typing import Any, final
+
+import grpc
+
+from ...errors import StoreError, StoreNetworkError
+from ...proto.v1 import store_pb2
+from ...proto.v1.store_pb2 import Operation, Outcome
+from ..addresses import format_address
+from ..security import SHARED_HOST_NAME, Identity, printable, tls_problem
+from ..waiting import wait_with_warnings
+from .hosted import ANSWER_TIMEOUT_S
+from .parsing import parse_outcome
+from .server import EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP
+
+__all__ = ["RemoteServer"]
+
+RESTART_TIMEOUT_S = 60.0
+"""Seconds for which operations wait for a store that can be started again, each time that it is gone."""
+
+RETRY_PAUSE_S = 0.05
+"""Seconds before an operation is sent again: a server that is about to end still accepts connections."""
+
+DIAGNOSIS_INTERVAL_S = 2.0
+"""Seconds without a connection after which a client checks that its credentials are those of the master."""
+
+MAX_DETAILS = 1000
+"""Characters of the message of a gRPC error that are shown."""
+
+_CLIENT_OPTIONS = [
+    *MESSAGE_OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),  # a retry could run an operation twice
+    # One connection per client: with a shared one, a new client would wait for the backoff of an older client.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # An operation in flight fails about 30 s after the master's host has become unreachable.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # An idle client disconnects long before the server would, which could hit an operation that it just sends.
+    ("grpc.client_idle_timeout_ms", round(500 * IDLE_TIMEOUT_S)),
+]
+
+
+class _GoneError(Exception):
+    """The connection is lost, or cannot be made."""
+
+
+@final
+class RemoteServer:
+    """A gRPC connection to the server in another process."""
+
+    def __init__(self, host: str, port: int, identity: Identity | None) -> None:
+        self._host, self._port, self._identity = host, port, identity
+        self._address = format_address(host, port)
+        if identity is None:
+            self._channel = grpc.insecure_channel(self._address, options=_CLIENT_OPTIONS)
+        else:
+            options = [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", SHARED_HOST_NAME)]
+            self._channel = grpc.secure_channel(self._address, identity.grpc_channel_credentials(), options)
+        kinds: Any = {
+            "request_serializer": Operation.SerializeToString,
+            "response_deserializer": parse_outcome,
+        }
+        self._call = self._channel.unary_unary(EXECUTE, **kinds)
+        self._pop_call = self._channel.stream_stream(POP, **kinds)
+        self._store = b""
+        """The identity of a server that can be started again; empty for others."""
+        self._client = secrets.randbits(63) + 1
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._next_number = 0
+        self._unanswered: set[int] = set()
+        """The numbers of the operations in flight."""
+
+    def join(self, seconds: float) -> None:
+        """Connects, and registers this process as a user of the store. Raises StoreError."""
+        started = time.monotonic()
+        connected = grpc.channel_ready_future(self._channel)
+        # The result is not needed: if no connection was made in time, the JOIN below fails.
+        wait_with_warnings(
+            lambda interval: self._wait_until_ready(connected, interval),
+            seconds,
+            lambda: f"no store answers on {self._address}, where rank 0 or another process should host it",
+        )
+        connected.cancel()
+        remaining = max(0.001, started + seconds - time.monotonic())
+        try:
+            joined = self._call(Operation(kind=store_pb2.JOIN), timeout=remaining, wait_for_ready=True)
+            self._store = joined.store
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                raise StoreError(
+                    f"the store on {self._address} refuses this process: {_details(error)}"
+                ) from error
+            raise StoreNetworkError(
+                f"no store answered on {self._address} within {seconds:g} s: connect() timed out. Is the master "
+                f"running, with this address and port? ({_details(error)})"
+            ) from error
+
+    def join_as(self, other: "RemoteServer") -> None:
+        """Uses the store that another connection of this process has joined, without counting as another user."""
+        self._store = other._store
+
+    def _wait_until_ready(self, connected: Any, seconds: float) -> bool:
+        """Waits at most `seconds` for the connection; returns whether it is made.
+
+        Raises:
+            StoreError: it cannot be made, because the server has other credentials.
+        """
+        deadline = time.monotonic() + seconds
+        while not _wait_for_future(connected, max(0.0, min(DIAGNOSIS_INTERVAL_S, deadline - time.monotonic()))):
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            if problem := tls_problem(self._host, self._port, self._identity, min(left, DIAGNOSIS_INTERVAL_S)):
+                raise StoreError(f"the store on {self._address} cannot be used: {problem}")
+        return True
+
+    def execute(self, operation: Operation, seconds: float) -> Outcome:
+        """Runs an operation on the server, which may wait for `seconds`: see `_Connection.execute`."""
+        if not self._store:
+            try:
+                return self._execute_once(operation, seconds)
+            except _GoneError as error:
+                raise StoreNetworkError(f"the store on {self._address} is gone: {error}") from error.__cause__
+        with self._lock:
+            number = self._next_number
+            self._next_number += 1
+            self._unanswered.add(number)
+            operation.acknowledged_below = min(self._unanswered)
+        operation.client, operation.number, operation.store = self._client, number, self._store
+        try:
+            return self._execute_until_done(operation, seconds)
+        finally:
+            with self._lock:
+                self._unanswered.discard(number)
+
+    def _execute_until_done(self, operation: Operation, seconds: float) -> Outcome:
+        """Runs an operation, again if the server is started again meanwhile."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            operation.timeout_ms = math.ceil(1000 * left)
+            try:
+                return self._execute_once(operation, left)
+            except _GoneError as error:
+                gone = error
+            if self._closed.wait(RETRY_PAUSE_S):
+                raise self._closed_error()
+            connected = grpc.channel_ready_future(self._channel)
+            try:
+                is_back = _wait_for_future(connected, RESTART_TIMEOUT_S)
+            except ValueError as error:
+                raise self._closed_error() from error
+            finally:
+                connected.cancel()
+            if not is_back:
+                raise StoreNetworkError(
+                    f"the store on {self._address} is gone, and was not started again within "
+                    f"{RESTART_TIMEOUT_S:g} s: {gone}"
+                ) from gone.__cause__
+
+    def _execute_once(self, operation: Operation, seconds: float) -> Outcome:
+        """Sends an operation once. Raises _GoneError if the connection is lost; else as `execute`."""
+        try:
+            call = self._pop if operation.kind == store_pb2.QUEUE_POP else self._call
+            outcome: Outcome = call(operation, timeout=seconds + ANSWER_TIMEOUT_S)
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                raise _GoneError(f"Connection closed by peer ({_details(error)})") from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise StoreNetworkError(
+                    f"the store on {self._address} did not answer within {seconds + ANSWER_TIMEOUT_S:g} s"
+                ) from error
+            raise StoreError(f"the store on {self._address} failed ({_details(error)})") from error
+        except ValueError as error:  # raised by gRPC after another thread has closed the channel
+            raise self._closed_error() from error
+        return outcome
+
+    def _closed_error(self) -> StoreError:
+        return StoreError(f"the connection to {self._address} is closed")
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._closed.set()
+        self._channel.close()
+
+    def _pop(self, operation: Operation, timeout: float) -> Outcome:
+        """Pops an item, and confirms that it was received; the server puts back what is not confirmed."""
+        requests: SimpleQueue[Operation | None] = SimpleQueue()
+        requests.put(operation)
+        call: Any = self._pop_call(iter(requests.get, None), timeout=timeout)
+        try:
+            outcome: Outcome = next(call)
+            requests.put(Operation())
+            for _ in call:  # until the server has the confirmation
+                pass
+        finally:
+            requests.put(None)
+            call.cancel()  # has no effect on a call that is done
+        return outcome
+
+
+def _wait_for_future(future: Any, seconds: float) -> bool:
+    """Waits at most `seconds` for a gRPC future; returns whether it is done."""
+    try:
+        future.result(seconds)
+    except grpc.FutureTimeoutError:
+        return False
+    return True
+
+
+def _details(error: grpc.RpcError) -> str:
+    """Returns the status code and the message of a gRPC error."""
+    return f"{error.code().name}: {printable(error.details(), MAX_DETAILS)}"

@@ -1,0 +1,178 @@
+"""A store that encrypts the values of another store, whose server lets everybody read and write, as torch's does.
+
+Who reaches such a server can still delete keys, put back earlier values of the same keys, and change numbers. That
+can stop a job, but reveals nothing, and nobody reads what no process of the job has written.
+"""
+
+import os
+import re
+import struct
+import threading
+from typing import Any, cast, final
+
+from ...errors import StoreError
+from ...proto.v1 import store_pb2
+from ...proto.v1.store_pb2 import Operation, Outcome
+from ..security import Credentials
+from ..torch_types import TorchStore
+from .base import Store
+from .describe import innermost_store
+from .hash import HashStore
+from .tcp import TCPStore
+from .torch_store import execute
+
+__all__ = ["SealedStore", "seal"]
+
+_MAGIC = b"\x00gw1"
+_HEADER = struct.Struct("!4sI")
+"""The beginning of a sealed piece: the magic bytes, and the number of bytes that follow."""
+
+_NONCE_BYTES = 12
+
+_DECIMAL = re.compile(rb"[ \t]*[+-]?[0-9]{1,20}[ \t]*")
+"""Numbers are not sealed, because the server adds to them; nor are empty values, which count as 0 there."""
+
+MAX_COMPARE_ROUNDS = 1000
+"""Attempts at one compare_set, each of which fails because another process has changed the value meanwhile."""
+
+
+def seal(store: TorchStore, credentials: Credentials | None) -> TorchStore:
+    """Returns a store with sealed values, if there is a token and the store's own connections do not use it.
+
+    Args:
+        store: any store.
+        credentials: those of the job; None without. Certificates have no secret that all processes share.
+    """
+    under = innermost_store(store)
+    protects_itself = isinstance(under, HashStore) or (
+        isinstance(under, TCPStore) and under.credentials is not None
+    )
+    if credentials is None or credentials.token is None or protects_itself or isinstance(store, SealedStore):
+        return store
+    return SealedStore(store, credentials)
+
+
+@final
+class SealedStore(Store):
+    """A view of all keys of another store. Closing it leaves the underlying store open.
+
+    Values are encrypted by AES-256-GCM with a key that is derived from the job's token; they are bound to their
+    keys. Keys, and values that are decimal numbers, are not encrypted.
+    """
+
+    def __init__(self, store: TorchStore, credentials: Credentials) -> None:
+        """Makes a view.
+
+        Args:
+            store: any torch.distributed.Store, gradwire's or not.
+            credentials: a token.
+        """
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._store = cast(Any, store)  # torch's stubs lack timeout, clone and has_extended_api
+        self.credentials = credentials
+        self._cipher = AESGCM(credentials.derive_key("store values", 32))
+        self._own_clone: Store | None = None
+        self._closed_event = threading.Event()
+        super().__init__(self._store.timeout, parent=store if isinstance(store, Store) else None)
+
+    @property
+    def underlying_store(self) -> TorchStore:
+        """The store that this is a view of."""
+        return cast(TorchStore, self._store)
+
+    def has_extended_api(self) -> bool:
+        """Returns whether the underlying store supports append, multi_get and multi_set."""
+        return bool(self._store.has_extended_api())
+
+    def clone(self) -> "SealedStore":
+        """Makes a view of a clone of the underlying store; both are closed together."""
+        under = self._store.clone()
+        assert self.credentials is not None
+        twin = SealedStore(under, self.credentials)
+        twin.set_timeout(self.timeout)
+        twin._own_clone = under if isinstance(under, Store) else None
+        return twin
+
+    def _release(self) -> None:
+        self._closed_event.set()
+        if self._own_clone is not None:
+            self._own_clone.close()
+
+    def _execute(self, operation: Operation, seconds: float) -> Outcome:
+        if operation.kind == store_pb2.COMPARE_SET:
+            return Outcome(values=[self._compare_set(operation.keys[0], *operation.values)])
+        if operation.kind == store_pb2.SET:
+            pairs = zip(operation.keys, operation.values, strict=True)
+            operation.values[:] = [self._to_stored(key, value) for key, value in pairs]
+        elif operation.kind in (store_pb2.APPEND, store_pb2.QUEUE_PUSH):
+            operation.values[:] = [self._seal(operation.keys[0], operation.values[0])]
+        outcome = self._execute_below(operation, seconds)
+        if operation.kind in (store_pb2.GET, store_pb2.QUEUE_POP):
+            pairs = zip(operation.keys, outcome.values, strict=False)  # no values if keys are missing
+            outcome.values[:] = [self._from_stored(key, value) for key, value in pairs]
+        elif operation.kind == store_pb2.ADD and outcome.error:
+            self._check_number(operation.keys[0])
+        return outcome
+
+    def _execute_below(self, operation: Operation, seconds: float = 0.0) -> Outcome:
+        if isinstance(self._store, Store):
+            self._store._check_usable()
+            return self._store._execute(operation, seconds)
+        return execute(self._store, operation, seconds, self._closed_event)
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Compares what is sealed. Each sealing of a value gives other bytes, so the server cannot."""
+        stored = self._to_stored(key, desired)
+        for _ in range(MAX_COMPARE_ROUNDS):
+            found = self._execute_below(Operation(kind=store_pb2.GET, keys=[key]))
+            before = b"" if found.missing else found.values[0]
+            current = b"" if found.missing else self._from_stored(key, before)
+            if current != expected:
+                return expected if found.missing else current
+            swap = Operation(kind=store_pb2.COMPARE_SET, keys=[key], values=[before, stored])
+            if self._execute_below(swap).values[0] == stored:
+                return desired
+        raise StoreError(f"compare_set of {key!r} failed: the value changed {MAX_COMPARE_ROUNDS} times meanwhile")
+
+    def _check_number(self, key: str) -> None:
+        """Raises StoreError, with the value, if the value of a key is sealed, to which the server cannot add."""
+        found = self._execute_below(Operation(kind=store_pb2.GET, keys=[key]))
+        for stored in found.values:
+            if not _DECIMAL.fullmatch(stored):
+                value = self._from_stored(key, stored)
+                raise StoreError(f"add to {key!r} needs a decimal number there, but its value is {value[:80]!r}")
+
+    def _to_stored(self, key: str, value: bytes) -> bytes:
+        return value if not value or _DECIMAL.fullmatch(value) else self._seal(key, value)
+
+    def _seal(self, key: str, value: bytes) -> bytes:
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = nonce + self._cipher.encrypt(nonce, value, key.encode())
+        return _HEADER.pack(_MAGIC, len(sealed)) + sealed
+
+    def _from_stored(self, key: str, stored: bytes) -> bytes:
+        """Returns a value: a number or a piece that was set, followed by the pieces that were appended."""
+        number = _DECIMAL.match(stored)
+        value = number[0] if number else b""
+        rest = memoryview(stored)[len(value) :]
+        while rest:
+            piece, rest = self._open(key, rest)
+            value += piece
+        return value
+
+    def _open(self, key: str, stored: memoryview) -> tuple[bytes, memoryview]:
+        """Returns the value of the first sealed piece, and what comes after it."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            magic, nbytes = _HEADER.unpack_from(stored)
+            sealed, rest = stored[_HEADER.size :][:nbytes], stored[_HEADER.size + nbytes :]
+            if magic == _MAGIC and len(sealed) == nbytes > _NONCE_BYTES:
+                return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], key.encode()), rest
+        except (struct.error, InvalidTag):
+            pass
+        raise StoreError(
+            f"the value of {key!r} is not sealed with this job's token: a process without the token, or with "
+            "another one, has written it"
+        )

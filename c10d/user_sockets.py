@@ -1,0 +1,179 @@
+"""Unix sockets that only processes of this user can connect to.
+
+They are in one directory per user, of mode 0700: `gradwire` in XDG_RUNTIME_DIR, else /tmp/gradwire-UID. The kernel
+lets nobody else connect to what is in there; root gets in anywhere. The directory is opened, then checked, and its
+sockets are reached by its descriptor: nobody can exchange it afterwards, even where /tmp lacks the sticky bit.
+"""
+
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+import weakref
+from contextlib import suppress
+from typing import Final, final
+
+__all__ = ["UNIX_SCHEME", "SocketDirectory", "SocketFile", "UnsafePathError", "is_listening"]
+
+UNIX_SCHEME: Final = "unix:"
+"""What the address of a unix socket begins with, in front of its path."""
+
+MIN_SWEPT_AGE_S: Final = 60.0
+"""Seconds after which a socket that refuses connections is removed. A younger one may be about to listen."""
+
+MAX_SWEPT: Final = 256
+"""Files that one process looks at when it sweeps."""
+
+_TEMPORARY: Final = "/tmp"
+_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NAME: Final = re.compile(r"(\d{1,10})-[0-9a-f]{16}\.sock", re.ASCII)
+"""Names of sockets: the process id, and what makes them unique."""
+
+
+class UnsafePathError(OSError):
+    """A directory or a socket is not one that only this user can use. The text says why, and what to do."""
+
+
+@final
+class SocketDirectory:
+    """The directory for the sockets of this user. It is closed when nothing refers to this object any more."""
+
+    def __init__(self, path: str) -> None:
+        """Opens a directory, or makes it.
+
+        Args:
+            path: where it is, in a directory that exists.
+
+        Raises:
+            UnsafePathError: others than this user can use it, or it is no directory.
+            OSError: it cannot be made or opened.
+        """
+        with suppress(FileExistsError):
+            os.mkdir(path, stat.S_IRWXU)
+        _check_kind(path, os.lstat(path), stat.S_IFDIR)
+        self.path = path
+        """Where it is, for messages, and in the addresses that other processes are told."""
+        self._descriptor = os.open(path, _FLAGS)
+        # Not at exit, where workers still say goodbye.
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        status = self._check()
+        self.by_descriptor = f"/proc/self/fd/{self._descriptor}"
+        """The path by which this process reaches it. A socket's path may have 107 bytes; this one is short."""
+        if not os.path.exists(self.by_descriptor):
+            raise UnsafePathError("there is no /proc, by which sockets are reached")
+        self.identity = f"{path} of user {os.geteuid()} (device {status.st_dev}, inode {status.st_ino})"
+        """Equal for two processes of one kernel if and only if they have the same directory."""
+
+    @classmethod
+    def of_this_user(cls) -> "SocketDirectory":
+        """Opens the directory of this user, or makes it.
+
+        Raises:
+            UnsafePathError: there is none that only this user can use, and none can be made.
+        """
+        runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+        if os.path.isabs(runtime):
+            with suppress(OSError):
+                _check_only_for_this_user(runtime, os.lstat(runtime), stat.S_IFDIR)
+                return cls(f"{runtime}/gradwire")
+        try:
+            return cls(f"{_TEMPORARY}/gradwire-{os.geteuid()}")
+        except OSError as error:
+            raise UnsafePathError(
+                f"{error}. Workers of one host need a directory for their sockets that nobody else can use: set "
+                "XDG_RUNTIME_DIR, on all of them, to a directory of yours with mode 0700"
+            ) from error
+
+    def reach(self, path: str) -> str:
+        """Checks a socket, which somebody has named, before it is connected to.
+
+        Returns:
+            The path by which to connect to it.
+
+        Raises:
+            UnsafePathError: the path is not in this directory, or what is there is no socket that only this user
+                can use.
+            FileNotFoundError: there is nothing.
+        """
+        directory, _, name = path.rpartition("/")
+        if directory != self.path or not _NAME.fullmatch(name):
+            raise UnsafePathError(f"{path!r} is not a worker's socket in {self.path}")
+        self._check()
+        status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        _check_only_for_this_user(path, status, stat.S_IFSOCK)
+        return f"{self.by_descriptor}/{name}"
+
+    def sweep(self) -> None:
+        """Removes sockets that killed processes have left: those on which nobody listens."""
+        for name in os.listdir(self._descriptor)[:MAX_SWEPT]:
+            if (named := _NAME.fullmatch(name)) and not os.path.exists(f"/proc/{named[1]}"):
+                with suppress(OSError):
+                    self._remove_if_dead(name)
+
+    def _remove_if_dead(self, name: str) -> None:
+        status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        is_old = time.time() - status.st_mtime > MIN_SWEPT_AGE_S
+        if stat.S_ISSOCK(status.st_mode) and is_old and not is_listening(f"{self.by_descriptor}/{name}"):
+            os.unlink(name, dir_fd=self._descriptor)
+
+    def _check(self) -> os.stat_result:
+        status = os.fstat(self._descriptor)
+        _check_only_for_this_user(self.path, status, stat.S_IFDIR)
+        return status
+
+
+@final
+class SocketFile:
+    """The file of a listening socket, which is there from when the socket is bound until `remove`."""
+
+    def __init__(self, directory: SocketDirectory) -> None:
+        """Chooses a name that no other socket has."""
+        name = f"{os.getpid()}-{secrets.token_hex(8)}.sock"
+        self._directory = directory
+        self.path = f"{directory.path}/{name}"
+        """Where others find the socket: see `SocketDirectory.reach`."""
+        self.bind_path = f"{directory.by_descriptor}/{name}"
+        """Where the socket is to be bound."""
+
+    def restrict(self) -> None:
+        """Lets only this user use the socket, which has just been bound."""
+        os.chmod(self.bind_path, stat.S_IRWXU)
+
+    def remove(self) -> None:
+        """Removes the file, if it is there."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.bind_path)
+
+
+def is_listening(path: str) -> bool:
+    """Returns whether a process listens on a unix socket.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(0)  # with a listener whose queue is full, too
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except BlockingIOError:
+            return True
+    return True
+
+
+def _check_kind(path: str, status: os.stat_result, kind: int) -> None:
+    if stat.S_IFMT(status.st_mode) != kind:
+        what = "directory" if kind == stat.S_IFDIR else "socket"
+        raise UnsafePathError(f"{path} is no {what}{' but a link' * stat.S_ISLNK(status.st_mode)}")
+
+
+def _check_only_for_this_user(path: str, status: os.stat_result, kind: int) -> None:
+    """Raises UnsafePathError if what is at a path is not of this kind, or others than this user can use it."""
+    _check_kind(path, status, kind)
+    if status.st_uid != os.geteuid():
+        raise UnsafePathError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}")
+    if stat.S_IMODE(status.st_mode) & 0o777 != stat.S_IRWXU:
+        raise UnsafePathError(f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, not 0700")
