@@ -11,9 +11,12 @@ from typing import NamedTuple, final
 
 import torch
 
+from ..rpc.contracts.exposure import message_value
+
 __all__ = ["AnomalyMode", "AnomalyScopes"]
 
 
+@message_value
 class AnomalyMode(NamedTuple):
     """The settings of `torch.autograd.set_detect_anomaly`."""
 

@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from ..errors import AutogradError, RpcTimeoutError, UnknownContextError
+from ..errors import AutogradError, LimitReachedError, RpcTimeoutError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.execution.kept_errors import copy_error
 from .closure import SendId
@@ -22,6 +22,9 @@ from .gradient_sender import GradientSender, PassId
 from .partial import PartialGradients
 
 __all__ = ["BackwardPass", "PassPart", "Passes"]
+
+MAX_PASSES = 1024
+"""Passes of one context and worker that another worker knows: those that have failed, or that have not ended."""
 
 
 @dataclass(slots=True)
@@ -302,5 +305,12 @@ class Passes:
     def _get(self, identifier: PassId) -> BackwardPass:
         found = self._passes.get(identifier)
         if found is None:
+            caller, _ = identifier
+            if len(self._passes) >= MAX_PASSES and sum(each == caller for each, _ in self._passes) >= MAX_PASSES:
+                raise LimitReachedError(
+                    f"worker {caller} has begun more than {MAX_PASSES} passes of context {self._context_id} that "
+                    "have not ended",
+                    f"MAX_PASSES={MAX_PASSES}",
+                )
             found = self._passes[identifier] = BackwardPass(self._agent, self._context_id, identifier)
         return found

@@ -11,10 +11,11 @@ it belongs to, and the worker that runs a backward pass asks for it. So headers 
 once for every MAX_HEADER_SENDS messages of the longest chain of calls.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ..proto.v1 import agent_pb2
+from ..rpc.contracts.exposure import message_value
 
 __all__ = ["MAX_HEADER_SENDS", "NOTHING", "Closure", "SendId", "closure_from_proto", "closure_to_proto", "union"]
 
@@ -25,6 +26,7 @@ SendId = tuple[int, int]
 """The id of the sending worker, and the number of the message there, within the context."""
 
 
+@message_value
 @dataclass(slots=True)
 class Closure:
     """A set of sends. Never changes.
@@ -70,8 +72,10 @@ def closure_to_proto(closure: Closure) -> list[agent_pb2.WorkerSends]:
     return list(by_worker.values())
 
 
-def closure_from_proto(messages: Iterable[agent_pb2.WorkerSends]) -> Closure:
-    """Returns the closure that protobuf messages describe."""
+def closure_from_proto(messages: Collection[agent_pb2.WorkerSends]) -> Closure:
+    """Returns the closure that the messages in a header describe. Raises ValueError if it is too large for one."""
+    if sum(len(message.message_ids) + len(message.omitted) for message in messages) > MAX_HEADER_SENDS:
+        raise ValueError(f"malformed autograd header: its closure has more than {MAX_HEADER_SENDS} sends")
     sends: list[SendId] = []
     omitted: list[SendId] = []
     for message in messages:

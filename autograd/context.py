@@ -16,11 +16,13 @@ from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from .backward_pass import BackwardPass, Passes
 from .closure import MAX_HEADER_SENDS, NOTHING, Closure
+from .compression import TensorGradients
 from .functions import receive, send
+from .gradient_sender import PassId
 from .gradients import GradSwapLock, LeafGradients
 from .graph import Graph, small_closure, start_node
 
-__all__ = ["Context", "NewSend", "current_context", "inside", "set_current_context"]
+__all__ = ["Context", "NewSend", "creator_of", "current_context", "inside", "set_current_context"]
 
 
 class _ThreadState(threading.local):
@@ -28,6 +30,11 @@ class _ThreadState(threading.local):
 
 
 _current = _ThreadState()
+
+
+def creator_of(identifier: int) -> int:
+    """Returns the id of the worker that has created the context with this id."""
+    return identifier >> 48
 
 
 def current_context() -> "Context | None":
@@ -85,7 +92,9 @@ class Context:
         """
         self.agent = agent
         self.id = identifier
-        self.creator = identifier >> 48
+        self.creator = creator_of(identifier)
+        self.senders: set[int] = set()
+        """The ids of the workers from which messages of the context have come."""
         self.dummy = dummy
         self.gradients = LeafGradients(swap_lock)
         """The gradients of leaves of this worker."""
@@ -193,6 +202,20 @@ class Context:
             raise AutogradError(
                 f"worker {self.agent.info.name!r} sent no message {message_id} in context {self.id}"
             ) from None
+
+    def set_gradients(self, sender: int, pass_id: PassId, message_id: int, gradients: TensorGradients) -> None:
+        """Passes the gradients of a message of this worker, which its receiver has sent, to its gate.
+
+        Raises:
+            AutogradError: the sender of the gradients is another worker.
+        """
+        self.check_receiver(sender, message_id)
+        self.passes.set_gradients(pass_id, message_id, gradients)
+
+    def check_receiver(self, worker: int, message_id: int) -> None:
+        """Raises AutogradError unless this worker has sent that message to the other one."""
+        if self._destinations.get(message_id) != worker:
+            raise AutogradError(f"worker {worker} has not received message {message_id} of context {self.id}")
 
     def destinations(self, message_ids: Sequence[int]) -> dict[int, int]:
         """Returns the receivers of messages with gates, by message id."""

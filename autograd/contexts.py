@@ -2,21 +2,24 @@
 
 import itertools
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Set
 from typing import final
 
 import torch
 
-from ..errors import UnknownContextError
+from ..errors import AutogradError, LimitReachedError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
-from .context import Context
+from .context import Context, creator_of
 from .gradients import GradSwapLock
 
 __all__ = ["Contexts"]
 
 MAX_REMEMBERED_CONTEXTS = 4096
-"""How many ended contexts a worker remembers, to recognise messages of theirs that arrive afterwards."""
+"""How many ended contexts of each other worker a worker remembers, to recognise late messages."""
+
+MAX_JOINED_CONTEXTS = 1 << 14
+"""Contexts that have not ended and that messages of one other worker have brought to a worker."""
 
 
 @final
@@ -36,7 +39,10 @@ class Contexts:
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._swap_lock = GradSwapLock()
-        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._ended: dict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
+        """The contexts that have ended, by creator."""
+        self._left: dict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
+        """The contexts of which another worker has told that they have ended, by that worker."""
         self._numbers = itertools.count(1)
         self._connected: set[int] = set()
         """The ids of the creators of contexts that this worker has connected to."""
@@ -76,20 +82,47 @@ class Contexts:
 
         Returns:
             The part; None if the context has ended already.
+
+        Raises:
+            AutogradError: no worker can have created it.
+            LimitReachedError: the sender has brought too many.
         """
-        if (context := self._contexts.get(identifier)) is not None:
-            return context
+        context = self._contexts.get(identifier)
+        if context is None:
+            if (creator := creator_of(identifier)) == self._agent.info.id:
+                return None
+            if not self._agent.is_member(creator):
+                raise AutogradError(f"there is no worker {creator} to create autograd context {identifier}")
+            context = self._join(identifier, creator, sender)
+            if context is None:
+                return None
+            if creator != sender and creator not in self._connected:
+                # Without a connection the loss of the creator would not be noticed, and the part never released.
+                self._agent.connect(self._agent.worker(creator))
+                self._connected.add(creator)
+            if self._agent.end_of(creator) is not None:  # `on_worker_lost` may have come before
+                self.release(identifier)
+                return None
+        context.senders.add(sender)
+        return context
+
+    def _join(self, identifier: int, creator: int, sender: int) -> Context | None:
         with self._lock:
             context = self._contexts.get(identifier)
-            if context is not None or identifier in self._ended:
+            if context is not None:
                 return context
+            if identifier in self._ended[creator] or identifier in self._left[sender]:
+                return None
+            if len(self._contexts) >= MAX_JOINED_CONTEXTS:
+                count = sum(sender in each.senders for each in self._contexts.values())
+                if count >= MAX_JOINED_CONTEXTS:
+                    raise LimitReachedError(
+                        f"{count} autograd contexts of worker {sender} have not ended here",
+                        f"MAX_JOINED_CONTEXTS={MAX_JOINED_CONTEXTS}",
+                    )
             context = self._contexts[identifier] = self._make(identifier)
-        creator = context.creator
-        if creator not in (sender, self._agent.info.id) and creator not in self._connected:
-            # Without a connection the loss of the creator would not be noticed, and the part never released.
-            self._agent.connect(self._agent.worker(creator))
-            self._connected.add(creator)
-        return context
+            context.senders.add(sender)
+            return context
 
     def release(self, identifier: int, *, sender: int | None = None, told: Set[int] = frozenset()) -> None:
         """Ends a context here, and tells the workers that it reached from here.
@@ -99,12 +132,21 @@ class Contexts:
             sender: the id of the worker that has told this one, if one has.
             told: the ids of the workers that the context's creator tells, so that this one need not. If the
                 creator is lost before, they end its contexts by themselves.
+
+        Raises:
+            AutogradError: the sender has neither created the context nor sent a message of it.
         """
+        creator = creator_of(identifier)
         with self._lock:
-            self._ended[identifier] = None
-            while len(self._ended) > MAX_REMEMBERED_CONTEXTS:
-                self._ended.popitem(last=False)
-            context = self._contexts.pop(identifier, None)
+            context = self._contexts.get(identifier)
+            if sender is not None and sender != creator:
+                _remember(self._left[sender], identifier)
+                if context is None:
+                    return
+                if creator == self._agent.info.id or sender not in context.senders:
+                    raise AutogradError(f"worker {sender} cannot end autograd context {identifier}")
+            _remember(self._ended[creator], identifier)
+            self._contexts.pop(identifier, None)
         if context is None:
             return
         reached = context.close()
@@ -120,6 +162,7 @@ class Contexts:
             context.passes.on_worker_lost(worker, error)
             if context.creator == worker:
                 self.release(context.id)
+        self._left.pop(worker, None)
 
     def _make(self, identifier: int) -> Context:
         return Context(self._agent, identifier, self._dummy, self._swap_lock)
@@ -134,3 +177,9 @@ class Contexts:
             contexts, self._contexts = self._contexts, {}
         for context in contexts.values():
             context.close()
+
+
+def _remember(ended: OrderedDict[int, None], identifier: int) -> None:
+    ended[identifier] = None
+    while len(ended) > MAX_REMEMBERED_CONTEXTS:
+        ended.popitem(last=False)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -109,7 +110,7 @@ class PassCoordinator:
         )
         self._parts.append(done)
         if not self._one_answer:
-            done.add_done_callback(self._part_done)
+            done.add_done_callback(partial(self._part_done, worker))
         return True
 
     def fail(self, error: Exception) -> None:
@@ -134,7 +135,7 @@ class PassCoordinator:
         """
         if self._one_answer:
             self.flush()
-            self._take_gradients(self._parts[0].wait_alone())
+            self._take_gradients(self._workers[0], self._parts[0].wait_alone())
             self._parts.clear()
 
     def wait(self) -> None:
@@ -148,15 +149,15 @@ class PassCoordinator:
         if self._error is not None:
             raise self._error
 
-    def _part_done(self, part: torch.futures.Future[MessageGradients | None]) -> None:
+    def _part_done(self, worker: int, part: torch.futures.Future[MessageGradients | None]) -> None:
         """Handles the answer of a worker, which may have gradients for this one."""
         try:
-            self._take_gradients(part.value())
+            self._take_gradients(worker, part.value())
         except Exception as error:
             self.fail(without_frames(error))
 
-    def _take_gradients(self, answer: MessageGradients | None) -> None:
+    def _take_gradients(self, worker: int, answer: MessageGradients | None) -> None:
         """Passes the gradients of an answer to their gate."""
         if answer is not None:
             message_id, gradients = answer
-            self._context.passes.set_gradients(self._id, message_id, decompress(gradients))
+            self._context.set_gradients(worker, self._id, message_id, decompress(gradients))

@@ -5,15 +5,17 @@ workers take part, has them run their parts, and runs its own.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import AutogradError
+from ..errors import AutogradError, PolicyError
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.messages import Incoming
+from ..rpc.contracts.messages import Incoming, UnwantedMessageError
+from ..rpc.execution.kept_errors import text_of, without_frames
 from .anomaly import AnomalyMode, AnomalyScopes
 from .backward_pass import PassPart
 from .closure import Closure
@@ -121,11 +123,14 @@ class Engine:
         """
         request, first = message.value
         context_id, pass_id, message_ids, retain_graph, timeout, anomaly = request
+        caller, _ = pass_id
+        if caller != message.source.id:
+            raise AutogradError(f"{message.source.name!r} asks for a part of a pass of worker {caller}")
         message.tensors.clear()  # whose memory a gradient may take over
         context = self._contexts.get(context_id)
         if first is not None:
             message_id, compressed = first
-            context.passes.set_gradients(pass_id, message_id, decompress(compressed))
+            context.set_gradients(caller, pass_id, message_id, decompress(compressed))
         sender = AnsweringSender(self._agent, context.id, pass_id)
         part = self._part(context, [], Graph(), message_ids)
         if anomaly is None:
@@ -137,10 +142,38 @@ class Engine:
 
     def serve_gradients(self, message: Incoming) -> None:
         """Passes received gradients to the gate of their message: the handler of GRADIENTS."""
-        context_id, pass_id, message_id, compressed = message.value
+        header, compressed = message.envelope.gradients, message.value
         message.tensors.clear()  # as in `serve_part`
-        if (context := self._contexts.find(context_id)) is not None:
-            context.passes.set_gradients(pass_id, message_id, decompress(compressed))
+        if (context := self._contexts.find(header.context_id)) is not None:
+            pass_id = (header.caller, header.pass_number)
+            context.set_gradients(message.source.id, pass_id, header.message_id, decompress(compressed))
+
+    @contextmanager
+    def receiving_gradients(self, message: Incoming) -> Iterator[None]:
+        """Context manager in which gradients are unpickled, if they come from the receiver of their message.
+
+        If they cannot be, their pass fails: its gate would wait for them until the timeout.
+        """
+        header = message.envelope.gradients
+        if (context := self._contexts.find(header.context_id)) is None:
+            raise UnwantedMessageError(f"autograd context {header.context_id} has ended")
+        context.check_receiver(message.source.id, header.message_id)
+        if not self._agent.is_member(header.caller):
+            raise AutogradError(f"there is no worker {header.caller} to begin a backward pass")
+        yield
+        if isinstance(message.error, Exception):
+            self.fail_gradients(message, message.error)
+
+    def fail_gradients(self, message: Incoming, error: Exception) -> None:
+        """Fails the pass of gradients that cannot be decoded: here, and by its caller on all workers."""
+        header = message.envelope.gradients
+        if (context := self._contexts.find(header.context_id)) is not None:
+            context.check_receiver(message.source.id, header.message_id)
+            if not isinstance(error, PolicyError):  # whose text says all this
+                reader, sender = self._agent.info.name, message.source.name
+                problem = f"worker {reader!r} cannot read the gradients that worker {sender!r} has sent"
+                error = AutogradError(f"{problem}: {type(error).__name__}: {text_of(error)}")
+            context.passes.abort((header.caller, header.pass_number), without_frames(error))
 
     def serve_closure(self, message: Incoming) -> Closure:
         """Returns the closure of sends of this worker: the handler of CLOSURE."""

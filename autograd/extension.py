@@ -5,6 +5,7 @@ The output of the send's autograd node is its *gate*, at which a backward pass e
 *closure* of a send is the set of all sends that receive a gradient if the send does (closure.py).
 """
 
+import reprlib
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
@@ -49,7 +50,7 @@ class Autograd(Extension):
         """
         return {
             MessageType.BACKWARD: Handler(self.engine.serve_part, description="a backward pass on worker"),
-            MessageType.GRADIENTS: Handler(self.engine.serve_gradients),
+            MessageType.GRADIENTS: Handler(self.engine.serve_gradients, scope=self.engine.receiving_gradients),
             MessageType.CLOSURE: Handler(
                 self.engine.serve_closure, description="the preparation of a backward pass on worker"
             ),
@@ -124,10 +125,9 @@ class Autograd(Extension):
             tensors[index] = tensor
 
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
-        """Aborts the passes that need a worker whose gradients cannot be decoded."""
+        """Fails the pass whose gradients cannot be decoded."""
         if message.envelope.type == MessageType.GRADIENTS:
-            for context in self.contexts.all():
-                context.passes.on_worker_lost(message.source.id, error)
+            self.engine.fail_gradients(message, error)
 
     def scope(self, message: Incoming) -> AbstractContextManager[None] | None:
         """Returns a context manager that sets the caller's autograd context and anomaly mode during a call."""
@@ -179,16 +179,27 @@ class Autograd(Extension):
 
     def _send_release(self, worker: int, context_id: int, told: Set[int]) -> None:
         """Tells a worker that a context has ended; `told` are the ids of workers that the creator tells itself."""
-        self.agent.control.send(self.agent.worker(worker), "autograd.release", (context_id, told), urgent=False)
+        self.agent.control.send(
+            self.agent.worker(worker),
+            "autograd.release",
+            (context_id, told),
+            expected=(AutogradError,),  # none of this worker's messages may have arrived
+            urgent=False,
+        )
 
     def _on_release(self, sender: WorkerInfo, payload: Any) -> None:
         """Handles the control message that a context has ended."""
         context_id, told = payload
+        if type(context_id) is not int or not isinstance(told, Set):
+            raise ValueError("malformed message: it ends no context")
         self.contexts.release(context_id, sender=sender.id, told=told)
 
-    def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
+    def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:
         """Handles the control message that a pass has failed on another worker."""
         context_id, pass_id, error = payload
+        caller, number = pass_id
+        if caller != sender.id or type(number) is not int or not isinstance(error, Exception):
+            raise AutogradError(f"{sender.name!r} cannot abort a pass of worker {reprlib.repr(caller)}")
         if (context := self.contexts.find(context_id)) is not None:
             context.passes.abort(pass_id, error)
 

@@ -2,6 +2,7 @@
 
 from typing import Protocol, final
 
+from ..proto.v1 import agent_pb2
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType
 from .closure import SendId
@@ -35,8 +36,14 @@ class GradientSender(Protocol):
 def post_gradients(agent: RpcAgent, context_id: int, pass_id: PassId, send: SendId, gradients: Compressed) -> None:
     """Sends the gradients of a message to its sender, in a message of their own."""
     sender, message_id = send
-    value = (context_id, pass_id, message_id, gradients)
-    agent.post(agent.worker(sender), MessageType.GRADIENTS, value)
+    caller, number = pass_id
+
+    def fill_header(envelope: agent_pb2.Envelope) -> None:
+        header = envelope.gradients
+        header.context_id, header.message_id = context_id, message_id
+        header.caller, header.pass_number = caller, number
+
+    agent.post(agent.worker(sender), MessageType.GRADIENTS, gradients, header=fill_header)
 
 
 @final

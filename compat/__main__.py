@@ -11,7 +11,7 @@ Options, the first two for workers on several hosts (docs/hosts.md):
                 connections to MASTER_ADDR
 --transports NAMES
                 what may carry messages: some of unix,tcp,grpc with commas between them, and grpc in any case. With
-                grpc alone, each worker needs one port
+                grpc alone, each worker needs one port, or none on one host
 """
 
 import sys

@@ -89,6 +89,7 @@ def start_agent(
         num_worker_threads=options.num_worker_threads,
         host=options.host,
         insecure=options.insecure,
+        credentials=options.credentials,
         transports=options.transports,
         messages_to_fail=sorted({_translate(message) for message in options.messages_to_fail}),
         num_fail_sends=options.num_fail_sends,

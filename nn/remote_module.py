@@ -12,6 +12,7 @@ from ..rpc.calls import rpc_async, rpc_sync
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.arguments import check_call
 from ..rpc.contracts.devices import Device
+from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by, message_value
 from ..rpc.contracts.extension import Extension
 from ..rpc.execution.futures import Future
 from ..rref.api import remote
@@ -285,9 +286,11 @@ def _device_map(module_rref: ModuleReference) -> Mapping[Device, Device]:
     return current_agent().options.device_maps.get(module_rref.owner_name(), {})
 
 
-# The next four functions run on the worker that owns the module.
+# The next functions run on the worker that owns the module; those that end in `_guarded` do so if its policy does
+# not accept anything.
 
 
+@expose
 def _create_on_owner(
     module_cls: Callable[..., nn.Module],
     args: Sequence[Any],
@@ -305,6 +308,22 @@ def _create_on_owner(
     return compile_module(module) if scripted else module
 
 
+def _call_guarded(guard: MethodGuard, module_rref: ModuleReference, *args: Any) -> Any:
+    guard.check_method(module_rref.local_value(), "__call__")
+    return _call_on_owner(module_rref, *args)
+
+
+def _parameters_guarded(guard: MethodGuard, module_rref: ModuleReference, recurse: bool) -> Any:
+    guard.check_method(module_rref.local_value(), "parameters")
+    return _parameters_on_owner(module_rref, recurse)
+
+
+def _train_guarded(guard: MethodGuard, module_rref: ModuleReference, mode: bool) -> None:
+    guard.check_method(module_rref.local_value(), "train")
+    _train_on_owner(module_rref, mode)
+
+
+@guarded_by(_call_guarded)
 def _call_on_owner(
     module_rref: ModuleReference, device: str, to_cpu: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -313,10 +332,12 @@ def _call_on_owner(
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, result) if to_cpu else result
 
 
+@guarded_by(_parameters_guarded)
 def _parameters_on_owner(module_rref: ModuleReference, recurse: bool) -> list[RRef[nn.Parameter]]:
     return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
 
 
+@guarded_by(_train_guarded)
 def _train_on_owner(module_rref: ModuleReference, mode: bool) -> None:
     module_rref.local_value().train(mode)
 
@@ -333,9 +354,12 @@ def _reduce(module: RemoteModule) -> tuple[Any, ...]:
     return _receive, (module.training, *(getattr(module, name) for name in SENT_ATTRIBUTES))
 
 
+@message_value
 def _receive(training: bool, *values: Any) -> RemoteModule:
     module = _empty()
     vars(module).update(zip(SENT_ATTRIBUTES, values, strict=True), training=training)
+    if not isinstance(module.module_rref, RRef):
+        raise TypeError(f"malformed RemoteModule: its reference is a {type(module.module_rref).__name__}")
     module.is_device_map_set = bool(_device_map(module.module_rref))  # in the options of this worker
     # In torch, a received RemoteModule has forward and forward_async in its __dict__; programs look for them
     # there.

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ..autograd import get_gradients
+from ..rpc.contracts.exposure import expose
 from ..rref import RRef
 from ..rref.api import call_with_values
 from .local_optimizer import check_leaves
@@ -119,6 +120,7 @@ def _scale_gradients(parameters: Sequence[Parameter], context_id: int, scale: to
 # The functions below run on the owners of the parameters.
 
 
+@expose
 def _norms_on_owner(
     leaves: Sequence[torch.Tensor], labels: Sequence[str], context_id: int, norm_type: float
 ) -> tuple[list[int], torch.Tensor]:
@@ -133,6 +135,7 @@ def _norms_on_owner(
     return list(norms), torch.stack(list(norms.values())) if norms else torch.empty(0)
 
 
+@expose
 def _scale_on_owner(leaves: Sequence[torch.Tensor], context_id: int, scale: torch.Tensor) -> None:
     gradients = get_gradients(context_id)
     for leaf in leaves:

@@ -10,6 +10,7 @@ import torch
 
 from ..autograd import get_gradients
 from ..rpc.contracts.agent import current_agent
+from ..rpc.contracts.exposure import expose, message_value
 from .parameter_groups import Options, ParameterGroup, options_of
 
 __all__ = ["LocalOptimizer", "OptimizerDescription", "ParameterState", "check_leaves"]
@@ -21,6 +22,7 @@ _step_lock = threading.Lock()
 """Serializes the steps of all optimizers on this worker: those of several trainers may share parameters."""
 
 
+@message_value
 @final
 @dataclass(frozen=True, slots=True)
 class OptimizerDescription:
@@ -36,6 +38,7 @@ class OptimizerDescription:
     shapes: Sequence[tuple[int, ...]]
 
 
+@expose
 @final
 class LocalOptimizer:
     """A torch optimizer over the parameters of one owner.

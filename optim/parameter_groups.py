@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 
+from ..rpc.contracts.exposure import message_value
 from ..rpc.contracts.worker import WorkerInfo
 from ..rref import RRef
 
@@ -25,6 +26,7 @@ Options = dict[str, Any]
 """The options of a parameter group by name, such as "lr": a group of torch without its "params"."""
 
 
+@message_value
 @final
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -37,6 +39,7 @@ class Parameter:
     rref: RRef[torch.Tensor]
 
 
+@message_value
 @final
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:

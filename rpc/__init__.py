@@ -25,6 +25,7 @@ from .backend_registry import (
 from .calls import broadcast_call, rpc_async, rpc_sync
 from .collectives.api import AllGatherStates, all_gather, barrier
 from .contracts.agent import RpcAgent, is_initialized
+from .contracts.exposure import expose
 from .contracts.options import (
     AllGatherOptions,
     BroadcastOptions,
@@ -33,6 +34,7 @@ from .contracts.options import (
     FlowControlOptions,
     RpcBackendOptions,
 )
+from .contracts.policy import Policy
 from .contracts.worker import WorkerInfo
 from .contracts.worker_events import WorkerEventHandle, WorkerJoined, WorkerLeft
 from .execution.futures import Future
@@ -55,6 +57,7 @@ __all__ = [
     "CudaOptions",
     "FlowControlOptions",
     "Future",
+    "Policy",
     "RRef",
     "RpcAgent",
     "RpcBackendOptions",
@@ -71,6 +74,7 @@ __all__ = [
     "broadcast_call",
     "construct_rpc_backend_options",
     "debug_info",
+    "expose",
     "fault_injection",
     "functions",
     "get_rpc_timeout",

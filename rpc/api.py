@@ -87,6 +87,8 @@ def init_rpc(
     kind, options = _choose_backend(backend, rpc_backend_options)
     check_worker_name(name)
     check_consent(options)
+    if (credentials := options.find_credentials()) is not None:
+        credentials.identity(name)  # raises at once if they are not valid
     with _init_lock, ExitStack() as opened:
         if (running := holder.get()) is not None:
             raise RpcError(f"RPC is already initialized: this process is worker {running.info.name!r}")
@@ -97,6 +99,7 @@ def init_rpc(
             store=store,
             timeout=options.init_timeout,
             insecure=options.insecure,
+            credentials=credentials,
             dynamic=True,
             name=name,
             kind=GroupKind("rpc", options.CONSENT),

@@ -14,6 +14,7 @@ from ..c10d.registration import GroupKind, Registration
 from ..c10d.start_barrier import StartBarrier
 from ..c10d.stores.prefix import PrefixStore
 from ..c10d.torch_types import TorchStore
+from ..c10d.user_sockets import UNIX_SCHEME, SocketDirectory, is_listening
 from ..c10d.waiting import wait_with_warnings
 from ..errors import LossCause, RendezvousError, WorkerLostError
 from .agent.grpc_agent import GrpcAgent
@@ -22,7 +23,7 @@ from .contracts.messages import MessageType, Request
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
 from .execution.futures import Future
-from .membership.addresses import choose_address, unreachable_members
+from .membership.addresses import ListenAddress, choose_address, find_directory, unreachable_members
 from .membership.device_maps import check_device_maps, device_maps_as_text
 from .membership.members import Member, exchange_members, introduce
 from .membership.roster import RosterLog
@@ -78,25 +79,28 @@ def _join_static(
     deadline = time.monotonic() + options.init_timeout
     barrier = StartBarrier(store, registration, GroupKind("rpc", options.CONSENT))
     barrier.register()
-    group, networks = introduce(barrier, options.init_timeout)
+    with _report_failure(barrier):
+        directory = find_directory(options)
+    group, places = introduce(barrier, _identity(directory), options.init_timeout)
     agent = make_agent(WorkerInfo(registration.name, registration.rank), options, group)
     with _shut_down_on_error(agent):
-        try:
-            address = agent.listen(choose_address(options, store, networks))
-        except Exception as error:
-            barrier.report_failure(f"{registration} cannot start: {error}")
-            raise
+        with _report_failure(barrier):
+            where = choose_address(options, store, directory, places)
+            address = agent.listen(where)
         me = Member(
             agent.info,
             address,
-            network=networks[registration.rank],
+            network=places[registration.rank][0],
             process=registration.description,
             device_maps=device_maps_as_text(options.device_maps),
+            directory=_identity(where.directory),
         )
         left = max(0.0, deadline - time.monotonic())
         members = exchange_members(barrier, me, partial(unreachable_members, consent=options.CONSENT), left)
         check_device_maps(members, members)
-        agent.open(members, PrefixStore(f"rpc/{group}", store))
+        group_store = PrefixStore(f"rpc/{group}", store)
+        group_store.credentials = options.find_credentials()  # for the process groups of the workers
+        agent.open(members, group_store)
     return agent
 
 
@@ -109,15 +113,16 @@ def _join_dynamic(
     takes them, another agent is made.
     """
     deadline = time.monotonic() + options.init_timeout
+    where = choose_address(options, store, find_directory(options), None)
     group = store.compare_set("rpc/dynamic/group", "", uuid.uuid4().hex).decode()
     log = RosterLog(store)
     while True:
         log.catch_up()
-        _remove_dead_namesake(log, name)
+        _remove_dead_namesake(log, name, where)
         epoch = log.epoch
         agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
         with _shut_down_on_error(agent):
-            me = _listen_as_member(agent, log, store, options)
+            me = _listen_as_member(agent, log, where, options)
             if _append_join(log, me, rank, epoch):
                 agent.open(log.members())
                 _greet(agent, log, deadline, options.init_timeout)
@@ -134,26 +139,42 @@ def _shut_down_on_error(agent: GrpcAgent) -> Iterator[None]:
         raise
 
 
-def _remove_dead_namesake(log: RosterLog, name: str) -> None:
+@contextmanager
+def _report_failure(barrier: StartBarrier) -> Iterator[None]:
+    """Tells the other members of an error with which this one cannot start."""
+    try:
+        yield
+    except Exception as error:
+        barrier.report_failure(f"{barrier.registration} cannot start: {error}")
+        raise
+
+
+def _identity(directory: SocketDirectory | None) -> str:
+    return directory.identity if directory is not None else ""
+
+
+def _remove_dead_namesake(log: RosterLog, name: str, where: ListenAddress) -> None:
     """Removes the member of this name from the group if it is dead, such as this worker before a restart."""
     namesake = log.find(name)
-    if namesake is not None and _is_dead(namesake):
+    if namesake is not None and _is_dead(namesake, where):
         log.leave(namesake.info.id)
 
 
-def _listen_as_member(agent: GrpcAgent, log: RosterLog, store: TorchStore, options: RpcBackendOptions) -> Member:
+def _listen_as_member(
+    agent: GrpcAgent, log: RosterLog, where: ListenAddress, options: RpcBackendOptions
+) -> Member:
     """Has the agent listen, and checks it against the current members. Returns the member.
 
     Raises:
         RendezvousError: this worker and the current members cannot reach each other.
         DeviceMapError: its device maps name devices that a member lacks.
     """
-    address = agent.listen(choose_address(options, store, None))
     me = Member(
         agent.info,
-        address,
+        agent.listen(where),
         process=Registration(rank=agent.info.id, world_size=-1).description,
         device_maps=device_maps_as_text(options.device_maps),
+        directory=_identity(where.directory),
     )
     members = [*log.members(), me]
     if problem := unreachable_members(members, options.CONSENT):
@@ -177,14 +198,18 @@ def _append_join(log: RosterLog, me: Member, rank: int, epoch: int) -> bool:
     return True
 
 
-def _is_dead(member: Member) -> bool:
+def _is_dead(member: Member, where: ListenAddress) -> bool:
     """Returns whether a member is known to be dead, because nothing listens at its address any more."""
-    if is_local(member.host) and member.network != network_id():
-        return False  # on another host, where the loopback address means that host
-    port = member.address.rpartition(":")[2]
+    is_here = member.network == network_id() and member.directory == _identity(where.directory)
+    if not is_here and (member.has_unix_socket or is_local(member.host)):
+        return False  # elsewhere, where its address means something else
     try:
+        target = where.reach(member.address)
+        if member.has_unix_socket:
+            return not is_listening(target.removeprefix(UNIX_SCHEME))
+        port = member.address.rpartition(":")[2]
         socket.create_connection((member.host, int(port)), PROBE_TIMEOUT_S).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, FileNotFoundError):
         return True
     except OSError:
         return False  # it may live, and just be unreachable from here

@@ -19,6 +19,7 @@ docs/rref.md draws the states of a fork.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,19 +27,12 @@ from typing import Any, final
 
 import torch
 
-from ..errors import RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
+from ..errors import LimitReachedError, RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
 from ..proto.v1 import agent_pb2
 from ..rpc.calls import name_of
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.arguments import CALL_PARTS
-from ..rpc.contracts.messages import (
-    Handler,
-    Incoming,
-    LaterAnswer,
-    MessageType,
-    Outgoing,
-    Request,
-)
+from ..rpc.contracts.messages import Handler, Incoming, LaterAnswer, MessageType, Outgoing, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.futures import Future, error_of
@@ -57,6 +51,9 @@ MIN_WAITING_TIMEOUT_S = 1.0
 MIN_WAITING_CALLS = 1024
 """The smallest bound of calls in flight with which such answers wait: until then, their calls are in flight."""
 
+MAX_ACCEPTING = 1 << 18
+"""References that one worker has sent, and of which it has not acknowledged that they are accepted."""
+
 
 @final
 class References(ReferenceExtension):
@@ -67,7 +64,7 @@ class References(ReferenceExtension):
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self.table = OwnerTable(agent.info.id)
+        self.table = OwnerTable(agent.info.id, agent.is_member)
         self.values = ValueServer(agent, self.table)
         self._ids = IdSource(agent.info.id)
         self._forks: set[Fork] = set()
@@ -75,6 +72,8 @@ class References(ReferenceExtension):
         self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
         """For each fork that this worker has made for another: its own handle, kept until the owner has confirmed
         the fork, and the id of the other worker."""
+        self._accepting: defaultdict[int, set[GlobalId]] = defaultdict(set)
+        """By sender, the forks that have arrived and of which it has not acknowledged that they are accepted."""
         self._fork_deleted = threading.Condition()
         """Notified when the owner of a dropped fork has removed it."""
         self._creating: set[GlobalId] = set()
@@ -145,12 +144,12 @@ class References(ReferenceExtension):
         def on_done(done: torch.futures.Future[Any]) -> None:
             if (error := error_of(done)) is not None:
                 entry.fail(error)
-            self.table.remove_fork(identifier, fork_id)
+            self.table.remove_fork(identifier, fork_id, self.agent.info.id)
 
         try:
             creation = self._request_creation(self.agent.info, identifier, fork_id, call, timeout)
         except BaseException:
-            self.table.remove_fork(identifier, fork_id)
+            self.table.remove_fork(identifier, fork_id, self.agent.info.id)
             raise
         creation.add_done_callback(on_done)
         return OwnerHandle(self.agent, entry, creation)
@@ -219,7 +218,7 @@ class References(ReferenceExtension):
         for reference in message.envelope.references:
             fork = GlobalId.from_proto(reference.fork)
             if self._children.pop(fork, None) is None:
-                self.table.remove_fork(GlobalId.from_proto(reference.reference), fork)
+                self.table.remove_fork(GlobalId.from_proto(reference.reference), fork, message.destination.id)
 
     def on_receive(self, message: Incoming) -> None:
         """Accepts the forks of a message, whether or not it can be unpickled afterwards."""
@@ -247,15 +246,22 @@ class References(ReferenceExtension):
 
     def _accept(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
         identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
+        if fork_id.worker != sender.id:
+            raise ValueError(f"malformed reference {identifier}: {sender.name!r} did not make fork {fork_id}")
         owner = self.agent.worker(reference.owner)
+        accepting = self._accepting[sender.id]
+        if fork_id in accepting or len(accepting) >= MAX_ACCEPTING:
+            problem = f"malformed reference {identifier}: fork {fork_id} is one too many"
+            raise LimitReachedError(problem, f"MAX_ACCEPTING={MAX_ACCEPTING}")
         if owner == self.agent.info:
             return self._accept_as_owner(sender, identifier, fork_id)
         fork = Fork(identifier, fork_id, owner, is_confirmed=sender == owner)
         if not fork.is_confirmed:
+            accepting.add(fork_id)
 
             def on_registered(error: Exception | None) -> None:
                 self._confirm(fork, error)
-                self.agent.control.send(sender, "rref.accept", tuple(fork_id), urgent=False)
+                self._tell_accepted(sender, fork_id)
 
             payload = (tuple(identifier), tuple(fork_id))
             self.agent.control.send(owner, "rref.fork", payload, on_registered, urgent=False)
@@ -269,10 +275,16 @@ class References(ReferenceExtension):
             entry = OwnedValue(identifier)
             entry.fail(error)
         if sender == self.agent.info:
-            self.table.remove_fork(identifier, fork_id)
+            self.table.remove_fork(identifier, fork_id, sender.id)
         else:
-            self.agent.control.send(sender, "rref.accept", tuple(fork_id), urgent=False)
+            self._tell_accepted(sender, fork_id)
         return OwnerHandle(self.agent, entry)
+
+    def _tell_accepted(self, sender: WorkerInfo, fork: GlobalId) -> None:
+        accepting = self._accepting[sender.id]
+        accepting.add(fork)
+        done = lambda _error: accepting.discard(fork)  # noqa: E731
+        self.agent.control.send(sender, "rref.accept", tuple(fork), done, urgent=False)
 
     # The life of a fork, on any thread.
 
@@ -318,18 +330,23 @@ class References(ReferenceExtension):
 
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
         identifier, fork = payload
-        self.values.ask_creator(self.table.add_fork(GlobalId(*identifier), GlobalId(*fork), sender.id))
+        value, fork_id = GlobalId.from_payload(identifier), GlobalId.from_payload(fork)
+        self.values.ask_creator(self.table.add_fork(value, fork_id, sender.id))
 
     def _on_await(self, sender: WorkerInfo, payload: Any) -> None:
-        if GlobalId(*payload) not in self._creating:
-            raise RRefError(f"reference {GlobalId(*payload)} is gone: {sender.name!r} has deleted the value")
+        if (identifier := GlobalId.from_payload(payload)) not in self._creating:
+            raise RRefError(f"reference {identifier} is gone: {sender.name!r} has deleted the value")
 
-    def _on_delete(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
+    def _on_delete(self, sender: WorkerInfo, payload: Any) -> None:
         identifier, fork = payload
-        self.table.remove_fork(GlobalId(*identifier), GlobalId(*fork))
+        self.table.remove_fork(GlobalId.from_payload(identifier), GlobalId.from_payload(fork), sender.id)
 
-    def _on_accept(self, sender: WorkerInfo, payload: Any) -> None:  # noqa: ARG002
-        self._children.pop(GlobalId(*payload), None)
+    def _on_accept(self, sender: WorkerInfo, payload: Any) -> None:
+        fork = GlobalId.from_payload(payload)
+        _, destination = self._children.get(fork, (None, sender.id))
+        if destination != sender.id:
+            raise RRefError(f"fork {fork} was not made for {sender.name!r}")
+        self._children.pop(fork, None)
 
     # The agent.
 
@@ -354,7 +371,7 @@ class References(ReferenceExtension):
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Removes the forks of a lost worker, and what is kept until it has accepted others."""
         self.table.remove_worker(worker.id, end.reason)
-        for fork, (_, destination) in list(self._children.items()):
+        for fork, (_, destination) in self._children.copy().items():
             if destination == worker.id:
                 self._children.pop(fork, None)
 

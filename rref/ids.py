@@ -1,6 +1,7 @@
 """Ids of references and forks, unique among all workers."""
 
 import itertools
+import reprlib
 from typing import NamedTuple, final
 
 from ..proto.v1 import agent_pb2
@@ -20,6 +21,13 @@ class GlobalId(NamedTuple):
     def to_proto(self) -> agent_pb2.GlobalId:
         """Returns the id as a protobuf message."""
         return agent_pb2.GlobalId(worker_id=self.worker, number=self.number)
+
+    @classmethod
+    def from_payload(cls, payload: object) -> "GlobalId":
+        """Returns the id that another worker has sent as a tuple. Raises ValueError if it is none."""
+        if isinstance(payload, tuple) and len(payload) == 2 and all(type(each) is int for each in payload):
+            return cls(*payload)
+        raise ValueError(f"malformed id: {reprlib.repr(payload)}")
 
     @classmethod
     def from_proto(cls, message: agent_pb2.GlobalId) -> "GlobalId":

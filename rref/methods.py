@@ -8,6 +8,7 @@ from ..rpc.call_handler import run_function
 from ..rpc.calls import send_call
 from ..rpc.contracts.agent import Destination, current_agent
 from ..rpc.contracts.arguments import check_call, check_timeout
+from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by
 from ..rpc.execution.futures import Future
 from ..rpc.profiling.extension import RPCExecMode, profiled_call
 from ..torch_internals import profiler_enabled
@@ -102,20 +103,44 @@ def _request(
     )
 
 
-# On the owner.
+# On the owner. Under a policy that does not accept anything, the functions that end in `_guarded` run in place of
+# those that they guard.
 
 
+def _call_method_guarded(
+    guard: MethodGuard, rref: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    value = rref.local_value()
+    guard.check_method(value, name)
+    return _run_method(value, name, args, kwargs)
+
+
+@guarded_by(_call_method_guarded)
 def call_method(rref: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls a method of the value of a reference."""
     return _run_method(rref.local_value(), name, args, kwargs)
 
 
+def _call_method_by_id_guarded(
+    guard: MethodGuard,
+    identifier: tuple[int, int],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    value = _value(identifier)
+    guard.check_method(value, name)
+    return _run_method(value, name, args, kwargs)
+
+
+@guarded_by(_call_method_by_id_guarded)
 def _call_method_by_id(
     identifier: tuple[int, int], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     return _run_method(_value(identifier), name, args, kwargs)
 
 
+@expose
 def _call_with_values(
     identifiers: Sequence[tuple[int, int]], function: Callable[..., Any], args: Sequence[Any]
 ) -> Any:
@@ -129,10 +154,12 @@ def _run_method(value: Any, name: str, args: Sequence[Any], kwargs: Mapping[str,
     return run_function(method, args, kwargs)
 
 
+@expose
 def _rref_typeof_on_owner(identifier: tuple[int, int]) -> type:
     return type(_value(identifier))
 
 
+@expose
 def _confirm_creation(identifier: tuple[int, int]) -> None:
     """Sends what waits for other messages, the answer to the creation of a value included, once it has ended."""
     with contextlib.suppress(Exception):  # that of the function that was to make the value
@@ -140,12 +167,17 @@ def _confirm_creation(identifier: tuple[int, int]) -> None:
     current_agent().control.run(lambda: None)
 
 
+def _require_attribute_guarded(guard: MethodGuard, identifier: tuple[int, int], name: str) -> None:
+    value = _value(identifier)
+    guard.check_method(value, name)
+    getattr(value, name)
+
+
+@guarded_by(_require_attribute_guarded)
 def _require_attribute(identifier: tuple[int, int], name: str) -> None:
     getattr(_value(identifier), name)
 
 
 def _value(identifier: tuple[int, int]) -> Any:
     agent = current_agent()
-    entry = references_of(agent).entry(GlobalId(*identifier))
-    with agent.blocking():
-        return entry.wait(0)
+    return references_of(agent).entry(GlobalId(*identifier)).wait(0, agent.blocking)

@@ -6,14 +6,24 @@ An entry is kept as long as any worker has a fork of it; after that, only by the
 import contextlib
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
-from ..errors import RRefError
+from ..errors import LimitReachedError, RRefError
 from ..rpc.execution.kept_errors import copy_error, without_frames
 from .ids import GlobalId
 
 __all__ = ["OwnedValue", "OwnerTable", "ValueTimeoutError"]
+
+
+MAX_AWAITED = 1 << 16
+"""Values of one creator that may be named before they are created: by default, no more calls are in flight."""
+
+
+class _TooManyAwaitedError(LimitReachedError, RRefError):
+    """Too many values of one creator are named before they are created."""
 
 
 class ValueTimeoutError(Exception):
@@ -24,12 +34,14 @@ class ValueTimeoutError(Exception):
 class OwnedValue:
     """The entry of one value: it is pending, set, or failed."""
 
-    __slots__ = ("__weakref__", "_futures", "_outcomes", "forks", "id", "is_created")
+    __slots__ = ("__weakref__", "_futures", "_outcomes", "forks", "id", "is_asked_for", "is_created")
 
     def __init__(self, identifier: GlobalId) -> None:
         self.id = identifier
         self.is_created = False
         """Whether the creating message has arrived."""
+        self.is_asked_for = False
+        """Whether its creator is being asked whether that message will arrive."""
         self.forks: dict[GlobalId, int] = {}
         """The worker that holds each fork."""
         # The first item of each of these lists counts. So neither needs a lock.
@@ -81,18 +93,20 @@ class OwnedValue:
             else:
                 future.set_exception(error)
 
-    def wait(self, seconds: float) -> Any:
+    def wait(self, seconds: float, blocking: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
         """Waits for the value and returns it.
 
         Args:
             seconds: the timeout, 0 for none.
+            blocking: makes the context to wait in, if the value is not there: see `RpcAgent.blocking`.
 
         Raises:
             ValueTimeoutError: the value was not there in time.
             Exception: the error of the entry.
         """
         if self.outcome is None:
-            wait([self.future], seconds or None)
+            with blocking():
+                wait([self.future], seconds or None)
         if (outcome := self.outcome) is None:
             raise ValueTimeoutError
         value, error = outcome
@@ -105,9 +119,15 @@ class OwnedValue:
 class OwnerTable:
     """The entries of one worker. Safe to use from any thread."""
 
-    def __init__(self, worker: int) -> None:
-        """Args: worker: the id of this worker."""
+    def __init__(self, worker: int, is_member: Callable[[int], bool] = lambda _worker: True) -> None:
+        """Makes an empty table.
+
+        Args:
+            worker: the id of this worker.
+            is_member: returns whether a worker with this id is, or has been, in the group.
+        """
         self._worker = worker
+        self._is_member = is_member
         self._lock = threading.Lock()
         self._forked: dict[GlobalId, OwnedValue] = {}
         """Entries with forks."""
@@ -157,8 +177,15 @@ class OwnerTable:
             self._mark_created(entry)
 
     def begin_creation(self, identifier: GlobalId, fork: GlobalId, holder: int) -> OwnedValue:
-        """Notes that the creating message has arrived, and counts its fork. Otherwise as `add_fork`."""
+        """Notes that the creating message has arrived, and counts its fork.
+
+        Raises:
+            RRefError: it has arrived before, or as in `add_fork`.
+        """
         with self._lock:
+            known = self._forked.get(identifier) or self._held.get(identifier)
+            if known is not None and known.is_created:
+                raise RRefError(f"reference {identifier} is in use already")
             entry = self._add_fork(identifier, fork, holder, is_awaited=False)
             self._mark_created(entry)
             return entry
@@ -172,16 +199,22 @@ class OwnerTable:
             holder: the id of the worker that holds the fork.
 
         Raises:
-            RRefError: the holder is lost, or as in `get`.
+            RRefError: the holder is lost, another worker holds the fork, or as in `get`.
         """
         with self._lock:
             return self._add_fork(identifier, fork, holder)
 
-    def remove_fork(self, identifier: GlobalId, fork: GlobalId) -> None:
-        """Removes a fork. Does nothing if it was removed together with a lost holder."""
+    def remove_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> None:
+        """Removes a fork. Does nothing if it was removed together with a lost holder.
+
+        Raises:
+            RRefError: another worker holds the fork.
+        """
         with self._lock:
             entry = self._forked.get(identifier)  # lives to the end of this method: values may have finalizers
             if entry is not None and fork in entry.forks:
+                if entry.forks[fork] != holder:
+                    raise RRefError(f"fork {fork} of reference {identifier} belongs to another worker")
                 self._remove_fork(entry, fork)
 
     def fail_awaited(self, identifier: GlobalId, error: RRefError) -> bool:
@@ -237,7 +270,8 @@ class OwnerTable:
         if holder in self._lost:
             raise RRefError(f"the worker that holds fork {fork} is lost: {self._lost[holder]}")
         entry = self._get(identifier, is_awaited=is_awaited)
-        entry.forks[fork] = holder
+        if entry.forks.setdefault(fork, holder) != holder:
+            raise RRefError(f"fork {fork} of reference {identifier} belongs to another worker")
         self._forked[identifier] = entry
         return entry
 
@@ -254,10 +288,21 @@ class OwnerTable:
                 raise RRefError(
                     f"reference {identifier} is gone: its creator is lost ({self._lost[identifier.worker]})"
                 )
+            self._check_creator(identifier.worker)
             entry = OwnedValue(identifier)
             if is_awaited:
                 self._held[identifier] = self._awaited[identifier] = entry
         return entry
+
+    def _check_creator(self, worker: int) -> None:
+        """Raises RRefError if a value of this creator cannot be awaited."""
+        if not self._is_member(worker):
+            raise RRefError(f"there is no worker {worker} to create a reference")
+        if len(self._awaited) >= MAX_AWAITED and sum(i.worker == worker for i in self._awaited) >= MAX_AWAITED:
+            raise _TooManyAwaitedError(
+                f"too many references of worker {worker} are named before they are created",
+                f"MAX_AWAITED={MAX_AWAITED}",
+            )
 
     def _remove_fork(self, entry: OwnedValue, fork: GlobalId) -> None:
         del entry.forks[fork]

@@ -245,7 +245,9 @@ class RRef(Generic[T_co]):
         self, timeout: float, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> "RRef[Any]":
         # A missing attribute is an error now, not when the result is fetched.
-        if not hasattr(self._get_type(timeout), name):
+        policy = self._handle.agent.options.policy.of(self.owner_name())
+        # A class can be sent to this worker only if it accepts anything, or the class is exposed here, too.
+        if policy.accepts != "anything" or not hasattr(self._get_type(timeout), name):
             check_attribute(self._handle, name, timeout)
         return RRef._of(create_value(self.owner(), call_method, (self, name, args, kwargs), None, timeout))
 
@@ -272,8 +274,7 @@ class RRef(Generic[T_co]):
 
     def _wait(self, handle: OwnerHandle, seconds: float) -> T_co:
         try:
-            with handle.agent.blocking():
-                value: T_co = handle.entry.wait(seconds)
+            value: T_co = handle.entry.wait(seconds, handle.agent.blocking)
         except ValueTimeoutError:
             raise _value_timeout(handle, seconds) from None
         return value

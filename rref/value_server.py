@@ -10,6 +10,7 @@ from ..errors import RemoteError, RRefError
 from ..rpc.call_handler import log_failure, run_function
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Deferred, Incoming, LaterAnswer, PiggybackedAnswer
+from ..rpc.execution.kept_errors import printable_text
 from ..rpc.profiling.extension import run_profiled
 from ..rpc.wire.failures import with_traceback_as_text
 from .ids import GlobalId
@@ -42,23 +43,32 @@ class ValueServer:
 
         If it is not, the entry fails. The question also makes this worker notice the loss of the creator.
         """
-        if entry.is_created or entry.id.worker == self._agent.info.id:
+        if entry.is_created or entry.is_asked_for or entry.id.worker == self._agent.info.id:
             return
+        entry.is_asked_for = True
         creator, identifier = self._agent.worker(entry.id.worker), entry.id
 
         def answered(error: Exception | None) -> None:
+            entry.is_asked_for = False
             # Mostly the creating message has arrived meanwhile, and the value has been deleted since.
             if isinstance(error, RRefError) and self._table.fail_awaited(identifier, error):
-                log.warning("a message names a value that will not be created: %s", error)
+                log.warning("a message names a value that will not be created: %s", printable_text(error))
 
         self._agent.control.send(creator, "rref.await", tuple(identifier), answered, expected=(RRefError,))
 
     def begin_creation(self, message: Incoming) -> OwnedValue:
-        """Returns the entry of the value that an arriving RREF_CREATE message is to make."""
-        created = message.envelope.created
+        """Returns the entry of the value that an arriving RREF_CREATE message is to make.
+
+        Raises:
+            ValueError: the ids in it are not the sender's.
+            RRefError: the value exists already.
+        """
+        created, source = message.envelope.created, message.source.id
         identifier, fork = GlobalId.from_proto(created.reference), GlobalId.from_proto(created.fork)
-        if message.source.id != self._agent.info.id:
-            return self._table.begin_creation(identifier, fork, message.source.id)
+        if not identifier.worker == fork.worker == source or created.owner != self._agent.info.id:
+            raise ValueError(f"malformed creation: {identifier} with fork {fork}, sent by worker {source}")
+        if source != self._agent.info.id:
+            return self._table.begin_creation(identifier, fork, source)
         entry = self._table.get(identifier)
         self._table.mark_created(entry)
         return entry
@@ -99,7 +109,7 @@ class ValueServer:
 
     def serve_fetch(self, message: Incoming) -> Any:
         """Answers with the value, once it is there: the handler of RREF_FETCH."""
-        entry = self.entry(GlobalId(*message.value))
+        entry = self.entry(GlobalId.from_payload(message.value))
         outcome = entry.outcome
         return Deferred(entry.future) if outcome is None or outcome[1] is not None else outcome[0]
 

@@ -281,6 +281,27 @@ class Hello(google.protobuf.message.Message):
 Global___Hello: typing_extensions.TypeAlias = Hello
 
 @typing.final
+class Opening(google.protobuf.message.Message):
+    """The first message of a stream, as its receiver parses it: Frame and Chunks with everything but the hello unknown."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: builtins.int
+    @property
+    def hello(self) -> Global___Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: Global___Hello | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["hello", b"hello"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["hello", b"hello"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Opening: typing_extensions.TypeAlias = Opening
+
+@typing.final
 class Welcome(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -593,6 +614,7 @@ class Envelope(google.protobuf.message.Message):
     STREAM_FIELD_NUMBER: builtins.int
     DEPTH_FIELD_NUMBER: builtins.int
     ANSWER_CAN_WAIT_FIELD_NUMBER: builtins.int
+    GRADIENTS_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the request's id; 0 if it has no answer"""
     type: Global___MessageType.ValueType
@@ -626,6 +648,10 @@ class Envelope(google.protobuf.message.Message):
 
     @property
     def stream(self) -> Global___StreamHeader: ...
+    @property
+    def gradients(self) -> Global___GradientsHeader:
+        """GRADIENTS: what they are for, so that it is known of those that cannot be read"""
+
     def __init__(
         self,
         *,
@@ -642,10 +668,11 @@ class Envelope(google.protobuf.message.Message):
         stream: Global___StreamHeader | None = ...,
         depth: builtins.int = ...,
         answer_can_wait: builtins.bool = ...,
+        gradients: Global___GradientsHeader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "profile", b"profile", "stream", b"stream"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "gradients", b"gradients", "profile", b"profile", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "id", b"id", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope
@@ -1112,6 +1139,38 @@ class AutogradHeader(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___AutogradHeader: typing_extensions.TypeAlias = AutogradHeader
+
+@typing.final
+class GradientsHeader(google.protobuf.message.Message):
+    """Gradients of the tensors of one message of the receiver, in one backward pass. The body is a list, with an item for each
+    tensor.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_ID_FIELD_NUMBER: builtins.int
+    MESSAGE_ID_FIELD_NUMBER: builtins.int
+    CALLER_FIELD_NUMBER: builtins.int
+    PASS_NUMBER_FIELD_NUMBER: builtins.int
+    context_id: builtins.int
+    message_id: builtins.int
+    """counts the receiver's messages in this context: see AutogradHeader"""
+    caller: builtins.int
+    """the worker whose program called backward"""
+    pass_number: builtins.int
+    """counts the passes of that worker"""
+    def __init__(
+        self,
+        *,
+        context_id: builtins.int = ...,
+        message_id: builtins.int = ...,
+        caller: builtins.int = ...,
+        pass_number: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["caller", b"caller", "context_id", b"context_id", "message_id", b"message_id", "pass_number", b"pass_number"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GradientsHeader: typing_extensions.TypeAlias = GradientsHeader
 
 @typing.final
 class WorkerSends(google.protobuf.message.Message):

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gradwire/v1/store.proto\x12\x0bgradwire.v1\"w\n\tOperation\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.gradwire.v1.OperationKind\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x0e\n\x06values\x18\x03 \x03(\x0c\x12\x0e\n\x06\x61mount\x18\x04 \x01(\x03\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x04\"W\n\x07Outcome\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0c\n\x04keys\x18\x03 \x03(\t\x12\x0f\n\x07missing\x18\x04 \x03(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t*\xed\x01\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x07\n\x03SET\x10\x01\x12\x07\n\x03GET\x10\x02\x12\x07\n\x03\x41\x44\x44\x10\x03\x12\n\n\x06\x41PPEND\x10\x04\x12\x0f\n\x0b\x43OMPARE_SET\x10\x05\x12\x08\n\x04WAIT\x10\x06\x12\t\n\x05\x43HECK\x10\x07\x12\n\n\x06\x44\x45LETE\x10\x08\x12\x0e\n\nCOUNT_KEYS\x10\t\x12\r\n\tLIST_KEYS\x10\n\x12\x0e\n\nQUEUE_PUSH\x10\x0b\x12\r\n\tQUEUE_POP\x10\x0c\x12\x10\n\x0cQUEUE_LENGTH\x10\r\x12\x08\n\x04JOIN\x10\x0e\x12\t\n\x05LEAVE\x10\x0f\x32@\n\x05Store\x12\x37\n\x07\x45xecute\x12\x16.gradwire.v1.Operation\x1a\x14.gradwire.v1.Outcomeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gradwire/v1/store.proto\x12\x0bgradwire.v1\"\xc2\x01\n\tOperation\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.gradwire.v1.OperationKind\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x0e\n\x06values\x18\x03 \x03(\x0c\x12\x0e\n\x06\x61mount\x18\x04 \x01(\x03\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x04\x12\x0e\n\x06\x63lient\x18\x06 \x01(\x04\x12\x0e\n\x06number\x18\x07 \x01(\x04\x12\x1a\n\x12\x61\x63knowledged_below\x18\x08 \x01(\x04\x12\r\n\x05store\x18\t \x01(\x0c\"f\n\x07Outcome\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x0c\n\x04keys\x18\x03 \x03(\t\x12\x0f\n\x07missing\x18\x04 \x03(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\r\n\x05store\x18\x06 \x01(\x0c*\x9b\x02\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x07\n\x03SET\x10\x01\x12\x07\n\x03GET\x10\x02\x12\x07\n\x03\x41\x44\x44\x10\x03\x12\n\n\x06\x41PPEND\x10\x04\x12\x0f\n\x0b\x43OMPARE_SET\x10\x05\x12\x08\n\x04WAIT\x10\x06\x12\t\n\x05\x43HECK\x10\x07\x12\n\n\x06\x44\x45LETE\x10\x08\x12\x0e\n\nCOUNT_KEYS\x10\t\x12\r\n\tLIST_KEYS\x10\n\x12\x0e\n\nQUEUE_PUSH\x10\x0b\x12\r\n\tQUEUE_POP\x10\x0c\x12\x10\n\x0cQUEUE_LENGTH\x10\r\x12\x08\n\x04JOIN\x10\x0e\x12\t\n\x05LEAVE\x10\x0f\x12\x10\n\x0cQUEUE_REMOVE\x10\x10\x12\x0c\n\x08REMEMBER\x10\x11\x12\x0c\n\x08IDENTIFY\x10\x12\x32y\n\x05Store\x12\x37\n\x07\x45xecute\x12\x16.gradwire.v1.Operation\x1a\x14.gradwire.v1.Outcome\x12\x37\n\x03Pop\x12\x16.gradwire.v1.Operation\x1a\x14.gradwire.v1.Outcome(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gradwire.v1.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPERATIONKIND']._serialized_start=251
-  _globals['_OPERATIONKIND']._serialized_end=488
-  _globals['_OPERATION']._serialized_start=40
-  _globals['_OPERATION']._serialized_end=159
-  _globals['_OUTCOME']._serialized_start=161
-  _globals['_OUTCOME']._serialized_end=248
-  _globals['_STORE']._serialized_start=490
-  _globals['_STORE']._serialized_end=554
+  _globals['_OPERATIONKIND']._serialized_start=342
+  _globals['_OPERATIONKIND']._serialized_end=625
+  _globals['_OPERATION']._serialized_start=41
+  _globals['_OPERATION']._serialized_end=235
+  _globals['_OUTCOME']._serialized_start=237
+  _globals['_OUTCOME']._serialized_end=339
+  _globals['_STORE']._serialized_start=627
+  _globals['_STORE']._serialized_end=748
 # @@protoc_insertion_point(module_scope)

@@ -58,6 +58,14 @@ class _OperationKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """a process opens the store; returns how many have opened it so far"""
     LEAVE: _OperationKind.ValueType  # 15
     """a process closes the store; returns how many still have it open"""
+    QUEUE_REMOVE: _OperationKind.ValueType  # 16
+    """In the log of a store that can be started again only:
+    keys[0], values[0]: a client has taken this item from a queue
+    """
+    REMEMBER: _OperationKind.ValueType  # 17
+    """client, number, values, amount: an operation that has been done, and the values and number it had"""
+    IDENTIFY: _OperationKind.ValueType  # 18
+    """values[0]: the identity of the store"""
 
 class OperationKind(_OperationKind, metaclass=_OperationKindEnumTypeWrapper): ...
 
@@ -90,6 +98,14 @@ JOIN: OperationKind.ValueType  # 14
 """a process opens the store; returns how many have opened it so far"""
 LEAVE: OperationKind.ValueType  # 15
 """a process closes the store; returns how many still have it open"""
+QUEUE_REMOVE: OperationKind.ValueType  # 16
+"""In the log of a store that can be started again only:
+keys[0], values[0]: a client has taken this item from a queue
+"""
+REMEMBER: OperationKind.ValueType  # 17
+"""client, number, values, amount: an operation that has been done, and the values and number it had"""
+IDENTIFY: OperationKind.ValueType  # 18
+"""values[0]: the identity of the store"""
 Global___OperationKind: typing_extensions.TypeAlias = OperationKind
 
 @typing.final
@@ -101,10 +117,24 @@ class Operation(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     AMOUNT_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    CLIENT_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    ACKNOWLEDGED_BELOW_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
     kind: Global___OperationKind.ValueType
     amount: builtins.int
     timeout_ms: builtins.int
     """The longest wait for keys or items; 0 does not wait."""
+    client: builtins.int
+    """A client of a store that can be started again sends an operation once more if the connection was lost. The store
+    does it once: a client numbers its operations.
+    a random number; 0 if the operation is not sent again
+    """
+    number: builtins.int
+    acknowledged_below: builtins.int
+    """the client has the outcomes of all of its operations with lower numbers"""
+    store: builtins.bytes
+    """the identity that JOIN has returned"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -117,8 +147,12 @@ class Operation(google.protobuf.message.Message):
         values: collections.abc.Iterable[builtins.bytes] | None = ...,
         amount: builtins.int = ...,
         timeout_ms: builtins.int = ...,
+        client: builtins.int = ...,
+        number: builtins.int = ...,
+        acknowledged_below: builtins.int = ...,
+        store: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["amount", b"amount", "keys", b"keys", "kind", b"kind", "timeout_ms", b"timeout_ms", "values", b"values"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_below", b"acknowledged_below", "amount", b"amount", "client", b"client", "keys", b"keys", "kind", b"kind", "number", b"number", "store", b"store", "timeout_ms", b"timeout_ms", "values", b"values"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Operation: typing_extensions.TypeAlias = Operation
@@ -132,10 +166,13 @@ class Outcome(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
     number: builtins.int
     """a sum, a count, or 1 for true"""
     error: builtins.str
     """why the operation was rejected, such as ADD to a value that is not a number"""
+    store: builtins.bytes
+    """JOIN: the identity of a store that can be started again; empty for others"""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @property
@@ -154,8 +191,9 @@ class Outcome(google.protobuf.message.Message):
         keys: collections.abc.Iterable[builtins.str] | None = ...,
         missing: collections.abc.Iterable[builtins.str] | None = ...,
         error: builtins.str = ...,
+        store: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["error", b"error", "keys", b"keys", "missing", b"missing", "number", b"number", "values", b"values"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["error", b"error", "keys", b"keys", "missing", b"missing", "number", b"number", "store", b"store", "values", b"values"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Outcome: typing_extensions.TypeAlias = Outcome

@@ -24,6 +24,7 @@ from ..wire.tensors import bytes_of
 from .codec import Codec
 from .extensions import Extensions
 from .factories import DeadlinesFactory
+from .finalizer_calls import FinalizerCalls
 from .flow_control import FlowControl, Waiter
 from .network import Network
 from .pending import PendingRequest, PendingRequests
@@ -74,6 +75,7 @@ class Client:
         self._calls = calls
         self._flow_control = flow_control
         self._nesting = flow_control.nesting
+        self._finalizer_calls = FinalizerCalls(executor, network.call_soon)
         self._ids = itertools.count(1)
         self._deadlines: Deadlines = make_deadlines(
             self._expire, requests.pending.__contains__, requests.pending.__len__, f"gradwire-deadlines-{name}"
@@ -89,6 +91,10 @@ class Client:
             request: what to send.
             timeout: seconds, 0 for none.
         """
+        if self._finalizer_calls.is_collecting_here():
+            send = partial(self.send, worker, request, timeout)
+            operation = self._extensions.handlers[request.kind].operation
+            return self._finalizer_calls.send(send, worker.name, operation)
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack(request.value, request.label, worker, device_map)
         return self.send_packed(worker, request, timeout, packed, packed.tensors, device_map)
@@ -271,6 +277,7 @@ class Client:
 
     def fail_all(self, error: Exception) -> None:
         """Fails all requests that are pending, and those that are sent from now on."""
+        self._finalizer_calls.close()
         for identifier in list(self._requests.pending):
             self._requests.fail(self._requests.take(identifier), error)
         self._flow_control.close()  # last: those that wait have failed, so they are not sent

@@ -1,14 +1,15 @@
 """Values to messages and back."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
 import torch
 
-from ...errors import SerializationError
+from ...errors import LimitReachedError, RemoteError, SerializationError
 from ...proto.v1 import agent_pb2
+from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
 from ..contracts.device_payloads import DeviceBuffer
@@ -16,10 +17,13 @@ from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import CONTROL, Buffer, Incoming, Outgoing
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
+from ..execution.kept_errors import printable_text
 from ..wire.device_maps import device_map_of_answer
+from ..wire.failures import decode_failure
 from ..wire.flat_pickle import can_flatten, flatten, unflatten
 from ..wire.pickling import Packed, Packer
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
+from ..wire.value_readers import make_reader
 from . import control as control_messages
 from .control import RetryingControlMessages
 from .extensions import Extensions
@@ -58,6 +62,8 @@ class Codec:
         self._me = me
         self._options = options
         self._packer = packer
+        self._audit = network.audit
+        self._reader = make_reader(me, options.policy, self._audit)
         self._extensions = extensions
         self._network = network
         self._control = control
@@ -118,10 +124,10 @@ class Codec:
         packed = self.pack(value, label, worker, self.device_map(worker))
         return flatten(packed) if can_flatten(packed) else None
 
-    def unflatten(self, data: bytes | bytearray) -> Any:
-        """Returns the value that was flattened. Raises what `unpack` raises."""
-        body, tensors = unflatten(data)
-        return self.unpack(Incoming(self._me, agent_pb2.Envelope(), body, tensors))
+    def unflatten(self, data: bytes | bytearray, worker: WorkerInfo) -> Any:
+        """Returns the value that a worker has flattened. Raises what `unpack` raises."""
+        body, tensors = unflatten(data, partial(self._reader.load, worker))
+        return self.unpack(Incoming(worker, agent_pb2.Envelope(), body, tensors))
 
     def send(self, message: Outgoing, broadcast: Broadcast | None = None) -> None:
         """Sends a message. If that fails, the extensions undo what they have noted of it.
@@ -249,6 +255,7 @@ class Codec:
             tensors = decode_tensors(envelope.tensors, get, self._devices)
             body = body_of(envelope, get)
         except Exception as error:
+            self.record_refusal(source, error)
             self._extensions.on_decode_error(source, envelope, error)
             raise
         self.traffic.received(nbytes)
@@ -258,13 +265,35 @@ class Codec:
         return message
 
     def unpack(self, message: Incoming) -> Any:
-        """Returns the value of a message. Raises SerializationError, or what unpickling raises."""
+        """Returns the value of a message. Raises SerializationError, PolicyError, or what unpickling raises."""
         try:
-            return self._packer.unpack(message.body, message.tensors, message.references)
+            return self._reader.read(message)
         except (AttributeError, ImportError) as error:
             raise SerializationError(
                 "the message",
-                f"worker {self._me.name!r} cannot find what it names: {type(error).__name__}: {error}. "
-                "RPC pickler does not serialize functions and classes, it names them: define them at the top "
-                "level of a module that both workers can import",
+                f"worker {self._me.name!r} cannot find what it names: {type(error).__name__}: "
+                f"{printable_text(error)}. RPC pickler does not serialize functions and classes, it names them: "
+                "define them at the top level of a module that both workers can import",
             ) from error
+
+    def decode_failure(self, worker: WorkerInfo, failure: Buffer) -> Exception:
+        """Returns the exception that a worker has encoded by `encode_failure`, or its text."""
+        return decode_failure(failure, worker.name, partial(self._reader.load, worker))
+
+    def record_refusal(self, source: WorkerInfo, error: BaseException) -> None:
+        """Records in the audit log why a message of a worker is refused: it is malformed, or exceeds a limit.
+
+        Args:
+            source: the worker.
+            error: why; ignored if it is of another kind.
+        """
+        if isinstance(error, LimitReachedError):
+            if not isinstance(error.__cause__, RemoteError):  # else it is a limit of another worker
+                self._audit.limit("messages", error.limit, error, worker=source.name)
+        elif isinstance(error, ValueError) and not isinstance(error, PayloadLostError):
+            self._audit.deny("messages", error, worker=source.name)
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many messages the policy has refused, by the name of their sender."""
+        return self._reader.refused

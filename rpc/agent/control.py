@@ -24,12 +24,14 @@ from typing import Any, final
 
 import torch
 
+from ...c10d.security import printable
 from ...errors import (
     AnswerFailedError,
+    LimitReachedError,
     NotInitializedError,
+    RpcError,
     RpcTimeoutError,
     SendFailedError,
-    SerializationError,
     WorkerLostError,
 )
 from ...proto.v1 import agent_pb2
@@ -38,8 +40,9 @@ from ..contracts.control import ControlHandler, OnSettled
 from ..contracts.messages import Handler, Incoming, MessageType, PiggybackedAnswer, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.futures import error_of
+from ..execution.kept_errors import printable_text
 from ..execution.scheduler import Scheduler, SerialThread, Task
-from ..wire.failures import decode_failure, encode_failure
+from ..wire.failures import encode_failure
 
 __all__ = ["RetryingControlMessages"]
 
@@ -59,6 +62,15 @@ RETRY_AFTER_S = 0.001
 
 MAX_BATCH = 256
 """Messages that travel together, at most."""
+
+WINDOW = 1 << 14
+"""Numbers, from the first that is not acknowledged, with which messages are sent to a worker, or accepted."""
+
+MAX_FAILURE_BYTES = 8 << 10
+"""Bytes of an outcome that is kept."""
+
+OnRefused = Callable[[WorkerInfo, Exception], None]
+"""Takes the sender of a control message, and the error that its handler has raised."""
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +97,9 @@ class _Peer:
         """Messages that are not urgent, and have not been sent."""
         self.urgent: deque[_Unacknowledged] = deque()
         """Other messages that have not been sent."""
-        self.numbers = itertools.count()
+        self.next_number = 0
+        self.is_full = False
+        """Whether messages wait until some that have been sent are acknowledged."""
         self.unacknowledged: dict[int, _Unacknowledged] = {}
         """Messages that have been sent, in the order of their numbers."""
         self.sending = threading.Lock()
@@ -111,6 +125,11 @@ class _Batch:
             with contextlib.suppress(RuntimeError):  # the dict has changed
                 return next(iter(self.peer.unacknowledged), self.messages[0].number)
 
+    def exceeds_window(self) -> bool:
+        """Returns whether the messages have to wait until others are acknowledged."""
+        first = self.first_unacknowledged() if self.peer.unacknowledged else self.peer.next_number
+        return self.peer.next_number + len(self.messages) > first + WINDOW
+
 
 @dataclass(slots=True)
 class _Inbox:
@@ -133,6 +152,7 @@ class RetryingControlMessages:
         self.waiting: dict[int, float] = {}
         """Since when messages wait, by worker id. Who sends another message calls `piggyback` if any do."""
         self._agent = agent
+        self._on_refused: OnRefused = lambda _source, _error: None
         self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
         self._peers: dict[int, _Peer] = {}
         """By worker id."""
@@ -179,8 +199,9 @@ class RetryingControlMessages:
         """Returns how many sent messages are not acknowledged yet."""
         return sum(peer.pending() for peer in list(self._peers.values()))
 
-    def handler(self) -> Handler:
-        """Returns the handler of CONTROL messages."""
+    def handler(self, on_refused: OnRefused) -> Handler:
+        """Returns the handler of CONTROL messages, which calls `on_refused` when that of a kind has raised."""
+        self._on_refused = on_refused
         return Handler(self._handle, description="a control message to worker", is_quick=True)
 
     def close(self) -> None:
@@ -219,34 +240,44 @@ class RetryingControlMessages:
             held.extend(map(peer.sending.acquire, (False,)))
             if not held[0]:
                 return False
-            self._send_some(peer, piggybacked=piggybacked)
-            while not piggybacked and (peer.lingering or peer.urgent):
-                self._send_some(peer, piggybacked=False)
+            is_sent = self._send_some(peer, piggybacked=piggybacked)
+            while is_sent and not piggybacked and (peer.lingering or peer.urgent):
+                is_sent = self._send_some(peer, piggybacked=False)
         finally:
             if held == [True]:
                 peer.sending.release()
         self.waiting.pop(peer.worker.id, None)
-        if peer.lingering:  # left over, or queued in between by a thread that has seen others wait
+        # Left over, or queued in between by a thread that has seen others wait.
+        if peer.lingering and not peer.is_full:
             self._linger(peer)
         return True
 
-    def _send_some(self, peer: _Peer, *, piggybacked: bool) -> None:
-        """Sends the messages that are queued first together."""
+    def _send_some(self, peer: _Peer, *, piggybacked: bool) -> bool:
+        """Sends the messages that are queued first together; returns False if more must not be sent now."""
         lingering = list(itertools.islice(peer.lingering.copy(), MAX_BATCH))
         urgent = [] if piggybacked else list(itertools.islice(peer.urgent.copy(), MAX_BATCH - len(lingering)))
         messages = [*lingering, *urgent]
         if not messages:
-            return
+            return True
+        batch = _Batch(peer, messages)
+        while batch.exceeds_window():
+            if peer.is_full:
+                return False
+            peer.is_full = True  # the thread that handles acknowledgements looks at it after them
+        peer.is_full = False
         for sent in messages:
             if sent.number < 0:
-                sent.number = next(peer.numbers)
+                number = peer.next_number
+                peer.next_number = number + 1  # before it is given away: Ctrl-C may come in between
+                sent.number = number
             peer.unacknowledged[sent.number] = sent
-        self._attempt(_Batch(peer, messages), piggybacked=piggybacked)
+        self._attempt(batch, piggybacked=piggybacked)
         # Not before, because Ctrl-C may come at any step.
         for _ in lingering:
             peer.lingering.popleft()
         for _ in urgent:
             peer.urgent.popleft()
+        return True
 
     def _attempt(self, batch: _Batch, *, piggybacked: bool = False) -> None:
         batch.attempts += 1
@@ -268,7 +299,7 @@ class RetryingControlMessages:
                     header=add_header,
                 ),
             )
-        except (NotInitializedError, SerializationError) as error:
+        except Exception as error:  # of a value that does not pickle, or of whatever else cannot be made or sent
             self._scheduler.submit(partial(self._fail, batch, error))
             return
         urgent = any(sent.urgent for sent in batch.messages)
@@ -286,11 +317,12 @@ class RetryingControlMessages:
         elif error is not None:
             self._fail(batch, error)
         else:
-            failures = done.value() or {}
+            failures = value if isinstance(value := done.value(), dict) else {}
             for index, sent in enumerate(batch.messages):
                 failure = failures.get(index)
-                failed = decode_failure(failure, batch.peer.worker.name) if failure else None
+                failed = self._agent.decode_failure(batch.peer.worker, failure) if failure else None
                 self._settle(batch.peer, sent, failed)
+        self._resume(batch.peer)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
         """Settles messages that cannot be sent or read together: each by itself, if one may be to blame."""
@@ -301,12 +333,21 @@ class RetryingControlMessages:
         else:
             for sent in batch.messages:
                 self._attempt(_Batch(batch.peer, [sent]))
+        self._resume(batch.peer)
+
+    def _resume(self, peer: _Peer) -> None:
+        """Sends the messages that have waited for acknowledgements."""
+        if peer.is_full:
+            self._flush(peer)
 
     def _settle(self, peer: _Peer, sent: _Unacknowledged, error: Exception | None) -> None:
         if error is not None and not isinstance(error, (WorkerLostError, NotInitializedError, *sent.expected)):
-            log.warning("control message %s to %s failed: %s", sent.kind, peer.worker.name, error)
+            log.warning("control message %s to %s failed: %s", sent.kind, peer.worker.name, printable_text(error))
         if peer.unacknowledged.pop(sent.number, None) is not None:  # else it was in two batches
-            sent.done(error)
+            try:
+                sent.done(error)
+            except Exception:  # which must not keep others from being settled
+                log.exception("the end of control message %s to %s cannot be handled", sent.kind, peer.worker.name)
 
     # Receiving: on the executor's threads.
 
@@ -323,9 +364,15 @@ class RetryingControlMessages:
             received = self._received[message.source.id]
         failures = {}
         with received.lock:
-            received.floor = max(received.floor, header.acknowledged_below)
-            for number in [n for n in received.outcomes if n < received.floor]:
-                del received.outcomes[number]
+            if header.acknowledged_below > received.floor:
+                received.floor = header.acknowledged_below
+                for number in [n for n in received.outcomes if n < received.floor]:
+                    del received.outcomes[number]
+            if any(each.number >= received.floor + WINDOW for each in header.messages):
+                raise LimitReachedError(
+                    f"control messages with numbers from {received.floor + WINDOW} on are refused",
+                    f"WINDOW={WINDOW}",
+                )
             for index, (each, payload) in enumerate(zip(header.messages, payloads, strict=True)):
                 if each.number < received.floor:
                     continue  # a straggler of a message that was acknowledged long ago
@@ -339,5 +386,11 @@ class RetryingControlMessages:
         try:
             self._handlers[kind](source, payload)
         except Exception as error:
-            return encode_failure(error)
+            problem = printable_text(error)
+            log.info("control message %s of worker %s is refused: %s", printable(kind), source.name, problem)
+            self._on_refused(source, error)
+            failure = encode_failure(error)
+            if len(failure) > MAX_FAILURE_BYTES:
+                failure = encode_failure(RpcError(f"{type(error).__name__}: {str(error)[:1000]}"))
+            return failure
         return None

@@ -102,8 +102,8 @@ class Dispatcher:
         elif kind in ANSWERS:
             if payloads is read_inline and self._requests.is_quick(envelope):
                 self._requests.on_answer(source, envelope, payloads)
-                return None
-            self._executor.submit_urgent(self._requests.on_answer, source, envelope, payloads)
+            elif self._requests.begin_answer(source, envelope.id):
+                self._executor.submit_urgent(self._requests.on_answer, source, envelope, payloads)
         else:
             if not announced:
                 self._server.on_announced(source, envelope)
@@ -127,9 +127,11 @@ class Dispatcher:
             partial(self._executor.submit_urgent, self._requests.complete_again, source, envelope, leases),
         )
 
-    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
         """Handles a message that cannot be read."""
+        pause = self._received.add(source, 0)
         self._executor.submit(self._reject, source, envelope, error)
+        return pause
 
     def on_peer_joined(self, worker: WorkerInfo) -> None:
         """Handles a worker that has joined the dynamic group."""
@@ -143,6 +145,7 @@ class Dispatcher:
     # On the executor's threads.
 
     def _reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        self._received.begin(source)
         self._extensions.on_decode_error(source, envelope, error)
         if envelope.type in ANSWERS:
             self._requests.on_rejected_answer(source, envelope, error)

@@ -160,6 +160,11 @@ class FlowControl:
             return None
         return self._admit_or_queue(window, identifier, nbytes, blocks=blocks)
 
+    def is_in_flight(self, worker: int, identifier: int) -> bool:
+        """Returns whether a call to a worker is in flight."""
+        window = self._windows.get(worker)
+        return window is not None and identifier in window.calls
+
     def release(self, worker: int, identifier: int) -> None:
         """Counts a call as answered, or not sent. Does nothing if no such call to the worker is in flight."""
         window = self._windows.get(worker)

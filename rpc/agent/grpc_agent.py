@@ -29,6 +29,7 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..membership.addresses import ListenAddress
+from ..membership.connectable import Connectable
 from ..membership.members import Member
 from ..membership.roster import RosterLog
 from ..membership.worker_events import WorkerEvents
@@ -42,7 +43,7 @@ from .factories import AgentFactories
 from .flow_control import FlowControl
 from .multi_sender import MultiSender
 from .pending import PendingRequests
-from .postponed_requests import PostponedRequests
+from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from .quiescence import FailureLog, Quiescence
 from .received_requests import ReceivedRequests
 from .server import Server
@@ -94,14 +95,12 @@ class GrpcAgent(RpcAgent):
         self._closed = False
         self._failures = FailureLog()
         self._shutdown = threading.Lock()
-        self._control = RetryingControlMessages(self, factories.scheduler)
-        self.control = self._control
+        self.control = self._control = RetryingControlMessages(self, factories.scheduler)
         self._calls = CallCounter()
         self._executor = factories.executor(
             options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread, options.busy_poll
         )
-        self._worker_events = WorkerEvents(self._executor.submit, self.connect)
-        self.worker_events = self._worker_events
+        self.worker_events = self._worker_events = WorkerEvents(self._executor.submit, self.connect)
         self._network = factories.network(info, options, group, roster, self._executor)
         packer = Packer()
         self._extensions = Extensions(packer)
@@ -136,7 +135,7 @@ class GrpcAgent(RpcAgent):
         self._all_gather_service = AllGatherService(self, self._codec)
         self._extensions.handlers.update(
             {
-                MessageType.CONTROL: self._control.handler(),
+                MessageType.CONTROL: self._control.handler(self._codec.record_refusal),
                 MessageType.GREETING: Handler(
                     lambda _message: None, description="the announcement of a new worker to worker"
                 ),
@@ -154,9 +153,9 @@ class GrpcAgent(RpcAgent):
             dynamic=self._dynamic,
         )
 
-    def listen(self, where: ListenAddress = ListenAddress()) -> str:  # noqa: B008 - a frozen value
-        """Starts serving on an ephemeral port; returns the address at which others dial, host:port."""
-        return self._network.listen(where, self._dispatcher)
+    def listen(self, where: ListenAddress | None = None) -> str:
+        """Starts serving, by default for this host and user only; returns the address at which others dial."""
+        return self._network.listen(where or ListenAddress.on_this_host(), self._dispatcher)
 
     def open(self, members: Sequence[Member], store: TorchStore | None = None) -> None:
         """Makes the extensions, and lets the members of the group in.
@@ -169,15 +168,18 @@ class GrpcAgent(RpcAgent):
         self._network.open(members)
         self._worker_events.open([member.info for member in members])
         if store is not None:
+            connectable = Connectable(members, insecure=self.options.insecure)
             self._network.broadcasts.open(
                 BroadcastDependencies(
                     store=store,
                     control=self.control,
                     worker=self.worker,
                     on_resend=self._codec.traffic.sent_again,
+                    may_form=connectable,
+                    insecure=self.options.insecure,
                 )
             )
-            self._all_gather_service.open(store)
+            self._all_gather_service.open(store, connectable)
         for factory in self._extension_factories:
             self._extensions.add(factory(self))
         self._network.admit()
@@ -263,7 +265,17 @@ class GrpcAgent(RpcAgent):
             packed.leaves,
         )
         self._codec.send(message)
+        if reply_to is not None:  # an item of a stream, of which there may be any number
+            self._server.postponed.on_answer(worker, max(message.nbytes, MIN_ANSWER_BYTES))
         return message.nbytes
+
+    def postpone(self, worker: WorkerInfo, resume: Callable[[], None]) -> bool:
+        """Postpones what would send a worker more, if too much is queued for it."""
+        return self._server.postponed.add(worker, resume, is_call=False)
+
+    def decode_failure(self, worker: WorkerInfo, failure: bytes) -> Exception:
+        """Returns the exception that a worker has put into a message, or its text."""
+        return self._codec.decode_failure(worker, failure)
 
     def all_gather(
         self,
@@ -281,10 +293,8 @@ class GrpcAgent(RpcAgent):
     @contextmanager
     def serving(self, message: Incoming) -> Iterator[None]:
         """Context manager in which a request is handled."""
-        with (
-            self._flow_control.nesting.at(message.envelope.depth + 1),
-            self._extensions.scope(message) or nullcontext(),
-        ):
+        scope = self._extensions.scope(message) or nullcontext()
+        with self._flow_control.nesting.at(message.envelope.depth + 1), scope:
             yield
 
     def submit(self, task: Callable[..., None], *args: Any) -> None:
@@ -313,8 +323,10 @@ class GrpcAgent(RpcAgent):
             "agent.server_active_calls": self._calls.served,
             "agent.server_active_async_calls": self._server.deferred.in_flight,
             "executor_threads": self._executor.threads,
-            "lost_workers": {self.worker(lost).name: end.reason for lost, end in self._network.lost.items()},
+            "lost_workers": {self.worker(i).name: end.reason for i, end in dict(self._network.lost).items()},
             **self._codec.traffic.counts(),
+            "refused_messages": dict(self._codec.refused),
+            "audit": self._network.audit.counts(),
             "transports": self._network.transport_names(),
             "channels": self._network.channel_names(),
             "cuda": self._network.cuda_ipc.figures(self.workers()),

@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -11,7 +10,7 @@ import grpc
 
 from ...c10d.addresses import format_address
 from ...c10d.event_loop import acquire_event_loop
-from ...errors import LossCause, SerializationError, UnknownWorkerError, WorkerLostError
+from ...errors import LossCause, UnknownWorkerError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
@@ -36,17 +35,17 @@ from ..membership.roster import RosterLog
 from ..transports.answer_reader import Completion
 from ..transports.base import Connecting, Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets
+from ..transports.grpc_endpoint import GrpcEndpoint
 from ..transports.grpc_stream import GrpcStreams
 from ..transports.handshake import Handshake
 from ..transports.loopback import LoopbackTransport
-from ..transports.settings import DRAIN_SECONDS, GRACE_SECONDS, MAX_ENVELOPE_BYTES, SERVER_OPTIONS, SERVICE, aio
+from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
 from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
+from .envelope_limit import LARGE_BYTES, check_size
 from .network_listener import NetworkListener, Pause
+from .newcomers import Newcomers
 
 __all__ = ["Network"]
-
-FAREWELL_DIALS = 16
-"""The number of unconnected workers that a failing worker dials to say goodbye."""
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
@@ -79,6 +78,7 @@ class Network:
         """
         self.me = me
         self._roster = roster
+        self._newcomers = Newcomers(me, roster, executor) if roster is not None else None
         self._options = options
         self._executor = executor
         self._listener: NetworkListener  # given to `listen`, before which nothing is reported
@@ -88,21 +88,27 @@ class Network:
         self._transports: dict[int, Transport] = {}
         self._lost: dict[int, WorkerEnd] = {}
         self._closing = False
+        self._endpoint = GrpcEndpoint(me.name, options.find_credentials())
+        self.audit = self._endpoint.audit
         self._events = acquire_event_loop()
         self._events.run(self._build(group, load_devices))
 
     async def _build(self, group: str, load_devices: Callable[[], DeviceRuntime]) -> None:
         loop, executor, channels = self._events.loop, self._executor, self._options.channels
-        self._handshake = Handshake(group, self.me, self._learn)
+        executor.poller.forbid_waits_here()
+        learn = self._learn if self._roster is not None else None
+        self._handshake = Handshake(group, self.me, learn, self._endpoint)
         memory = self._shared_memory = SharedMemoryChannel(loop, executor, channels)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
-        self._sockets = SocketListener(loop, kinds)
-        bulk = BulkSockets(loop, self._sockets, self._is_on_this_host, self._send_frame)
+        sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)
+        bulk = BulkSockets(
+            loop, sockets, lambda peer: self._members[peer].info, self._is_on_this_host, self._send_frame
+        )
         self.cuda_ipc = CudaIpcChannel(loop, executor, memory, self._send_frame, self._options, load_devices)
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
-        parts = SocketParts(kinds, self._sockets, executor, self._is_on_this_host, memory.listener, listeners)
+        parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
         self._streams = GrpcStreams(loop, self._handshake, self, parts)
-        chunks = ChunkedChannel(loop, self._handshake, self._address_of, channels, self._streams.abort)
+        chunks = ChunkedChannel(loop, self._handshake, self._open_channel, channels, self._streams.abort)
         self.broadcasts = BroadcastChannel(
             loop, self.me.id, chunks, memory, self._may_share_memory, channels, self._options.broadcasts
         )
@@ -117,36 +123,33 @@ class Network:
             cuda_ipc=self.cuda_ipc,
             broadcast=self.broadcasts,
         )
-        self._server = aio.server(options=SERVER_OPTIONS)
-        methods = {
-            "Exchange": grpc.stream_stream_rpc_method_handler(self._streams.serve),
-            "Transfer": grpc.stream_unary_rpc_method_handler(chunks.serve),
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        exchange = grpc.stream_stream_rpc_method_handler(self._streams.serve)
+        transfer = grpc.stream_unary_rpc_method_handler(chunks.serve)
+        self._endpoint.serve({"Exchange": exchange, "Transfer": transfer})
 
     def listen(self, where: ListenAddress, listener: NetworkListener) -> str:
-        """Starts serving on an ephemeral port, and reports to a listener from now on.
+        """Starts serving, and reports to a listener from now on.
 
         Returns:
-            The address at which other workers dial, host:port.
+            The address at which other workers dial: see `Member.address`.
         """
         self._listener = listener
+        self._endpoint.reach = where.reach
         self._sockets.set_address(where.bind, where.advertised)
-
-        async def start() -> int:
-            port: int = self._server.add_insecure_port(format_address(where.bind, 0))
-            await self._server.start()
-            return port
-
-        return format_address(where.advertised, self._events.run(start()))
+        if where.directory is not None:
+            return self._events.run(self._endpoint.listen_for_user(where.directory))
+        port = self._events.run(self._endpoint.listen(format_address(where.bind, 0)))
+        return format_address(where.advertised, port)
 
     def open(self, members: Sequence[Member]) -> None:
         """Sets the members; none of them is let in before `admit`."""
         for member in sorted(members, key=lambda member: member.info.id):
             self._add(member)
 
-    def _address_of(self, peer: int) -> str:
-        return self._members[peer].address
+    def _open_channel(self, peer: int) -> Any:
+        """Makes a gRPC channel to a member, on a connection that no other channel uses."""
+        member = self._members[peer]
+        return self._endpoint.channel(member.info.name, member.address, use_local_subchannel_pool=1)
 
     def _send_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
         self._streams.send_frame(peer, frame)
@@ -179,11 +182,11 @@ class Network:
         members = {identifier: member.info for identifier, member in self._members.items()}
         self._handshake.open(members, self._roster.entries() if self._roster is not None else ())
 
-    def _learn(self, entries: Sequence[str]) -> None:
-        """Learns the roster that a worker which has joined a dynamic group knows. Called on the loop."""
-        if self._roster is None:
+    async def _learn(self, entries: Sequence[str]) -> None:
+        """Learns the roster that a worker knows which says that it has joined a dynamic group."""
+        if self._roster is None or self._newcomers is None:
             return
-        self._roster.extend(entries)
+        await self._newcomers.learn(entries)
         # All that are unknown here: `leave` may have read some of them from the store before.
         joined = [member for member in self._roster.members() if member.info.id not in self._members]
         for member in joined:
@@ -264,12 +267,8 @@ class Network:
             SendFailedError: it was not sent, although the worker is not known to be lost.
             SerializationError: the envelope is larger than a frame can be.
         """
-        if len(envelope) > MAX_ENVELOPE_BYTES:
-            raise SerializationError(
-                "the message",
-                f"its envelope has {len(envelope)} bytes, of {MAX_ENVELOPE_BYTES} at most: too many tensors "
-                "or references; stack small tensors into large ones",
-            )
+        if len(envelope) > LARGE_BYTES:
+            check_size(envelope)
         try:
             return self._transports[worker.id].send(envelope)
         except TransportClosedError as error:
@@ -312,8 +311,7 @@ class Network:
         try:
             payloads, external_bytes = self._router.collect_now(source.id, envelope)
         except (ValueError, RuntimeError) as error:  # a refusal, or no memory
-            self._listener.on_rejected(source, envelope, error)
-            return None
+            return self._listener.on_rejected(source, envelope, error)
         nbytes += external_bytes
         if payloads is not None and not isinstance(payloads, concurrent.futures.Future):
             return self._listener.on_message(source, envelope, payloads, announced=False, nbytes=nbytes)
@@ -370,10 +368,9 @@ class Network:
         self._listener.on_peer_lost(peer, end)
 
     def leave(self) -> None:
-        """Removes this worker from the roster of a dynamic group."""
+        """Removes this worker from the roster of a dynamic group, unless the store is gone."""
         if self._roster is not None and self.me.id in self._members:
-            with contextlib.suppress(RuntimeError):  # the store may have gone before
-                self._roster.leave(self.me.id)
+            self._roster.try_to_leave(self.me.id)
 
     def disconnect(self, end: WorkerEnd) -> None:
         """Sends what is queued, says goodbye to all peers and stops serving.
@@ -397,4 +394,4 @@ class Network:
         await asyncio.gather(*(t.close(DRAIN_SECONDS, end, dial=peer in told) for peer, t in transports))
         await asyncio.gather(*(channel.close() for channel in self._router.channels))
         await self._sockets.close()
-        await self._server.stop(GRACE_SECONDS)
+        await self._endpoint.stop()

@@ -61,7 +61,7 @@ class NetworkListener(Protocol):
             future: what the calling thread waits for.
         """
 
-    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+    def on_rejected(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> Pause:
         """Handles a message whose payloads are not accepted."""
 
     def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:

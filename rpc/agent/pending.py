@@ -16,7 +16,6 @@ from ..contracts.messages import ERROR, RESULT, Handler, Outgoing
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
-from ..wire.failures import decode_failure
 from .codec import Codec
 from .extensions import Extensions
 from .flow_control import FlowControl
@@ -67,6 +66,8 @@ class PendingRequests:
         """The requests without an answer, by id."""
         self.kept: dict[int, tuple[int, object]] = {}
         """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
+        self._arrived: set[int] = set()
+        """The requests whose answers wait for a thread."""
         self._completing: dict[int, PendingRequest | None] = {}
         """What `complete` has taken out of `pending`; if a signal interrupts it, it stays here."""
         self._codec = codec
@@ -87,9 +88,26 @@ class PendingRequests:
                 pending.future.set_exception(error)
             self._count_end(pending)
 
+    def begin_answer(self, source: WorkerInfo, identifier: int) -> bool:
+        """Returns whether an answer that has arrived is awaited; then `on_answer` follows, on another thread.
+
+        An answer is awaited once, by the request to its sender, also after the timeout of that.
+        """
+        pending = self.pending.get(identifier)
+        if pending is None:
+            is_awaited = self._flow_control.is_in_flight(source.id, identifier)
+        else:
+            is_awaited = pending.worker.id == source.id
+        if not is_awaited or identifier in self._arrived:
+            log.info("worker %s answers a request that it has not got, or has answered; dropped", source.name)
+            return False
+        self._arrived.add(identifier)
+        return True
+
     def on_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Completes the request that a message answers."""
         identifier = envelope.id
+        self._arrived.discard(identifier)
         if self._is_from_another(source, identifier):
             return
         self._complete(self.pending.pop(identifier, None), source, envelope, payloads)
@@ -107,7 +125,7 @@ class PendingRequests:
             self.kept.pop(identifier, None)
         try:
             if envelope.type == ERROR:
-                error = decode_failure(body_of(envelope, payloads), source.name)
+                error = self._codec.decode_failure(source, body_of(envelope, payloads))
                 raise self._extensions.map_error(error, source)
             # An answer that arrives after the timeout is read all the same: references in it must be counted.
             message = self._codec.read(source, envelope, payloads, user_values=True)
@@ -132,6 +150,7 @@ class PendingRequests:
 
     def on_rejected_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Fails the request whose answer cannot be read."""
+        self._codec.record_refusal(source, error)
         if self._is_from_another(source, envelope.id):
             return
         self.kept.pop(envelope.id, None)
@@ -143,10 +162,10 @@ class PendingRequests:
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Fails the requests to a worker that is lost."""
         self._flow_control.drop_worker(worker.id)  # first: callbacks may make calls that wait for capacity
-        for identifier, pending in list(self.pending.items()):
+        for identifier, pending in self.pending.copy().items():
             if pending.worker.id == worker.id:
                 self.fail(self.take(identifier), end.as_error(worker.name))
-        for identifier, (destination, _) in list(self.kept.items()):
+        for identifier, (destination, _) in self.kept.copy().items():
             if destination == worker.id:
                 self.kept.pop(identifier, None)
 

@@ -2,7 +2,7 @@
 
 Answers never wait, and as many of them may be queued for a worker as it has calls in flight, whatever their size.
 So when too many bytes are queued for a worker, its calls that have not begun to run wait until half of those are
-sent.
+sent, and so do the generators of its streams, whatever window it has asked for.
 
 These calls do not keep anything from being read. So they wait for the other worker's reading and nothing else, and
 cannot close a circle of waits; docs/architecture.md has the argument.
@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import final
 
+from ...errors import LimitReachedError
 from ..contracts.options import FlowControlOptions
 from ..contracts.worker import WorkerInfo
 from .network import Network
@@ -26,6 +27,9 @@ MIN_ANSWER_BYTES = 1 << 10
 
 MAX_LOOK_BYTES = 4 << 20
 """Bytes of answers to a worker after which its queue is looked at, at most; a sixteenth of a small bound."""
+
+MAX_CALLS_FACTOR = 2
+"""Calls of one worker that are postponed, at most: `max_in_flight`, which nesting may exceed, times this."""
 
 CHECK_INTERVAL_S = 0.02
 """Seconds between two looks at the queues of workers whose calls wait."""
@@ -42,6 +46,7 @@ class PostponedRequests:
             options: the bounds.
             network: has the queues.
         """
+        self._max_calls = MAX_CALLS_FACTOR * max(options.max_in_flight, options.max_received)
         self._max_bytes = options.max_unsent_bytes
         self._max_total_bytes = options.max_total_unsent_bytes
         self._look_bytes = min(MAX_LOOK_BYTES, self._max_bytes // 16)
@@ -55,16 +60,29 @@ class PostponedRequests:
         self._queued: dict[int, int] = {}
         """By worker, bytes in its queue when that was looked at."""
 
-    def add(self, worker: WorkerInfo, resume: Callable[[], None]) -> bool:
+    def add(self, worker: WorkerInfo, resume: Callable[[], None], *, is_call: bool = True) -> bool:
         """Postpones a call if too much is queued for its worker; returns whether that is so.
 
         Args:
             worker: the caller.
             resume: called on the event loop when the call may begin to run. Must not block.
+            is_call: False for a stream, which has begun and waits between two items. Their number has a bound of
+                its own.
+
+        Raises:
+            LimitReachedError: more calls of the worker are postponed than it may have in flight, by the options
+                here.
         """
+        if not self.waiting:
+            return False
         with self._lock:
             if (calls := self.waiting.get(worker.id)) is None:
                 return False
+            if is_call and len(calls) >= self._max_calls:
+                raise LimitReachedError(
+                    f"worker {worker.name!r} does not read its answers, for which {len(calls)} of its calls wait",
+                    f"postponed calls={self._max_calls}",
+                )
             calls.append(resume)
             return True
 

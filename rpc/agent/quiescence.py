@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-from ...errors import RpcTimeoutError
+from ...errors import RpcTimeoutError, WorkerLostError
 from ..collectives.all_gather import WARN_INTERVAL_S, AllGatherService
 from ..contracts.agent import RpcAgent
 from .stats import CallCounter
@@ -74,6 +74,8 @@ class Quiescence:
                 )
             except RpcTimeoutError as error:
                 raise RpcTimeoutError(error.worker, timeout, "shutdown waits for others to shut down:") from None
+            except WorkerLostError:  # they shut down without this worker
+                return dict(failed)
             totals = {worker: total for worker, (total, _) in told.items()}
             if totals == before:
                 return {worker: why for _, known in told.values() for worker, why in known.items()}

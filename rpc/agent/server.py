@@ -7,7 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast, final
 
-from ...errors import AnswerFailedError, RpcCancelledError, SendFailedError, WorkerLostError
+from ...errors import (
+    AnswerFailedError,
+    LimitReachedError,
+    RpcCancelledError,
+    RpcError,
+    SendFailedError,
+    WorkerLostError,
+)
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.payloads import PayloadReader
@@ -20,6 +27,7 @@ from ..contracts.messages import (
     LaterAnswer,
     Outgoing,
     PiggybackedAnswer,
+    UnwantedMessageError,
 )
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
@@ -94,7 +102,7 @@ class Server:
             self.postponed.waiting
             and handler.user_values
             and envelope.id  # not the items of a stream, which are no calls
-            and self.postponed.add(source, partial(self._submit_again, source, envelope, payloads, nbytes))
+            and self._postpone(source, envelope, payloads, nbytes)
         ):
             pass
         elif handler.cancellable and not self.cancellable.begin(source, envelope):
@@ -117,6 +125,17 @@ class Server:
                 self._nesting.depth = 0
                 self._calls.end_serving(deferred=deferred)
 
+    def _postpone(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int
+    ) -> bool:
+        """Returns whether a call is postponed, or refused because too many are."""
+        try:
+            return self.postponed.add(source, partial(self._submit_again, source, envelope, payloads, nbytes))
+        except RpcError as error:
+            self._extensions.on_decode_error(source, envelope, error)
+            self.reject(source, envelope, error)
+            return True
+
     def _submit_again(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int
     ) -> None:
@@ -127,6 +146,8 @@ class Server:
     def reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""
         self.cancellable.discard(source, envelope)
+        if not isinstance(error, LimitReachedError):  # which `_answer_error` records
+            self._codec.record_refusal(source, error)
         if isinstance(error, PayloadLostError):
             error = SendFailedError(self._me.name, str(error))
         self._answer_error(source, envelope, error)
@@ -249,8 +270,13 @@ class Server:
         return on_done
 
     def _answer_error(self, source: WorkerInfo, request: agent_pb2.Envelope, error: BaseException) -> None:
+        if isinstance(error, LimitReachedError):
+            self._codec.record_refusal(source, error)
         if not request.id:
-            log.error("a message from worker %s failed", source.name, exc_info=error)
+            if isinstance(error, UnwantedMessageError):
+                log.debug("a message from worker %s is dropped: %s", source.name, error)
+            else:
+                log.error("a message from worker %s failed", source.name, exc_info=error)
             return
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR)
         with contextlib.suppress(WorkerLostError, SendFailedError):

@@ -9,20 +9,28 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, ClassVar, final
 
 import grpc
 import torch
+from google.protobuf.message import DecodeError
 
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
+from ..transports.grpc_calls import write_frame
 from ..transports.handshake import Handshake, RefusedError
-from ..transports.settings import CLIENT_OPTIONS, TRANSFER_METHOD, aio
+from ..transports.settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, TRANSFER_METHOD, aio
 from ..wire.framing import bytes_field
+from ..wire.parsing import parse_chunks
+from .announced import MAX_ANNOUNCED
 from .base import StartTransfer, check_size
 
 __all__ = ["ChunkedChannel"]
+
+MAX_CHUNKS = 1024
+"""Chunks that share a message."""
 
 
 @final
@@ -35,7 +43,7 @@ class ChunkedChannel:
         self,
         loop: asyncio.AbstractEventLoop,
         handshake: Handshake,
-        address_of: Callable[[int], str],
+        open_channel: Callable[[int], Any],
         options: ChannelOptions,
         on_broken: Callable[[int, str], None],
     ) -> None:
@@ -44,13 +52,13 @@ class ChunkedChannel:
         Args:
             loop: the agent's event loop.
             handshake: makes and checks the hellos of streams.
-            address_of: returns the address of a worker's server, host:port, by its id.
+            open_channel: makes a gRPC channel to a worker, by its id, on a connection of its own.
             options: sizes of chunks and payloads.
             on_broken: called on the loop, with a peer and a reason, when nothing can be sent to the peer any more.
         """
         self._loop = loop
         self._handshake = handshake
-        self._address_of = address_of
+        self._open_channel = open_channel
         self._options = options
         self._on_broken = on_broken
         self._numbers = itertools.count(1)
@@ -58,6 +66,8 @@ class ChunkedChannel:
         """By peer."""
         self._receivers: dict[int, _TransferReceiver] = {}
         """By peer."""
+        self._served: set[int] = set()
+        """The peers of which no further stream is served: they have opened theirs, or are lost."""
 
     def queued_bytes(self, peer: int) -> int:
         """Returns the bytes for a peer that have not been given to gRPC. Called on any thread."""
@@ -78,7 +88,10 @@ class ChunkedChannel:
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
         """Has the payload's chunks read and dropped, so that they do not block the payloads after them."""
-        self._receiver(peer).discard(payload.chunked.transfer_id, payload.chunked.nbytes)
+        receiver = self._receiver(peer)
+        receiver.discard(payload.chunked.transfer_id, payload.chunked.nbytes)
+        if receiver.expected > 2 * MAX_ANNOUNCED:
+            self._on_broken(peer, "it announces payloads that it does not send")
 
     def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:
         """Returns whether no chunk of the payload has been sent."""
@@ -90,7 +103,11 @@ class ChunkedChannel:
         self._senders[peer].remove(payload.chunked.transfer_id)
 
     def drop_peer(self, peer: int, reason: str) -> None:
-        """Stops sending to a peer, and fails what is expected from it."""
+        """Stops sending to a peer, and fails what is expected from it. What its stream still brings is dropped."""
+        self._served.add(peer)
+        self._drop(peer, reason)
+
+    def _drop(self, peer: int, reason: str) -> None:
         if receiver := self._receivers.pop(peer, None):
             receiver.fail(reason)
         if sender := self._senders.pop(peer, None):
@@ -99,21 +116,28 @@ class ChunkedChannel:
     async def close(self) -> None:
         """Stops all transfers."""
         for peer in {*self._receivers, *self._senders}:
-            self.drop_peer(peer, "this worker shuts down")
+            self._drop(peer, "this worker shuts down")
 
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
         """Serves the Transfer method of the agent's gRPC service."""
-        peer: int | None = None
+        try:
+            worker = await self._handshake.receive(context)
+        except RefusedError as refusal:
+            await context.abort(refusal.code, str(refusal))
+        peer, deny = worker.id, partial(self._handshake.audit.deny, "agent", worker=worker.name)
+        if peer in self._served:  # what it sends would be mixed with what the first stream sends
+            deny("it has a stream for payloads already, or is lost")
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "this worker has such a stream already")
+        self._served.add(peer)
+        receiver = self._receiver(peer)
         async for data in requests:
-            message = agent_pb2.Chunks.FromString(data)
-            if peer is None:
-                try:
-                    peer = (await self._handshake.admit(message.hello)).id
-                except RefusedError as refusal:
-                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
-            else:
-                for chunk in message.chunks:
-                    await self._receiver(peer).add_chunk(chunk.transfer_id, chunk.data)
+            try:
+                message = parse_chunks(data)
+            except DecodeError as error:
+                deny(error)
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            for chunk in message.chunks:
+                await receiver.add_chunk(chunk.transfer_id, chunk.data)
         return agent_pb2.TransferClosed().SerializeToString()
 
     def _receiver(self, peer: int) -> "_TransferReceiver":
@@ -126,7 +150,9 @@ class ChunkedChannel:
         sender = self._senders.get(peer)
         if sender is None:
             hello = agent_pb2.Chunks(hello=self._handshake.hello).SerializeToString()
-            sender = _TransferSender(self._loop, self._address_of(peer), hello, self._options.chunk_bytes)
+            sender = _TransferSender(
+                self._loop, partial(self._open_channel, peer), hello, self._options.chunk_bytes
+            )
             sender.when_broken(lambda reason: self._handle_broken_sender(peer, reason))
             self._senders[peer] = sender
         sender.put(number, data)
@@ -140,7 +166,9 @@ class ChunkedChannel:
 class _TransferSender:
     """The queue of payloads for one peer, and the task that sends them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, address: str, hello: bytes, chunk_bytes: int) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, open_channel: Callable[[], Any], hello: bytes, chunk_bytes: int
+    ) -> None:
         self._queue: OrderedDict[int, memoryview] = OrderedDict()
         """What remains to be sent of each payload, by transfer id."""
         self.queued_bytes = 0
@@ -148,8 +176,10 @@ class _TransferSender:
         self._partly_sent: int | None = None
         """The id of the first transfer, if some of it has been sent."""
         self._wake = asyncio.Event()
-        self._address = address
+        self._open_channel = open_channel
         self._hello = hello
+        self._has_said_hello = False
+        """Whether the stream is open; until then, it may be opened again."""
         self._chunk_bytes = chunk_bytes
         self._task = loop.create_task(self._run())
 
@@ -179,12 +209,24 @@ class _TransferSender:
         self.queued_bytes = 0
 
     async def _run(self) -> None:
-        # A subchannel pool of its own, so that gRPC does not share the connection of the envelopes.
-        options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
-        async with aio.insecure_channel(self._address, options=options) as channel:
+        pause = DIAL_BACKOFF_S
+        for _ in range(DIAL_ATTEMPTS - 1):
+            try:
+                await self._send()
+            except aio.AioRpcError as error:
+                if self._has_said_hello or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            await asyncio.sleep(pause)
+            pause *= 2
+        await self._send()
+
+    async def _send(self) -> None:
+        """Opens the stream, and sends until that fails."""
+        async with self._open_channel() as channel:
             call = channel.stream_unary(TRANSFER_METHOD)()
             try:
-                await call.write(self._hello)
+                await write_frame(call, self._hello)
+                self._has_said_hello = True
                 while True:
                     await self._wake.wait()
                     self._wake.clear()
@@ -201,7 +243,7 @@ class _TransferSender:
         """
         pieces: list[Buffer] = []
         bytes_left = self._chunk_bytes
-        while self._queue:
+        while self._queue and len(pieces) < 3 * MAX_CHUNKS:
             number, data = next(iter(self._queue.items()))
             if pieces and data.nbytes > bytes_left:
                 break
@@ -230,6 +272,11 @@ class _TransferReceiver:
         self._announced = asyncio.Condition()
         """Notified when a transfer is announced, and at the end."""
         self._failure: str | None = None
+
+    @property
+    def expected(self) -> int:
+        """The number of payloads that have not been sent completely, those included that are not wanted."""
+        return len(self._transfers)
 
     def expect(self, number: int, nbytes: int) -> "asyncio.Future[Buffer]":
         """Allocates memory for a payload, and returns a future of it."""

@@ -13,6 +13,7 @@ from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
+from .announced import AnnouncedPayloads, TooMuchAnnouncedError
 from .base import Arriving, Channel, SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
 from .bulk.channel import BulkChannel
@@ -183,6 +184,7 @@ class ChannelRouter:
         self._cuda_ipc = cuda_ipc
         channels: Sequence[Channel] = (small, bulk, chunked, local, shared_memory, cuda_ipc, broadcast)
         self._by_name = {channel.name: channel for channel in channels}
+        self.announced = AnnouncedPayloads(options.max_payload_bytes)
 
     @property
     def channels(self) -> Sequence[Channel]:
@@ -230,14 +232,22 @@ class ChannelRouter:
         if not external:
             return read_inline
         collection = _Collection()
+        count, nbytes = len(external), external_bytes(envelope)
         try:
+            self.announced.begin(peer, count, nbytes)
             for payload in external:
                 collection.add(payload, self._channel(peer, payload).receive(peer, payload))
-        except Exception:
-            for payload in external:
-                self._channel(peer, payload).discard(peer, payload)
+        except Exception as error:
+            if not isinstance(error, TooMuchAnnouncedError):
+                self.announced.end(peer, count, nbytes)
+            self._discard(peer, external)
             raise
-        return asyncio.ensure_future(collection.complete()) if collection.pending else collection.read
+        if not collection.pending:
+            self.announced.end(peer, count, nbytes)
+            return collection.read
+        complete = asyncio.ensure_future(collection.complete())
+        complete.add_done_callback(lambda _: self.announced.end(peer, count, nbytes))
+        return complete
 
     def collect_now(
         self, peer: int, envelope: agent_pb2.Envelope
@@ -263,10 +273,14 @@ class ChannelRouter:
                 return None, external_bytes(envelope)
         if not external:
             return read_inline, 0
+        # Memory for what comes by bulk connections is allocated before it arrives.
+        bulk = [payload.bulk.nbytes for payload in external if payload.HasField("bulk")]
+        count, bulk_bytes = len(bulk), sum(bulk)
         segments: dict[int, Buffer] = {}
         on_devices: dict[tuple[int, int], DeviceBuffer] = {}
         pending: dict[int, concurrent.futures.Future[Buffer]] = {}
         try:
+            self.announced.begin(peer, count, bulk_bytes)
             for payload in external:
                 if payload.HasField("segment"):
                     segments[payload.segment.number] = self._shared_memory.receive(peer, payload)
@@ -274,10 +288,12 @@ class ChannelRouter:
                     on_devices[_place(payload)] = self._cuda_ipc.receive(peer, payload)
                 else:
                     pending[payload.bulk.transfer_id] = self._bulk.receive(peer, payload)
-        except (ValueError, RuntimeError):
-            for payload in external:
-                if payload.segment.number not in segments and _place(payload) not in on_devices:
-                    self._channel(peer, payload).discard(peer, payload)
+        except (ValueError, RuntimeError) as error:
+            if not isinstance(error, TooMuchAnnouncedError):
+                self.announced.end(peer, count, bulk_bytes)
+            self._discard(
+                peer, [p for p in external if p.segment.number not in segments and _place(p) not in on_devices]
+            )
             raise
         transfers: dict[int, Buffer] = {}
 
@@ -289,7 +305,15 @@ class ChannelRouter:
                 return on_devices.pop(_place(payload))
             return transfers.pop(payload.bulk.transfer_id) if payload.HasField("bulk") else payload.inline
 
-        return (_when_all_arrived(pending, transfers, read) if pending else read), nbytes
+        if not pending:
+            return read, nbytes
+        collected = _when_all_arrived(pending, transfers, read)
+        collected.add_done_callback(lambda _: self.announced.end(peer, count, bulk_bytes))
+        return collected, nbytes
+
+    def _discard(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> None:
+        for payload in payloads:
+            self._channel(peer, payload).discard(peer, payload)
 
     def answer_leases(self, peer: int, envelope: agent_pb2.Envelope) -> AnswerLeases | None:
         """Returns what reads the payloads of an answer, some outside it: see SharedMemoryChannel.answer_leases."""
@@ -348,6 +372,9 @@ def _when_all_arrived(
 
     def on_arrival(number: int, arrived: "concurrent.futures.Future[Buffer]") -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # another thread was first
+            if arrived.cancelled():  # it is discarded, because another message announces the same transfer
+                collected.cancel()
+                return
             if (error := arrived.exception()) is not None:
                 collected.set_exception(error)
                 return

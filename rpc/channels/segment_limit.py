@@ -1,4 +1,4 @@
-"""The bounds of the segments, of memory that workers share, which one agent makes."""
+"""Numbers the segments of shared memory that one agent makes, and bounds how many there are."""
 
 import itertools
 import threading

@@ -13,6 +13,15 @@ marked as a round that was tried before. Two rules ensure that all living member
   A leader waits for all living members, so it makes no result of its own while one of them has another.
 - The leader of a round that was tried before asks the members whose values are missing for its result. A member
   that has the result answers at once; one that gets it later answers then.
+
+A value that was lost on its way to a leader that lives, or whose answer was, is sent again in the same round: the
+others wait for it there.
+
+Members need not agree on who is lost: if two of them lose each other, the second one may lead a round of its own,
+while the others, which are connected to both, go to the first one. So a leader that is not the first of all
+members asks those that are missing as well, after a moment. A member whose value is not in the result that it
+gets, because the leader counts it as lost, raises WorkerLostError; all others have the same result. Only members
+that no other member connects can get different ones: each side takes the other for dead.
 """
 
 import contextlib
@@ -27,7 +36,14 @@ from typing import Any, Protocol, final
 import torch
 
 from ...c10d.torch_types import TorchStore
-from ...errors import RpcError, RpcTimeoutError, SerializationError, WorkerLostError
+from ...errors import (
+    AnswerFailedError,
+    RpcError,
+    RpcTimeoutError,
+    SendFailedError,
+    SerializationError,
+    WorkerLostError,
+)
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Handler, MessageType, Request
 from ..contracts.worker import WorkerInfo
@@ -42,8 +58,17 @@ WARN_INTERVAL_S = 10.0
 """Seconds after which a waiting worker first logs which members are missing, and the interval of later log
 lines."""
 
+RESENT_AFTER = (SendFailedError, AnswerFailedError)
+"""The errors after which a value is sent again: the leader lives, and may or may not have it."""
+
+RESEND_PAUSE_S = 0.1
+"""Seconds between two attempts to send a value to the same leader."""
+
 STATUS_TIMEOUT_S = 2.0
 """Seconds that the leader may take to answer which members are missing."""
+
+ASK_AFTER_S = 1.0
+"""Seconds after which a leader asks whether a round has ended without it, if it is not the first member."""
 
 MAX_GROUP_WAIT_S = 24 * 3600.0
 """Seconds that a round without a timeout waits in a process group; after that it goes on by messages."""
@@ -66,8 +91,8 @@ class ValueCodec(Protocol):
             worker: one of the receivers.
         """
 
-    def unflatten(self, data: bytes | bytearray) -> Any:
-        """Returns the value that `flatten` has encoded."""
+    def unflatten(self, data: bytes | bytearray, worker: WorkerInfo) -> Any:
+        """Returns the value that `flatten` has encoded on a worker."""
 
 
 @final
@@ -84,13 +109,16 @@ class AllGatherService:
         self._round_counts: dict[Series, int] = defaultdict(int)
         """Rounds that this worker has begun, by series. Changed under the series' round lock."""
         self._group_rounds = GroupRounds(
-            agent.info.id, agent.options.all_gather, agent.options.channels.max_payload_bytes
+            agent.info.id,
+            agent.options.all_gather,
+            agent.options.channels.max_payload_bytes,
+            insecure=agent.options.insecure,
         )
-        self._leader = RoundLeader(agent, self._group_rounds.abandon)
+        self._leader = RoundLeader(agent, self._group_rounds.abandon_if_used)
 
-    def open(self, store: TorchStore) -> None:
-        """Allows process groups from now on. Their members rendezvous at the store."""
-        self._group_rounds.open(store)
+    def open(self, store: TorchStore, may_form: Callable[[Sequence[int]], bool]) -> None:
+        """Allows process groups of the workers that may form them. Their members rendezvous at the store."""
+        self._group_rounds.open(store, may_form)
 
     def close(self) -> None:
         """Ends all process groups, and waits for their threads."""
@@ -141,9 +169,11 @@ class AllGatherService:
                 result = self._run(Round(key, value, workers, timeout, deadline, on_waiting))
             except RpcTimeoutError as error:
                 raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
+        if self._agent.info.id not in result.values:
+            raise self._excluded_error(operation, workers)
         if not result.is_flat:
             return dict(result.values)
-        return {identifier: self._codec.unflatten(flat) for identifier, flat in result.values.items()}
+        return {each: self._codec.unflatten(flat, workers[each]) for each, flat in result.values.items()}
 
     @contextlib.contextmanager
     def _next_round(self, series: Series, timeout: float, operation: str) -> Iterator[int]:
@@ -176,7 +206,10 @@ class AllGatherService:
             was_tried = True
         if key.may_use_group:
             present = tuple(sorted(result.values))
-            self._group_rounds.apply_result(key.members, key.number, present, result.next_round)
+            if self._agent.info.id in present:
+                self._group_rounds.apply_result(key.members, key.number, present, result.next_round)
+            else:
+                self._group_rounds.abandon(key.members)
         return result
 
     def _run_through_group(self, group: AllGatherGroup, round_: Round) -> tuple[bool, RoundResult | None]:
@@ -209,7 +242,7 @@ class AllGatherService:
         return True, result
 
     def _run_by_messages(self, round_: Round, was_tried: bool) -> RoundResult | None:
-        """Returns the result of a round as its leader tells it; None if the leader is lost.
+        """Returns the result of a round as its leader tells it; None if the value is to be sent (again).
 
         Args:
             round_: the round to run.
@@ -223,12 +256,24 @@ class AllGatherService:
             result = self._wait_for_result(round_, leader, answer)
         except WorkerLostError:
             return None
+        except RESENT_AFTER as error:
+            self._wait_to_resend(round_, leader, error)
+            return None
         self._leader.finish(round_.key, result)
         return result
 
     def _leader_of(self, key: RoundKey) -> int:
         """Returns the id of the member that leads: the lowest that is not known to be lost."""
         return next(i for i in key.members if i == self._agent.info.id or self._agent.end_of(i) is None)
+
+    def _excluded_error(self, operation: str, workers: Mapping[int, WorkerInfo]) -> WorkerLostError:
+        """Returns the error of a round that has ended without this worker's value."""
+        me = self._agent.info
+        for identifier, worker in workers.items():
+            if (end := self._agent.end_of(identifier)) is not None:
+                reason = f"{end.reason}; the other workers have ended this {operation} without {me.name!r}"
+                return WorkerLostError(worker.name, reason, end.cause)
+        return WorkerLostError(me.name, f"the other workers have ended this {operation} without it")
 
     def _connect_to_members(self, round_: Round) -> None:
         """Connects to the other members, because only the loss of a connected worker is noticed."""
@@ -256,21 +301,35 @@ class AllGatherService:
             RpcTimeoutError: the round took too long; the error names the missing members.
             WorkerLostError: the leader is lost.
         """
+        is_second = self._agent.info.id == leader != round_.key.members[0]
         try:
-            while not self._wait(answer):
+            if is_second and not self._wait(answer, ASK_AFTER_S):
+                self._leader.ask_missing(round_.key)
+            while not self._wait(answer, WARN_INTERVAL_S):
                 round_.on_waiting(self._missing_members(round_, leader))
+                if is_second:  # the round may not have been open here before
+                    self._leader.ask_missing(round_.key)
             result: RoundResult = answer.wait()
         except RpcTimeoutError:
             missing = self._missing_members(round_, leader)
             raise RpcTimeoutError(", ".join(missing), round_.timeout) from None
         return result
 
-    def _wait(self, future: torch.futures.Future[Any]) -> bool:
-        """Waits for a future for `WARN_INTERVAL_S`; returns whether it is done."""
+    def _wait_to_resend(self, round_: Round, leader: int, error: RpcError) -> None:
+        """Waits until a value can be sent again. The others wait for it in this round, not in the next one."""
+        left, name = round_.seconds_left(), round_.workers[leader].name
+        if left is not None and left <= RESEND_PAUSE_S:
+            raise RpcTimeoutError(name, round_.timeout) from error
+        log.info("worker %s sends its value for a collective again to %s: %s", self._agent.info.name, name, error)
+        with self._agent.blocking():
+            time.sleep(RESEND_PAUSE_S)
+
+    def _wait(self, future: torch.futures.Future[Any], seconds: float) -> bool:
+        """Waits for a future; returns whether it is done."""
         done = threading.Event()
         future.add_done_callback(lambda _future: done.set())
         with self._agent.blocking():
-            return done.wait(WARN_INTERVAL_S)
+            return done.wait(seconds)
 
     def _missing_members(self, round_: Round, leader: int) -> list[str]:
         """Returns the names of the members whose values are missing; the leader's if it does not answer."""

@@ -41,6 +41,8 @@ def all_gather(
         UnknownWorkerError: there is no worker of some name.
         ValueError: this worker is not among `worker_names`.
         RpcTimeoutError: some workers did not call it in time; the error names them.
+        WorkerLostError: this worker and another one have lost each other, and the others have ended it without
+            this one.
         SerializationError: the object does not pickle.
     """
     return _all_gather("all_gather", obj, worker_names, timeout)
@@ -53,7 +55,7 @@ def barrier(worker_names: Collection[str] | None = None) -> None:
         worker_names: as in `all_gather`.
 
     Raises:
-        NotInitializedError, UnknownWorkerError, ValueError, RpcTimeoutError: as in `all_gather`.
+        NotInitializedError, UnknownWorkerError, ValueError, RpcTimeoutError, WorkerLostError: as in `all_gather`.
     """
     _all_gather("barrier", None, worker_names, UNSET_RPC_TIMEOUT)
 

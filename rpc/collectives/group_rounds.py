@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, final
@@ -19,6 +19,7 @@ from typing import NamedTuple, final
 from ...c10d.group_membership import GroupSpec
 from ...c10d.torch_types import TorchStore
 from ...errors import GroupAbortedError
+from ..contracts.exposure import message_value
 from ..contracts.options import AllGatherOptions
 from .all_gather_group import AllGatherGroup
 
@@ -40,6 +41,7 @@ before the last one until they form another group, at most this many times `AllG
 log = logging.getLogger(__name__)
 
 
+@message_value
 class MemberStatus(NamedTuple):
     """The state of a member's process group; sent with its value in a round by messages."""
 
@@ -54,6 +56,7 @@ class MemberStatus(NamedTuple):
 NO_STATUS = MemberStatus(NO_GROUP, is_formed=False, is_ready=False)
 
 
+@message_value
 class NextRound(NamedTuple):
     """The decision on the next round; every member gets it with the result of a round."""
 
@@ -142,22 +145,38 @@ class _WorkerSet:
 class GroupRounds:
     """The process groups of one agent, by their members. Without a store there are none."""
 
-    def __init__(self, me: int, options: AllGatherOptions, max_value_bytes: int) -> None:
-        """Args: me: this worker's id. options: when to form groups. max_value_bytes: of a value."""
+    def __init__(
+        self, me: int, options: AllGatherOptions, max_value_bytes: int, *, insecure: bool = False
+    ) -> None:
+        """Makes none yet.
+
+        Args:
+            me: this worker's id.
+            options: when to form groups.
+            max_value_bytes: of a value.
+            insecure: whether groups may connect workers on several hosts without credentials.
+        """
         self._me = me
+        self._insecure = insecure
         self._options = options
         self._max_value_bytes = max_value_bytes
         self._store: TorchStore | None = None
+        self._may_form: Callable[[Members], bool]  # set with the store
         self._lock = threading.Lock()
         self._sets: dict[Members, _WorkerSet] = {}
         self._uses = itertools.count()
         self._alive: weakref.WeakSet[AllGatherGroup] = weakref.WeakSet()
         """All groups, abandoned ones too."""
 
-    def open(self, store: TorchStore) -> None:
-        """Allows groups from now on, if the options do. Their members rendezvous at the store."""
+    def open(self, store: TorchStore, may_form: Callable[[Members], bool]) -> None:
+        """Allows groups from now on, if the options do.
+
+        Args:
+            store: where their members rendezvous.
+            may_form: returns whether workers may form a group, by their ids; the same on all workers.
+        """
         if self._options.enabled:
-            self._store = store
+            self._store, self._may_form = store, may_form
 
     @property
     def formed_groups(self) -> int:
@@ -184,7 +203,7 @@ class GroupRounds:
     def status(self, members: Members) -> MemberStatus:
         """Returns what to send with a value in a round by messages."""
         with self._lock:
-            if self._store is None or len(members) < 2:
+            if self._store is None or len(members) < 2 or not self._may_form(members):
                 return NO_STATUS
             workers = self._sets.get(members)
             if workers is None:
@@ -240,6 +259,14 @@ class GroupRounds:
             ended = self._detach_group(workers) if workers is not None else []
         _end(ended)
 
+    def abandon_if_used(self, members: Members) -> None:
+        """Ends the group of these members if rounds go through it, and not while it forms."""
+        with self._lock:
+            workers = self._sets.get(members)
+            is_used = workers is not None and workers.next_group_round != NEVER
+        if is_used:
+            self.abandon(members)
+
     def on_worker_lost(self, worker: int) -> None:
         """Ends the groups that a lost worker is in."""
         with self._lock:
@@ -270,7 +297,7 @@ class GroupRounds:
         name = f"all_gather-{number}-{'.'.join(map(str, members))}"
         workers.group = AllGatherGroup(
             number,
-            GroupSpec(store, name, present, self._me),
+            GroupSpec(store, name, present, self._me, insecure=self._insecure),
             self._max_value_bytes,
             lambda group, error: self._on_unformable(members, group, error),
         )

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, final
 
+from ...errors import LimitReachedError, RpcError
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType
 from ..contracts.worker import WorkerInfo
-from .group_rounds import MemberStatus, plan_next_round
+from .group_rounds import NO_GROUP_NEXT, MemberStatus, plan_next_round
 from .rounds import RoundKey, RoundResult, Series
 
 __all__ = ["ASK_RESULT", "CONTROL_KINDS", "TELL_RESULT", "RoundLeader"]
@@ -21,9 +22,18 @@ ASK_RESULT = "all_gather.ask"
 key."""
 
 TELL_RESULT = "all_gather.tell"
-"""The kind of control message that answers `ASK_RESULT`; its payload is the key and the result."""
+"""The kind of control message that answers `ASK_RESULT`; its payload is the key and the result.
+
+The result has no values if it is not kept any more: then the round has ended without the worker that asks.
+"""
 
 CONTROL_KINDS = (ASK_RESULT, TELL_RESULT)
+
+MAX_OPEN_ROUNDS = 1024
+"""Rounds of one other worker that are not over here: it has sent its value, or asked for the result."""
+
+ENDED = RoundResult({}, NO_GROUP_NEXT)
+"""Takes the place of the result of a round that has ended, where later rounds have ended as well."""
 
 
 class _OpenRound:
@@ -35,11 +45,10 @@ class _OpenRound:
         """The ids of the members that are not known to be lost."""
         self.values: dict[int, Any] = {}
         self.statuses: dict[int, MemberStatus] = {}
-        self.answers: list[Future[RoundResult]] = []
-        self.own_answer: Future[RoundResult] | None = None
-        """The one of them that is for this worker."""
-        self.has_asked_others = False
-        """Whether the members whose values are missing have been asked for the round's result."""
+        self.answers: dict[int, Future[RoundResult]] = {}
+        """What each member that has sent its value waits for, by its id."""
+        self.asked: set[int] = set()
+        """The ids of the members that have been asked for the round's result."""
 
     @property
     def missing(self) -> set[int]:
@@ -63,7 +72,7 @@ class RoundLeader:
 
         Args:
             agent: the agent of this worker.
-            abandon_group: ends the process group of these members, if this worker has one.
+            abandon_group: ends the process group of these members, if rounds of this worker go through one.
         """
         self._agent = agent
         self._abandon_group = abandon_group
@@ -74,7 +83,7 @@ class RoundLeader:
         self._askers: dict[RoundKey, set[int]] = {}
         """The ids of leaders that have asked for the result of a round which is not known here yet."""
         agent.control.on(ASK_RESULT, self._on_ask)
-        agent.control.on(TELL_RESULT, lambda _worker, payload: self.finish(RoundKey(*payload[0]), payload[1]))
+        agent.control.on(TELL_RESULT, self._on_tell)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of the requests that members send to a leader."""
@@ -104,8 +113,9 @@ class RoundLeader:
             askers = self._askers.pop(key, set())
         if open_round is not None:
             # Its own last: once this worker has the result, it may shut down.
-            for answer in sorted(open_round.answers, key=lambda each: each is open_round.own_answer):
-                answer.set_result(result)
+            me = self._agent.info.id
+            for member in sorted(open_round.answers, key=me.__eq__):
+                open_round.answers[member].set_result(result)
         for leader in askers:
             self._agent.control.send(self._agent.worker(leader), TELL_RESULT, (key, result))
 
@@ -113,6 +123,16 @@ class RoundLeader:
         """Sends a leader no result that it has asked for, because it gets this worker's value instead."""
         with self._lock:
             self._askers.get(key, set()).discard(leader)
+
+    def ask_missing(self, key: RoundKey) -> None:
+        """Asks the members whose values for a round are missing for its result, each of them once."""
+        with self._lock:
+            open_round = self._open.get(key)
+            to_ask = open_round.missing - open_round.asked if open_round is not None else ()
+            if open_round is not None:
+                open_round.asked |= open_round.missing
+        for member in to_ask:
+            self._agent.control.send(self._agent.worker(member), ASK_RESULT, key)
 
     def on_worker_lost(self, worker: WorkerInfo) -> None:
         """Completes the rounds in which only this worker's value was missing."""
@@ -125,48 +145,83 @@ class RoundLeader:
         """Handles a member's value; the answer is the result of the round."""
         topic, number, members, value, status, was_tried = message.value
         answer: Future[RoundResult] = Future()
-        key = RoundKey(topic, number, members)
+        key = self._key((topic, number, members), message.source)
+        if not isinstance(status, MemberStatus):
+            raise ValueError("malformed message: a value without a status")
         with self._lock:
             if (known := self._known_result(key)) is not None:
                 answer.set_result(known)
                 return Deferred(answer)
             open_round = self._open.get(key)
             if open_round is None:
+                self._check_count(message.source.id)
                 open_round = self._open[key] = _OpenRound(key)
+            elif message.source.id in open_round.values and not was_tried:
+                raise ValueError(f"{message.source.name!r} sends its value for round {number} twice")
             open_round.values[message.source.id] = value
             open_round.statuses[message.source.id] = status
-            open_round.answers.append(answer)
-            if message.source.id == self._agent.info.id:
-                open_round.own_answer = answer
+            former = open_round.answers.pop(message.source.id, None)
+            open_round.answers[message.source.id] = answer
             open_round.expected -= {i for i in members if self._agent.end_of(i) is not None}
-            to_ask = open_round.missing if was_tried and not open_round.has_asked_others else ()
-            open_round.has_asked_others |= was_tried
-        for member in to_ask:
-            self._agent.control.send(self._agent.worker(member), ASK_RESULT, key)
+        if former is not None:
+            former.set_exception(RpcError("the value was sent again"))  # to a request that has failed there
+        if was_tried:
+            self.ask_missing(key)
         self._finish_complete_rounds()
         return Deferred(answer)
 
     def _on_status_request(self, message: Incoming) -> list[int]:
         """Returns the ids of the members whose values for a round are missing."""
-        key = RoundKey(*message.value)
+        key = self._key(message.value, message.source)
         with self._lock:
             open_round = self._open.get(key)
             return [] if open_round is None else sorted(open_round.missing)
 
     def _on_ask(self, leader: WorkerInfo, payload: tuple[Any, ...]) -> None:
         """Tells another leader the result of a round now, or once it is known."""
-        key = RoundKey(*payload)
+        key = self._key(payload, leader)
         with self._lock:
-            number, last_result = self._finished.get(key.series, (-1, None))
-            if number > key.number:
-                return  # a later round has a result, so all living members have that of this one
-            result = last_result if number == key.number else None
+            result = self._known_result(key)
             if result is None:
+                if key not in self._askers:
+                    self._check_count(leader.id)
                 self._askers.setdefault(key, set()).add(leader.id)
         if result is not None:
             self._agent.control.send(leader, TELL_RESULT, (key, result))
         elif key.may_use_group:
             self._abandon_group(key.members)
+
+    def _on_tell(self, member: WorkerInfo, payload: tuple[Any, ...]) -> None:
+        """Takes the result of a round that a member was asked for."""
+        key, result = self._key(payload[0], member), payload[1]
+        if not isinstance(result, RoundResult) or not set(result.values) <= set(key.members):
+            raise ValueError("malformed message: it has no result")
+        with self._lock:
+            open_round = self._open.get(key)
+            if open_round is None:
+                return  # it has ended without
+            if member.id not in open_round.asked:
+                raise ValueError(f"{member.name!r} was not asked for the result of round {key.number}")
+        self.finish(key, result)
+
+    def _key(self, payload: object, sender: WorkerInfo) -> RoundKey:
+        """Returns the round that a member has named. Raises ValueError if it is none of it and this worker."""
+        key = RoundKey.from_payload(payload, sender.id)
+        if self._agent.info.id not in key.members or not all(map(self._agent.is_member, key.members)):
+            raise ValueError(f"malformed message: worker {self._agent.info.id} is in no round of {key.members}")
+        return key
+
+    def _check_count(self, worker: int) -> None:
+        """Raises ValueError if too many rounds of a worker are open. Called with the lock."""
+        if worker == self._agent.info.id or len(self._open) + len(self._askers) < MAX_OPEN_ROUNDS:
+            return
+        count = sum(worker in each.values for each in self._open.values())
+        count += sum(worker in leaders for leaders in self._askers.values())
+        if count >= MAX_OPEN_ROUNDS:
+            raise LimitReachedError(
+                f"{count} collectives of worker {worker} wait for others here: {MAX_OPEN_ROUNDS} may",
+                f"MAX_OPEN_ROUNDS={MAX_OPEN_ROUNDS}",
+            )
 
     def _finish_complete_rounds(self) -> None:
         with self._lock:
@@ -175,7 +230,10 @@ class RoundLeader:
             self.finish(key, result)
 
     def _known_result(self, key: RoundKey) -> RoundResult | None:
+        """Returns the result of a round, None if it is not known. Called with the lock."""
         number, result = self._finished.get(key.series, (-1, None))
+        if number > key.number:
+            return ENDED  # by members that count the worker which does not know that as lost
         return result if number == key.number else None
 
     def _drop_superseded(self, current: Series) -> None:

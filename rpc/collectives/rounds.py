@@ -4,11 +4,13 @@ A round is one all_gather, or one barrier, among a fixed set of workers, its mem
 one member, the leader, or through a process group of the members (all_gather.py).
 """
 
+import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
+from ..contracts.exposure import message_value
 from ..contracts.worker import WorkerInfo
 from .group_rounds import NextRound
 
@@ -21,6 +23,9 @@ A topic separates the collectives of one purpose from those of others among the 
 """
 
 
+MAX_TOPIC_CHARACTERS = 1024
+
+
 class Series(NamedTuple):
     """Identifies the consecutive rounds of one topic among the same members."""
 
@@ -29,6 +34,7 @@ class Series(NamedTuple):
     """Worker ids, ascending."""
 
 
+@message_value
 class RoundKey(NamedTuple):
     """Identifies one round on all of its members. Sent between workers."""
 
@@ -37,6 +43,33 @@ class RoundKey(NamedTuple):
     """The number of the round in its series, from 0."""
     members: tuple[int, ...]
     """Worker ids, ascending."""
+
+    @classmethod
+    def from_payload(cls, payload: object, sender: int) -> "RoundKey":
+        """Returns the key that a member of a round has sent.
+
+        Args:
+            payload: what it has sent.
+            sender: its id.
+
+        Raises:
+            ValueError: that is no key, or it is no member.
+        """
+        if not isinstance(payload, tuple) or len(payload) != 3:
+            raise ValueError("malformed message: it names no round")
+        topic, number, members = payload
+        is_sound = (
+            type(topic) is str
+            and len(topic) <= MAX_TOPIC_CHARACTERS
+            and type(number) is int
+            and number >= 0
+            and type(members) is tuple
+            and all(type(each) is int for each in members)
+            and sorted(set(members)) == list(members)
+        )
+        if not is_sound or sender not in members:
+            raise ValueError(f"malformed message: worker {sender} is in no round of {reprlib.repr(members)}")
+        return cls(topic, number, members)
 
     @property
     def series(self) -> Series:
@@ -74,6 +107,7 @@ class Round:
         return None if self.deadline is None else self.deadline - time.monotonic()
 
 
+@message_value
 class RoundResult(NamedTuple):
     """The result of one round. Sent between workers."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, final
 
-from ...errors import NotInitializedError
+from ...errors import NotInitializedError, UnknownWorkerError
 from ...proto.v1 import agent_pb2
 from ..execution.futures import Future
 from .control import ControlMessages
@@ -54,6 +54,14 @@ class RpcAgent(ABC):
     @abstractmethod
     def worker(self, destination: Destination) -> WorkerInfo:
         """Returns the worker with this name, id or WorkerInfo. Raises UnknownWorkerError."""
+
+    def is_member(self, worker: int) -> bool:
+        """Returns whether a worker with this id is in the group, or has been."""
+        try:
+            self.worker(worker)
+        except (UnknownWorkerError, ValueError):
+            return False
+        return True
 
     @abstractmethod
     def workers(self) -> Sequence[WorkerInfo]:
@@ -146,6 +154,22 @@ class RpcAgent(ABC):
         Raises:
             WorkerLostError: the worker is known to be lost.
             SerializationError: the value does not pickle; nothing was sent.
+        """
+
+    def postpone(self, worker: WorkerInfo, resume: Callable[[], None]) -> bool:  # noqa: ARG002
+        """Postpones what would send a worker more, because too much is queued for it.
+
+        Args:
+            worker: one of `workers()`.
+            resume: called on the event loop when enough has been sent, if this returns True. Must not block.
+        """
+        return False
+
+    @abstractmethod
+    def decode_failure(self, worker: WorkerInfo, failure: bytes) -> Exception:
+        """Returns the exception that a worker has put into a message, encoded by `wire.failures.encode_failure`.
+
+        If it cannot be rebuilt here, or the policy for the worker does not accept it, this is a RemoteError.
         """
 
     @abstractmethod

@@ -1,11 +1,12 @@
-"""Types for devices and device maps."""
+"""Devices and device maps: their types, and checks of what users give."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-__all__ = ["NO_DEVICES", "Device", "DeviceMap"]
+__all__ = ["NO_DEVICES", "Device", "DeviceMap", "checked_device_map", "checked_device_maps", "checked_devices"]
 
 Device = int | str | torch.device
 """A device as users name it. An int is the index of a CUDA device."""
@@ -15,3 +16,39 @@ DeviceMap = Mapping[Device, Device]
 
 NO_DEVICES: DeviceMap = MappingProxyType({})
 """The empty device map: only CPU tensors can be sent."""
+
+
+def checked_device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
+    """Returns the device map with devices in place of their names."""
+    found: dict[Device, Device] = {}
+    sources: dict[torch.device, torch.device] = {}
+    for device, target in ((_device(d), _device(t)) for d, t in device_map.items()):
+        if target in sources:
+            raise ValueError(
+                "`device_map` only supports 1-to-1 mapping, "
+                f"trying to map {device} and {sources[target]} to {target}"
+            )
+        found[device], sources[target] = target, device
+    return found
+
+
+def checked_device_maps(value: Any) -> dict[str, dict[Device, Device]]:
+    """Returns the device maps of several workers with devices in place of their names."""
+    return {to: checked_device_map(device_map) for to, device_map in (value or {}).items()}
+
+
+def checked_devices(value: Any) -> list[torch.device]:
+    """Returns CUDA devices in place of their names. Raises ValueError if one is another device."""
+    devices = [_device(device) for device in value or ()]
+    for device in devices:
+        if device.type != "cuda":
+            raise ValueError(
+                f"`set_devices` expect a list of CUDA devices, but got device type {device.type}: CPU tensors "
+                "need no setting"
+            )
+    return devices
+
+
+def _device(name: Device) -> torch.device:
+    device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    return torch.device("cuda", 0) if device == torch.device("cuda") else device

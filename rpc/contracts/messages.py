@@ -29,6 +29,7 @@ __all__ = [
     "Outgoing",
     "PiggybackedAnswer",
     "Request",
+    "UnwantedMessageError",
 ]
 
 
@@ -41,6 +42,10 @@ RESULT: MessageType.ValueType = MessageType.RESULT
 
 Buffer = bytes | memoryview
 """Bytes of a message's body or of a tensor."""
+
+
+class UnwantedMessageError(Exception):
+    """Raised by the `scope` of a handler: nothing waits for the message, which is dropped and not unpickled."""
 
 
 @dataclass(slots=True)
@@ -149,7 +154,8 @@ class Handler:
     description: what such a request is, in words that go on with the name of a worker; for errors.
     is_quick: whether answers to such requests are plain, and completing one runs code of gradwire only, unless the
         user has added callbacks. Then the thread that reads an answer does it.
-    scope: returns the context in which a message is unpickled and processed, if it needs one.
+    scope: returns the context in which a message is unpickled and processed, if it needs one. It looks at the
+        headers first, and raises if the sender may not send such a message, or UnwantedMessageError.
     """
 
     run: Callable[[Incoming], Any]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-import torch
-
-from .devices import Device
+from ...c10d.security import Credentials
+from .devices import Device, checked_device_map, checked_device_maps, checked_devices
+from .policy import Policy
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
@@ -166,7 +166,7 @@ class FlowControlOptions:
         from the connection to that worker until half of them have begun to run.
     max_received_bytes: their bytes.
     max_unsent_bytes: bytes that may be queued to be sent to one worker, answers above all; beyond that, no further
-        calls of this worker begin to run until half of them are sent.
+        calls of this worker begin to run until half of them are sent, and its streams pause.
     max_total_unsent_bytes: the same for all workers together; a worker for which nothing is queued is left out.
     when_full: what a call does that would be one too many: "wait" until there is capacity, for as long as the
         timeout of the call, or "raise" SendQueueFullError.
@@ -220,17 +220,21 @@ class RpcBackendOptions:
     num_worker_threads: threads that run incoming calls at a time. Threads that wait for other calls do
         not count, so nested calls cannot use them up.
     host: a name or address of this machine, to listen on and to be reached at; a wildcard ("0.0.0.0", "::")
-        listens on all addresses and advertises one of them. None, the default, is the loopback address; with
-        `insecure`, and among workers on several hosts, it is the address at which the other hosts reach this one.
-    insecure: allow workers on several hosts, or an `init_method` or `host` that other machines can reach, although
-        callers are not authenticated: anybody who reaches a worker can run code in it. All workers must agree.
+        listens on all addresses and advertises one of them. None, the default, is a unix socket of this user; with
+        credentials or `insecure`, and among workers that share none, it is the address at which the others reach
+        this one.
+    credentials: with them, connections are encrypted, and only workers of the job are let in, from any host.
+        By default those in the environment (see Credentials.from_environment). All workers need them, or none.
+    insecure: allow workers on several hosts or of several users, and addresses that others can reach, without
+        credentials: anybody who reaches a worker can run code in it. All workers must agree.
     transports: what may carry the messages between two workers, in order of preference: "unix" sockets between
-        workers of one host, "tcp" sockets, and "grpc", which is always there. ("grpc",) needs one port per worker.
+        workers of one host, "tcp" sockets, and "grpc", which is always there. ("grpc",) needs one port, if any.
     channels: how the bytes of bodies and tensors travel.
     cuda: how tensors on CUDA devices travel.
     broadcasts: when tensors for several workers are sent to all of them at once.
     all_gather: when `all_gather` and `barrier` run through a process group.
     flow_control: how much may be in flight, and received and not run yet.
+    policy: what this worker accepts from other workers. By default anything, so that they can run any code here.
     busy_poll: seconds for which a thread that waits for an answer, or that has just served a call, looks at the
         socket again and again before it sleeps, because it takes longer to wake up; 0 is never. A thread stops
         doing so while it is in vain, or while threads have to wait for a processor.
@@ -251,12 +255,14 @@ class RpcBackendOptions:
     num_worker_threads: int = 16
     host: str | None = None
     insecure: bool = False
+    credentials: Credentials | None = None
     transports: Sequence[str] = TRANSPORTS
     channels: ChannelOptions = field(default_factory=ChannelOptions)
     cuda: CudaOptions = field(default_factory=CudaOptions)
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
     all_gather: AllGatherOptions = field(default_factory=AllGatherOptions)
     flow_control: FlowControlOptions = field(default_factory=FlowControlOptions)
+    policy: Policy = field(default_factory=Policy)
     busy_poll: float = DEFAULT_BUSY_POLL
     device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
     devices: Sequence[Device] = ()
@@ -274,7 +280,7 @@ class RpcBackendOptions:
         Raises:
             ValueError: the map has two devices for one, or contradicts what was set before.
         """
-        added = _device_map(device_map)
+        added = checked_device_map(device_map)
         before = self.device_maps.get(to, {})
         for device, target in added.items():
             if before.get(device, target) != target:
@@ -283,6 +289,10 @@ class RpcBackendOptions:
                     f"{device} to {target} and {before[device]}"
                 )
         self.device_maps = {**self.device_maps, to: {**before, **added}}
+
+    def find_credentials(self) -> Credentials | None:
+        """Returns `credentials`, or else those in the environment; None if there are none."""
+        return self.credentials if self.credentials is not None else Credentials.from_environment()
 
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Sets this worker's CUDA devices that take part in calls. Raises ValueError if one is no CUDA device."""
@@ -324,6 +334,14 @@ def _check_insecure(value: Any) -> Any:
     return value
 
 
+def _check_credentials(value: Any) -> Any:
+    if value is not None and not isinstance(value, Credentials):
+        raise TypeError(
+            f"credentials is of type {type(value).__name__}: give a gradwire.c10d.Credentials, or None"
+        )
+    return value
+
+
 def _check_transports(value: Any) -> Any:
     names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
     if names is None or "grpc" not in names or not set(names) <= set(TRANSPORTS):
@@ -348,53 +366,21 @@ def _check_kind(name: str, kind: type) -> Callable[[Any], Any]:
     return check
 
 
-def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
-    """Returns the device map with devices in place of their names."""
-    found: dict[Device, Device] = {}
-    sources: dict[torch.device, torch.device] = {}
-    for device, target in ((_device(d), _device(t)) for d, t in device_map.items()):
-        if target in sources:
-            raise ValueError(
-                "`device_map` only supports 1-to-1 mapping, "
-                f"trying to map {device} and {sources[target]} to {target}"
-            )
-        found[device], sources[target] = target, device
-    return found
-
-
-def _device(name: Device) -> torch.device:
-    device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
-    return torch.device("cuda", 0) if device == torch.device("cuda") else device
-
-
-def _check_device_maps(value: Any) -> dict[str, dict[Device, Device]]:
-    return {to: _device_map(device_map) for to, device_map in (value or {}).items()}
-
-
-def _check_devices(value: Any) -> list[torch.device]:
-    devices = [_device(device) for device in value or ()]
-    for device in devices:
-        if device.type != "cuda":
-            raise ValueError(
-                f"`set_devices` expect a list of CUDA devices, but got device type {device.type}: CPU tensors "
-                "need no setting"
-            )
-    return devices
-
-
 _CHECKS = {
     "rpc_timeout": check_rpc_timeout,
     "init_timeout": _check_init_timeout,
     "host": _check_host,
     "insecure": _check_insecure,
+    "credentials": _check_credentials,
     "num_worker_threads": _check_threads,
     "transports": _check_transports,
     "channels": _check_kind("channels", ChannelOptions),
     "cuda": _check_kind("cuda", CudaOptions),
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
+    "policy": _check_kind("policy", Policy),
     "all_gather": _check_kind("all_gather", AllGatherOptions),
     "busy_poll": _check_busy_poll,
     "flow_control": _check_kind("flow_control", FlowControlOptions),
-    "device_maps": _check_device_maps,
-    "devices": _check_devices,
+    "device_maps": checked_device_maps,
+    "devices": checked_devices,
 }

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from ...errors import WorkerNameError
+from .exposure import message_value
 
 __all__ = ["WorkerInfo", "check_worker_name"]
 
@@ -11,6 +12,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:.\-]+")
 _NAME_LIMIT = 128
 
 
+@message_value
 @dataclass(frozen=True, slots=True, order=True, repr=False)
 class WorkerInfo:
     """A worker of the group: its name, and its id, which is the rank in a static group.

@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Self, final
 
+from ...c10d.security import printable
 from ...errors import LossCause, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import text_of
@@ -28,11 +29,16 @@ class WorkerEnd:
     """How a worker ended.
 
     cause: the kind of end.
-    reason: the end in words that go on with "worker 'a' is lost:", such as "it has shut down".
+    reason: the end in words that go on with "worker 'a' is lost:", such as "it has shut down". One line of bounded
+        length, whatever is given.
     """
 
     cause: LossCause
     reason: str
+
+    def __post_init__(self) -> None:
+        words = self.reason[: 4 * MAX_REASON].split()  # a peer may send megabytes
+        object.__setattr__(self, "reason", printable(" ".join(words), MAX_REASON))
 
     @property
     def orderly(self) -> bool:
@@ -49,7 +55,7 @@ class WorkerEnd:
         if isinstance(error, SystemExit):
             return cls._by_exit(error)
         text = text_of(error)
-        return cls(LossCause.EXCEPTION, _clean(f"it ended by {type(error).__qualname__}{': ' * bool(text)}{text}"))
+        return cls(LossCause.EXCEPTION, f"it ended by {type(error).__qualname__}{': ' * bool(text)}{text}")
 
     @classmethod
     def _by_exit(cls, error: SystemExit) -> Self:
@@ -80,7 +86,7 @@ class WorkerEnd:
         cause = next((cause for cause, kind in _KINDS.items() if kind == departure.kind), LossCause.EXIT)
         if cause is LossCause.SHUTDOWN:
             return cls(cause, SHUT_DOWN.reason)
-        return cls(cause, _clean(departure.reason) or "it ended without calling shutdown")
+        return cls(cause, departure.reason.strip() or "it ended without calling shutdown")
 
     def to_proto(self) -> agent_pb2.Departure:
         """Returns the message of a goodbye."""
@@ -91,13 +97,6 @@ def last_uncaught_error() -> BaseException | None:
     """Returns the uncaught exception that Python printed last, which it does before the hooks of atexit run."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) else None
-
-
-def _clean(text: str) -> str:
-    """Returns the text as one printable line of bounded length."""
-    text = text[: 4 * MAX_REASON]  # a peer may send megabytes
-    text = " ".join("".join(each if each.isprintable() else " " for each in text).split())
-    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}…"
 
 
 SHUT_DOWN = WorkerEnd(LossCause.SHUTDOWN, "it has shut down")

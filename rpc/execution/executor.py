@@ -4,9 +4,9 @@ An idle thread waits in epoll, for sockets and for tasks from other threads. Whe
 reads it, and runs what has arrived itself: no other thread has to be woken for a call that comes alone. Meanwhile
 another thread waits in epoll. At a high rate, the thread that has read a socket keeps it until it has run what it
 has read, because two threads that run short Python functions hold each other up; and it looks at the socket again
-before it waits in epoll. The waiting thread then is a watcher: it looks every millisecond, and takes over the
-socket and what has not begun to run if a function takes longer. A function that waits for another call gives up
-the socket at once.
+before it waits in epoll. The waiting thread then is a watcher: it looks every one to four milliseconds, and takes
+over the socket and what has not begun to run if a function takes longer. A function that waits for another call
+gives up the socket at once.
 
 A fixed pool deadlocks as soon as calls nest deeper than it has threads. So `size` bounds only threads that can
 make progress: a thread that waits for another call does not count, and another thread is started in its place.
@@ -18,36 +18,26 @@ waits longer before it adds each further one.
 import contextlib
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from .needs import Need
 from .poller import OnReady, Poller
-from .stalls import StallDetector
+from .stalls import MAX_THREADS, StallDetector
 from .waiter import Wakeable
 from .wakeups import DeferredWakeups
+from .watching import MAX_WATCHERS, WATCH_INTERVAL_S, Watch
 
 __all__ = ["Executor"]
 
 IDLE_TIMEOUT_S = 10.0
 """Seconds that a thread waits for work before it ends, unless it is one of the last two."""
 
-WATCH_INTERVAL_S = 0.001
-"""Seconds that a thread may keep a socket, and what it has read, while it runs a function."""
-
-WATCH_FOR_S = 0.02
-"""Seconds after the last busy socket in which a waiting thread looks after the others."""
-
-MAX_WATCHERS = 2
-"""Waiting threads that look after the others, at most: the one that looks next may also be the one that reads."""
-
 MIN_THREADS = 2
 """Threads that stay: one runs what it has read while the other waits in epoll."""
 
 log = logging.getLogger(__name__)
-
 _Task = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -104,8 +94,7 @@ class Executor:
         self.poller = Poller(busy_poll)
         self._watchers = 0
         """Polling threads that look after those which keep a file descriptor."""
-        self._watch_until = 0.0
-        """By the monotonic clock."""
+        self._watching = Watch(self.poller, self._has_undone)
         self._wakeups = DeferredWakeups()
 
     @property
@@ -222,7 +211,7 @@ class Executor:
 
         A thread that is started or woken needs the lock at once.
         """
-        if not self._polling and not self._closed:
+        if not self._polling and not self._closed and self._threads < 2 * MAX_THREADS:
             self._threads += 1
             self._started += 1
             self._polling += 1
@@ -240,14 +229,15 @@ class Executor:
 
     def _has_runnable(self) -> bool:
         """Returns whether a thread may run a task that is queued."""
-        return bool(self._urgent) or (bool(self._tasks) and self._running < self._size + self._stalls.extra)
+        is_full = self._running >= self._size + self._stalls.extra or self._threads - self._polling >= MAX_THREADS
+        return bool(self._urgent) or (bool(self._tasks) and not is_full)
 
     def _take(self) -> _Task | None:
         """Takes a task that may run now."""
         self._thread.is_counted = False
         if self._urgent:
             return self._urgent.popleft()
-        if not self._tasks or self._running >= self._size + self._stalls.extra:
+        if not self._tasks or not self._has_runnable():
             return None
         self._running += 1
         self._taken += 1
@@ -341,7 +331,7 @@ class Executor:
                 has_ticked = False
                 continue
             poller.release()
-            has_ticked = not self._poll(WATCH_INTERVAL_S if watches else IDLE_TIMEOUT_S)
+            has_ticked = not (self._watching.wait(self._poll) if watches else self._poll(IDLE_TIMEOUT_S))
             is_idle = has_ticked and not watches
             if has_ticked and watches:
                 self._wakeups.wake_all()
@@ -353,9 +343,13 @@ class Executor:
         """Returns whether there is something to do for a thread that waits."""
         return bool(self._running or self._tasks or self._urgent or self.poller.handed_over)
 
+    def _has_undone(self) -> bool:
+        """Returns whether something is queued that the other threads may have left undone."""
+        return bool(self._wakeups or self._tasks or self._urgent)
+
     def _must_watch(self) -> bool:
         """Returns whether a thread has to look after the others. Called with the lock."""
-        return bool(self.poller.kept or self._wakeups) or time.monotonic() < self._watch_until
+        return bool(self.poller.kept or self._wakeups) or self._watching.is_on
 
     def _must_look_for_threads(self, *, leaves: bool) -> bool:
         """Returns whether a thread may be missing. Called with the lock."""
@@ -391,7 +385,7 @@ class Executor:
             return False
         if descriptor >= 0:
             if poller.is_busy:
-                self._watch_until = poller.last_ready + WATCH_FOR_S
+                self._watching.extend()
             # Not for a single answer: the thread that waits for it is to have the interpreter for itself.
             if self._watchers and (self._tasks or len(self._urgent) > 1):
                 poller.keep(descriptor)

@@ -1,10 +1,14 @@
-"""Exceptions that are stored, to be raised later and perhaps by several threads."""
+"""Exceptions that are stored, to be raised later and perhaps by several threads, or that are shown."""
 
 import copy
 
+from ...c10d.security import printable
 from ...errors import rebuild_exception
 
-__all__ = ["copy_error", "is_plain", "text_of", "without_frames"]
+__all__ = ["copy_error", "is_plain", "printable_text", "text_of", "without_frames"]
+
+MAX_SHOWN = 500
+"""Characters of the text of an error that a line of a log shows."""
 
 
 def copy_error(error: Exception) -> Exception:
@@ -48,3 +52,8 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "(its text cannot be shown)"
+
+
+def printable_text(error: BaseException) -> str:
+    """Returns the text of an exception that another worker may have made, for a log. Never raises."""
+    return printable(text_of(error), MAX_SHOWN)

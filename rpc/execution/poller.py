@@ -7,6 +7,7 @@ over if that lasts too long. A thread that waits for what a descriptor brings ma
 
 import contextlib
 import logging
+import math
 import os
 import select
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, final
 
+from ...errors import RpcError
 from .waiter import SocketWaiter, Spinner
 
 __all__ = ["READABLE", "WRITABLE", "OnReady", "Poller", "SharedDescriptor"]
@@ -49,6 +51,9 @@ class SharedDescriptor(Protocol):
     def on_readable(self) -> bool:
         """Handles what has been received, and reads: its OnReady. Returns False if another thread reads."""
 
+    def release_library(self) -> None:
+        """Releases what the calling thread, which does not read any more, holds besides `reading`."""
+
 
 class _ThreadState(threading.local):
     """What the poller keeps about the calling thread."""
@@ -57,6 +62,8 @@ class _ThreadState(threading.local):
     """Whether it runs an OnReady."""
     descriptor = -1
     """The file descriptor that it keeps; -1 if there is none."""
+    must_not_wait = False
+    """Whether what it waits for would need it: see `forbid_waits_here`."""
 
     def __init__(self, busy_poll: float) -> None:
         self.spinner = Spinner(busy_poll)
@@ -128,6 +135,7 @@ class Poller:
     def close(self) -> None:
         """Releases the descriptors of the poller itself; no thread may use it any more."""
         self.wake = _do_nothing
+        self.handed_over.clear()
         self._epoll.close()
 
     def wait(self, seconds: float) -> int | None:
@@ -214,21 +222,41 @@ class Poller:
                         try:
                             if self._on_ready[source.descriptor][0] == source.on_readable:
                                 self._epoll.modify(source.descriptor, _READABLE_ONCE)
-                        except (KeyError, FileNotFoundError):
-                            pass  # not watched any more
+                        except (KeyError, OSError):
+                            pass  # not watched any more, or closed
+
+    def forbid_waits_here(self) -> None:
+        """Has waits of the calling thread, that of the event loop, raise instead of hanging."""
+        self._thread.must_not_wait = True
 
     def stop_reading_here(self) -> None:
-        """Gives back what the calling thread reads by `read_here`: a signal handler in it is about to wait."""
-        if self._thread.reads_here is None:
+        """Gives back what the calling thread reads by `read_here`: a signal handler in it is about to wait.
+
+        Raises:
+            RpcError: this is the event loop's thread, without which nothing that it waits for can happen.
+        """
+        thread = self._thread
+        if thread.must_not_wait:
+            raise RpcError(
+                f"thread {threading.current_thread().name!r} cannot wait for other workers, because it receives "
+                "what they send: this is a callback or a finalizer (__del__) that runs on it. Use rpc_async and "
+                "add_done_callback instead of rpc_sync and wait, or wait on another thread"
+            )
+        if thread.reads_here is None:
             return
-        source, held = self._thread.reads_here
-        self._thread.reads_here = None
-        self._thread.waiter = None  # the handler waits by another one, or it would take what wakes this one
+        source, held = thread.reads_here
+        thread.reads_here = None
+        thread.waiter = None  # the handler waits by another one, or it would take what wakes this one
         if held == [True]:
             held.clear()
+            source.release_library()
             source.reading.release()
-            self.handed_over.append((source.descriptor, source.on_readable))
-            self.wake()
+            self.hand_over(source.descriptor, source.on_readable)
+
+    def hand_over(self, descriptor: int, on_ready: OnReady) -> None:
+        """Has a thread handle a descriptor at once, whether it is ready or not."""
+        self.handed_over.append((descriptor, on_ready))
+        self.wake()
 
     def keep(self, descriptor: int) -> None:
         """Lets the calling thread keep a descriptor, until `release` or until another thread takes it over."""
@@ -271,10 +299,14 @@ class Poller:
             if self.kept.pop(descriptor, None) is not None:
                 self.watch_again(descriptor)
 
+    def is_kept_for(self, seconds: float) -> bool:
+        """Returns whether a thread has kept a descriptor for more than `seconds`."""
+        return min(self.kept.copy().values(), default=math.inf) <= time.monotonic() - seconds
+
     def take_over(self, seconds: float) -> None:
         """Has the descriptors waited for again that other threads have kept for more than `seconds`."""
         latest = time.monotonic() - seconds
-        for descriptor, since in list(self.kept.items()):
+        for descriptor, since in self.kept.copy().items():
             if since <= latest and self.kept.pop(descriptor, None) is not None:
                 self.watch_again(descriptor)
 

@@ -4,7 +4,10 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-__all__ = ["StallDetector"]
+__all__ = ["MAX_THREADS", "StallDetector"]
+
+MAX_THREADS = 4096
+"""Threads that run tasks, or wait in them; beyond that, tasks wait. So calls may nest this deep."""
 
 STALL_TIMEOUT_S = 0.02
 """Seconds in which no task is taken from the queue, after which one thread is added.
@@ -76,6 +79,8 @@ class StallDetector:
                 stall = min(MAX_STALL_TIMEOUT_S, STALL_TIMEOUT_S * (self.extra + 1))
                 self._saturated.wait_for(lambda: self._closed, stall)
                 if self._closed or not self._queued() or self._taken() != taken:
+                    continue
+                if self.extra >= MAX_THREADS:
                     continue
                 self.extra += 1
             self._on_stall()

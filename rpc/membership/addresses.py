@@ -1,33 +1,69 @@
-"""Chooses the address a worker listens on, and checks whether the other members can reach it."""
+"""Chooses the address a worker listens on, and checks whether the members can reach each other."""
 
 import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
 
-from ...c10d.addresses import is_loopback, is_numeric, resolve
+from ...c10d.addresses import is_loopback, is_numeric, is_tcp_address, resolve
 from ...c10d.host_identity import LOOPBACK, address_for_others, is_local
 from ...c10d.stores.describe import innermost_store
 from ...c10d.torch_types import TorchStore
+from ...c10d.user_sockets import UNIX_SCHEME, SocketDirectory, UnsafePathError
 from ...errors import ProcessGroupError, RpcError, StoreError
 from ..contracts.options import RpcBackendOptions
 from .members import Member
 
-__all__ = ["ListenAddress", "check_consent", "choose_address", "unreachable_members"]
+__all__ = ["ListenAddress", "check_consent", "choose_address", "find_directory", "unreachable_members"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """The numeric addresses of a worker's server.
+    """Where a worker listens, and which addresses it dials.
 
-    bind: the address to listen on; may be a wildcard.
-    advertised: the address that the other members dial.
+    directory: of the unix socket of its server; None if that listens on TCP.
+    bind: the numeric address to listen on by TCP; may be a wildcard.
+    advertised: the numeric address that the other members dial.
+    any_host: whether it dials TCP addresses of other hosts.
     """
 
+    directory: SocketDirectory | None
     bind: str = LOOPBACK
     advertised: str = LOOPBACK
+    any_host: bool = False
+
+    @classmethod
+    def on_this_host(cls) -> Self:
+        """Returns an address that only processes of this user reach. Raises RpcError if there can be none."""
+        try:
+            return cls(_open_directory())
+        except UnsafePathError as error:
+            raise RpcError(str(error)) from error
+
+    def reach(self, address: str) -> str:
+        """Checks the address of another worker, which may be forged, before it is dialled.
+
+        Returns:
+            The address to dial.
+
+        Raises:
+            UnsafePathError: it is not where a worker can be, or others than this user may listen there.
+            FileNotFoundError: nobody listens there.
+        """
+        if self.directory is not None:
+            if not address.startswith(UNIX_SCHEME):
+                raise UnsafePathError(
+                    f"{address!r} is no unix socket, and a worker that has one connects to nothing else: "
+                    "somebody has forged an entry of the store, or only some workers have insecure=True or host="
+                )
+            return UNIX_SCHEME + self.directory.reach(address.removeprefix(UNIX_SCHEME))
+        if not is_tcp_address(address):  # gRPC knows other kinds, some of which it would not encrypt
+            raise UnsafePathError(f"{address!r} is no numeric address and port")
+        if not self.any_host and not _is_loopback_address(address):
+            raise UnsafePathError(f"{address!r} is not a loopback address, as it has to be without insecure=True")
+        return address
 
 
 def check_consent(options: RpcBackendOptions) -> None:
@@ -36,7 +72,7 @@ def check_consent(options: RpcBackendOptions) -> None:
     Raises:
         RpcError: the host is not a loopback address or cannot be resolved.
     """
-    if options.insecure or options.host is None:
+    if options.host is None or _may_use_tcp(options):
         return
     try:
         allowed = is_loopback(options.host)
@@ -49,32 +85,56 @@ def check_consent(options: RpcBackendOptions) -> None:
         )
 
 
-def choose_address(options: RpcBackendOptions, store: TorchStore, networks: Sequence[str] | None) -> ListenAddress:
+def find_directory(options: RpcBackendOptions) -> SocketDirectory | None:
+    """Returns the directory in which a worker with these options can have a unix socket; None to use TCP.
+
+    Raises:
+        RpcError: there can be no such directory, and the options do not allow TCP.
+    """
+    if options.host is not None:
+        return None
+    try:
+        return _open_directory()
+    except UnsafePathError as error:
+        if _may_use_tcp(options):
+            return None
+        raise RpcError(f"{error}; or {options.CONSENT}, and any user of the host can run code in it") from error
+
+
+def choose_address(
+    options: RpcBackendOptions,
+    store: TorchStore,
+    directory: SocketDirectory | None,
+    places: Sequence[tuple[str, str]] | None,
+) -> ListenAddress:
     """Returns where a worker is to listen.
 
-    Without `options.host` that is the loopback address, unless the options allow others and some members are, or
-    may be, on other hosts. Then it is the address by which this host reaches the store, or that others reach
-    (`c10d.host_identity.address_for_others`).
+    Without `options.host` that is a unix socket, unless the options allow others and some members do not share
+    network and directory, or are not known. Then it is the loopback address on one host, else the address by which
+    this host reaches the store, or that others reach (`c10d.host_identity.address_for_others`).
 
     Args:
         options: those of the worker.
         store: the store at which the group rendezvous.
-        networks: the network names of all members; None if they are not known, as in a dynamic group.
+        directory: what `find_directory` returns.
+        places: the network names and directories of all members; None if they are not known, as in a dynamic
+            group.
 
     Raises:
         RpcError: `options.host` is not an address of this machine.
     """
-    host = options.host
+    host, any_host = options.host, _may_use_tcp(options)
     if host is None:
-        is_one_host = _is_local_store(store) if networks is None else len(set(networks)) == 1
-        if is_one_host or not options.insecure:
-            return ListenAddress()
-        address = _address_for_others(store)
-        return ListenAddress(address, address)
+        if directory is not None and (not any_host or (places is not None and len(set(places)) == 1)):
+            return ListenAddress(directory)
+        is_one_host = _is_local_store(store) if places is None else len({network for network, _ in places}) == 1
+        address = LOOPBACK if is_one_host else _address_for_others(store)
+        return ListenAddress(None, address, address, any_host)
     if is_numeric(host) and ipaddress.ip_address(host).is_unspecified:
         family = socket.AF_INET if ":" not in host else socket.AF_UNSPEC  # "::" takes both
-        return ListenAddress(host, _address_for_others(store, family))
-    return _own_address(host)
+        return ListenAddress(None, host, _address_for_others(store, family), any_host)
+    address = _own_address(host)
+    return ListenAddress(None, address, address, any_host)
 
 
 def unreachable_members(members: Sequence[Member], consent: str) -> str:
@@ -82,20 +142,42 @@ def unreachable_members(members: Sequence[Member], consent: str) -> str:
 
     Args:
         members: all members of the group.
-        consent: how users allow addresses other than loopback, for the message.
+        consent: how users allow addresses that other hosts and users reach, for the message.
     """
-    if len({member.network for member in members}) <= 1:
+    networks = {member.network for member in members}
+    directories = {member.directory if member.has_unix_socket else "" for member in members}
+    if len(networks) <= 1 and len(directories) <= 1:
         return ""
-    hidden = [member for member in members if is_local(member.host)]
+    hidden = [each for each in members if each.has_unix_socket or (len(networks) > 1 and is_local(each.host))]
     if not hidden:
         return ""
-    shown = ", ".join(f"{member} on {member.host}" for member in hidden[:8]) + ", …" * (len(hidden) > 8)
+    if len(networks) > 1:
+        why = "are on several hosts (or in containers with networks of their own)"
+    elif "" in directories:
+        why = "were started with different options: some have unix sockets, and others insecure=True or host="
+    else:
+        why = (
+            "share no directory for their sockets (they run as several users, in containers with file systems of "
+            f"their own, or with several XDG_RUNTIME_DIR): {', '.join(sorted(directories))}"
+        )
+    shown = ", ".join(f"{each} on {each.address}" for each in hidden[:8]) + ", …" * (len(hidden) > 8)
     return (
-        "the workers are on several hosts (or in containers with networks of their own), where the others cannot "
-        f"reach those that listen on an address for their own host only: {shown}. On every worker {consent}; that "
-        "lets anybody who reaches a worker run code in it, so the network must be one that you trust. Give host= "
-        "only where a worker has to be told which of its addresses the others reach"
+        f"the workers {why}, where the others cannot reach those that listen for their own host and user only: "
+        f"{shown}. On every worker set GRADWIRE_TOKEN to the same token; or {consent}, which lets anybody who "
+        "reaches a worker run code in it, so the network must be one that you trust. Give host= only where a "
+        "worker has to be told which of its addresses the others reach"
     )
+
+
+def _open_directory() -> SocketDirectory:
+    directory = SocketDirectory.of_this_user()
+    directory.sweep()
+    return directory
+
+
+def _may_use_tcp(options: RpcBackendOptions) -> bool:
+    """Returns whether the options allow addresses that other hosts or users reach."""
+    return options.insecure or options.find_credentials() is not None
 
 
 def _is_local_store(store: TorchStore) -> bool:
@@ -114,7 +196,13 @@ def _address_for_others(store: TorchStore, family: socket.AddressFamily = socket
         raise RpcError(f"{error}; or give an address as host=") from error
 
 
-def _own_address(host: str) -> ListenAddress:
+def _is_loopback_address(address: str) -> bool:
+    """Returns whether host:port has a numeric loopback address."""
+    host = address.rpartition(":")[0].strip("[]")
+    return is_numeric(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _own_address(host: str) -> str:
     """Returns the first address of a host name that is one of this machine, loopback addresses last."""
     problem = "it has no address"
     for address in sorted(resolve(host), key=is_local):
@@ -125,7 +213,7 @@ def _own_address(host: str) -> ListenAddress:
         except OSError as error:
             problem = str(error.strerror)
         else:
-            return ListenAddress(address, address)
+            return address
     raise RpcError(
         f"host is {host!r}, where this worker cannot listen ({problem}): give an address of this machine, or "
         "leave host out"

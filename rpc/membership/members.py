@@ -10,9 +10,19 @@ import torch
 
 from ...c10d.host_identity import network_id
 from ...c10d.start_barrier import StartBarrier
+from ...c10d.user_sockets import UNIX_SCHEME
+from ...errors import WorkerNameError
 from ..contracts.worker import WorkerInfo
 
 __all__ = ["Member", "MemberCheck", "exchange_members", "find_worker", "introduce"]
+
+MAX_ID = (1 << 31) - 1
+
+MAX_TEXT_CHARACTERS = 4096
+"""Characters of an address, or of another text about a member."""
+
+MAX_SHOWN = 200
+"""Characters that are shown of a record that is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +30,12 @@ class Member:
     """A worker of the group, with what the other members need to know about it.
 
     info: its name and id.
-    address: host:port at which the others dial its agent.
+    address: at which the others dial its agent: host:port, or unix: and the path of a socket.
     device_count: the number of its CUDA devices.
     network: identifies its network namespace: equal on two workers if they reach each other on the loopback
     address. process: its process and host, for messages. device_maps: by the name of a called worker, which of
-    its devices become which of the called worker's.
+    its devices become which of the called worker's. directory: identifies the directory of its unix socket; empty
+    if it listens on TCP.
     """
 
     info: WorkerInfo
@@ -33,34 +44,68 @@ class Member:
     network: str = field(default_factory=network_id)
     process: str = ""
     device_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
+    directory: str = ""
+
+    @property
+    def has_unix_socket(self) -> bool:
+        """Whether it listens on a unix socket, and not on TCP."""
+        return self.address.startswith(UNIX_SCHEME)
 
     @property
     def host(self) -> str:
-        """The address without its port."""
+        """The address without its port, of a worker that listens on TCP."""
         return self.address.rpartition(":")[0].strip("[]")
 
     def __str__(self) -> str:
         return f"{self.info.name!r} (rank {self.info.id}{self.process and ', ' + self.process})"
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "Member":
-        """Returns the member that `dataclasses.asdict` has made a record of."""
-        return cls(**{**record, "info": WorkerInfo(**record["info"])})
+    def from_record(cls, record: Any) -> "Member":
+        """Returns the member that `dataclasses.asdict` has made a record of. Raises ValueError if it is none."""
+        try:
+            member = cls(**{**record, "info": WorkerInfo(**record["info"])})
+        except (TypeError, KeyError, AttributeError, WorkerNameError) as error:
+            raise ValueError(f"it describes no worker: {str(error)[:MAX_SHOWN]}") from None
+        if not member._is_sound():
+            raise ValueError(f"it describes no worker: {str(record)[:MAX_SHOWN]!r}")
+        return member
+
+    def _is_sound(self) -> bool:
+        """Returns whether what another worker has told has the right types and limits."""
+        return (
+            type(self.info.id) is int
+            and 0 <= self.info.id <= MAX_ID
+            and bool(self.address)
+            and all(map(_is_text, (self.address, self.network, self.process, self.directory)))
+            and type(self.device_count) is int
+            and isinstance(self.device_maps, dict)
+            and all(_is_device_map(each) for each in self.device_maps.values())
+        )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARACTERS and (value.isprintable() or not value)
+
+
+def _is_device_map(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(device, str) for device in value.values())
 
 
 MemberCheck = Callable[[Sequence[Member]], str]
 """Checks all members; returns what is wrong with them, or an empty text."""
 
 
-def introduce(barrier: StartBarrier, seconds: float) -> tuple[str, list[str]]:
+def introduce(barrier: StartBarrier, directory: str, seconds: float) -> tuple[str, list[tuple[str, str]]]:
     """Waits until all workers have registered, and checks that their names are unique.
 
     Args:
         barrier: the barrier, at which this worker has registered.
+        directory: identifies the directory in which this worker can have unix sockets; empty if there is none.
         seconds: how long to wait.
 
     Returns:
-        The name of the group, unique among all groups, and the network names of the workers by rank.
+        The name of the group, unique among all groups; and by rank the network names and directories of the
+        workers.
 
     Raises:
         RendezvousError: workers contradict each other or did not arrive in time; all workers raise the same.
@@ -72,9 +117,15 @@ def introduce(barrier: StartBarrier, seconds: float) -> tuple[str, list[str]]:
             f"worker name {me.name!r} is not unique: ranks {holder.rank} and {me.rank} have it "
             f"({holder.description}, {me.description}); give each worker a name of its own"
         )
-    records = barrier.wait(json.dumps([uuid.uuid4().hex, network_id()]), seconds)
-    introductions = [json.loads(record) for record in records]
-    return introductions[0][0], [network for _, network in introductions]
+    records = barrier.wait(json.dumps([uuid.uuid4().hex, network_id(), directory]), seconds)
+    introductions = []
+    for rank, record in enumerate(records):
+        try:
+            group, network, directory = json.loads(record)
+        except (ValueError, TypeError, RecursionError):
+            barrier.fail(f"what rank {rank} tells of itself is malformed: {record[:MAX_SHOWN]!r}")
+        introductions.append((str(group), str(network), str(directory)))
+    return introductions[0][0], [(network, directory) for _, network, directory in introductions]
 
 
 def exchange_members(barrier: StartBarrier, me: Member, check: MemberCheck, seconds: float) -> list[Member]:
@@ -91,9 +142,15 @@ def exchange_members(barrier: StartBarrier, me: Member, check: MemberCheck, seco
     """
 
     def check_records(records: list[bytes]) -> str:
-        return check([Member.from_record(json.loads(record)) for record in records])
+        try:
+            return check(_members(records))
+        except (ValueError, RecursionError) as error:
+            return f"what a rank tells of itself is malformed: {error}"
 
-    records = barrier.wait(json.dumps(asdict(me)), seconds, check_records)
+    return _members(barrier.wait(json.dumps(asdict(me)), seconds, check_records))
+
+
+def _members(records: Sequence[bytes]) -> list[Member]:
     return [Member.from_record(json.loads(record)) for record in records]
 
 

@@ -4,11 +4,14 @@ They are kept as a log in the group's store: entry n is the n-th join or leave. 
 compare-and-set at the end of the log, knowing all entries before it. So every entry is valid at its position,
 and all workers that know the same number of entries agree on the members.
 
-A worker that joins informs the current members itself: its hello to each of them carries the log. So members need
-not read the store again, and go on when it is gone.
+A worker that joins informs the current members itself: its hello to each of them carries the log. Members do not
+poll the store, and go on when it is gone. But anybody may send a hello, so a member asks the store whether it has
+the entries that are new to it.
 """
 
+import contextlib
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +22,19 @@ from ...errors import RendezvousError
 from ..contracts.worker import WorkerInfo
 from .members import Member
 
-__all__ = ["Roster", "RosterLog"]
+__all__ = ["Roster", "RosterError", "RosterLog"]
+
+LEAVE_TIMEOUT_S = 2.0
+"""Seconds that a worker which leaves waits for the store. Without it, others find out later that it is gone."""
+
+MAX_ENTRY_CHARACTERS = 64 << 10
+"""Characters of the longest entry; the device maps of a worker are in it."""
+
+log = logging.getLogger(__name__)
+
+
+class RosterError(RendezvousError):
+    """An entry of the log is malformed, contradicts those before it, or is not in the store."""
 
 
 @final
@@ -35,16 +50,28 @@ class Roster:
         """The number of times that the last member has left. Each epoch is a new group with all ids free."""
 
     def apply(self, entry: Mapping[str, Any]) -> None:
-        """Applies the next entry of the log."""
-        if (joined := entry.get("join")) is not None:
-            member = Member.from_record(joined)
-            self.members[member.info.id] = member
-            self.used_ids.add(member.info.id)
-            return
-        self.members.pop(entry["leave"], None)
-        if not self.members:
-            self.epoch += 1
-            self.used_ids.clear()
+        """Applies the next entry of the log.
+
+        Raises:
+            ValueError: it describes no member.
+            RosterError: it is malformed, or no worker could append it: a member joins whose id or name another one
+                has, or a worker leaves that is no member.
+        """
+        if entry.keys() == {"join"}:
+            self._join(Member.from_record(entry["join"]))
+        elif entry.keys() == {"leave"} and type(entry["leave"]) is int and entry["leave"] in self.members:
+            del self.members[entry["leave"]]
+            if not self.members:
+                self.epoch += 1
+                self.used_ids.clear()
+        else:
+            raise RosterError(f"it is neither a join nor the leave of a member: {str(entry)[:200]!r}")
+
+    def _join(self, member: Member) -> None:
+        if member.info.id in self.used_ids or self.find(member.info.name) is not None:
+            raise RosterError(f"the id or name of {member.info} belongs to another worker")
+        self.members[member.info.id] = member
+        self.used_ids.add(member.info.id)
 
     def find(self, name: str) -> Member | None:
         """Returns the member of this name; None without one."""
@@ -82,16 +109,54 @@ class RosterLog:
             return self._roster.find(name)
 
     def catch_up(self) -> None:
-        """Reads the store to the end of the log. Raises what the store raises."""
-        while self._store.check([key := self._key(len(self._entries))]):
-            self.extend([*self.entries(), self._store.get(key).decode()])
+        """Reads the store to the end of the log.
 
-    def extend(self, entries: Sequence[str]) -> None:
-        """Appends the entries that are not known here yet. Args: entries: a prefix of the log, from any worker."""
+        Raises:
+            RosterError: an entry in the store is none.
+            Exception: what the store raises.
+        """
+        while (text := self._read(position := len(self._entries))) is not None:
+            self._add(position, text)
+
+    def learn(self, entries: Sequence[str]) -> None:
+        """Appends the entries that are not known here yet, if the store has them. Waits for the store.
+
+        Args:
+            entries: a prefix of the log, as a worker says that has not been admitted.
+
+        Raises:
+            RosterError: they are not a prefix of the log, or the store cannot be asked.
+        """
+        known = self.entries()
+        if tuple(entries[: len(known)]) != known[: len(entries)]:
+            raise RosterError("its roster contradicts what is known here")
+        for position in range(len(known), len(entries)):
+            try:
+                stored = self._read(position)
+            except Exception as error:
+                raise RosterError(f"the store cannot tell entry {position} of its roster: {error}") from None
+            if stored != entries[position]:
+                raise RosterError(f"entry {position} of its roster is not in the store")
+            self._add(position, stored)
+
+    def _read(self, position: int) -> str | None:
+        """Returns an entry in the store; None if there is none yet."""
+        key = self._key(position)
+        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
+
+    def _add(self, position: int, text: str) -> None:
+        """Appends an entry of the store, unless it is known. Raises RosterError if it is none."""
         with self._lock:
-            for text in entries[len(self._entries) :]:
-                self._roster.apply(json.loads(text))
-                self._entries.append(text)
+            if position != len(self._entries):
+                return  # another thread has read it
+            try:
+                if len(text) > MAX_ENTRY_CHARACTERS:
+                    raise RosterError(f"it has {len(text)} characters, of {MAX_ENTRY_CHARACTERS} at most")
+                entry = json.loads(text)
+                self._roster.apply(entry if isinstance(entry, dict) else {})
+            except (RosterError, ValueError, RecursionError) as error:
+                raise RosterError(f"entry {position} of the roster is refused: {error}") from None
+            self._entries.append(text)
 
     def choose(self, name: str, rank: int) -> WorkerInfo:
         """Returns the name and id with which a worker can join.
@@ -127,11 +192,29 @@ class RosterLog:
         while identifier in self._roster.members:
             self._append({"leave": identifier})
 
+    def try_to_leave(self, identifier: int) -> None:
+        """Appends a leave as `leave` does, unless the store has gone or does not answer within LEAVE_TIMEOUT_S."""
+        thread = threading.Thread(
+            target=self._leave_if_possible, args=(identifier,), name="gradwire-leave", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter exits
+            self._leave_if_possible(identifier)
+        else:
+            thread.join(LEAVE_TIMEOUT_S)
+            if thread.is_alive():  # it ends when the store answers, gives up or is closed
+                log.warning("the store does not answer, so this worker leaves without its entry in the roster")
+
+    def _leave_if_possible(self, identifier: int) -> None:
+        with contextlib.suppress(Exception):  # of the store
+            self.leave(identifier)
+
     def _append(self, entry: Mapping[str, Any]) -> bool:
         text = json.dumps(entry)
         position = len(self._entries)
-        stored = self._store.compare_set(self._key(position), "", text).decode()
-        self.extend([*self.entries()[:position], stored])
+        stored = self._store.compare_set(self._key(position), "", text).decode(errors="replace")
+        self._add(position, stored)
         return stored == text
 
     def _key(self, position: int) -> str:

@@ -13,6 +13,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from ...proto.v1 import agent_pb2
 from ...torch_internals import parse_legacy_records
+from ..wire.parsing import parse_events
 
 __all__ = [
     "REMOTE_PREFIX",
@@ -26,6 +27,9 @@ __all__ = [
 
 REMOTE_PREFIX = "#remote_op: "
 """Separates, in the name of a remote event, the name of the call and that of the event. It is torch's."""
+
+MAX_TIME_NS = 1 << 62
+"""Unix time in nanoseconds that no event of another worker reaches, so that `relabel` stays within 64 bits."""
 
 
 def encode_records(records: list[list[Any]], node: int) -> list[agent_pb2.ProfileEvent]:
@@ -73,9 +77,12 @@ def events_from_tensor(tensor: torch.Tensor) -> list[agent_pb2.ProfileEvent]:
     if tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise ValueError(f"malformed profile: a tensor of {tensor.dtype} with {tensor.dim()} dimensions")
     try:
-        return list(agent_pb2.ProfileEvents.FromString(tensor.numpy().tobytes()).events)
+        events = list(parse_events(tensor.numpy().tobytes()).events)
     except Exception as error:
         raise ValueError(f"malformed profile: {error}") from None
+    if not all(0 <= time < MAX_TIME_NS for event in events for time in (event.start_ns, event.end_ns)):
+        raise ValueError("malformed profile: an event of an impossible time")
+    return events
 
 
 def relabel(events: list[agent_pb2.ProfileEvent], key: str, start_ns: int, end_ns: int) -> None:

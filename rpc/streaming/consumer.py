@@ -5,14 +5,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
-from ...errors import SendFailedError, WorkerLostError
+from ...errors import RpcError, SendFailedError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import MessageType
 from ..contracts.worker import WorkerInfo
 from ..execution.futures import Future, error_of
 from ..execution.kept_errors import copy_error
-from ..wire.failures import decode_failure
 
 __all__ = ["CLOSE", "ItemNotReadyError", "StreamConsumer"]
 
@@ -64,6 +63,8 @@ class StreamConsumer:
         """Whether the last item has been taken, or the stream has been closed."""
         self.buffered_bytes = 0
         """Bytes of the items that wait to be taken."""
+        self.is_open_at_producer = False
+        """Whether the producer knows the stream, and so can be told to close it."""
         self._agent = agent
         self._on_closed = on_closed
         self._changed = threading.Condition()
@@ -76,8 +77,6 @@ class StreamConsumer:
         self._taken_bytes = 0
         self._credit = agent_pb2.StreamHeader()
         """The running totals that the producer has been sent last."""
-        self._is_open_at_producer = False
-        """Whether the producer knows the stream, and so can be told to close it."""
         self._item_count: int | None = None
         """The number of items of the stream; None until it is known."""
         self._error: Exception | None = None
@@ -100,24 +99,36 @@ class StreamConsumer:
     def on_opened(self) -> bool:
         """Notes that the producer knows the stream. Returns False if this consumer is done already."""
         with self._changed:
-            self._is_open_at_producer = True
+            self.is_open_at_producer = True
             return not self.is_done
 
     def on_item(self, index: int, value: Any, error: Exception | None, nbytes: int) -> None:
-        """Buffers an item, or the error that is raised in its place. Ignores duplicates."""
+        """Buffers an item, or the error that is raised in its place. Ignores duplicates.
+
+        The stream ends if the producer sends more than the window.
+        """
         with self._changed:
             if self.is_done or index < self._taken_items or index in self._buffer:
                 return
             self._buffer[index] = _Item(value, error, nbytes)
             self.buffered_bytes += nbytes
+            if self._exceeds_window(index):
+                self.buffered_bytes -= self._buffer.pop(index).nbytes
+                self._break(RpcError(f"worker {self.producer.name!r} sends more items than it was permitted to"))
+                return
             self._notify()
 
     def _on_answer(self, answer: Future[Any]) -> None:
         """Notes how the stream ends: after how many items, and with which error."""
-        error, count = error_of(answer), None
+        error = error_of(answer)
+        count: int | None = None
         if error is None:
-            count, failure = answer.value()
-            error = decode_failure(failure, self.producer.name) if failure else None
+            match answer.value():
+                case (int(number), bytes(failure)):
+                    count = number
+                    error = self._agent.decode_failure(self.producer, failure) if failure else None
+                case _:
+                    error = RpcError(f"worker {self.producer.name!r} ends the stream with a malformed answer")
         with self._changed:
             self._item_count, self._error, self._is_broken = count, error, count is None
             self._notify()
@@ -126,8 +137,21 @@ class StreamConsumer:
         """Ends the stream with an error after the items that have arrived, unless all of them have."""
         with self._changed:
             if self._item_count is None or self._taken_items + len(self._buffer) < self._item_count:
-                self._error, self._is_broken = error, True
-                self._notify()
+                self._break(error)
+
+    def _exceeds_window(self, index: int) -> bool:
+        """Returns whether the producer cannot have sent an item that has arrived. Called with the lock."""
+        if index - self._taken_items >= self._window.items:
+            return True
+        if self.buffered_bytes < self._window.nbytes:
+            return False
+        last = max(self._buffer)  # it was sent while those before it were less than the window
+        return self.buffered_bytes - self._buffer[last].nbytes >= self._window.nbytes
+
+    def _break(self, error: Exception) -> None:
+        """Ends the stream with an error after the items that have arrived. Called with the lock."""
+        self._error, self._is_broken = error, True
+        self._notify()
 
     # To the program.
 
@@ -214,7 +238,7 @@ class StreamConsumer:
         self._on_closed(self)
         # A control message, which does not get lost. If the producer does not know the stream yet, it is sent when
         # STREAM_OPENED arrives.
-        if self._answer is not None and self._answer.cancel() and self._is_open_at_producer:
+        if self._answer is not None and self._answer.cancel() and self.is_open_at_producer:
             self._agent.control.send(self.producer, CLOSE, self.id)
 
     def _send_credit(self) -> SendFailedError | None:

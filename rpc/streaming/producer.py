@@ -65,6 +65,8 @@ class StreamProducer:
         self._lock = threading.Lock()
         self._is_advancing = False
         self._is_closing = False
+        self._is_postponed = False
+        """Whether it waits until less is queued to be sent to the consumer, whatever the window says."""
         self._sent_items = 0
         self._sent_bytes = 0
         self._taken_items = 0
@@ -107,6 +109,12 @@ class StreamProducer:
             with self._lock:
                 self._is_advancing = False
 
+    def _resume(self) -> None:
+        """Continues when enough has been sent. Called on the event loop."""
+        with self._lock:
+            self._is_postponed = False
+        self._agent.submit(self.advance)
+
     def _start_step(self) -> bool:
         """Returns whether this thread is to run the next step: no other does, and there is credit or an end."""
         with self._lock:
@@ -114,8 +122,14 @@ class StreamProducer:
                 self._sent_bytes - self._taken_bytes >= self._window.nbytes
                 or self._sent_items - self._taken_items >= self._window.items
             )
-            if self._is_advancing or self.done.done() or (is_window_full and not self._is_closing):
+            if self._is_advancing or self.done.done():
                 return False
+            if not self._is_closing:
+                if is_window_full or self._is_postponed:
+                    return False
+                if self._agent.postpone(self.consumer, self._resume):
+                    self._is_postponed = True
+                    return False
             self._is_advancing = True
             return True
 

@@ -7,22 +7,31 @@ generator only while the items that have been sent and not taken are less than a
 """
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
-from ...errors import NotInitializedError, WorkerLostError
+from ...errors import LimitReachedError, NotInitializedError, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
 from ..contracts.arguments import CALL_PARTS
 from ..contracts.extension import Extension
-from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Request
+from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Request, UnwantedMessageError
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from .consumer import CLOSE, StreamConsumer
 from .producer import StreamProducer, iterator_of
 
 __all__ = ["Streams"]
+
+MAX_STREAMS_FACTOR = 2
+"""Streams to one other worker that are open, at most: the calls that it may have in flight, times this."""
+
+MAX_CLOSED_EARLY = 1 << 16
+"""Streams that were closed here before their producer has told that they exist, of which this worker knows."""
+
+NO_STREAM = "there is no such stream between its sender and this worker"
 
 
 @final
@@ -35,6 +44,10 @@ class Streams(Extension):
         super().__init__(agent)
         self._consumers: dict[int, StreamConsumer] = {}
         self._producers: dict[tuple[int, int], StreamProducer] = {}
+        self._closed_early: OrderedDict[tuple[int, int], None] = OrderedDict()
+        """The producers and ids of streams that were closed here before STREAM_OPENED, in this order."""
+        flow = agent.options.flow_control
+        self._max_produced = MAX_STREAMS_FACTOR * max(flow.max_in_flight, flow.max_received)
         agent.control.on(CLOSE, self._on_close)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
@@ -47,9 +60,9 @@ class Streams(Extension):
                 operation="rpc_stream",
                 description="the request of a stream from worker",
             ),
-            MessageType.STREAM_OPENED: Handler(self._on_opened),
+            MessageType.STREAM_OPENED: Handler(self._on_opened, scope=self._of_consumer),
             MessageType.STREAM_ITEM: Handler(self._on_item, user_values=True, scope=self._replace_on_error),
-            MessageType.STREAM_CREDIT: Handler(self._on_credit),
+            MessageType.STREAM_CREDIT: Handler(self._on_credit, scope=self._of_producer),
         }
 
     # Consuming.
@@ -85,12 +98,29 @@ class Streams(Extension):
         return consumer
 
     def _remove_consumer(self, consumer: StreamConsumer) -> None:
-        self._consumers.pop(consumer.id, None)
+        if self._consumers.pop(consumer.id, None) is not None and not consumer.is_open_at_producer:
+            self._closed_early[consumer.producer.id, consumer.id] = None
+            while len(self._closed_early) > MAX_CLOSED_EARLY:
+                with contextlib.suppress(KeyError):  # another thread has removed the last one
+                    self._closed_early.popitem(last=False)
 
     def _on_opened(self, message: Incoming) -> None:
-        consumer = self._consumers.get(message.envelope.stream.stream_id)
+        consumer = self._consumer_of(message)
         if consumer is None or not consumer.on_opened():
-            self.agent.control.send(message.source, CLOSE, message.envelope.stream.stream_id)
+            self._close_at_producer(message)
+
+    def _close_at_producer(self, opened: Incoming) -> None:
+        self.agent.control.send(opened.source, CLOSE, opened.envelope.stream.stream_id)
+
+    def _of_consumer(self, message: Incoming) -> AbstractContextManager[None]:
+        """Raises UnwantedMessageError for STREAM_OPENED of a stream that has no consumer here, or not any more."""
+        if self._consumer_of(message) is None:
+            key = message.source.id, message.envelope.stream.stream_id
+            with contextlib.suppress(KeyError):  # it is told once: others can ask for that without end
+                self._closed_early.pop(key)
+                self._close_at_producer(message)
+            raise UnwantedMessageError(NO_STREAM)
+        return nullcontext()
 
     def _on_item(self, message: Incoming) -> None:
         if (consumer := self._consumer_of(message)) is not None:
@@ -98,7 +128,13 @@ class Streams(Extension):
 
     @contextmanager
     def _replace_on_error(self, message: Incoming) -> Iterator[None]:
-        """Context manager that replaces an item by its error if it does not unpickle."""
+        """Context manager that replaces an item by its error if it does not unpickle.
+
+        Raises:
+            UnwantedMessageError: nothing here waits for items of this sender.
+        """
+        if self._consumer_of(message) is None:
+            raise UnwantedMessageError(NO_STREAM)
         try:
             yield
         finally:
@@ -120,6 +156,7 @@ class Streams(Extension):
     # Producing.
 
     def _open(self, message: Incoming) -> Deferred:
+        self._check_count(message.source)
         function, args, kwargs = message.value
         items = iterator_of(self.agent, function, function(*args, **kwargs))
         # A stream may last long; from here on only the generator keeps its arguments alive.
@@ -138,9 +175,25 @@ class Streams(Extension):
         self.agent.submit(producer.advance)
         return Deferred(producer.done)
 
+    def _check_count(self, consumer: WorkerInfo) -> None:
+        """Raises LimitReachedError if too many streams to a worker are open."""
+        if len(self._producers) >= self._max_produced:
+            count = sum(worker == consumer.id for worker, _ in list(self._producers))
+            if count >= self._max_produced:
+                raise LimitReachedError(
+                    f"worker {consumer.name!r} has {count} streams open, of {self._max_produced} at most",
+                    f"{MAX_STREAMS_FACTOR} * max_in_flight={self._max_produced}",
+                )
+
     def _on_credit(self, message: Incoming) -> None:
         if (producer := self._producer_of(message)) is not None:
             producer.on_credit(message.envelope.stream.items, message.envelope.stream.nbytes)
+
+    def _of_producer(self, message: Incoming) -> AbstractContextManager[None]:
+        """Raises UnwantedMessageError for credit of a stream that this worker does not produce."""
+        if self._producer_of(message) is None:
+            raise UnwantedMessageError(NO_STREAM)
+        return nullcontext()
 
     def _on_close(self, sender: WorkerInfo, stream_id: Any) -> None:
         if (producer := self._producers.get((sender.id, stream_id))) is not None:

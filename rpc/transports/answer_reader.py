@@ -5,9 +5,6 @@ not within one call of a C function. So whatever is read or taken is noted by th
 thread leaves is handled by a thread of the executor, from the beginning: either what it has read, if it has not
 taken the answer out of that, or else the answer. So an answer is handled by one of them, and only there its
 segments of shared memory are leased (see AnswerLeases).
-
-The socket must be one that `recv` of the operating system reads: what a TLS library has decrypted and keeps would
-not be waited for.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +18,7 @@ from ...proto.v1 import agent_pb2
 from ..execution.futures import Future
 from ..execution.poller import Poller, SharedDescriptor
 from ..execution.waiter import SocketWaiter
+from .tls_socket import TlsSocket
 
 __all__ = ["Answer", "AnswerReader", "AnswerSource", "Completion", "FindCompletion"]
 
@@ -54,6 +52,8 @@ class AnswerSource(SharedDescriptor, Protocol):
     """The C function that reads a chunk."""
     receive_args: Sequence[tuple[Any, ...]]
     """Its arguments, in a sequence of one."""
+    tls: TlsSocket | None
+    """The socket, if it has TLS: its `receive` is used."""
 
     def find_answer(self, future: Future[Any]) -> Answer | None:
         """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
@@ -104,7 +104,9 @@ class AnswerReader:
             return
         chunks = starmap(source.receive, source.receive_args)
         try:
-            if held == [True]:
+            if source.tls is not None:
+                source.tls.receive(source.received, held)
+            elif held == [True]:
                 source.received.extend(chunks)
             answer = source.find_answer(self._future)
         except DecodeError:

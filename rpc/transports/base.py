@@ -112,7 +112,7 @@ class TransportListener(Protocol):
         Args:
             source: the peer.
             envelope: the envelope.
-            nbytes: its serialized size.
+            nbytes: bytes of memory that it takes.
 
         Returns:
             A future: the transport reads nothing more from the peer, besides what it has read already, before it

@@ -8,13 +8,14 @@ direction in which the payloads go, as for chunks.
 import asyncio
 import itertools
 import logging
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.options import MAX_BULK_CONNECTIONS
-from .sockets import OFFER_TIMEOUT_S, OfferedSocket, SocketListener, dial
+from ..contracts.worker import WorkerInfo
+from .sockets import OFFER_TIMEOUT_S, OfferedSocket, SocketListener
+from .tls_socket import AnySocket
 
 __all__ = ["BulkListener", "BulkSockets"]
 
@@ -27,7 +28,7 @@ class BulkListener(Protocol):
     def on_offered(self, peer: int, bundle: int) -> bool:
         """Handles a request of a peer; returns whether it gets its connections."""
 
-    def on_connection(self, peer: int, bundle: int, connection: socket.socket) -> None:
+    def on_connection(self, peer: int, bundle: int, connection: AnySocket) -> None:
         """Takes over a connection of a bundle, of which `on_offered` has been told."""
 
     def on_not_connected(self, peer: int, bundle: int) -> None:
@@ -42,6 +43,7 @@ class BulkSockets:
         self,
         loop: asyncio.AbstractEventLoop,
         sockets: SocketListener,
+        worker_of: Callable[[int], WorkerInfo],
         is_same_host: Callable[[int], bool],
         send: Callable[[int, agent_pb2.Frame], None],
     ) -> None:
@@ -49,12 +51,14 @@ class BulkSockets:
 
         Args:
             loop: the event loop.
-            sockets: accepts connections, of the kinds that may be used.
+            sockets: makes and accepts connections, of the kinds that may be used.
+            worker_of: returns a worker by its id.
             is_same_host: tells by the id of a worker whether it is on this host, in this network namespace.
             send: sends a frame to a peer by the gRPC stream.
         """
         self._loop = loop
         self._sockets = sockets
+        self._worker_of = worker_of
         self._is_same_host = is_same_host
         self._send = send
         self._listener: BulkListener | None = None
@@ -67,7 +71,7 @@ class BulkSockets:
         """Gives a listener the connections that peers ask for from now on."""
         self._listener = listener
 
-    async def connect(self, peer: int, count: int) -> tuple[int, list[socket.socket]]:
+    async def connect(self, peer: int, count: int) -> tuple[int, list[AnySocket]]:
         """Asks a peer for connections, and makes them.
 
         Args:
@@ -85,14 +89,14 @@ class BulkSockets:
             offers = await offered
         finally:
             del self._requests[peer, bundle]
-        return bundle, await self._dial(offers[:count], count)
+        return bundle, await self._dial(peer, offers[:count], count)
 
-    async def _dial(self, offers: Sequence[agent_pb2.SocketOffer], count: int) -> list[socket.socket]:
+    async def _dial(self, peer: int, offers: Sequence[agent_pb2.SocketOffer], count: int) -> list[AnySocket]:
         """Makes the connections that are offered; returns none if there are fewer than `count`."""
-        connections: list[socket.socket] = []
+        connections: list[AnySocket] = []
         try:
             for offer in offers:
-                dialed = await dial(self._loop, [offer], self._sockets.kinds)
+                dialed = await self._sockets.dial(self._worker_of(peer), [offer])
                 if dialed is None:
                     break
                 connections.append(dialed[1])
@@ -113,6 +117,10 @@ class BulkSockets:
             if offered is not None and not offered.done():
                 offered.set_result(frame.bulk_offer.sockets)
 
+    def on_malformed(self, peer: int, error: Exception) -> None:
+        """Records that a peer has sent bytes on a bulk connection that are no payload. Called on any thread."""
+        self._sockets.audit.deny("bulk", error, worker=self._worker_of(peer).name)
+
     async def close(self) -> None:
         """Offers nothing any more."""
         self._listener = None
@@ -132,8 +140,8 @@ class BulkSockets:
 
     def _offer(self, peer: int, count: int) -> list[OfferedSocket]:
         """Returns this many offers, or none."""
-        same_host = self._is_same_host(peer)
-        offered = [self._sockets.offer(same_host=same_host) for _ in range(count)]
+        worker, same_host = self._worker_of(peer), self._is_same_host(peer)
+        offered = [self._sockets.offer(worker, same_host=same_host) for _ in range(count)]
         return [each for each in offered if each is not None] if None not in offered else []
 
     async def _accept(self, peer: int, bundle: int, offered: list[OfferedSocket], listener: BulkListener) -> None:

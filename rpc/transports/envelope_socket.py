@@ -1,7 +1,7 @@
 """A connected socket that carries envelopes between two workers, beside their gRPC stream.
 
 Each direction is a sequence of frames (socket_frames.py): envelopes, and what the channel of shared memory has to
-tell (see SegmentListener). A frame of kind END ends a direction: the sender leaves in order.
+tell (segments.py). A frame of kind END ends a direction: the sender leaves in order.
 """
 
 import concurrent.futures
@@ -13,7 +13,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast, final
+from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
 
@@ -22,12 +22,16 @@ from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..execution.poller import READABLE
 from ..execution.waiter import SocketWaiter
+from ..wire.parsing import SMALL_BYTES, check_envelope, parse_envelope
 from .answer_reader import Answer, AnswerReader, FindCompletion
 from .frame_writer import FrameWriter
+from .large_envelope import LargeEnvelope
+from .segments import SegmentListener
 from .settings import MAX_ENVELOPE_BYTES
 from .socket_frames import HEADER, MAX_NUMBERS, MAX_SIDE_FRAME_BYTES, SEGMENT, FrameKind, numbers_frame, numbers_in
+from .tls_socket import AnySocket, TlsSocket
 
-__all__ = ["CLOSED", "EnvelopeSocket", "OnEnvelope", "OnSocketEnd", "SegmentListener"]
+__all__ = ["CLOSED", "EnvelopeSocket", "OnEnvelope", "OnSocketEnd"]
 
 READ_BYTES = 256 << 10
 """Bytes read at a time."""
@@ -44,47 +48,15 @@ MAX_LOOKED_AT = 8
 _DESCRIPTOR = struct.Struct("i")
 _RECV_ARGS = ((READ_BYTES,),)
 _RECVMSG_ARGS = ((READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),)
-
-
 _ALL = slice(None)
 
 log = logging.getLogger(__name__)
 
 OnEnvelope = Callable[[agent_pb2.Envelope, int], "concurrent.futures.Future[None] | None"]
-"""Handles an envelope: takes it and its serialized size. See TransportListener.on_envelope."""
+"""Handles an envelope: takes it, and the bytes of memory that it takes. See TransportListener.on_envelope."""
 
 OnSocketEnd = Callable[[str], None]
 """Handles the end of a socket: takes the reason, which is empty if the peer has sent its end."""
-
-
-class SegmentListener(Protocol):
-    """Handles the frames about segments of shared memory, for one peer. Its methods must not block.
-
-    They raise ValueError if the peer contradicts itself, which costs the connection.
-    """
-
-    @property
-    def returned(self) -> "deque[int] | None":
-        """Takes numbers instead of `on_released`, from a thread that a signal may interrupt; None if it cannot."""
-
-    def connect(self, connection: "EnvelopeSocket") -> None:
-        """Uses a socket to tell the peer of segments. Called before anything is sent by it."""
-
-    def on_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool) -> None:
-        """Handles a segment that the peer has made; the descriptor is closed after that.
-
-        Args:
-            number: the peer's number of the segment.
-            size: its bytes.
-            descriptor: of the segment.
-            is_shared: whether other workers receive the same bytes.
-        """
-
-    def on_released(self, numbers: Sequence[int]) -> None:
-        """Handles segments of this worker that the peer does not use any more."""
-
-    def on_dropped(self, numbers: Sequence[int]) -> None:
-        """Handles segments that the peer will not use again."""
 
 
 @final
@@ -97,12 +69,13 @@ class EnvelopeSocket:
     def __init__(
         self,
         name: str,
-        connection: socket.socket,
+        connection: AnySocket,
         executor: Executor,
         on_envelope: OnEnvelope,
         on_end: OnSocketEnd,
         segments: SegmentListener | None = None,
         completion: FindCompletion = lambda _envelope, _future: None,
+        on_malformed: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
         """Takes over a connected socket, and reads nothing before `start`.
 
@@ -115,6 +88,7 @@ class EnvelopeSocket:
             on_end: called once, after the last envelope.
             segments: handles the frames about shared memory, on a unix socket.
             completion: lets the thread that waits for an answer read it.
+            on_malformed: called with the error when the peer has sent bytes that are no message.
         """
         self.name = name
         connection.settimeout(0)
@@ -122,6 +96,7 @@ class EnvelopeSocket:
         self._executor = executor
         self._on_envelope = on_envelope
         self._on_end = on_end
+        self._on_malformed = on_malformed
         self._segments = segments
         self._writer = FrameWriter(connection, executor)
         self.released: deque[int] = deque()
@@ -131,21 +106,21 @@ class EnvelopeSocket:
         self.poller = executor.poller
         self.descriptor = connection.fileno()
         self._completion = completion
-        self.receive: Callable[..., Any] = connection.recv if segments is None else connection.recvmsg
+        self.tls = connection if isinstance(connection, TlsSocket) else None
+        self.receive: Callable[..., Any] = connection.recv if segments is None else cast("Any", connection).recvmsg
         self.receive_args: Sequence[tuple[Any, ...]] = _RECV_ARGS if segments is None else _RECVMSG_ARGS
         self.reading = threading.Lock()
         """Held by the thread that reads."""
         # What follows is used with the lock.
         self.received: list[Any] = []
-        """What a thread that waited for an answer has read, and another one is to handle."""
+        """What a thread that waited for an answer has read, and another one is to handle. b"" tells it to read."""
         self._pause: concurrent.futures.Future[None] | None = None
         """The last that `on_envelope` has returned since reading began."""
         self._received_descriptors: deque[int] = deque()
         self._beginning = b""
         """Bytes that have been read of a frame whose rest has not arrived."""
-        self._large: bytearray | None = None
+        self._large: LargeEnvelope | None = None
         """The envelope that is being received, if it is larger than what is read at a time."""
-        self._large_filled = 0
         self._has_ended = False
         """Whether nothing more is read."""
 
@@ -219,8 +194,6 @@ class EnvelopeSocket:
         while self._received_descriptors:
             os.close(self._received_descriptors.popleft())
 
-    # Reading.
-
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Has the calling thread read while it waits for an answer: see ReadAnswer."""
         if not self._writer.is_broken:  # as it is in a forked child, too
@@ -251,6 +224,8 @@ class EnvelopeSocket:
             if after > end:
                 break
             if kind == FrameKind.ENVELOPE:
+                if length > SMALL_BYTES:
+                    check_envelope(data[content:after])
                 envelope = agent_pb2.Envelope.FromString(data[content:after])
                 completion = self._completion(envelope, future)
                 if completion is not None:
@@ -271,6 +246,11 @@ class EnvelopeSocket:
                 break  # what it tells comes before the answer
             start = after
         return None
+
+    def release_library(self) -> None:
+        """Releases the TLS library, if the calling thread holds it."""
+        if self.tls is not None:
+            self.tls.release_library()
 
     def on_readable(self) -> bool:
         """Reads and handles a chunk; returns False if another thread reads, which has it read again after that."""
@@ -304,6 +284,7 @@ class EnvelopeSocket:
         except BlockingIOError:
             pass
         except (DecodeError, ValueError) as error:
+            self._on_malformed(error)
             self._end(f"it sent bytes that are no message: {error}")
         except OSError as error:
             self._end(f"its connection broke: {error}" if str(error) else CLOSED)
@@ -323,7 +304,8 @@ class EnvelopeSocket:
             self._executor.poller.watch_again(self._paused.pop())
 
     def _receive(self) -> bytes:
-        received = self.received.pop() if self.received else self.receive(*self.receive_args[0])
+        if not (self.received and (received := self.received.pop())):
+            received = self.receive(*self.receive_args[0])
         if self._segments is None:
             return cast("bytes", received)
         data, rights = received[:2]
@@ -334,14 +316,12 @@ class EnvelopeSocket:
             raise ValueError("descriptors without segments")
         return cast("bytes", data)
 
-    def _read_large(self, envelope: bytearray) -> None:
-        count = self._connection.recv_into(memoryview(envelope)[self._large_filled :])
-        if not count:
-            raise ConnectionResetError
-        self._large_filled += count
-        if self._large_filled == len(envelope):
+    def _read_large(self, large: LargeEnvelope) -> None:
+        after = large.read(self._connection)
+        if (data := large.data) is not None:
             self._large = None
-            self._pause = self._on_envelope(agent_pb2.Envelope.FromString(bytes(envelope)), len(envelope))
+            self._pause = self._on_envelope(*parse_envelope(data))
+            self._take_frames(after)
 
     def _take_frames(self, data: bytes) -> None:
         """Handles the frames that are complete, and keeps the beginning of the one after them."""
@@ -353,13 +333,13 @@ class EnvelopeSocket:
                 if length > MAX_ENVELOPE_BYTES or (kind != FrameKind.ENVELOPE and length > MAX_SIDE_FRAME_BYTES):
                     raise ValueError(f"a frame of {length} bytes")
                 if length > READ_BYTES:
-                    self._large = bytearray(length)
-                    self._large_filled = end - content
-                    self._large[: end - content] = data[content:]
+                    self._large = LargeEnvelope(length, data[content:])
                     start = end
                 break
             start = content + length
             if kind == FrameKind.ENVELOPE:
+                if length > SMALL_BYTES:
+                    length += check_envelope(data[content:start])
                 pause = self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]), length)
                 if pause is not None:
                     self._pause = pause

@@ -20,6 +20,7 @@ from typing import Any, final
 
 from ..execution.executor import Executor
 from ..execution.poller import WRITABLE
+from .tls_socket import AnySocket
 
 __all__ = ["FrameWriter"]
 
@@ -56,7 +57,7 @@ class _Write:
 class FrameWriter:
     """The sending half of a connected socket. Safe to use from any thread, also in signal handlers."""
 
-    def __init__(self, connection: socket.socket, executor: Executor) -> None:
+    def __init__(self, connection: AnySocket, executor: Executor) -> None:
         """Uses a non-blocking socket, which `release` closes. Raises OSError."""
         self._connection = connection
         self._executor = executor

@@ -11,6 +11,7 @@ from ...errors import LossCause
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
+from ..wire.parsing import parse_frame
 from .base import TransportListener
 from .settings import aio
 from .sockets import OfferedSocket
@@ -44,13 +45,23 @@ class StreamState(Enum):
     CLOSED = auto()
 
 
-async def deliver(listener: TransportListener, peer: WorkerInfo, frame: agent_pb2.Frame) -> None:
-    """Hands the envelopes of a frame to a listener, and waits until more may be read."""
+async def deliver(listener: TransportListener, peer: WorkerInfo, data: bytes) -> agent_pb2.Frame:
+    """Parses a frame, hands its envelopes to a listener, and waits until more may be read.
+
+    Returns:
+        The frame.
+
+    Raises:
+        DecodeError: the bytes are no frame, or it takes too much memory.
+    """
+    frame, nbytes = parse_frame(data)
     pause = None
     for envelope in frame.envelopes:
-        pause = listener.on_envelope(peer, envelope, envelope.ByteSize()) or pause
+        # Of the memory that the frame takes, each has a part by its size.
+        pause = listener.on_envelope(peer, envelope, envelope.ByteSize() * nbytes // len(data)) or pause
     if pause is not None:
         await asyncio.wrap_future(pause)
+    return frame
 
 
 def welcome_frame(offered: OfferedSocket | None = None, *, duplicate: bool = False) -> bytes:
@@ -75,8 +86,11 @@ async def raise_status(call: Any) -> None:
     )
 
 
-def end_of_error(error: aio.AioRpcError, address: str) -> WorkerEnd:
+def end_of_error(error: Exception, address: str) -> WorkerEnd:
     """Returns the end of a peer to which no stream can be opened."""
+    if not isinstance(error, aio.AioRpcError):
+        text = str(error) if isinstance(error, OSError) else repr(error)
+        return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({text})")
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
     return WorkerEnd(LossCause.REFUSED, f"it refused the connection: {error.details()}")

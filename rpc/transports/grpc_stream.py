@@ -14,7 +14,6 @@ The stream then stands for the connection: goodbyes go by it, and it tells when 
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, final
 
@@ -27,13 +26,15 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
+from ..wire.parsing import parse_frame
 from .base import Connecting, TransportListener
 from .envelope_socket import CLOSED
 from .grpc_calls import Read, StreamState, Write, deliver, end_of_error, raise_status, welcome_frame, write_frame
 from .handshake import Handshake, RefusedError
 from .outbox import Outbox
-from .settings import CLIENT_OPTIONS, DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
-from .sockets import OfferedSocket, SocketParts, dial
+from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
+from .sockets import OfferedSocket, SocketParts
+from .tls_socket import AnySocket
 
 __all__ = ["GrpcStream", "GrpcStreams"]
 
@@ -68,7 +69,7 @@ class GrpcStreams:
 
         Args:
             peer: the worker at the other end.
-            address: of the peer's server, host:port.
+            address: of the peer's server: host:port, or unix: and a path.
         """
         stream = self._streams[peer.id] = GrpcStream(self, peer, address)
         return stream
@@ -79,18 +80,16 @@ class GrpcStreams:
 
     def send_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
         """Sends a frame without envelopes by the stream to a peer."""
-        self._streams[peer].outbox.put_frame(frame.SerializeToString())
-        self._streams[peer].connect()
+        if not (stream := self._streams[peer]).outbox.put_frame(frame.SerializeToString()):
+            self.abort(peer, "it does not read the answers to what it asks for")
+        stream.connect()
 
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
         """Serves the Exchange method of the agent's gRPC service."""
-        first = await context.read()
-        if first is aio.EOF:
-            return
         try:
-            peer = await self.handshake.admit(agent_pb2.Frame.FromString(first).hello)
-        except (DecodeError, RefusedError) as refusal:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
+            peer = await self.handshake.receive(context)
+        except RefusedError as refusal:
+            await context.abort(refusal.code, str(refusal))
         stream = self._streams[peer.id]
         if stream.goodbye:
             await context.write(stream.goodbye)
@@ -199,12 +198,9 @@ class GrpcStream:
             self._finish(SHUT_DOWN, report=False)
 
     def accept(self) -> bool:
-        """Decides whether the stream that the peer has opened is used. If so, the caller calls `run` with it.
-
-        It is not used if there is a stream, or if this worker is opening one and has the lower id.
-        """
-        is_preferred = self._state is StreamState.DIALING and self._peer.id > self._streams.handshake.me.id
-        if self._state is StreamState.OPEN or is_preferred:
+        """Returns whether the peer's stream is used: not if there is one, or this worker, of lower id, dials."""
+        is_opening = self._state is StreamState.DIALING and self._peer.id > self._streams.handshake.me.id
+        if is_opening or self._state is StreamState.OPEN:
             return False
         if self._dialing is not None:
             self._dialing.cancel()
@@ -216,33 +212,30 @@ class GrpcStream:
         """Accepts the stream that the peer has opened: offers it a socket, and runs the stream."""
         sockets = self._streams.sockets
         if sockets.kinds:
-            self._offered = sockets.listener.offer(same_host=sockets.is_same_host(self._peer.id))
+            self._offered = sockets.listener.offer(self._peer, same_host=sockets.is_same_host(self._peer.id))
         try:
-            await self.run(read, write, first=welcome_frame(self._offered))
+            with contextlib.suppress(asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
+                # Before anything is read: gRPC cannot end a stream during a write.
+                await write(welcome_frame(self._offered))
+                await self.run(read, write)
         finally:
+            if self._state is StreamState.OPEN:  # closed before it was accepted, which tells nothing of the peer
+                self._redial()
             if self._offered is not None:
                 self._offered.withdraw()
+                self._offered = None
 
-    async def run(self, read: Read, write: Write, first: bytes = b"") -> None:
-        """Exchanges frames until either side says goodbye or the connection breaks.
-
-        Args:
-            read: reads a frame of the peer.
-            write: writes a frame.
-            first: a frame to write before all others.
-        """
+    async def run(self, read: Read, write: Write) -> None:
+        """Exchanges frames until either side says goodbye or the connection breaks."""
         self._state = StreamState.OPEN
         self._runner = asyncio.current_task()
         writer: asyncio.Task[None] | None = None
         reason = CLOSED
         peer_end: WorkerEnd | None = None
         try:
-            if first:  # before anything is read: gRPC cannot end a stream during a write
-                await write(first)
             writer = self._loop.create_task(self._write_frames(write))
             while (data := await read()) is not aio.EOF:
-                frame = agent_pb2.Frame.FromString(data)
-                await deliver(self._streams.listener, self._peer, frame)
+                frame = await deliver(self._streams.listener, self._peer, data)
                 if frame.HasField("choice"):
                     await self._on_choice(frame.choice.kind)
                 self._streams.sockets.on_frame(self._peer.id, frame)
@@ -253,8 +246,9 @@ class GrpcStream:
                 await writer
         except aio.AioRpcError as error:
             reason = f"its connection broke: {error.details()}"
-        except DecodeError:
-            reason = "it sent bytes that are no frame"
+        except DecodeError as error:
+            reason = f"it sent bytes that are no frame: {error}"
+            self._streams.handshake.audit.deny("agent", error, worker=self._peer.name)
         except (asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
             pass  # gRPC cancels a handler whose peer has vanished, and refuses its writes
         except Exception as error:
@@ -282,7 +276,7 @@ class GrpcStream:
         self._offered = None  # not before: the stream carries envelopes from now on, unless the socket does
         self._wake.set()
 
-    def _use_socket(self, kind: str, connection: socket.socket) -> None:
+    def _use_socket(self, kind: str, connection: AnySocket) -> None:
         used = self._streams.sockets.make(
             kind, connection, self._peer, self._streams.listener, self._on_socket_end
         )
@@ -319,20 +313,17 @@ class GrpcStream:
                 if not await self._open():
                     self._wait_for_peer()
                 return
-            except aio.AioRpcError as error:
-                unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
-                if not unavailable or self.goodbye or attempt == DIAL_ATTEMPTS:
-                    self._finish(end_of_error(error, self._address))
-                    return
             except Exception as error:
-                self._finish(WorkerEnd(LossCause.UNREACHABLE, f"connecting to it failed: {error!r}"))
-                return
+                end = end_of_error(error, self._address)
+                if end.cause is LossCause.REFUSED or self.goodbye or attempt == DIAL_ATTEMPTS:
+                    self._finish(end)
+                    return
             await asyncio.sleep(backoff)
             backoff *= 2
 
     async def _open(self) -> bool:
         """Opens a stream and runs it until it ends. Returns False if it is a duplicate."""
-        async with aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
+        async with self._streams.handshake.endpoint.channel(self._peer.name, self._address) as channel:
             call = channel.stream_stream(EXCHANGE_METHOD)()
             try:
                 hello = agent_pb2.Frame(hello=self._streams.handshake.hello)
@@ -340,12 +331,13 @@ class GrpcStream:
                 first = await call.read()
                 if first is aio.EOF:
                     await raise_status(call)
-                welcome = agent_pb2.Frame.FromString(first)
+                welcome, _ = parse_frame(first)
                 if welcome.goodbye:
                     self._finish(WorkerEnd.from_proto(welcome.departure))
                     return True
                 if welcome.welcome.duplicate:
                     return False
+                self._state = StreamState.OPEN  # whoever else says that he is the peer does not replace it
                 if welcome.welcome.sockets:
                     await self._choose_socket(call, welcome.welcome.sockets)
                 await self.run(call.read, lambda data: write_frame(call, data))
@@ -357,7 +349,7 @@ class GrpcStream:
 
     async def _choose_socket(self, call: Any, offers: Sequence[agent_pb2.SocketOffer]) -> None:
         """Connects the socket that the peer offers, and tells it."""
-        dialed = await dial(self._loop, offers, self._streams.sockets.kinds)
+        dialed = await self._streams.sockets.listener.dial(self._peer, offers)
         choice = agent_pb2.SocketChoice(kind=dialed[0] if dialed is not None else "")
         if dialed is not None:
             self._use_socket(*dialed)
@@ -369,10 +361,16 @@ class GrpcStream:
 
         def redial() -> None:
             if self._state is StreamState.AWAITING_PEER:
-                self._state = StreamState.IDLE
-                self._start_or_wake()
+                self._redial()
 
         self._loop.call_later(DUPLICATE_TIMEOUT_S, redial)
+
+    def _redial(self) -> None:
+        if self.goodbye:
+            self._finish(SHUT_DOWN, report=False)
+        else:
+            self._state = StreamState.IDLE
+            self._start_or_wake()
 
     async def _write_frames(self, write: Write) -> None:
         try:

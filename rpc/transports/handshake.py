@@ -1,11 +1,18 @@
 """The hello with which a worker begins each connection, and whom this worker accepts."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, final
 
+import grpc
+from google.protobuf.message import DecodeError
+
+from ...c10d.security import printable
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
+from ..wire.parsing import parse_hello
+from .grpc_endpoint import GrpcEndpoint
+from .settings import HELLO_TIMEOUT_S, aio
 
 __all__ = ["PROTOCOL_MAJOR", "PROTOCOL_MINOR", "Handshake", "RefusedError"]
 
@@ -15,24 +22,64 @@ PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
 
 
+MAX_HELLO_BYTES = 4 << 10
+"""Bytes of the first message of a stream, besides the roster of a dynamic group: two names and some numbers."""
+
+MAX_NEWS_BYTES = 4 << 20
+"""Bytes of the roster in it that this worker does not know yet: of some 10,000 joins."""
+
+MAX_SILENT = 64
+"""Streams whose hello is awaited at a time; those after them wait for their turn."""
+
+MAX_UNADMITTED = 1024
+"""Streams that may wait to be admitted; further ones are turned away, and may try again."""
+
+
+MAX_REASON = 500
+"""Characters of the text with which a peer is refused."""
+
+
 class RefusedError(Exception):
-    """A peer is not accepted. The text is sent to it."""
+    """A peer is not accepted. The text is sent to it, and has what it says of itself.
+
+    Attributes:
+        code: the status of its stream; UNAVAILABLE if it may try again.
+    """
+
+    def __init__(self, text: str, code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION) -> None:
+        super().__init__(printable(text, MAX_REASON))
+        self.code = code
+
+
+class _LeftError(RefusedError):
+    """A peer has ended its stream before it has said anything."""
 
 
 @final
 class Handshake:
     """Makes the hello of this worker, and checks the hellos of peers. Used on the event loop only."""
 
-    def __init__(self, group: str, me: WorkerInfo, on_roster: Callable[[Sequence[str]], None]) -> None:
+    def __init__(
+        self,
+        group: str,
+        me: WorkerInfo,
+        on_roster: Callable[[Sequence[str]], Awaitable[None]] | None,
+        endpoint: GrpcEndpoint,
+    ) -> None:
         """Accepts nobody before `open`.
 
         Args:
             group: the name of the job, the same at all of its workers.
             me: this worker.
-            on_roster: called with the roster in the hello of an unknown worker of a dynamic group; calls `open` if
-                the roster names new members.
+            on_roster: awaited with the roster in the hello of an unknown worker of a dynamic group; calls `open`
+                if the roster names new members. Raises RefusedError if it is not that of the group. None in a
+                static group.
+            endpoint: makes channels to peers, and knows who they are by their certificates.
         """
         self.me = me
+        self.endpoint = endpoint
+        self.audit = endpoint.audit
+        """Records who is let in."""
         self._on_roster = on_roster
         self.hello = agent_pb2.Hello(
             protocol_major=PROTOCOL_MAJOR,
@@ -41,8 +88,11 @@ class Handshake:
             worker_id=me.id,
             worker_name=me.name,
         )
+        self._max_bytes = MAX_HELLO_BYTES + (MAX_NEWS_BYTES if on_roster is not None else 0)
         self._members: Mapping[int, WorkerInfo] = {}
         self._is_open = asyncio.Event()
+        self._silent = asyncio.Semaphore(MAX_SILENT)
+        self._unadmitted = 0
 
     def open(self, members: Mapping[int, WorkerInfo], roster: Sequence[str]) -> None:
         """Accepts these members from now on, those included whose hello has been waiting.
@@ -53,26 +103,78 @@ class Handshake:
         """
         self._members = members
         self.hello.roster[:] = roster
+        if roster:
+            self._max_bytes = MAX_HELLO_BYTES + self.hello.ByteSize() + MAX_NEWS_BYTES
         self._is_open.set()
 
-    async def admit(self, hello: agent_pb2.Hello) -> WorkerInfo:
-        """Returns the worker that sent a hello, once `open` has been called.
+    async def receive(self, context: Any) -> WorkerInfo:
+        """Reads the hello of a stream, and nothing else; returns the worker that sent it.
+
+        Args:
+            context: of the gRPC call that is the stream.
 
         Raises:
-            RefusedError: it has another major version of the protocol, belongs to another job, or is no member.
+            RefusedError: the worker is not accepted, or says no hello in time.
         """
+        peer, claimed = self.endpoint.on_stream(context), ""
+        if self._unadmitted >= MAX_UNADMITTED:
+            self.audit.limit("agent", f"MAX_UNADMITTED={MAX_UNADMITTED}", "streams without a hello", peer=peer)
+            raise RefusedError(f"worker {self.me.name!r} is busy with others", grpc.StatusCode.UNAVAILABLE)
+        self._unadmitted += 1
+        try:
+            hello = await self._read_hello(context)
+            claimed = hello.worker_name
+            worker = await self.admit(hello, context)
+        except RefusedError as refusal:
+            if not isinstance(refusal, _LeftError):
+                self.audit.deny("agent", refusal, peer=peer, worker=claimed)
+            raise
+        finally:
+            self._unadmitted -= 1
+        self.audit.authenticate("agent", peer, worker.name)
+        return worker
+
+    async def _read_hello(self, context: Any) -> agent_pb2.Hello:
+        try:
+            async with self._silent, asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await context.read()
+        except TimeoutError:
+            raise RefusedError(f"no hello within {HELLO_TIMEOUT_S:g} s", grpc.StatusCode.UNAVAILABLE) from None
+        if first is aio.EOF:
+            raise _LeftError("the stream ended without a hello")
+        if len(first) > self._max_bytes:
+            raise RefusedError(f"the hello has {len(first)} bytes, of {self._max_bytes} at most")
+        try:
+            return parse_hello(first)
+        except DecodeError:
+            raise RefusedError("the first message is no hello") from None
+
+    async def admit(self, hello: agent_pb2.Hello, context: Any) -> WorkerInfo:
+        """Returns the worker that sent a hello, once `open` has been called.
+
+        Args:
+            hello: what the peer says.
+            context: of the gRPC call by which it came.
+
+        Raises:
+            RefusedError: its certificate is for another worker, or it has another major version of the protocol,
+                belongs to another job, or is no member.
+        """
+        name = f"'{printable(hello.worker_name)}'"
+        if reason := self.endpoint.why_refused(context, hello.worker_name):
+            raise RefusedError(f"worker {self.me.name!r} does not admit {name}: {reason}")
         if hello.protocol_major != PROTOCOL_MAJOR:
             raise RefusedError(
                 f"worker {self.me.name!r} speaks protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}, "
-                f"{hello.worker_name!r} speaks {hello.protocol_major}.{hello.protocol_minor}; "
+                f"{name} speaks {hello.protocol_major}.{hello.protocol_minor}; "
                 "install the same gradwire on both"
             )
         if hello.group != self.hello.group:
-            raise RefusedError(f"worker {self.me.name!r} belongs to another job than {hello.worker_name!r}")
+            raise RefusedError(f"worker {self.me.name!r} belongs to another job than {name}")
         await self._is_open.wait()
-        if hello.worker_id not in self._members and hello.roster:
-            self._on_roster(hello.roster)
+        if hello.worker_id not in self._members and hello.roster and self._on_roster is not None:
+            await self._on_roster(hello.roster)
         worker = self._members.get(hello.worker_id)
         if worker is None or worker.name != hello.worker_name:
-            raise RefusedError(f"worker {self.me.name!r} knows no {hello.worker_name!r} with id {hello.worker_id}")
+            raise RefusedError(f"worker {self.me.name!r} knows no {name} with id {hello.worker_id}")
         return worker

@@ -18,6 +18,10 @@ FRAME_BYTES = 1 << 20
 SENT_TICKET = -1
 """The ticket of an envelope that has been written to a socket, and cannot be withdrawn."""
 
+MAX_FRAMES = 1 << 14
+"""Frames without envelopes that are queued, at most. A worker that reads is sent some for each connection, and for
+each segment of device memory."""
+
 
 @final
 class Outbox:
@@ -91,9 +95,12 @@ class Outbox:
         self._queue[ticket] = envelope
         return ticket, len(self._queue) == 1
 
-    def put_frame(self, frame: bytes) -> None:
-        """Queues a frame without envelopes for the stream, in front of the envelopes."""
+    def put_frame(self, frame: bytes) -> bool:
+        """Queues a frame without envelopes, in front of the envelopes; returns False if there are too many."""
+        if len(self._frames) >= MAX_FRAMES:
+            return False
         self._frames.append(frame)
+        return True
 
     def withdraw(self, ticket: int) -> bool:
         """Removes an envelope from the queue, if it is there."""

@@ -13,7 +13,10 @@ __all__ = [
     "DRAIN_SECONDS",
     "DUPLICATE_TIMEOUT_S",
     "EXCHANGE_METHOD",
+    "FAREWELL_DIALS",
     "GRACE_SECONDS",
+    "HELLO_TIMEOUT_S",
+    "MAX_CONNECTIONS",
     "MAX_ENVELOPE_BYTES",
     "MAX_MESSAGE_BYTES",
     "SERVER_OPTIONS",
@@ -39,6 +42,15 @@ GRACE_SECONDS = 1.0
 
 DUPLICATE_TIMEOUT_S = 5.0
 """Seconds to wait for the stream that a peer said it is opening, before opening one again."""
+
+HELLO_TIMEOUT_S = 2.0
+"""Seconds that a connection may take to open a stream, and a stream to say its hello; then it is closed."""
+
+FAREWELL_DIALS = 16
+"""The number of unconnected workers that a failing worker dials to say goodbye."""
+
+MAX_CONNECTIONS = 1 << 16
+"""Connections to an agent's server, unless half of the file descriptors that the process may have are fewer."""
 
 _DESCRIPTOR = agent_pb2.DESCRIPTOR.services_by_name["Agent"]
 
@@ -73,4 +85,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),
     # Pings pile up while a process is suspended (by SIGSTOP, or a sleeping laptop); do not disconnect it for that.
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.server_handshake_timeout_ms", int(HELLO_TIMEOUT_S * 1000)),
+    # Of a connection without a stream; that of a worker always has one.
+    ("grpc.max_connection_idle_ms", int(HELLO_TIMEOUT_S * 1000)),
 ]

@@ -2,6 +2,8 @@
 
 The worker that accepts the stream offers an address and a nonce of 32 random bytes in its Welcome; the other one
 dials the address and begins with the nonce. So whoever may use the stream may use the socket, and nobody else.
+Where there are credentials, TCP connections have TLS (tls_socket.py), inside of which the nonce is said, and each
+end demands that the other one's certificate is for the worker whose stream it is.
 Unix sockets have names in the abstract namespace, of which nothing is left however a process ends; both ends check
 that the other one belongs to the same user. The listeners are made when they are first needed.
 """
@@ -9,21 +11,24 @@ that the other one belongs to the same user. The listeners are made when they ar
 import asyncio
 import contextlib
 import logging
-import os
+import re
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, final
 
-from ...c10d.addresses import format_address
+from ...c10d.addresses import format_address, is_tcp_address
+from ...c10d.security import Audit, Identity, printable, worker_host_name
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from .base import TransportListener
-from .envelope_socket import EnvelopeSocket, OnSocketEnd, SegmentListener
+from .envelope_socket import EnvelopeSocket, OnSocketEnd
+from .segments import SegmentListener
+from .socket_peers import address_of_peer, has_left, is_of_same_user
+from .tls_socket import AnySocket, TlsSocket
 
 __all__ = [
     "OFFER_TIMEOUT_S",
@@ -33,15 +38,18 @@ __all__ = [
     "OfferedSocket",
     "SocketListener",
     "SocketParts",
-    "dial",
 ]
 
 UNIX = "unix"
 TCP = "tcp"
 
+_UNIX_PREFIX = "gradwire-"
+_UNIX_NAME = re.compile(rf"{_UNIX_PREFIX}[0-9a-f]{{32}}", re.ASCII)
+"""The names of unix sockets, without the null byte in front."""
+
 NONCE_BYTES = 32
 NONCE_TIMEOUT_S = 2.0
-"""Seconds that a connection may take to say its nonce."""
+"""Seconds that a connection may take to say its nonce, the handshake of TLS included."""
 
 CONNECT_TIMEOUT_S = 5.0
 """Seconds that the offered address may take to accept a connection, and the dialing worker to dial it."""
@@ -56,8 +64,6 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 """How the kernel finds out that the other host has lost power or network: after 20 + 4 * 5 idle seconds."""
 
 _ADMITTED = b"\x01"
-_CREDENTIALS = struct.Struct("3i")
-"""The layout of SO_PEERCRED: process, user and group."""
 
 log = logging.getLogger(__name__)
 
@@ -73,19 +79,21 @@ class FrameListener(Protocol):
 class OfferedSocket:
     """A connection that another worker may make, once. Used on the event loop only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, kind: str, address: str) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, kind: str, address: str, worker: WorkerInfo) -> None:
+        self.worker = worker
+        """The worker that may make it."""
         self.offer = agent_pb2.SocketOffer(kind=kind, address=address, nonce=secrets.token_bytes(NONCE_BYTES))
         """The offer to tell the other worker."""
-        self._connection: asyncio.Future[socket.socket] = loop.create_future()
+        self._connection: asyncio.Future[AnySocket] = loop.create_future()
 
-    def admit(self, connection: socket.socket) -> None:
+    def admit(self, connection: AnySocket) -> None:
         """Takes over the connection that has said the nonce."""
         if self._connection.done():
             connection.close()
         else:
             self._connection.set_result(connection)
 
-    async def connection(self, seconds: float = NONCE_TIMEOUT_S) -> socket.socket:
+    async def connection(self, seconds: float = NONCE_TIMEOUT_S) -> AnySocket:
         """Waits for the connection. Raises TimeoutError.
 
         Args:
@@ -104,16 +112,26 @@ class OfferedSocket:
 class SocketListener:
     """Makes offers, and waits for the connections to them. Used on the event loop only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, kinds: Sequence[str]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        kinds: Sequence[str],
+        identity: Identity | None = None,
+        audit: Audit | None = None,
+    ) -> None:
         """Listens nowhere yet.
 
         Args:
             loop: the event loop.
             kinds: UNIX, TCP or both: what may be offered.
+            identity: what this worker shows on TCP connections, and demands; None for connections without TLS.
+            audit: records who connects; by default one of its own.
         """
         self._loop = loop
+        self.audit = audit or Audit("")
         self.kinds = kinds
         """What may be offered."""
+        self._identity = identity
         self._where = ("", "")
         self._listeners: dict[str, socket.socket] = {}
         self._accepting: set[asyncio.Task[None]] = set()
@@ -125,10 +143,11 @@ class SocketListener:
         """Sets the address that TCP connections are accepted at, and the one that others dial."""
         self._where = bind, advertised
 
-    def offer(self, *, same_host: bool) -> OfferedSocket | None:
+    def offer(self, worker: WorkerInfo, *, same_host: bool) -> OfferedSocket | None:
         """Offers a connection to a worker; returns None if there is nothing to offer.
 
         Args:
+            worker: the other worker.
             same_host: whether the worker is on this host, and in this network namespace.
         """
         kind = UNIX if same_host and UNIX in self.kinds else TCP
@@ -139,10 +158,31 @@ class SocketListener:
         except OSError as error:
             log.warning("cannot listen on a %s socket, so gRPC carries the calls: %s", kind, error)
             return None
-        offered = OfferedSocket(self._loop, kind, address)
+        offered = OfferedSocket(self._loop, kind, address, worker)
         self._offered[offered.offer.nonce] = offered
         self._loop.call_later(OFFER_TIMEOUT_S, self._offered.pop, offered.offer.nonce, None)
         return offered
+
+    async def dial(
+        self, worker: WorkerInfo, offers: Sequence[agent_pb2.SocketOffer]
+    ) -> tuple[str, AnySocket] | None:
+        """Connects to the first offer of a kind that may be used.
+
+        Args:
+            worker: the worker that has made the offers.
+            offers: what it offers.
+
+        Returns:
+            The kind and the connection; None if there is none, for which the log says why.
+        """
+        for offer in offers:
+            if offer.kind in self.kinds:
+                try:
+                    return offer.kind, await _dial(self._loop, offer, worker, self._identity)
+                except (OSError, ValueError) as error:
+                    where = printable(offer.address)
+                    log.info("no %s socket to %s, so gRPC is used: %s", offer.kind, where, printable(error))
+        return None
 
     async def close(self) -> None:
         """Stops listening; connections that were not asked for are closed."""
@@ -157,7 +197,7 @@ class SocketListener:
         """Returns the address of a listener, which is made if there is none."""
         if kind not in self._listeners:
             self._listeners[kind] = self._make_listener(kind)
-            self._start(self._accept(self._listeners[kind]))
+            self._start(self._accept(kind, self._listeners[kind]))
         name = self._listeners[kind].getsockname()
         if kind == UNIX:
             return str(name[1:].decode())
@@ -166,7 +206,7 @@ class SocketListener:
     def _make_listener(self, kind: str) -> socket.socket:
         if kind == UNIX:
             listener = socket.socket(socket.AF_UNIX)
-            listener.bind(f"\0gradwire-{secrets.token_hex(16)}")
+            listener.bind(f"\0{_UNIX_PREFIX}{secrets.token_hex(16)}")
         else:
             family, _, _, _, where = socket.getaddrinfo(self._where[0], 0, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family)
@@ -180,7 +220,7 @@ class SocketListener:
         self._accepting.add(task)
         task.add_done_callback(self._accepting.discard)
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, kind: str, listener: socket.socket) -> None:
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(listener)
@@ -188,56 +228,61 @@ class SocketListener:
                 log.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(NONCE_TIMEOUT_S)
                 continue
-            if not _is_of_same_user(connection):
+            peer = address_of_peer(connection)
+            self.audit.connect(kind, peer)
+            if not is_of_same_user(connection):
+                self.audit.deny(kind, "it belongs to another user", peer=peer)
                 connection.close()
                 continue
-            await self._unadmitted.acquire()  # the others wait in the listener's queue
-            self._start(self._admit(connection))
+            if self._unadmitted.locked():  # the others wait in the listener's queue
+                self.audit.limit(kind, f"MAX_UNADMITTED={MAX_UNADMITTED}", peer=peer, refuses=False)
+            await self._unadmitted.acquire()
+            self._start(self._admit(kind, connection, peer))
 
-    async def _admit(self, connection: socket.socket) -> None:
+    async def _admit(self, kind: str, connection: socket.socket, peer: str) -> None:
         """Hands a connection to whoever has offered it, else closes it."""
         connection.settimeout(0)
+        admitted: AnySocket = connection
+        names = None
         offered = None
         try:
             async with asyncio.timeout(NONCE_TIMEOUT_S):
-                nonce = await _receive(self._loop, connection, NONCE_BYTES)
+                if self._identity is not None and connection.family != socket.AF_UNIX:
+                    admitted = TlsSocket(connection, self._identity.server_context(), None)
+                    names = await admitted.handshake(self._loop)
+                nonce = await _receive(self._loop, admitted, NONCE_BYTES)
                 offered = self._offered.pop(nonce, None)
-                if offered is not None:
-                    await self._loop.sock_sendall(connection, _ADMITTED)
-        except OSError:  # which TimeoutError is too
+                if offered is None:
+                    raise ConnectionRefusedError("its nonce is of no offer, or of one that has expired")
+                if names is not None and worker_host_name(offered.worker.name) not in names:
+                    raise ConnectionRefusedError(f"its certificate is not for worker {offered.worker.name!r}")
+                await _send(self._loop, admitted, _ADMITTED)
+            self.audit.authenticate(kind, peer, offered.worker.name)
+        except TimeoutError:
+            self.audit.deny(kind, f"it has not said its nonce within {NONCE_TIMEOUT_S:g} s", peer=peer)
+            offered = None
+        except OSError as error:
+            if has_left(error):
+                log.info("a connection ended before it was let in: %s", error)
+            else:
+                self.audit.deny(kind, error, peer=peer)
             offered = None
         finally:
             self._unadmitted.release()
             if offered is not None:
                 _prepare(connection)
-                offered.admit(connection)
+                offered.admit(admitted)
             else:
                 connection.close()
 
 
-async def dial(
-    loop: asyncio.AbstractEventLoop, offers: Sequence[agent_pb2.SocketOffer], kinds: Sequence[str]
-) -> tuple[str, socket.socket] | None:
-    """Connects to the first offer of these kinds.
-
-    Args:
-        loop: the event loop, on which this runs.
-        offers: those of the other worker.
-        kinds: UNIX, TCP or both: what may be used.
-
-    Returns:
-        The kind and the connection; None if there is none, for which the log says why.
-    """
-    for offer in offers:
-        if offer.kind in kinds:
-            try:
-                return offer.kind, await _dial(loop, offer)
-            except (OSError, ValueError) as error:
-                log.info("no %s socket to %s, so gRPC is used: %s", offer.kind, offer.address, error)
-    return None
-
-
-async def _dial(loop: asyncio.AbstractEventLoop, offer: agent_pb2.SocketOffer) -> socket.socket:
+async def _dial(
+    loop: asyncio.AbstractEventLoop, offer: agent_pb2.SocketOffer, worker: WorkerInfo, identity: Identity | None
+) -> AnySocket:
+    # A peer shall not have this worker connect, and say something, to other programs.
+    is_valid = is_tcp_address(offer.address) if offer.kind == TCP else bool(_UNIX_NAME.fullmatch(offer.address))
+    if not is_valid or len(offer.nonce) != NONCE_BYTES:
+        raise ValueError("it is no socket of a worker")
     family: int = socket.AF_UNIX
     where: Any = f"\0{offer.address}"
     if offer.kind == TCP:
@@ -245,39 +290,45 @@ async def _dial(loop: asyncio.AbstractEventLoop, offer: agent_pb2.SocketOffer) -
         found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         family, _, _, _, where = found[0]
     connection = socket.socket(family)
+    dialed: AnySocket = connection
     try:
         connection.settimeout(0)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await loop.sock_connect(connection, where)
-            if not _is_of_same_user(connection):
+            if not is_of_same_user(connection):
                 raise ConnectionError("the listener belongs to another user")
-            await loop.sock_sendall(connection, offer.nonce)
-            await _receive(loop, connection, len(_ADMITTED))
+            if identity is not None and offer.kind == TCP:
+                dialed = TlsSocket(connection, identity.client_context(), worker_host_name(worker.name))
+                await dialed.handshake(loop)
+            await _send(loop, dialed, offer.nonce)
+            await _receive(loop, dialed, len(_ADMITTED))
         _prepare(connection)
     except BaseException:
         connection.close()
         raise
-    return connection
+    return dialed
 
 
-async def _receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, count: int) -> bytes:
+async def _send(loop: asyncio.AbstractEventLoop, connection: AnySocket, data: bytes) -> None:
+    if isinstance(connection, TlsSocket):
+        await connection.send_soon(loop, data)
+    else:
+        await loop.sock_sendall(connection, data)
+
+
+async def _receive(loop: asyncio.AbstractEventLoop, connection: AnySocket, count: int) -> bytes:
     """Receives exactly `count` bytes."""
     received = b""
     while len(received) < count:
-        data = await loop.sock_recv(connection, count - len(received))
+        left = count - len(received)
+        if isinstance(connection, TlsSocket):
+            data = await connection.receive_soon(loop, left)
+        else:
+            data = await loop.sock_recv(connection, left)
         if not data:
             raise ConnectionError("the connection was closed")
         received += data
     return received
-
-
-def _is_of_same_user(connection: socket.socket) -> bool:
-    """Returns whether the other end of a unix socket belongs to this process's user; True for other sockets."""
-    if connection.family != socket.AF_UNIX:
-        return True
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return bool(user == os.geteuid())
 
 
 def _prepare(connection: socket.socket) -> None:
@@ -313,7 +364,7 @@ class SocketParts:
     def make(
         self,
         kind: str,
-        connection: socket.socket,
+        connection: AnySocket,
         peer: WorkerInfo,
         listener: TransportListener,
         on_end: OnSocketEnd,
@@ -329,7 +380,10 @@ class SocketParts:
         """
         segments = self.segments(peer.id) if kind == UNIX else None
         on_envelope, completion = partial(listener.on_envelope, peer), partial(listener.completion, peer)
-        made = EnvelopeSocket(kind, connection, self.executor, on_envelope, on_end, segments, completion)
+        on_malformed = partial(self.listener.audit.deny, kind, worker=peer.name)
+        made = EnvelopeSocket(
+            kind, connection, self.executor, on_envelope, on_end, segments, completion, on_malformed
+        )
         if segments is not None:
             segments.connect(made)
         return made

@@ -1,8 +1,13 @@
 """Exceptions in messages: the caller gets the exception itself where it can be rebuilt, else its text."""
 
 import pickle
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
+from ...c10d.security import printable, printable_lines
 from ...errors import RemoteError, RemoteUnpicklableError, rebuild_exception
 from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import copy_error, is_plain, text_of
@@ -12,6 +17,12 @@ __all__ = ["decode_failure", "encode_failure", "with_traceback_as_text"]
 
 MAX_TEXT_CHARS = 256 * 1024
 """Characters of an error's text or traceback that are sent; the middle of a longer one is cut out."""
+
+MAX_PROBLEM_CHARS = 2000
+"""Characters of why an exception cannot be rebuilt, which may have names that it has."""
+
+MAX_SHOWN_CHARS = 2 * MAX_TEXT_CHARS
+"""Characters of a text that has been received, and may have been sent by something else."""
 
 
 def encode_failure(error: BaseException) -> bytes:
@@ -30,29 +41,39 @@ def encode_failure(error: BaseException) -> bytes:
     return failure.SerializeToString()
 
 
-def decode_failure(body: bytes | memoryview, worker: str) -> Exception:
+def decode_failure(body: object, worker: str, load: Callable[[bytes], Any] = pickle.loads) -> Exception:
     """Returns the exception to raise at the caller.
 
     Args:
-        body: the body of an ERROR envelope.
-        worker: the name of the worker that sent the envelope.
+        body: what `encode_failure` has returned on the other worker. It is not trusted to be that.
+        worker: the name of the other worker.
+        load: unpickles what is accepted from that worker.
 
     Returns:
         The remote exception with a RemoteError as its cause; a RemoteUnpicklableError if it cannot be rebuilt.
     """
-    failure = agent_pb2.RemoteFailure.FromString(bytes(body))
-    text = f"{failure.type_name}: {failure.text}"
+    failure = _parse(body)
+    text = f"{printable(failure.type_name)}: {printable_lines(failure.text, MAX_SHOWN_CHARS)}"
+    traceback = printable_lines(failure.traceback, MAX_SHOWN_CHARS)
     if not failure.pickled:
-        return RemoteUnpicklableError(worker, text, failure.traceback)
+        return RemoteUnpicklableError(worker, text, traceback)
     try:
-        error = pickle.loads(failure.pickled)
+        error = load(failure.pickled)
         if not isinstance(error, Exception):
             raise TypeError(f"{type(error).__name__} is no exception")
     except Exception as problem:
-        reason = f"{text}\n(it could not be rebuilt here: {type(problem).__name__}: {problem})"
-        return RemoteUnpicklableError(worker, reason, failure.traceback)
-    error.__cause__ = RemoteError(worker, text, failure.traceback)
+        problem_text = printable(text_of(problem), MAX_PROBLEM_CHARS)
+        reason = f"{text}\n(it could not be rebuilt here: {type(problem).__name__}: {problem_text})"
+        return RemoteUnpicklableError(worker, reason, traceback)
+    error.__cause__ = RemoteError(worker, text, traceback)
     return error
+
+
+def _parse(body: object) -> agent_pb2.RemoteFailure:
+    if isinstance(body, bytes | memoryview):  # and no int, of which `bytes` would make as many zeros
+        with suppress(DecodeError):
+            return agent_pb2.RemoteFailure.FromString(bytes(body))
+    return agent_pb2.RemoteFailure(type_name="Exception", text="what the worker says of it is malformed")
 
 
 def with_traceback_as_text(error: Exception, worker: str) -> Exception:

@@ -2,11 +2,15 @@
 
 import io
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from google.protobuf.message import DecodeError
 
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import Buffer
+from .parsing import parse_tensors
 from .pickling import Packed
 from .tensors import decode_tensors, encode_tensors
 
@@ -34,8 +38,43 @@ def flatten(packed: Packed) -> memoryview:
     return stream.getbuffer()
 
 
-def unflatten(data: bytes | bytearray) -> tuple[Buffer, list[torch.Tensor]]:
-    """Returns body and tensors of a flattened value. They do not share memory with `data`."""
-    body, tensors, payloads = pickle.loads(data)
-    messages = map(agent_pb2.Tensor.FromString, tensors)
-    return body, decode_tensors(messages, lambda payload: payloads[payload.local])
+def unflatten(
+    data: bytes | bytearray, load: Callable[[bytes | bytearray], Any] = pickle.loads
+) -> tuple[Buffer, list[torch.Tensor]]:
+    """Returns body and tensors of a flattened value. They do not share memory with `data`.
+
+    Args:
+        data: the flattened value.
+        load: unpickles what is accepted from the worker that has flattened it.
+
+    Raises:
+        ValueError: it is no flattened value.
+        Exception: whatever `load` raises.
+    """
+    value = load(data)
+    if not _is_flattened(value):
+        raise ValueError("malformed value: it has no body, tensors and payloads")
+    body, tensors, payloads = value
+
+    def take(payload: agent_pb2.Payload) -> Buffer:
+        taken: Buffer | None = payloads[payload.local] if payload.local < len(payloads) else None
+        if taken is None:
+            raise ValueError(f"malformed value: payload {payload.local} is missing, or of several tensors")
+        payloads[payload.local] = None
+        return taken
+
+    try:
+        messages = parse_tensors(tensors)
+    except DecodeError as error:
+        raise ValueError(f"malformed value: {error}") from None
+    return body, decode_tensors(messages, take)
+
+
+def _is_flattened(value: object) -> bool:
+    """Returns whether a value has the types of what `flatten` pickles."""
+    return (
+        type(value) is tuple
+        and [type(part) for part in value] == [bytes, list, list]
+        and all(type(each) is bytes for each in value[1])
+        and all(type(each) in (bytes, bytearray) for each in value[2])
+    )

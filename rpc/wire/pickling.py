@@ -1,7 +1,7 @@
 """Pickles the values of messages, without their tensors and remote references.
 
 Both travel beside the pickle, by index: tensors so that their bytes are copied as seldom as possible, references
-so that the receiver can count them even if it cannot unpickle the value. `unpickling` is the other direction.
+so that the receiver can count them even if it cannot unpickle the value. `value_readers` is the other direction.
 """
 
 import copyreg
@@ -17,11 +17,10 @@ from torch import nn
 
 from ...torch_internals import RecursiveScriptModule
 from ..contracts.devices import NO_DEVICES, DeviceMap
-from ..contracts.messages import Buffer
 from .script import reduce_script_function, reduce_script_module
 from .small_tensors import address_of, is_small, reduce_small
 from .tensors import check_sendable
-from .unpickling import parameter_placeholder, reference_placeholder, tensor_placeholder, unpickle
+from .unpickling import parameter_placeholder, reference_placeholder, tensor_placeholder
 from .unsendable import explain_failure
 
 __all__ = ["Packed", "Packer"]
@@ -54,7 +53,7 @@ _NOTHING = Packed()
 
 @final
 class Packer:
-    """Pickles and unpickles the values of one agent's messages.
+    """Pickles the values of one agent's messages.
 
     Functions and classes are sent by name, as in pickle itself. Everything is registered before the first message.
     """
@@ -104,10 +103,6 @@ class Packer:
             raise explain_failure(
                 value, label, error, lambda part: self._pickling_error(part, device_map)
             ) from error
-
-    def unpack(self, body: Buffer, tensors: Sequence[torch.Tensor], references: Sequence[Any]) -> Any:
-        """Returns the value of a message; see `unpickle`."""
-        return unpickle(body, tensors, references)
 
     def _pack(self, value: object, device_map: DeviceMap) -> Packed:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from ...proto.v1 import agent_pb2
-from .strides import can_keep_strides, span
+from .strides import MAX_DIMENSIONS, can_keep_strides, span
 
 __all__ = ["find_shared", "restore_shared"]
 
@@ -60,9 +60,11 @@ def restore_shared(base: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tenso
     Raises:
         ValueError: the tensor would not lie within the memory of `base`.
     """
-    sizes, strides, offset = tuple(message.sizes), tuple(message.strides), message.shared.offset
+    sizes, strides = tuple(message.sizes[: MAX_DIMENSIONS + 1]), tuple(message.strides[: MAX_DIMENSIONS + 1])
+    offset = message.shared.offset
     if (
         len(strides) != len(sizes)
+        or len(sizes) > MAX_DIMENSIONS
         or min((*sizes, *strides, offset)) < 0
         or not (_is_plain(base) and _has_no_gaps(base))
         or offset + span(sizes, strides) > base.numel()

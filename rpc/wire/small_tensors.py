@@ -14,6 +14,7 @@ import torch
 
 from ...proto.v1 import agent_pb2
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, PLAIN_DTYPES
+from .strides import MAX_DIMENSIONS
 
 __all__ = [
     "MAX_SMALL_BYTES",
@@ -91,8 +92,19 @@ def small_tensor(
         ValueError: the bytes contradict the shape.
     """
     dtype = DTYPES_BY_NUMBER.get(dtype_number)
-    if dtype is None or dtype not in PLAIN_DTYPES or math.prod(sizes) * dtype.itemsize != len(data) or not data:
-        raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of dtype number {dtype_number}")
+    if (
+        len(sizes) > MAX_DIMENSIONS
+        or dtype is None
+        or dtype not in PLAIN_DTYPES
+        or math.prod(sizes) * dtype.itemsize != len(data)
+        or not data
+    ):
+        raise ValueError(
+            f"malformed tensor: {len(data)} bytes for shape {sizes!r:.1000} of dtype number {dtype_number}"
+        )
     tensor = torch.frombuffer(data if type(data) is bytearray else bytearray(data), dtype=dtype)
     # Detached so that autograd does not treat it as a view: in-place changes would be recorded on its base.
-    return tensor if len(sizes) == 1 else tensor.view(sizes).detach()
+    try:
+        return tensor if len(sizes) == 1 else tensor.view(sizes).detach()
+    except RuntimeError as error:
+        raise ValueError(f"malformed tensor: {error}") from None

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["can_keep_strides", "dims_by_descending_stride", "restore_strides", "span"]
+__all__ = ["MAX_DIMENSIONS", "can_keep_strides", "dims_by_descending_stride", "restore_strides", "span"]
+
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor. torch has operators for no more."""
 
 MAX_GAP_FACTOR = 4
 """A tensor arrives with its strides if it spans at most this many times the memory of its elements."""

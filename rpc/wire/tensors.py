@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from .dtypes import (
 from .elements import PutPayload, as_bytes, as_carrier, header
 from .shared_tensors import find_shared, restore_shared
 from .small_tensors import MAX_TINY_BYTES, copy_bytes, is_in_order
-from .strides import can_keep_strides, restore_strides
+from .strides import MAX_DIMENSIONS, can_keep_strides, restore_strides
 
 __all__ = [
     "UnmappedDeviceError",
@@ -69,6 +69,8 @@ def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
         UnmappedDeviceError: it is on a device that is not in `device_map`.
         ValueError: it cannot be sent; the text says what to send instead.
     """
+    if tensor.dim() > MAX_DIMENSIONS:
+        raise ValueError(f"it is a tensor of {tensor.dim()} dimensions, of {MAX_DIMENSIONS} at most: reshape it")
     if _is_plain(tensor):
         return
     if tensor.is_nested:
@@ -235,7 +237,8 @@ def decode_tensors(
     started: list[StartedCopy] = []
     try:
         tensors = [
-            None if message.HasField("shared") else _decode(message, get, devices, started) for message in messages
+            None if message.HasField("shared") else _decode_checked(message, get, devices, started)
+            for message in messages
         ]
     finally:
         if started and devices is not None:
@@ -251,8 +254,21 @@ def _decode_shared(message: agent_pb2.Tensor, tensors: Sequence[torch.Tensor | N
     base = tensors[index] if index < len(tensors) else None
     if base is None or DTYPES_BY_NUMBER.get(message.dtype) != base.dtype:
         raise ValueError(f"malformed tensor: it shares the memory of tensor {index}, which has none of its own")
-    tensor = restore_shared(base, message)
+    try:
+        tensor = restore_shared(base, message)
+    except RuntimeError as error:
+        raise ValueError(f"malformed tensor: {error}") from None
     return _finish(tensor, message) if message.requires_grad else tensor
+
+
+def _decode_checked(message: agent_pb2.Tensor, *args: Any) -> torch.Tensor:
+    """Does what `_decode` does. What torch raises for a tensor without a device is due to the message."""
+    try:
+        return _decode(message, *args)
+    except RuntimeError as error:
+        if message.device not in ("", "meta"):
+            raise
+        raise ValueError(f"malformed tensor: {error}") from None
 
 
 def _decode(
@@ -262,8 +278,8 @@ def _decode(
     started: list[StartedCopy] | None = None,
 ) -> torch.Tensor:
     dtype = DTYPES_BY_NUMBER.get(message.dtype)
-    sizes = tuple(message.sizes)
-    if dtype is None or (sizes and min(sizes) < 0):
+    sizes = tuple(message.sizes[: MAX_DIMENSIONS + 1])
+    if dtype is None or len(sizes) > MAX_DIMENSIONS or (sizes and min(sizes) < 0):
         raise ValueError(f"malformed tensor: dtype number {message.dtype}, shape {sizes}")
     if not message.device and not message.parts and not message.strides and dtype in PLAIN_DTYPES:
         return _decode_plain(message, sizes, dtype, get)

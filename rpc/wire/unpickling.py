@@ -17,7 +17,7 @@ from torch import nn
 
 from ..contracts.messages import Buffer
 
-__all__ = ["parameter_placeholder", "reference_placeholder", "tensor_placeholder", "unpickle"]
+__all__ = ["as_parameter", "parameter_placeholder", "reference_placeholder", "tensor_placeholder", "unpickle"]
 
 READ_BYTES = 1 << 16
 """Bytes of a large body that are read at a time: those of one frame of pickle."""
@@ -49,6 +49,13 @@ def parameter_placeholder(index: int, requires_grad: bool) -> NoReturn:  # noqa:
     raise pickle.UnpicklingError(f"malformed message: it has no tensor {index}")
 
 
+def as_parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """Returns a Parameter; or the tensor itself if gradients flow back through it to the sender."""
+    if tensor.grad_fn is not None:
+        return tensor
+    return nn.Parameter(tensor.detach(), requires_grad)
+
+
 def reference_placeholder(index: int) -> NoReturn:
     """Stands in a pickle for a reference of the message."""
     raise pickle.UnpicklingError(f"malformed message: it has no reference {index}")
@@ -78,10 +85,7 @@ class _MessageUnpickler(pickle.Unpickler):
 
     def _parameter(self, index: int, requires_grad: bool) -> torch.Tensor:
         """Returns a Parameter; or the tensor itself if gradients flow back through it to the sender."""
-        tensor = self._tensors[index]
-        if tensor.grad_fn is not None:
-            return tensor
-        return nn.Parameter(tensor.detach(), requires_grad)
+        return as_parameter(self._tensors[index], requires_grad=requires_grad)
 
 
 @final

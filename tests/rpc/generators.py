@@ -57,6 +57,20 @@ def waits_between(name: str) -> Iterator[str]:
     yield wait_for(name)
 
 
+def after_event(name: str, items: int, nbytes: int) -> Iterator[bytes]:
+    """Yields nothing at once, and items of this size after an event."""
+    yield b""
+    wait_for(name)
+    for _ in range(items):
+        yield bytes(nbytes)
+
+
+def opens_late(name: str) -> Iterator[int]:
+    """Returns an iterator only after an event."""
+    wait_for(name)
+    return iter(range(10))
+
+
 def wait_for_event(name: str) -> bool:
     return event(name).wait(20)
 

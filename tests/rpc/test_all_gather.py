@@ -45,8 +45,8 @@ def test_the_leader_dies_after_it_has_answered_one_of_two(workers):
                 for open_round in self._open.values():
                     if not open_round.missing:
                         # Not the last one to arrive: its request is still being handled here.
-                        answered, member = next((i, m) for i, m in enumerate(open_round.values) if m != 0)
-                        open_round.answers[answered].set_result(open_round.result())
+                        member = next(m for m in open_round.values if m != 0)
+                        open_round.answers[member].set_result(open_round.result())
                         wait_until(lambda member=member: rpc.rpc_sync(member, rounds_finished) == 1)
                         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -71,7 +71,7 @@ def test_the_leader_dies_after_it_has_answered_a_member_that_calls_no_more(worke
             with self._lock:
                 for open_round in self._open.values():
                     if not open_round.missing:
-                        answer = open_round.answers[list(open_round.values).index(2)]
+                        answer = open_round.answers[2]
                         answer.set_result(open_round.result())
                         rpc.rpc_sync("worker2", wait_for, ("about to finish",))
                         os.kill(os.getpid(), signal.SIGKILL)

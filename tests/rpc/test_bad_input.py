@@ -16,7 +16,7 @@ from gradwire.errors import (
     SerializationError,
     UnknownWorkerError,
 )
-from gradwire.rpc.agent import network
+from gradwire.rpc.agent import envelope_limit
 from gradwire.rpc.contracts.messages import Handler, MessageType
 
 from tests.remote_functions import add, identity, set_event, wait_for
@@ -369,10 +369,10 @@ def test_a_message_with_too_many_parts(two_workers):
     def check() -> None:
         small = [torch.zeros(16, requires_grad=True) for _ in range(20_000)]
         assert len(rpc.rpc_sync("worker1", identity, (small,))) == 20_000
-        limit, network.MAX_ENVELOPE_BYTES = network.MAX_ENVELOPE_BYTES, 1 << 20
+        limit, envelope_limit.MAX_ENVELOPE_BYTES = envelope_limit.MAX_ENVELOPE_BYTES, 1 << 20
         with pytest.raises(SerializationError, match="too many tensors"):
             rpc.rpc_async("worker1", identity, (small,))
-        network.MAX_ENVELOPE_BYTES = limit
+        envelope_limit.MAX_ENVELOPE_BYTES = limit
         assert torch.equal(rpc.rpc_sync("worker1", identity, (torch.ones(1 << 20),)), torch.ones(1 << 20))
 
     two_workers[0].run(check)

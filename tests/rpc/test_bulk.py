@@ -1,6 +1,8 @@
 """Large payloads between workers that are connected by TCP go by connections of their own."""
 
 import contextlib
+import errno
+import itertools
 import os
 import random
 import signal
@@ -323,6 +325,27 @@ def connect_again():
         return channel_to("worker1") == "bulk"
 
     wait_until(is_connected)
+
+
+def test_connections_are_made_again_that_ran_out_of_descriptors(workers):
+    """The peer had no bulk connections any more after that, until it was lost."""
+    a, b = workers(2)
+
+    def run_out() -> None:
+        channel.RETRY_AFTER_S = 0.01
+        duplicate, number = os.dup, itertools.count()
+
+        def fail_once(descriptor: int) -> int:
+            if next(number) == 1:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return duplicate(descriptor)
+
+        os.dup = fail_once
+
+    a.run(run_out)
+    workers.join_rpc([a, b], transports=TCP)
+    a.run(connect_again)
+    assert "Exception ignored" not in a.describe()
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])

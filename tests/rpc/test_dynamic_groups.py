@@ -1,11 +1,17 @@
 """Dynamic groups, whose workers join and leave at any time."""
 
+import json
+import threading
+from dataclasses import asdict
+
 import pytest
 from gradwire import rpc
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError, WorkerLostError
+from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.messages import MessageType, Request
+from gradwire.rpc.membership import roster
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.roster import RosterLog
 from gradwire.rpc.transports import handshake
@@ -97,6 +103,24 @@ def test_calls_to_a_worker_that_has_left(join_one):
             rpc.rpc_sync("b", add, (1, 1))
 
     a.run(check)
+
+
+def shut_down_without_an_answer_of_the_store() -> None:
+    answered = threading.Event()
+    roster.LEAVE_TIMEOUT_S = 0.01
+    RosterLog._append = lambda log, _entry: answered.wait(60) and log._roster.members.clear()
+    rpc.shutdown()
+    assert not answered.is_set()
+    assert [each.name for each in threading.enumerate() if each.name.startswith("gradwire")] == ["gradwire-leave"]
+    answered.set()
+
+
+def test_a_worker_leaves_although_the_store_does_not_answer(join_one):
+    a, b = join_one("a"), join_one("b")
+    a.run(shut_down_without_an_answer_of_the_store)
+    b.run(wait_until, lambda: members() == {"b"})
+    with pytest.raises(WorkerLostError, match="'a' is lost: it has shut down"):
+        b.run(rpc.rpc_sync, "a", add, (1, 1))
 
 
 def test_a_dead_worker_delays_nobody_and_can_be_replaced(join_one):
@@ -210,3 +234,22 @@ def test_a_worker_that_is_read_of_in_the_log_before_its_hello_is_admitted(enter)
     b.open(logs[1].members())
     assert b.request(a.info, Request(MessageType.GREETING, None)).wait() is None
     assert a.workers() == [a.info, b.info]
+
+
+def test_a_forged_roster_gives_nobody_the_name_of_a_member(enter):
+    """Its hello named a member's name with another id and address, and was believed."""
+    store = HashStore()
+    log = RosterLog(store)
+    a = enter("a", log)
+    a.open(log.members())
+    forged = Member(rpc.WorkerInfo("a", 7), "203.0.113.7:1")
+    entries = [*log.entries(), json.dumps({"join": asdict(forged)})]
+    hello = agent_pb2.Hello(
+        protocol_major=1, group="dynamic/group/0", worker_id=7, worker_name="a", roster=entries
+    )
+    admit = a._network._handshake.admit(hello, None)
+    with pytest.raises(handshake.RefusedError, match="entry 1 of its roster is not in the store"):
+        a._network._events.run(admit)
+    assert a.workers() == [a.info]
+    assert a.worker("a") == a.info
+    assert log.entries() == tuple(entries[:1])

@@ -92,46 +92,52 @@ def test_frames_arrive_however_they_are_split(sizes, cuts):
         other.close()
 
 
-class ShortPause(concurrent.futures.Future[None]):
-    """A pause that has ended by the time that it is waited for, and another thread has noticed."""
-
-    def __init__(self, noticed: threading.Event) -> None:
-        super().__init__()
-        self.noticed = noticed
-
-    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[None]], object]) -> None:
-        fn(self)
-        assert self.noticed.wait(20)
-
-
 class WatchedLock:
-    """A lock that tells when a thread has tried to acquire it."""
+    """A lock that counts how often a thread has tried to acquire it."""
 
-    def __init__(self, tried: threading.Event) -> None:
-        self.tried = tried
+    def __init__(self) -> None:
+        self.tries = 0
+        self.tried = threading.Condition()
         self.lock = threading.Lock()
         self.release = self.lock.release
 
     def acquire(self, blocking: bool = True) -> bool:
         acquired = self.lock.acquire(blocking)
-        self.tried.set()
+        with self.tried:
+            self.tries += 1
+            self.tried.notify_all()
         return acquired
+
+
+class ShortPause(concurrent.futures.Future[None]):
+    """A pause that has ended by the time that it is waited for, and another thread has noticed."""
+
+    def __init__(self, lock: WatchedLock, *, is_noticed: bool) -> None:
+        super().__init__()
+        self.lock = lock
+        self.is_noticed = is_noticed
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[None]], object]) -> None:
+        with self.lock.tried:
+            tries = self.lock.tries
+            fn(self)
+            assert not self.is_noticed or self.lock.tried.wait_for(lambda: self.lock.tries > tries, 20)
 
 
 def test_a_pause_that_ends_at_once(executor):
     mine, other = socket.socketpair()
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
-    tried = threading.Event()
+    lock = WatchedLock()
 
     def on_envelope(message: agent_pb2.Envelope, _: int) -> ShortPause:
         received.put(message.id)
-        if message.id < 4:  # else there is nothing that another thread could notice
-            tried.clear()
+        has_next = message.id < 4  # else there is nothing that another thread could notice
+        if has_next:
             other.sendall(frame(envelope(message.id + 1)))
-        return ShortPause(tried)
+        return ShortPause(lock, is_noticed=has_next)
 
     end = EnvelopeSocket("unix", mine, executor, on_envelope, lambda _reason: None)
-    end.reading = WatchedLock(tried)
+    end.reading = lock
     both = threading.Barrier(3)
     for _ in range(2):  # so that both threads are there
         executor.submit(both.wait)

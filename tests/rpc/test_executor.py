@@ -3,6 +3,8 @@
 import threading
 
 import pytest
+from gradwire.rpc.execution import executor as executor_module
+from gradwire.rpc.execution import stalls
 from gradwire.rpc.execution.executor import Executor
 
 from tests.remote_functions import wait_until
@@ -163,3 +165,39 @@ def test_what_the_last_call_of_a_task_submits_needs_no_other_thread(executor, mo
     assert done.wait(10)
     monkeypatch.undo()
     assert not woken
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_threads_are_bounded(monkeypatch, declared):
+    """Beyond the bound tasks wait, while urgent ones, such as answers, still run."""
+    monkeypatch.setattr(executor_module, "MAX_THREADS", 6)
+    monkeypatch.setattr(stalls, "MAX_THREADS", 6)
+    monkeypatch.setattr(stalls, "STALL_TIMEOUT_S", 0.001)
+    executor = Executor(2, "test-bound")
+    hold = threading.Event()
+    begun, ended = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait() -> None:
+        begun.release()
+        if declared:
+            with executor.blocking():
+                assert hold.wait(20)
+        else:
+            assert hold.wait(20)
+        ended.release()
+
+    for _ in range(20):
+        executor.submit(wait)
+    for _ in range(6):
+        assert begun.acquire(timeout=20)
+    if not declared:
+        wait_until(lambda: executor._stalls.extra == 6)  # it would have allowed two more
+    urgent = threading.Event()
+    executor.submit_urgent(urgent.set)
+    assert urgent.wait(20)
+    assert executor.queued == 14
+    assert executor.threads <= 8  # one waits in epoll, another may have ended the urgent task
+    hold.set()
+    for _ in range(20):
+        assert ended.acquire(timeout=20)
+    assert executor.close(10)

@@ -90,10 +90,8 @@ def test_a_transfer_connection_that_breaks_alone(workers):
     def check() -> None:
         large = torch.zeros(1 << 20)
         rpc.rpc_sync("worker1", add, (large, 1))
-        before = set(psutil.Process().net_connections("tcp"))
-        cut = {c for c in before if c.fd == max(c.fd for c in before if c.status == psutil.CONN_ESTABLISHED)}
-        for connection in cut:
-            socket.socket(fileno=os.dup(connection.fd)).shutdown(socket.SHUT_RDWR)
+        latest = max(c.fd for c in psutil.Process().net_connections("unix") if c.type == socket.SOCK_STREAM)
+        socket.socket(fileno=os.dup(latest)).shutdown(socket.SHUT_RDWR)
         with pytest.raises(WorkerLostError):
             for _ in range(100):
                 rpc.rpc_sync("worker1", add, (large, 1))
@@ -267,10 +265,10 @@ def test_backward_when_gradients_are_lost_with_their_sender(workers):
     def die_when_done() -> None:
         original = PassCoordinator._part_done
 
-        def part_done(self: PassCoordinator, part: object) -> None:
+        def part_done(self: PassCoordinator, worker: int, part: object) -> None:
             with contextlib.suppress(ProcessLookupError):  # the second part is over too
                 os.kill(victim, signal.SIGKILL)
-            original(self, part)
+            original(self, worker, part)
 
         PassCoordinator._part_done = part_done
 

@@ -253,7 +253,7 @@ def test_a_socket_is_not_read_while_reading_pauses(nbytes, closes):
     later = Later()
 
     def on_envelope(envelope: agent_pb2.Envelope, size: int) -> object:
-        assert size == len(envelope.SerializeToString())
+        assert 0 <= size - len(envelope.SerializeToString()) < 1000  # with what its parts take
         seen.append(envelope.id)
         return received.add(WORKERS[0], size)
 

@@ -25,7 +25,7 @@ def both() -> Iterator[list[GroupRounds]]:
     store = HashStore()
     both = [GroupRounds(me, AT_ONCE, MIB) for me in (0, 1)]
     for each in both:
-        each.open(store)
+        each.open(store, lambda _members: True)
     for each in both:
         assert each.start_round((0, 1), 0) is None
         assert each.status((0, 1)) == MemberStatus(-1, is_formed=False, is_ready=True)

@@ -74,16 +74,15 @@ def to_here(rref: rpc.RRef) -> object:
     return rref.to_here()
 
 
-def test_shutdown_ends_all_threads_and_releases_the_port(workers):
+def test_shutdown_ends_all_threads_and_closes_all_sockets(workers):
     a, b = workers.rpc(2)
     a.run(rpc.rpc_sync, "worker1", multiply, (torch.ones(2), torch.ones(2)))
     workers.each([a, b], rpc.shutdown)
 
-    def leftovers() -> tuple[list[str], list[int]]:
+    def leftovers() -> tuple[list[str], list[str]]:
         names = [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire")]
-        listening = [
-            c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
-        ]
-        return names, listening
+        own = {str(c.laddr) for c in psutil.Process().net_connections("unix") if c.laddr}  # that are bound
+        tcp = [str(c.laddr) for c in psutil.Process().net_connections("inet")]
+        return names, [*tcp, *own]
 
     assert workers.each([a, b], leftovers) == [([], [])] * 2

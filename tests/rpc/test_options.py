@@ -111,7 +111,9 @@ def test_where_tensors_go():
     there = rpc.RpcBackendOptions(device_maps={"b": {0: 1, "cpu": 0}}).device_maps["b"]
     back = device_map_of_answer(device_map_to_proto(there))
     assert back == {CUDA1: CUDA0, CUDA0: torch.device("cpu")}
-    on_cuda = Mock(is_cpu=False, device=CUDA0, layout=torch.strided, is_nested=False, dtype=torch.float32)
+    on_cuda = Mock(
+        is_cpu=False, dim=lambda: 1, device=CUDA0, layout=torch.strided, is_nested=False, dtype=torch.float32
+    )
     check_sendable(on_cuda, there)
     with pytest.raises(ValueError, match="no device map says where it goes"):
         check_sendable(on_cuda, {})

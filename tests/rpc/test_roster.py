@@ -1,11 +1,14 @@
 """The log of joins and leaves of a dynamic group."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
-from gradwire.rpc.membership.roster import RosterLog
+from gradwire.rpc.membership.roster import RosterError, RosterLog
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,3 +71,110 @@ def test_all_workers_agree(steps):
     assert logs[0].entries() == logs[1].entries() == logs[2].entries()
     assert logs[0].members() == logs[1].members() == logs[2].members()
     assert len(set(names(logs[0]))) == len(logs[0].members())
+
+
+def joining(name: str, identifier: int) -> str:
+    return json.dumps({"join": asdict(member(name, identifier))})
+
+
+@pytest.fixture
+def known() -> tuple[HashStore, RosterLog]:
+    """A store with a log of a, which has left, and b; and a copy of that log."""
+    store = HashStore()
+    log = RosterLog(store)
+    assert log.join(member("a", 0))
+    assert log.join(member("b", 1))
+    log.leave(0)
+    return store, log
+
+
+def test_entries_are_learned_if_the_store_has_them(known):
+    store, log = known
+    other = RosterLog(store)
+    other.catch_up()
+    assert other.join(member("c", 2))
+    log.learn(other.entries())
+    assert names(log) == ["b", "c"]
+    log.learn(other.entries()[:2])  # of a worker that knows less
+    assert log.entries() == other.entries()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        joining("b", 7),  # a name of another worker, at an address of the forger's
+        joining("z", 7),
+        json.dumps({"leave": 1}),
+        "{",
+        "",
+    ],
+)
+def test_entries_that_the_store_does_not_have_are_refused(known, forged):
+    _, log = known
+    before = log.entries(), log.members()
+    with pytest.raises(RosterError, match="entry 3 of its roster is not in the store"):
+        log.learn([*log.entries(), forged])
+    with pytest.raises(RosterError, match="contradicts what is known here"):
+        log.learn([joining("a", 0), forged])
+    assert (log.entries(), log.members()) == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "7",
+        "{}",
+        '"join"',
+        "[" * 100_000,
+        '{"leave": 0}',
+        '{"leave": true}',
+        '{"leave": [1]}',
+        '{"leave": 9}',
+        '{"leave": 1, "join": {}}',
+        '{"join": 3}',
+        '{"join": {}}',
+        '{"join": {"info": 3, "address": "127.0.0.1:1"}}',
+        '{"join": {"info": {"name": "c"}, "address": "127.0.0.1:1"}}',
+        '{"join": {"info": {"name": "c", "id": "2"}, "address": "127.0.0.1:1"}}',
+        '{"join": {"info": {"name": "c", "id": -1}, "address": "127.0.0.1:1"}}',
+        '{"join": {"info": {"name": "c d", "id": 2}, "address": "127.0.0.1:1"}}',
+        '{"join": {"info": {"name": "c", "id": 2}, "address": 3}}',
+        '{"join": {"info": {"name": "c", "id": 2}, "address": "a\\nb:1"}}',
+        '{"join": {"info": {"name": "c", "id": 2}, "address": "127.0.0.1:1", "device_maps": {"a": 3}}}',
+        '{"join": {"info": {"name": "c", "id": 2}, "address": "127.0.0.1:1", "device_maps": {"a": {"cpu": 3}}}}',
+        '{"join": {"info": {"name": "c", "id": 2}, "address": "127.0.0.1:1", "directory": ["d"]}}',
+        '{"join": {"info": {"name": "c", "id": 2}, "address": "127.0.0.1:1", "process": "\\ud800"}}',
+        '{"join": {"info": {"name": "c", "id": 2}, "address": "127.0.0.1:1", "else": 3}}',
+        json.dumps({"join": {"info": {"name": "c" * 60_000, "id": 2}, "address": "127.0.0.1:1"}}),
+        json.dumps({"join": asdict(member("c", 2)) | {"process": "x" * 100_000}}),
+        joining("c", 0),
+        joining("c", 1),
+        joining("b", 2),
+    ],
+)
+def test_what_is_no_entry_is_refused_wherever_it_comes_from(known, text):
+    store, log = known
+    store.set("rpc/dynamic/3", text)
+    before = log.entries(), log.members()
+    with pytest.raises(RosterError, match="entry 3 of the roster is refused") as caught:
+        log.catch_up()
+    assert len(str(caught.value)) < 500  # others are told
+    with pytest.raises(RosterError, match="entry 3 of the roster is refused"):
+        log.learn([*log.entries(), text])
+    with pytest.raises(RendezvousError, match="entry 3 of the roster is refused"):
+        log.join(member("d", 5))
+    assert (log.entries(), log.members()) == before
+
+
+def test_nothing_is_learned_without_the_store(known):
+    store, log = known
+    entries = [*log.entries(), joining("c", 2)]
+
+    def fail(_keys):
+        raise ConnectionError("it has gone")
+
+    store.check = fail
+    with pytest.raises(RosterError, match="the store cannot tell entry 3 of its roster: it has gone"):
+        log.learn(entries)

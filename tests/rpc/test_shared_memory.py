@@ -1,5 +1,6 @@
 """Large payloads between workers of one host are in shared memory, of which nothing is left."""
 
+import errno
 import gc
 import os
 import re
@@ -12,6 +13,7 @@ import torch
 from gradwire import rpc
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory import channel as shared_memory
+from gradwire.rpc.channels.shared_memory import receiving
 from gradwire.rpc.channels.shared_memory.mapping import MAX_SEGMENTS, Mapping
 from gradwire.rpc.channels.shared_memory.receiving import MappedSegments
 from gradwire.rpc.channels.shared_memory.sending import Segment, SegmentPool
@@ -148,6 +150,36 @@ def test_a_worker_that_accepts_less_refuses_the_payload(workers):
         assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
         assert used_bytes() <= 5 * MIB
 
+    a.run(send)
+
+
+def fail_to_map():
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    receiving.Mapping = fail
+
+
+def map_again():
+    receiving.Mapping = Mapping
+
+
+def test_a_segment_is_used_as_soon_as_there_is_memory_for_it(pair):
+    """The receiver refused all payloads in it for ever, although the sender goes on using it."""
+    a, b = pair
+
+    def send():
+        for _ in range(3):
+            assert rpc.rpc_sync("worker1", torch.sum, (torch.ones(300_000),)) == 300_000
+
+    def fail():
+        with pytest.raises(ValueError, match="is refused: there is no memory"):
+            rpc.rpc_sync("worker1", torch.sum, (torch.ones(300_000),))
+
+    b.run(fail_to_map)
+    for _ in range(2):
+        a.run(fail)
+    b.run(map_again)
     a.run(send)
 
 

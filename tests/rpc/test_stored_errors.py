@@ -48,7 +48,7 @@ def test_an_error_raised_while_another_is_handled():
     assert is_freed(call)
     with pytest.raises(WorkerLostError, match="'worker1' is lost"):
         future.wait()
-    executor.close(1.0)
+    assert executor.close(10), "its threads have ended"
 
 
 @pytest.mark.parametrize("wait", ["wait", "value"])

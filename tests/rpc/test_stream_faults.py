@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 from gradwire import rpc
-from gradwire.errors import RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
+from gradwire.errors import LimitReachedError, RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
+from gradwire.rpc.streaming.streams import Streams
 
 from tests import remote_functions
-from tests.remote_functions import add, assert_clean, set_event, wait_until
+from tests.remote_functions import add, assert_clean, event, set_event, wait_until
 from tests.rpc.generators import (
+    after_event,
     count_to,
     fail_after,
+    opens_late,
     references,
     wait_for_event,
     waits,
@@ -24,6 +28,7 @@ from tests.rpc.generators import (
     yields_an_item_that_does_not_pickle,
     yields_an_item_that_does_not_unpickle,
 )
+from tests.rpc.test_flow_control import figures, limits, stopped
 
 MIB = 1 << 20
 
@@ -234,3 +239,87 @@ def test_an_item_that_takes_too_long(workers):
 
     a.run(check)
     b.run(assert_clean)
+
+
+def is_postponed(found: dict[str, int], bound: int) -> bool:
+    """Returns whether a generator waits; until the sockets are full, it does so for a moment again and again."""
+    return found["postponed_requests"] == 1 and found["send_queue_bytes"] > bound // 2
+
+
+@pytest.mark.parametrize(("items", "nbytes"), [(200, MIB), (1 << 20, 8)], ids=["large", "small"])
+def test_a_window_of_any_size_does_not_queue_items_without_end(workers, items, nbytes):
+    """A consumer that reads nothing may ask for any window: the producer pauses when too much is queued for it."""
+    bound = 2 * MIB
+    a, b = workers.rpc(
+        2,
+        rpc_timeout=0,
+        transports=("tcp", "grpc"),
+        channels=rpc.ChannelOptions(max_shared_bytes=1),
+        flow_control=limits(max_unsent_bytes=bound),
+    )
+
+    def start() -> None:
+        stream = rpc.rpc_stream(
+            "worker1", after_event, ("go", items, nbytes), window=1 << 60, window_items=1 << 60
+        )
+        assert len(next(stream)) == 0
+        remote_functions.kept.append(stream)
+
+    def drain() -> int:
+        with remote_functions.kept.pop() as stream:
+            return sum(len(next(stream)) for _ in range(100))
+
+    a.run(start)
+    with stopped(a):
+        b.run(set_event, "go")
+        b.run(wait_until, lambda: is_postponed(figures("worker0"), bound))
+        assert (
+            b.run(figures, "worker0")["send_queue_bytes"] <= bound + 32 * MIB
+        )  # the event loop counts some later
+    assert a.run(drain) == 100 * nbytes
+    b.run(wait_until, lambda: not rpc.debug_info()["num_produced_streams"])
+    b.run(assert_clean)
+
+
+def test_streams_to_one_worker_are_bounded(workers):
+    a, _ = workers.rpc(2, flow_control=limits(max_in_flight=8, max_received=8))
+
+    def ask_for_more() -> None:
+        streams = [rpc.rpc_stream("worker1", count_to, (10,), window_items=1) for _ in range(8)]
+        agent: Any = current_agent()
+        agent._flow_control.close()  # it has no bound of its own any more
+        streams += [rpc.rpc_stream("worker1", count_to, (10,), window_items=1) for _ in range(8)]
+        assert [next(each) for each in streams] == [0] * 16
+        with pytest.raises(LimitReachedError, match="worker 'worker0' has 16 streams open, of 16 at most"):
+            next(rpc.rpc_stream("worker1", count_to, (10,)))
+        assert list(streams.pop()) == list(range(1, 10))
+        assert list(rpc.rpc_stream("worker1", count_to, (10,))) == list(range(10))
+
+    a.run(ask_for_more)
+
+
+def test_the_beginning_of_a_stream_that_was_closed_is_answered_once(agents):
+    """A worker that tells again and again of streams which nobody here has asked for gets no answers to that."""
+    a, b = agents(2)
+    told: list[object] = []
+    b.control.on("stream.close", lambda _sender, stream: told.append(stream))
+
+    def tell_opened(stream: int) -> None:
+        header = agent_pb2.StreamHeader(stream_id=stream)
+        b.post(a.info, MessageType.STREAM_OPENED, None, header=lambda envelope: envelope.stream.CopyFrom(header))
+
+    with holder.using(a):
+        event("begin").clear()
+        stream = rpc.rpc_stream(b.info, opens_late, ("begin",))
+        (consumer,) = a.extension(Streams)._consumers.values()
+        b_calls = b.debug_info
+        wait_until(lambda: b_calls()["agent.server_active_calls"])
+        stream.close()
+    for _ in range(50):
+        tell_opened(77)
+        tell_opened(consumer.id)
+    wait_until(lambda: told == [consumer.id])
+    set_event("begin")
+    wait_until(lambda: not b_calls()["agent.server_active_calls"])
+    wait_until(lambda: not a.control.pending())
+    assert told == [consumer.id]

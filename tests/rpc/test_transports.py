@@ -106,17 +106,30 @@ def test_a_killed_peer_is_lost_at_once(two_workers):
         a.run(results)
 
 
-def test_answers_that_were_sent_before_a_death_arrive(workers):
-    a, _ = workers.rpc(2, num_worker_threads=1)  # one call after another
+begun: list[int] = []
+"""What calls of `begin` have been given."""
 
+
+def begin(index: int) -> int:
+    begun.append(index)
+    return index
+
+
+def die_when_all_are_answered(count: int) -> None:
+    """Kills this process once `begin` has run for each of the other calls, and they have been answered."""
+    wait_until(lambda: len(begun) == count and rpc.debug_info()["agent.server_active_calls"] == 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_answers_that_were_sent_before_a_death_arrive(two_workers):
     def call():
-        futures = [rpc.rpc_async("worker1", identity, (index,)) for index in range(100)]
-        last = rpc.rpc_async("worker1", os.kill, (rpc.rpc_sync("worker1", os.getpid), signal.SIGKILL))
+        futures = [rpc.rpc_async("worker1", begin, (index,)) for index in range(100)]
+        last = rpc.rpc_async("worker1", die_when_all_are_answered, (len(futures),))
         assert [future.wait() for future in futures] == list(range(100))
         with pytest.raises(WorkerLostError):
             last.wait()
 
-    a.run(call)
+    two_workers[0].run(call)
 
 
 def test_a_stranger_is_shut_out(two_workers):

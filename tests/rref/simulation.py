@@ -19,6 +19,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from gradwire.c10d.security.audit import Audit
 from gradwire.errors import LossCause, SendFailedError, UnknownWorkerError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
@@ -256,6 +257,7 @@ class SimulatedNetwork:
         self.lost: dict[int, WorkerEnd] = {}
         self.fail_next = False
         self.cuda_ipc = SimpleNamespace(staging=None)
+        self.audit = Audit(machine.info.name)
         self._machine = machine
         self._world = machine.world
 

@@ -33,7 +33,7 @@ from tests.rref.schedules import (
 )
 from tests.rref.simulation import Chance, Machine, wait_for_value
 
-SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "400"))
+SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "250"))
 COLLECT_EVERY = 50
 """Schedules between two runs of the garbage collector, which runs only there so that schedules can be repeated."""
 

@@ -46,6 +46,9 @@ CONTROL_KINDS = (ENDED, RESEND)
 MAX_RECEIVING_GROUPS = 256
 """Groups of one sender that a worker takes part in; what is broadcast in further ones it receives by chunks."""
 
+MAX_GROUPS = 16 * MAX_RECEIVING_GROUPS
+"""Groups of one sender that a worker knows; what is broadcast in further ones is refused."""
+
 log = logging.getLogger(__name__)
 
 
@@ -57,12 +60,16 @@ class BroadcastDependencies:
     control: carries the messages between senders and receivers.
     worker: returns the worker with an id.
     on_resend: called with the bytes of each payload that is sent by chunks after all.
+    may_form: returns whether workers may form a process group, by their ids.
+    insecure: whether groups may connect workers on several hosts without credentials.
     """
 
     store: TorchStore
     control: ControlMessages
     worker: Callable[[int], WorkerInfo]
     on_resend: Callable[[int], None]
+    may_form: Callable[[Collection[int]], bool]
+    insecure: bool = False
 
 
 @final
@@ -140,11 +147,14 @@ class BroadcastChannel:
         if not self._options.enabled or len(others) < 2:
             return None
         distant = tuple(peer for peer in others if not self._shares_memory(peer))
-        group = distant if self._dependencies is not None and len(distant) > 1 else ()
+        group = distant if len(distant) > 1 and self._may_form(distant) else ()
         segments = self._shared_memory.broadcast(others)
         if not group and segments is None:
             return None
         return Broadcast(group, self._options.threshold, self._acquire, segments)
+
+    def _may_form(self, receivers: tuple[int, ...]) -> bool:
+        return self._dependencies is not None and self._dependencies.may_form((self._me, *receivers))
 
     def _acquire(self, receivers: tuple[int, ...]) -> SendingGroup | None:
         """Acquires the group for these receivers, and makes it if there is none; None if it cannot be formed."""
@@ -168,7 +178,7 @@ class BroadcastChannel:
         control = dependencies.control
         group = self._sending[receivers] = self._by_number[number] = SendingGroup(
             number,
-            _group_spec(dependencies.store, number, (self._me, *receivers), self._me),
+            _group_spec(dependencies, number, (self._me, *receivers), self._me),
             chunked=self._chunked,
             on_end=self._on_group_end,
             send_ended=lambda to, *payload: control.send(dependencies.worker(to), ENDED, payload),
@@ -195,9 +205,11 @@ class BroadcastChannel:
         group.abort()
 
     def _on_resend_request(self, receiver: WorkerInfo, payload: tuple[int, int]) -> None:
-        """Handles RESEND. Runs on the control thread."""
+        """Handles RESEND. Runs on a thread of the executor."""
         number, first = payload
         if (group := self._by_number.get(number)) is not None:
+            if receiver.id not in group.receivers or type(first) is not int:
+                raise ValueError(f"{receiver.name!r} does not receive broadcasts of group {number}")
             group.resend(receiver.id, first)
 
     @property
@@ -233,7 +245,9 @@ class BroadcastChannel:
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
         """Leaves the payload's group, whose other members would wait for this one."""
-        self._group_of(peer, payload.broadcast).discard(payload.broadcast)
+        announced = payload.broadcast
+        if (peer, announced.group) in self._receiving or not self._is_full(peer, MAX_GROUPS):
+            self._group_of(peer, announced).discard(announced)
 
     def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:  # noqa: ARG002
         """Returns False: the other receivers depend on this one to take part."""
@@ -266,10 +280,12 @@ class BroadcastChannel:
             dependencies = self._dependencies
             if dependencies is None:
                 raise ValueError("a broadcast payload is refused: this worker takes part in no groups")
+            if self._is_full(peer, MAX_GROUPS):
+                raise ValueError(f"a broadcast payload is refused: its sender has more than {MAX_GROUPS} groups")
             group = self._receiving[key] = ReceivingGroup(
                 peer,
                 self._loop,
-                self._spec_to_join(peer, payload, dependencies.store),
+                self._spec_to_join(peer, payload, dependencies),
                 self._chunked,
                 request_chunks=lambda first: dependencies.control.send(
                     dependencies.worker(peer), RESEND, (payload.group, first)
@@ -278,20 +294,29 @@ class BroadcastChannel:
             )
         return group
 
-    def _spec_to_join(self, peer: int, payload: agent_pb2.BroadcastPayload, store: TorchStore) -> GroupSpec | None:
-        """Returns the group that a sender names; None if it is malformed, or one too many of this sender's."""
+    def _spec_to_join(
+        self, peer: int, payload: agent_pb2.BroadcastPayload, dependencies: BroadcastDependencies
+    ) -> GroupSpec | None:
+        """Returns the group that a sender names; None if it is malformed, one too many, or may not be formed."""
         members = tuple(payload.members)
         is_sound = len(set(members)) == len(members) and members[:1] == (peer,) and self._me in members[1:]
-        if not is_sound or sum(sender == peer for sender, _ in self._receiving) >= MAX_RECEIVING_GROUPS:
+        if not is_sound or self._is_full(peer, MAX_RECEIVING_GROUPS) or not dependencies.may_form(members):
             return None
-        return _group_spec(store, payload.group, members, self._me)
+        return _group_spec(dependencies, payload.group, members, self._me)
+
+    def _is_full(self, peer: int, limit: int) -> bool:
+        """Returns whether a sender has as many groups as this."""
+        return len(self._receiving) >= limit and sum(sender == peer for sender, _ in self._receiving) >= limit
 
     def _remove(self, key: tuple[int, int]) -> None:
         self._receiving.pop(key, None)
 
     def _on_ended(self, sender: WorkerInfo, payload: tuple[int, bool]) -> None:
-        """Handles ENDED. Runs on the control thread."""
-        self._loop.call_soon_threadsafe(self._end_receiving, sender.id, *payload)
+        """Handles ENDED. Runs on a thread of the executor."""
+        number, was_aborted = payload
+        if type(number) is not int or type(was_aborted) is not bool:
+            raise ValueError("malformed message: it ends no group of broadcasts")
+        self._loop.call_soon_threadsafe(self._end_receiving, sender.id, number, was_aborted)
 
     def _end_receiving(self, sender: int, number: int, was_aborted: bool) -> None:
         group = self._receiving.get((sender, number))
@@ -302,5 +327,6 @@ class BroadcastChannel:
         group.finish()
 
 
-def _group_spec(store: TorchStore, number: int, members: tuple[int, ...], me: int) -> GroupSpec:
-    return GroupSpec(store, f"broadcast-{members[0]}-{number}", members, me)
+def _group_spec(dependencies: BroadcastDependencies, number: int, members: tuple[int, ...], me: int) -> GroupSpec:
+    name = f"broadcast-{members[0]}-{number}"
+    return GroupSpec(dependencies.store, name, members, me, insecure=dependencies.insecure)

@@ -11,7 +11,6 @@ import concurrent.futures
 import itertools
 import logging
 import math
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ from ...contracts.messages import Buffer
 from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
 from ...transports.bulk_sockets import BulkSockets
+from ...transports.tls_socket import AnySocket
 from ..base import PayloadLostError, SendingChannel, StartTransfer, check_size
 from .buffers import BufferCache
 from .receiving import ReceivingBundle
@@ -128,16 +128,17 @@ class BulkChannel:
             self._attempts[peer] = self._loop.create_task(self._try_to_connect(peer))
 
     async def _try_to_connect(self, peer: int) -> None:
+        bundle: SendingBundle | None = None
         try:
             number, connections = await self._sockets.connect(peer, self._options.bulk_connections)
+            if connections:
+                bundle = SendingBundle(number, connections, self._executor, partial(self._on_sending_end, peer))
         except Exception:
             log.exception("there are no bulk connections to worker %d, so its large payloads go by gRPC", peer)
-            number, connections = 0, []
         self._attempts.pop(peer, None)
-        if not connections:
+        if bundle is None:
             self._next_attempt[peer] = time.monotonic() + RETRY_AFTER_S
             return
-        bundle = SendingBundle(number, connections, self._executor, partial(self._on_sending_end, peer))
         self._sending[peer] = bundle
         bundle.start()
 
@@ -173,11 +174,14 @@ class BulkChannel:
         if peer in self._lost or (peer, bundle) in self._receiving or count >= MAX_BUNDLES:
             return False
         self._receiving[peer, bundle] = ReceivingBundle(
-            self._executor, self._cache.allocate, lambda: self._receiving.pop((peer, bundle), None)
+            self._executor,
+            self._cache.allocate,
+            lambda: self._receiving.pop((peer, bundle), None),
+            partial(self._sockets.on_malformed, peer),
         )
         return True
 
-    def on_connection(self, peer: int, bundle: int, connection: socket.socket) -> None:
+    def on_connection(self, peer: int, bundle: int, connection: AnySocket) -> None:
         """Reads a connection from now on."""
         if (receiving := self._receiving.get((peer, bundle))) is None:
             connection.close()
@@ -211,7 +215,7 @@ class BulkChannel:
             attempt.cancel()
         if (sending := self._sending.get(peer)) is not None:
             sending.end(f"has ended: {reason}")
-        for key, receiving in list(self._receiving.items()):
+        for key, receiving in self._receiving.copy().items():
             if key[0] == peer:
                 receiving.fail(ConnectionError(reason))
 

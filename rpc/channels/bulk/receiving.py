@@ -15,6 +15,8 @@ from typing import final
 from ...contracts.messages import Buffer
 from ...execution.executor import Executor
 from ...execution.poller import READABLE
+from ...transports.tls_socket import AnySocket, TlsSocket
+from ..announced import MAX_ANNOUNCED
 from ..base import PayloadLostError
 from .parts import HEADER_BYTES, PartHeader, count_parts, range_of_part, unpack_header
 
@@ -64,12 +66,12 @@ class _Part:
         self.left = end - start
         self.memory = None if payload.data is None else payload.data[start:end]
 
-    def read(self, connection: socket.socket) -> int:
+    def read(self, connection: AnySocket) -> int:
         """Reads what has arrived of it; returns how many bytes. Raises BlockingIOError if there is nothing."""
         if self.memory is not None:
             count = connection.recv_into(self.memory[-self.left :])
         else:
-            count = len(connection.recv(min(self.left, DROP_BYTES)))
+            count = connection.recv_into(bytearray(min(self.left, DROP_BYTES)))
         self.left -= count
         return count
 
@@ -82,7 +84,11 @@ class ReceivingBundle:
     """
 
     def __init__(
-        self, executor: Executor, allocate: Callable[[int], memoryview], on_end: Callable[[], object]
+        self,
+        executor: Executor,
+        allocate: Callable[[int], memoryview],
+        on_end: Callable[[], object],
+        on_malformed: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
         """Has no connections yet.
 
@@ -90,10 +96,12 @@ class ReceivingBundle:
             executor: its threads read.
             allocate: returns memory of so many bytes. Raises RuntimeError if there is none.
             on_end: called once, on any thread, when nothing more can be received.
+            on_malformed: called on any thread with the error when the peer has sent bytes that are no payload.
         """
         self._executor = executor
         self._allocate = allocate
         self._on_end = on_end
+        self.on_malformed = on_malformed
         self._lock = threading.Lock()
         self._connections: list[_ReceivingConnection] = []
         self._payloads: dict[int, _Payload] = {}
@@ -102,7 +110,7 @@ class ReceivingBundle:
         """Connections that are not read until a payload is announced, by its transfer id."""
         self._failure: Exception | None = None
 
-    def add(self, connection: socket.socket) -> None:
+    def add(self, connection: AnySocket) -> None:
         """Takes over a connection, and reads it from now on."""
         added = _ReceivingConnection(connection, self, self._executor)
         with self._lock:
@@ -131,6 +139,8 @@ class ReceivingBundle:
             known.future.cancel()
         else:
             self._announce(transfer_id, _Payload(nbytes, None))
+        if len(self._payloads) > 2 * MAX_ANNOUNCED:
+            self.fail(PayloadLostError("it announces payloads that it does not send"))
 
     def fail(self, error: Exception) -> None:
         """Ends all connections, and fails the payloads that have not arrived."""
@@ -205,7 +215,7 @@ class _ReceivingConnection:
     Its socket is closed when nothing refers to it any more, so not while a thread uses it.
     """
 
-    def __init__(self, connection: socket.socket, bundle: ReceivingBundle, executor: Executor) -> None:
+    def __init__(self, connection: AnySocket, bundle: ReceivingBundle, executor: Executor) -> None:
         connection.settimeout(0)
         self._socket = connection
         self._bundle = bundle
@@ -224,7 +234,11 @@ class _ReceivingConnection:
         self._executor.watch(self._socket.fileno(), READABLE, self._on_readable)
 
     def resume(self) -> None:
-        self._executor.poller.watch_again(self._socket.fileno())
+        poller, descriptor = self._executor.poller, self._socket.fileno()
+        if isinstance(self._socket, TlsSocket) and self._socket.has_unread():
+            poller.hand_over(descriptor, self._on_readable)
+        else:
+            poller.watch_again(descriptor)
 
     def end(self) -> None:
         self._executor.poller.unwatch(self._socket.fileno())
@@ -237,6 +251,7 @@ class _ReceivingConnection:
                 self._set_low_water()
                 self.resume()
         except ValueError as error:
+            self._bundle.on_malformed(error)
             self._bundle.fail(PayloadLostError(f"it sent malformed bytes on a bulk connection: {error}"))
         except OSError as error:
             how = f"broke: {error}" if str(error) else "closed"

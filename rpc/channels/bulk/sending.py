@@ -19,6 +19,7 @@ from typing import final
 
 from ...execution.executor import Executor
 from ...execution.poller import READABLE, WRITABLE
+from ...transports.tls_socket import AnySocket
 from .parts import PART_BYTES, PartHeader, count_parts, pack_header, range_of_part
 
 __all__ = ["SendingBundle"]
@@ -55,7 +56,7 @@ class SendingBundle:
     """The connections by which payloads go to one peer. All of it ends when one of the connections does."""
 
     def __init__(
-        self, number: int, connections: Sequence[socket.socket], executor: Executor, on_end: Callable[[str], None]
+        self, number: int, connections: Sequence[AnySocket], executor: Executor, on_end: Callable[[str], None]
     ) -> None:
         """Takes over connections.
 
@@ -64,6 +65,9 @@ class SendingBundle:
             connections: connected sockets.
             executor: its threads write.
             on_end: called once, on any thread, with the reason why nothing more can be sent.
+
+        Raises:
+            OSError: there are too few file descriptors. The connections are closed.
         """
         self.number = number
         self._executor = executor
@@ -71,7 +75,10 @@ class SendingBundle:
         self._lock = threading.Lock()
         self._payloads: deque[_Payload] = deque()
         """Those with parts that no connection has taken."""
-        self._connections = [_SendingConnection(connection, self, executor) for connection in connections]
+        self._connections = [
+            _SendingConnection(connection, descriptor, self, executor)
+            for connection, descriptor in zip(connections, _duplicates(connections), strict=True)
+        ]
         self._idle: list[_SendingConnection] = []
         """The connections that wait for a payload. Taken without the lock: the thread that removes one owns it."""
         self.has_ended = False
@@ -198,6 +205,21 @@ class SendingBundle:
         self._on_end(reason)
 
 
+def _duplicates(connections: Sequence[AnySocket]) -> list[int]:
+    """Returns a second descriptor of each connection. Closes all of them if there are too few descriptors."""
+    descriptors: list[int] = []
+    try:
+        for connection in connections:
+            descriptors.append(os.dup(connection.fileno()))
+    except OSError:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        for connection in connections:
+            connection.close()
+        raise
+    return descriptors
+
+
 @final
 class _SendingConnection:
     """One connection of a bundle. One thread at a time writes: the one that has taken it from the idle ones.
@@ -205,11 +227,14 @@ class _SendingConnection:
     Its socket is closed when nothing refers to it any more, so not while a thread uses it.
     """
 
-    def __init__(self, connection: socket.socket, bundle: SendingBundle, executor: Executor) -> None:
+    def __init__(self, connection: AnySocket, writable: int, bundle: SendingBundle, executor: Executor) -> None:
+        """Takes over a connection and a second descriptor of it, which is watched for space in the socket.
+
+        epoll knows a descriptor once; the first one is watched for the end of the connection.
+        """
         connection.settimeout(0)
         self.socket = connection
-        # epoll knows a descriptor once; the other one is watched for the end of the connection.
-        self._writable = os.dup(connection.fileno())
+        self._writable = writable
         self._bundle = bundle
         self._executor = executor
         self._buffers: list[memoryview] = []
@@ -273,7 +298,9 @@ class _SendingConnection:
     def _on_readable(self) -> bool:
         """Handles the end of the connection, by which the peer sends nothing."""
         try:
-            received = self.socket.recv(1)
+            received = self.socket.recv_into(bytearray(1))
+        except BlockingIOError:
+            return True  # what has arrived is only for the TLS library
         except OSError as error:
             self._bundle.end(f"broke: {error}")
         else:

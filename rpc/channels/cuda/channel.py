@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, final
@@ -23,7 +24,7 @@ from ...execution.executor import Executor
 from ..base import check_size
 from ..segment_limit import SegmentLimit
 from ..shared_memory.channel import SharedMemoryChannel
-from .receiving import MappedDeviceSegments
+from .receiving import MAX_MAPPED, MappedDeviceSegments
 from .runtime import DeviceError, DeviceRuntime, MappedMemory
 from .sending import FIRST_NUMBER, MAX_SEGMENTS, DeviceSegmentPool
 from .staging import DeviceStaging
@@ -81,6 +82,8 @@ class CudaIpcChannel:
         """By receiver."""
         self._mapped: dict[int, MappedDeviceSegments] = {}
         """By sender. Changed on the loop only."""
+        self._announced: Counter[int] = Counter()
+        """The segments that are to be mapped, by sender. Used on the loop only."""
         self._freeing: set[asyncio.Future[None]] = set()
         self._idle_check: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -153,11 +156,14 @@ class CudaIpcChannel:
             pool.take_back([payload.cuda_ipc.number])
 
     def on_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
-        """Handles what a peer has to say of segments."""
+        """Handles what a peer has to say of segments. Raises ValueError if it announces too many."""
         if not frame.HasField("devices"):
             return
         devices = frame.devices
         for segment in devices.segments:
+            if self._announced[peer] >= MAX_MAPPED:
+                raise ValueError(f"it announces more than {MAX_MAPPED} segments of device memory at a time")
+            self._announced[peer] += 1
             self._executor.submit_urgent(self._map, peer, self._mapped_of(peer), segment)
         if (pool := self._pools.get(peer)) is not None:
             if devices.refused:
@@ -185,6 +191,8 @@ class CudaIpcChannel:
         except (ValueError, RuntimeError) as error:
             log.info("cannot map device memory of worker %d: %s", peer, error)
             self._send_frame(peer, agent_pb2.DeviceFrame(refused=[segment.number], reason=str(error)))
+        finally:
+            self._call_soon(self._announced.subtract, (peer,))
 
     def _open(self, segment: agent_pb2.DeviceSegment) -> MappedMemory:
         if segment.number < FIRST_NUMBER or not 0 < segment.size <= 2 * self._channels.max_payload_bytes:

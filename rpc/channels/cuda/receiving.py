@@ -10,9 +10,9 @@ import torch
 from ...contracts.device_payloads import StartedCopy
 from .runtime import MappedMemory
 
-__all__ = ["LeasedPart", "MappedDeviceSegments"]
+__all__ = ["MAX_MAPPED", "LeasedPart", "MappedDeviceSegments"]
 
-MAX_SEGMENTS = 1024
+MAX_MAPPED = 1024
 """Segments that are mapped of one other worker."""
 
 
@@ -103,7 +103,7 @@ class MappedDeviceSegments:
 
     def check_new(self, number: int) -> None:
         """Raises ValueError if no segment of this number can be added."""
-        if number in self._segments or len(self._segments) >= MAX_SEGMENTS:
+        if number in self._segments or len(self._segments) >= MAX_MAPPED:
             raise ValueError(f"segment {number} is there already, or one too many")
 
     def add(self, number: int, size: int, memory: MappedMemory) -> None:

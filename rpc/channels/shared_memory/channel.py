@@ -187,7 +187,7 @@ class SharedMemoryChannel:
         self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._drop_idle)
         for state in self._peers.values():
             self._drop(state.pool.remove_idle(), [state])
-        for receivers, pool in list(self._shared_pools.items()):
+        for receivers, pool in self._shared_pools.copy().items():
             self._drop(pool.remove_idle(), receivers)
             if pool.close_if_empty():
                 with self._lock:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
-from ...transports.envelope_socket import EnvelopeSocket
+from ...transports.segments import SegmentSender
 from ..segment_limit import SegmentLimit
 from .mapping import MAX_SEGMENTS
 from .receiving import MappedSegments
@@ -29,7 +29,7 @@ def describe(segment: Segment, nbytes: int) -> agent_pb2.Payload:
 
 @final
 class PeerSegments:
-    """What this worker sends to one other in segments, and receives from it: a SegmentListener."""
+    """What this worker sends to one other in segments, and receives from it: see SegmentListener."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PeerSegments:
         """Takes back what the other worker gives back with segments, and is no shared memory."""
         self._loop = loop
         self._unmapper = unmapper
-        self._socket: EnvelopeSocket | None = None
+        self._socket: SegmentSender | None = None
         self._is_flush_scheduled = False
 
     @property
@@ -63,7 +63,7 @@ class PeerSegments:
         """Whether there is a socket to the other worker."""
         return self._socket is not None
 
-    def connect(self, connection: EnvelopeSocket) -> None:
+    def connect(self, connection: SegmentSender) -> None:
         """Uses a socket from now on. Called on the loop."""
         connection.released = self.mapped.released
         self._socket = connection

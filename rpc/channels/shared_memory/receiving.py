@@ -1,5 +1,6 @@
 """The segments of shared memory that another worker has made for this one."""
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -45,6 +46,8 @@ class MappedSegments:
         """By number."""
         self._refused: set[int] = set()
         """The numbers of the segments that are not mapped because that would be too much."""
+        self._unmapped: dict[int, tuple[int, int, bool]] = {}
+        """Those of them for which there was no memory: descriptor, size in bytes, and whether they are shared."""
         self._pinned: set[int] = set()
         """The numbers of the segments that a forked child may still use."""
         self._leases: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
@@ -80,13 +83,32 @@ class MappedSegments:
         if self._mapped_bytes + size > self._max_bytes or len(self._maps) >= MAX_SEGMENTS:
             self._refused.add(number)
             return
+        if not self._map(number, descriptor, size, is_shared=is_shared):
+            self._refused.add(number)
+            with contextlib.suppress(OSError):  # there are too few descriptors, too
+                self._unmapped[number] = os.dup(descriptor), size, is_shared
+
+    def _map(self, number: int, descriptor: int, size: int, *, is_shared: bool) -> bool:
+        """Maps a segment. Returns False if there is no memory."""
         try:
             self._maps[number] = Mapping(descriptor, size, private=is_shared)
-        except OSError as error:  # there is no memory
+        except OSError as error:
             log.warning("cannot map a segment of %d bytes: %s", size, error)
-            self._refused.add(number)
-            return
+            return False
         self._mapped_bytes += size
+        return True
+
+    def _map_again(self, number: int) -> None:
+        """Maps a segment for which there was no memory, if there is some now: the other worker still uses it."""
+        descriptor, size, is_shared = self._unmapped[number]
+        has_space = self._mapped_bytes + size <= self._max_bytes and len(self._maps) < MAX_SEGMENTS
+        if has_space and self._map(number, descriptor, size, is_shared=is_shared):
+            self._discard_unmapped(number)
+            self._refused.discard(number)
+
+    def _discard_unmapped(self, number: int) -> None:
+        if (found := self._unmapped.pop(number, None)) is not None:
+            os.close(found[0])
 
     def remove(self, numbers: Collection[int]) -> list[Mapping]:
         """Removes segments that the other worker has dropped.
@@ -95,13 +117,15 @@ class MappedSegments:
             Those that are mapped: each stays until nothing refers to its bytes.
         """
         self._refused.difference_update(numbers)
+        for number in numbers:
+            self._discard_unmapped(number)
         removed = [self._maps.pop(number) for number in numbers if number in self._maps]
         self._mapped_bytes -= sum(mapped.size for mapped in removed)
         return removed
 
     def close(self) -> list[Mapping]:
         """Removes all segments, and returns them."""
-        return self.remove(list(self._maps))
+        return self.remove([*self._maps, *self._unmapped])
 
     def lease(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes in a segment; they may be written to.
@@ -109,11 +133,12 @@ class MappedSegments:
         Raises:
             ValueError: there is no such segment, it is refused or smaller, or its bytes are in use.
         """
+        if number in self._unmapped:
+            self._map_again(number)
         if number in self._refused:
-            raise ValueError(
-                f"a payload of {nbytes} bytes in shared memory is refused: {self._mapped_bytes} bytes are mapped, "
-                f"and max_mapped_bytes is {self._max_bytes}"
-            )
+            limit = f"{self._mapped_bytes} bytes are mapped, and max_mapped_bytes is {self._max_bytes}"
+            reason = "there is no memory" if number in self._unmapped else limit
+            raise ValueError(f"a payload of {nbytes} bytes in shared memory is refused: {reason}")
         mapped = self._maps.get(number)
         if mapped is None or not 0 < nbytes <= mapped.size or number in self._leases:
             raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}")

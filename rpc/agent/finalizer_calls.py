@@ -1,0 +1,105 @@
+"""Calls that finalizers make in a garbage collection.
+
+A collection runs at any line of any thread, which may hold any lock of the agent. A call that takes the same lock
+again would hang, and with it the thread: so what a finalizer (`__del__`) calls is sent by another thread.
+"""
+
+import gc
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+from ...errors import NotInitializedError, RpcError
+from ..execution.executor import Executor
+from ..execution.futures import Future, error_of
+
+__all__ = ["FinalizerCalls"]
+
+
+@final
+class FinalizerCalls:
+    """Knows whether the calling thread collects garbage, and sends calls on another one. Takes no lock."""
+
+    def __init__(self, executor: Executor, call_soon: Callable[..., None]) -> None:
+        """Looks at collections until `close`.
+
+        Args:
+            executor: its threads send the calls.
+            call_soon: calls a function on the event loop, and takes no lock.
+        """
+        self.phases: dict[str, object] = {"start": None, "stop": None}
+        """The last key is the phase of the latest garbage collection; the value is what was told of it."""
+        self._executor = executor
+        self._call_soon = call_soon
+        self._here = threading.local()
+        """Has as attributes what the calling thread was told of its own collections."""
+        # Functions in C only: a signal that comes in a callback in Python, such as that of Ctrl-C, would be lost.
+        self._callbacks: list[Callable[..., object]] = [
+            self.phases.pop,
+            self.phases.__setitem__,
+            partial(setattr, self._here),
+        ]
+        gc.callbacks.extend(self._callbacks)
+
+    def is_collecting_here(self) -> bool:
+        """Returns whether the calling thread runs a finalizer in a garbage collection."""
+        if next(reversed(self.phases), None) != "start":
+            return False
+        return getattr(self._here, "start", None) is self.phases.get("start")
+
+    def send(self, send: Callable[[], Future[Any]], worker: str, operation: str) -> Future[Any]:
+        """Has another thread send a call.
+
+        Args:
+            send: sends it.
+            worker: the name of the worker called.
+            operation: what the call does, for errors.
+
+        Returns:
+            A future of the answer, which must not be waited for in the collection.
+        """
+        answer = _FinalizerFuture(self._executor, None, worker, operation)
+        answer.is_collecting_here = self.is_collecting_here
+        try:
+            self._call_soon(self._executor.submit, _send, send, answer)
+        except RuntimeError:  # the event loop has ended
+            raise NotInitializedError("the RPC agent of this finalizer has shut down") from None
+        return answer
+
+    def close(self) -> None:
+        """Looks at collections no longer."""
+        for callback in self._callbacks:
+            if callback in gc.callbacks:
+                gc.callbacks.remove(callback)
+
+
+class _FinalizerFuture(Future[Any]):
+    """The future of a call that a finalizer has made."""
+
+    is_collecting_here: Callable[[], bool]
+
+    def _wait(self, *, reads: bool) -> Any:
+        if not self.done() and self.is_collecting_here():
+            raise RpcError(
+                f"a finalizer (__del__) cannot wait for {self.operation} on worker {self.worker!r}: its thread "
+                "may hold what the call needs. Use rpc_async, and do not wait"
+            )
+        return super()._wait(reads=reads)
+
+
+def _send(send: Callable[[], Future[Any]], answer: Future[Any]) -> None:
+    """Sends a call, whose answer completes another future."""
+    try:
+        sent = send()
+    except Exception as error:
+        answer.set_exception(error)
+    else:
+        sent.add_done_callback(lambda _: _complete(answer, sent))
+
+
+def _complete(answer: Future[Any], sent: Future[Any]) -> None:
+    if (error := error_of(sent)) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(sent.value())

@@ -1,0 +1,98 @@
+"""What a worker accepts from other workers: the option `policy`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+__all__ = ["Accepts", "Policy"]
+
+Accepts = Literal["anything", "exposed", "plain"]
+"""What a policy accepts: see Policy."""
+
+ACCEPTS = ("anything", "exposed", "plain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What this worker accepts from other workers, in their requests and in their answers to its own.
+
+    A message is data until it has been checked: nothing of one that is refused runs, and its sender
+    gets a PolicyError.
+
+    accepts: what the values of messages may have besides plain data (see docs/policy.md), tensors and references:
+        "anything", as in torch: a peer can run any code here;
+        "exposed": exposed functions and classes, and instances of exposed classes;
+        "plain": exposed functions and classes, by name, and no instances of classes.
+        Only exposed functions can be called, except with "anything".
+    exposed: names of functions and classes that are exposed besides those decorated with `rpc.expose`, such as
+        "torch.add", or "app.serving.*" for all public functions and classes that the module
+        `app.serving` defines.
+    callers: policies for some workers, by their names or by patterns such as "trainer*"; the first that matches
+        applies instead of this one.
+    max_depth: levels of containers inside each other.
+    max_operations: steps that it takes to decode a message: one for a number, some two for a text or container. A
+        step creates some 300 bytes at most, besides the bytes of texts. It bounds the values in containers as
+        well, where one that occurs in several places is counted in each.
+    """
+
+    accepts: Accepts = "anything"
+    exposed: Sequence[str] = ()
+    callers: "Mapping[str, Policy]" = field(default_factory=dict)
+    max_depth: int = 64
+    max_operations: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.accepts not in ACCEPTS:
+            raise ValueError(f"accepts is {self.accepts!r}: give one of {ACCEPTS}")
+        if isinstance(self.exposed, str):
+            raise TypeError(f"exposed is {self.exposed!r}: give a list of names")
+        for name in self.exposed:
+            if not isinstance(name, str) or not all(name.split(".")) or "." not in name:
+                raise ValueError(
+                    f"exposed has {name!r}: give names like 'package.module.function' or 'package.module.*'"
+                )
+        for worker, policy in self.callers.items():
+            if not isinstance(worker, str) or not isinstance(policy, Policy):
+                raise TypeError(f"callers has {worker!r}: {policy!r}: give a rpc.Policy by the name of a worker")
+            if policy.callers:
+                raise ValueError(f"callers has a policy for {worker!r} that has callers itself: give them here")
+        for option in ("max_depth", "max_operations"):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{option} is {value!r}: give a whole number, at least 1")
+
+    @property
+    def restricts(self) -> bool:
+        """Whether there may be a worker from which not anything is accepted."""
+        return self.accepts != "anything" or any(each.accepts != "anything" for each in self.callers.values())
+
+    def of(self, worker: str) -> "Policy":
+        """Returns the policy for a worker, by its name."""
+        for pattern, policy in self.callers.items():
+            if fnmatchcase(worker, pattern):
+                return policy
+        return self
+
+    def lists(self, name: str) -> bool:
+        """Returns whether the name of a function or class is listed in `exposed` as it is."""
+        return name in self.exposed
+
+    def lists_by_pattern(self, name: str) -> bool:
+        """Returns whether a pattern in `exposed` matches a name.
+
+        `*` matches within one part of a name, and no part that begins with `_`.
+        """
+        parts = name.split(".")
+        return any("*" in pattern and _matches(pattern.split("."), parts) for pattern in self.exposed)
+
+    def names_module(self, module: str) -> bool:
+        """Returns whether `exposed` has names of this module, written out: then it may be imported."""
+        return any(pattern.startswith(f"{module}.") for pattern in self.exposed)
+
+
+def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
+    return len(pattern) == len(parts) and all(
+        part == expected or (fnmatchcase(part, expected) and not part.startswith("_"))
+        for part, expected in zip(parts, pattern, strict=True)
+    )

@@ -1,0 +1,67 @@
+"""How often a waiting thread of the executor looks after those that run functions."""
+
+import time
+from collections.abc import Callable
+from typing import final
+
+from .poller import Poller
+
+__all__ = ["MAX_WATCHERS", "WATCH_INTERVAL_S", "Watch"]
+
+WATCH_INTERVAL_S = 0.001
+"""Seconds that a thread may keep a socket, and what it has read, while it runs a function; until the next look."""
+
+MAX_WATCH_INTERVAL_S = 0.004
+"""Seconds between two looks while there is nothing to take over: to look, a thread needs the interpreter, and the
+others have to wait for it."""
+
+WATCH_FOR_S = 0.02
+"""Seconds after the last busy socket in which a waiting thread looks after the others."""
+
+MAX_WATCHERS = 2
+"""Waiting threads that look after the others, at most: the one that looks next may also be the one that reads."""
+
+
+@final
+class Watch:
+    """Tells waiting threads when to look after the others. Safe to use from any thread."""
+
+    def __init__(self, poller: Poller, has_undone: Callable[[], bool]) -> None:
+        """Nothing has been busy yet.
+
+        Args:
+            poller: knows which sockets threads keep.
+            has_undone: returns whether something is queued that a thread may have left undone.
+        """
+        self._poller = poller
+        self._has_undone = has_undone
+        self._until = 0.0
+        """By the monotonic clock."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a socket has been busy a short time ago."""
+        return time.monotonic() < self._until
+
+    def extend(self) -> None:
+        """Notes that the socket that was ready last is busy."""
+        self._until = self._poller.last_ready + WATCH_FOR_S
+
+    def wait(self, poll: Callable[[float], bool]) -> bool:
+        """Has the calling thread wait, and look after the others now and then.
+
+        Args:
+            poll: waits for some seconds; returns whether something has happened.
+
+        Returns:
+            Whether something has happened; False if there is something to do for a thread that watches, or nothing
+            to watch any more.
+        """
+        seconds = WATCH_INTERVAL_S
+        while not poll(seconds):
+            if self._has_undone():
+                return False
+            if self._poller.is_kept_for(WATCH_INTERVAL_S) or not (self._poller.kept or self.is_on):
+                return False
+            seconds = min(2 * seconds, MAX_WATCH_INTERVAL_S)
+        return True

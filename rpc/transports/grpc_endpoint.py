@@ -1,0 +1,129 @@
+"""A worker's gRPC server, on a unix socket or a TCP port, and its channels to other workers."""
+
+import urllib.parse
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import grpc
+
+from ...c10d.descriptors import half_of_descriptors
+from ...c10d.security import Audit, Credentials, grpc_certified_names, printable, worker_host_name
+from ...c10d.user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile
+from .settings import CLIENT_OPTIONS, GRACE_SECONDS, MAX_CONNECTIONS, SERVER_OPTIONS, SERVICE, aio
+
+__all__ = ["GrpcEndpoint"]
+
+TLS_VERSION = b"TLSv1.3"
+
+
+def _reach_nobody(address: str) -> str:
+    raise ConnectionError(f"{address} is dialled before this worker listens")
+
+
+@final
+class GrpcEndpoint:
+    """Used on the event loop only, except the constructor."""
+
+    def __init__(self, worker: str, credentials: Credentials | None) -> None:
+        """Makes an endpoint that does not serve yet.
+
+        Args:
+            worker: the name of this worker.
+            credentials: those of the job; None for connections in the clear that anybody may make.
+
+        Raises:
+            CredentialsError: the credentials are not valid, or for another worker.
+        """
+        self.identity = credentials.identity(worker) if credentials is not None else None
+        """What this worker shows on its connections by TCP, and demands; None without credentials."""
+        self.audit = Audit(worker)
+        """Records who connects to this worker."""
+        self._encrypts = False
+        self.reach: Callable[[str], str] = _reach_nobody
+        """Returns what to dial for the address of a worker; raises OSError if it is not to be dialled."""
+        self._server: Any = None
+        self._file: SocketFile | None = None
+
+    def serve(self, methods: dict[str, Any]) -> None:
+        """Makes the server of the agent's gRPC service, which does not listen yet.
+
+        Args:
+            methods: the handlers of the service's methods, by name.
+        """
+        limit = ("grpc.max_allowed_incoming_connections", half_of_descriptors(MAX_CONNECTIONS))
+        self._server = aio.server(options=[*SERVER_OPTIONS, limit])
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+    async def listen(self, address: str) -> int:
+        """Starts the server on an address. Returns its port."""
+        port: int
+        if self.identity is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            self._encrypts = True
+            credentials = self.identity.grpc_server_credentials(partial(self.audit.connect, "agent"))
+            port = self._server.add_secure_port(address, credentials)
+        await self._server.start()
+        return port
+
+    async def listen_for_user(self, directory: SocketDirectory) -> str:
+        """Starts the server on a unix socket that only this user can use. Returns its address."""
+        self._file = SocketFile(directory)
+        self._server.add_insecure_port(f"{UNIX_SCHEME}{self._file.bind_path}")
+        self._file.restrict()
+        await self._server.start()
+        return f"{UNIX_SCHEME}{self._file.path}"
+
+    async def stop(self) -> None:
+        """Stops serving, after some time for the peers to end their streams, and removes the socket."""
+        await self._server.stop(GRACE_SECONDS)
+        if self._file is not None:
+            self._file.remove()
+        self.audit.close()
+
+    def channel(self, worker: str, address: str, **options: int) -> Any:
+        """Makes a gRPC channel to a worker; with credentials, by TCP it connects to no other worker than this one.
+
+        Args:
+            worker: the worker's name.
+            address: of its server, which may be forged.
+            options: of the channel, without their prefix, besides those of all channels.
+
+        Raises:
+            OSError: the address is not to be dialled.
+        """
+        arguments: list[tuple[str, int | str]] = [*CLIENT_OPTIONS]
+        arguments += [(f"grpc.{name}", value) for name, value in options.items()]
+        target = self.reach(address)
+        if self.identity is None or self._file is not None:  # then it dials nothing but sockets of this user
+            return aio.insecure_channel(target, options=arguments)
+        arguments.append(("grpc.ssl_target_name_override", worker_host_name(worker)))
+        return aio.secure_channel(target, self.identity.grpc_channel_credentials(), options=arguments)
+
+    def on_stream(self, context: Any) -> str:
+        """Records a stream that a peer has opened; returns the peer's address.
+
+        Args:
+            context: of the call, which the server is serving.
+        """
+        peer = urllib.parse.unquote(context.peer())  # gRPC quotes the brackets of IPv6
+        if not self._encrypts:  # else its connection has been recorded
+            self.audit.connect("agent", peer)
+        return peer
+
+    def why_refused(self, context: Any, worker: str) -> str:
+        """Returns why the peer of a call may not be this worker; empty if it may.
+
+        Args:
+            context: of the call, which the server is serving.
+            worker: the name that the peer has said.
+        """
+        if not self._encrypts:
+            return ""
+        peer = context.auth_context()
+        if peer.get("ssl_tls_version", [TLS_VERSION]) != [TLS_VERSION]:  # older gRPC does not tell it
+            return "it does not use TLS 1.3"
+        if worker_host_name(worker) not in grpc_certified_names(peer):
+            return f"its certificate is not for worker '{printable(worker)}'"
+        return ""

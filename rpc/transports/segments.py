@@ -1,0 +1,53 @@
+"""What a connection between two workers of one host and the channel of shared memory have to tell each other."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["SegmentListener", "SegmentSender"]
+
+
+class SegmentSender(Protocol):
+    """Tells the peer of segments of shared memory."""
+
+    released: deque[int]
+    """The segments of the peer that this worker does not use any more, and has not told the peer of."""
+
+    def flush_released(self) -> None:
+        """Tells the peer of the segments that this worker does not use any more."""
+
+    def send_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
+        """Tells the peer of a new segment, before the envelope that uses it. Closes the descriptor."""
+
+    def send_dropped(self, numbers: Sequence[int]) -> None:
+        """Tells the peer of segments that this worker will not use again."""
+
+
+class SegmentListener(Protocol):
+    """Handles the frames about segments of shared memory, for one peer. Its methods must not block.
+
+    They raise ValueError if the peer contradicts itself, which costs the connection.
+    """
+
+    @property
+    def returned(self) -> deque[int] | None:
+        """Takes numbers instead of `on_released`, from a thread that a signal may interrupt; None if it cannot."""
+
+    def connect(self, connection: SegmentSender) -> None:
+        """Uses a socket to tell the peer of segments. Called before anything is sent by it."""
+
+    def on_segment(self, number: int, size: int, descriptor: int, *, is_shared: bool) -> None:
+        """Handles a segment that the peer has made; the descriptor is closed after that.
+
+        Args:
+            number: the peer's number of the segment.
+            size: its bytes.
+            descriptor: of the segment.
+            is_shared: whether other workers receive the same bytes.
+        """
+
+    def on_released(self, numbers: Sequence[int]) -> None:
+        """Handles segments of this worker that the peer does not use any more."""
+
+    def on_dropped(self, numbers: Sequence[int]) -> None:
+        """Handles segments that the peer will not use again."""

@@ -1,0 +1,42 @@
+"""Who is at the other end of a connection beside the gRPC stream."""
+
+import contextlib
+import os
+import socket
+import struct
+
+from ...c10d.addresses import format_address
+
+__all__ = ["address_of_peer", "has_left", "is_of_same_user"]
+
+_CREDENTIALS = struct.Struct("3i")
+"""The layout of SO_PEERCRED: process, user and group."""
+
+
+def address_of_peer(connection: socket.socket) -> str:
+    """Returns where a connection comes from: for a unix socket, the process and its user."""
+    if connection.family == socket.AF_UNIX:
+        process, user, _ = _credentials_of_peer(connection)
+        return f"unix:pid={process},uid={user}"
+    with contextlib.suppress(OSError):  # it has gone
+        return format_address(*connection.getpeername()[:2])
+    return ""
+
+
+def has_left(error: OSError) -> bool:
+    """Returns whether an error says that the other end has closed the connection."""
+    return isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+
+
+def is_of_same_user(connection: socket.socket) -> bool:
+    """Returns whether the other end of a unix socket belongs to this process's user; True for other sockets."""
+    if connection.family != socket.AF_UNIX:
+        return True
+    _, user, _ = _credentials_of_peer(connection)
+    return user == os.geteuid()
+
+
+def _credentials_of_peer(connection: socket.socket) -> tuple[int, int, int]:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, group = _CREDENTIALS.unpack(credentials)
+    return process, user, group

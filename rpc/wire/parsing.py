@@ -1,0 +1,226 @@
+"""Parses what peers send, after a look at how much memory that takes.
+
+An empty message takes 2 bytes on the wire and about 110 in memory, a number of a packed field 1 and 16. So 16 MiB
+of hostile bytes can take 0.9 GB. The functions here walk through the tags and lengths of serialized messages
+before protobuf allocates anything. Small messages, which cannot take much, are parsed at once.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from ...proto.v1 import agent_pb2
+
+__all__ = [
+    "MAX_PARSED_BYTES",
+    "SMALL_BYTES",
+    "check_envelope",
+    "parse_chunks",
+    "parse_envelope",
+    "parse_events",
+    "parse_frame",
+    "parse_hello",
+    "parse_tensors",
+]
+
+SMALL_BYTES = 1 << 10
+"""Bytes of the largest message that is parsed without a look at it: it takes 60 KiB at most."""
+
+MAX_PARSED_BYTES = 128 << 20
+"""Bytes of memory that the messages in an envelope, or a frame, may take besides their payloads: enough for
+500,000 tensors. Nothing of less than 2 MiB takes so much."""
+
+MAX_CHUNKS_BYTES = 4 << 20
+"""The same of the chunks that share a message, or of a hello before them."""
+
+MAX_EVENTS_BYTES = 1 << 30
+"""The same of a profile: of some 3 million events."""
+
+_MESSAGE_BYTES = 112
+"""Bytes of memory of a message, at most."""
+
+_STRING_BYTES = 40
+"""Bytes of memory of an element of a repeated field of strings, besides its characters."""
+
+_SCALAR_BYTES = 16
+"""Bytes of memory of an element of a repeated field of numbers, of which each byte may be one."""
+
+_MAX_DEPTH = 12
+"""Messages inside of each other; of gradwire's there are 7 at most."""
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+"""The wire types, by the encoding page of the Protocol Buffers documentation."""
+
+_OPAQUE = (0, 0)
+"""What is known of other fields: they take no more than their bytes."""
+
+_Table = dict[int, Any]
+"""By tag: the table of a message, or bytes of memory for each element and for each byte of a repeated field."""
+
+
+def parse_envelope(data: bytes) -> tuple[agent_pb2.Envelope, int]:
+    """Returns an envelope, and the bytes of memory that it takes.
+
+    Raises:
+        DecodeError: the bytes are no envelope, or it takes too much memory.
+    """
+    nbytes = len(data)
+    if nbytes > SMALL_BYTES:
+        nbytes += check_envelope(data)
+    return agent_pb2.Envelope.FromString(data), nbytes
+
+
+def check_envelope(data: bytes) -> int:
+    """Returns the bytes of memory that parsing an envelope takes, besides its own bytes. Raises DecodeError."""
+    return _walk(data, 0, len(data), _ENVELOPE, MAX_PARSED_BYTES)
+
+
+def parse_frame(data: bytes) -> tuple[agent_pb2.Frame, int]:
+    """Returns a frame, and the bytes of memory that it takes.
+
+    Raises:
+        DecodeError: the bytes are no frame, or it takes too much memory.
+    """
+    nbytes = len(data)
+    if nbytes > SMALL_BYTES:
+        nbytes += _walk(data, 0, nbytes, _FRAME, MAX_PARSED_BYTES)
+    return agent_pb2.Frame.FromString(data), nbytes
+
+
+def parse_chunks(data: bytes) -> agent_pb2.Chunks:
+    """Returns chunks of payloads. Raises DecodeError if they are none, or too many."""
+    if len(data) > SMALL_BYTES:
+        _walk(data, 0, len(data), _CHUNKS, MAX_CHUNKS_BYTES)
+    return agent_pb2.Chunks.FromString(data)
+
+
+def parse_tensors(descriptions: Iterable[bytes]) -> list[agent_pb2.Tensor]:
+    """Returns descriptions of tensors. Raises DecodeError if one is none, or all of them take too much memory."""
+    tensors, bytes_left = [], MAX_PARSED_BYTES
+    for data in descriptions:
+        bytes_left -= _MESSAGE_BYTES + _walk(data, 0, len(data), _TENSOR, bytes_left)
+        if bytes_left < 0:
+            raise DecodeError("there are too many tensors")
+        tensors.append(agent_pb2.Tensor.FromString(data))
+    return tensors
+
+
+def parse_events(data: bytes) -> agent_pb2.ProfileEvents:
+    """Returns the events of a profile. Raises DecodeError if they are none, or take too much memory."""
+    if len(data) > SMALL_BYTES:
+        _walk(data, 0, len(data), _EVENTS, MAX_EVENTS_BYTES)
+    return agent_pb2.ProfileEvents.FromString(data)
+
+
+def parse_hello(data: bytes) -> agent_pb2.Hello:
+    """Returns the hello of a stream. Raises DecodeError if it takes more than twice its bytes of memory."""
+    if len(data) > SMALL_BYTES:
+        _walk(data, 0, len(data), _OPENING, len(data))
+    return agent_pb2.Opening.FromString(data).hello
+
+
+def _walk(data: bytes, position: int, end: int, table: _Table, bytes_left: int, depth: int = 0) -> int:
+    """Returns the bytes of memory that a message takes, besides its payloads.
+
+    Args:
+        data: has the message.
+        position: where it begins.
+        end: where it ends.
+        table: that of its type.
+        bytes_left: bytes that it may take.
+        depth: how many messages it is inside of.
+
+    Raises:
+        DecodeError: it is malformed, or takes more.
+    """
+    nbytes = 0
+    find = table.get
+    try:
+        while position < end:
+            tag = data[position]
+            position += 1
+            if tag > 0x7F:
+                tag, position = _varint(data, position - 1)
+            if tag & 7 != _BYTES:
+                position = _skip(data, position, tag & 7)
+                if tag | _BYTES in table:  # an element of a repeated field that is not packed
+                    nbytes += _SCALAR_BYTES
+            else:
+                length = data[position]
+                position += 1
+                if length > 0x7F:
+                    length, position = _varint(data, position - 1)
+                after = position + length
+                if after > end:
+                    raise DecodeError("a field is longer than its message")
+                entry = find(tag, _OPAQUE)
+                if type(entry) is tuple:
+                    nbytes += entry[0] + entry[1] * length
+                else:
+                    nbytes += _MESSAGE_BYTES
+                    if entry and length:
+                        nbytes += _walk(data, position, after, entry, bytes_left - nbytes, depth + 1)
+                position = after
+            if nbytes > bytes_left or depth > _MAX_DEPTH:
+                raise DecodeError("it has too many parts, and would take more memory than is allowed")
+    except IndexError:
+        raise DecodeError("it ends within a field") from None
+    return nbytes
+
+
+def _skip(data: bytes, position: int, kind: int) -> int:
+    """Returns the position after a field without a length. Raises IndexError at the end of the data."""
+    if kind == _VARINT:
+        while data[position] > 0x7F:
+            position += 1
+        return position + 1
+    if kind not in (_FIXED64, _FIXED32):
+        raise DecodeError(f"a field of wire type {kind}")
+    return position + (8 if kind == _FIXED64 else 4)
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """Returns the number at a position, and the position after it. Raises IndexError at the end of the data."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte <= 0x7F:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise DecodeError("a number of more than ten bytes")
+
+
+def _table_of(message: Descriptor, tables: dict[str, _Table]) -> _Table:
+    """Returns the table of a type of messages; empty if it has neither messages nor repeated fields."""
+    table = tables.get(message.full_name)
+    if table is None:
+        table = tables[message.full_name] = {}
+        for field in message.fields:
+            tag = field.number << 3 | _BYTES
+            if field.message_type is not None:
+                table[tag] = _table_of(field.message_type, tables)
+            elif field.is_repeated:
+                is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+                table[tag] = (_STRING_BYTES, 0) if is_text else (0, _SCALAR_BYTES)
+    return table
+
+
+def _tables() -> Mapping[str, _Table]:
+    tables: dict[str, _Table] = {}
+    for message in (agent_pb2.Frame, agent_pb2.Chunks, agent_pb2.Opening, agent_pb2.ProfileEvents):
+        _table_of(message.DESCRIPTOR, tables)
+    return tables
+
+
+_TABLES = _tables()
+_FRAME = _TABLES[agent_pb2.Frame.DESCRIPTOR.full_name]
+_ENVELOPE = _TABLES[agent_pb2.Envelope.DESCRIPTOR.full_name]
+_CHUNKS = _TABLES[agent_pb2.Chunks.DESCRIPTOR.full_name]
+_TENSOR = _TABLES[agent_pb2.Tensor.DESCRIPTOR.full_name]
+_EVENTS = _TABLES[agent_pb2.ProfileEvents.DESCRIPTOR.full_name]
+_OPENING = _TABLES[agent_pb2.Opening.DESCRIPTOR.full_name]

@@ -1,0 +1,158 @@
+"""Reads the values of messages: with Python's unpickler, or as the policy for their sender says."""
+
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final
+
+import torch
+
+from ...c10d.security import Audit
+from ...errors import PolicyError
+from ..contracts.messages import Buffer, Incoming
+from ..contracts.policy import Policy
+from ..contracts.worker import WorkerInfo
+from .message_names import MessageNames, is_method_exposed, show
+from .pickle_machine import MALFORMED, RefusedValueError
+from .plain_pickle import read_plain_pickle
+from .unpickling import unpickle
+
+__all__ = ["PickleReader", "RestrictedReader", "ValueReader", "make_reader"]
+
+
+class ValueReader(Protocol):
+    """Returns the values of messages, and of pickles inside them."""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many messages were refused, by the name of their sender."""
+
+    def read(self, message: Incoming) -> Any:
+        """Returns the value of a message.
+
+        Raises:
+            PolicyError: the policy does not accept it; nothing of it has run.
+            Exception: whatever unpickling the value raises.
+        """
+
+    def load(self, source: WorkerInfo, data: Buffer | bytearray) -> Any:
+        """Returns the value of a pickle without tensors from a worker. Raises as `read` does."""
+
+
+@final
+class PickleReader:
+    """Accepts anything."""
+
+    refused: Mapping[str, int] = {}
+
+    def read(self, message: Incoming) -> Any:
+        """Returns the value of a message."""
+        return unpickle(message.body, message.tensors, message.references)
+
+    def load(self, source: WorkerInfo, data: Buffer | bytearray) -> Any:  # noqa: ARG002
+        """Returns the value of a pickle without tensors."""
+        return pickle.loads(data)
+
+
+@final
+class RestrictedReader:
+    """Accepts what the policy for the sender of a message says. Safe to use from any thread."""
+
+    def __init__(self, me: WorkerInfo, policy: Policy, audit: Audit) -> None:
+        """Makes the reader of one worker.
+
+        Args:
+            me: the worker, whose messages to itself may have anything.
+            policy: its policy.
+            audit: records what is refused.
+        """
+        self._audit = audit
+        self._me = me
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._refused: Counter[str] = Counter()
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many messages were refused, by the name of their sender."""
+        with self._lock:
+            return dict(self._refused)
+
+    def read(self, message: Incoming) -> Any:
+        """Returns the value of a message."""
+        return self._read(message.source, message.body, message.tensors, message.references)
+
+    def load(self, source: WorkerInfo, data: Buffer | bytearray) -> Any:
+        """Returns the value of a pickle without tensors."""
+        return self._read(source, memoryview(data), (), ())
+
+    def _read(
+        self,
+        source: WorkerInfo,
+        data: Buffer,
+        tensors: Sequence[torch.Tensor],
+        references: Sequence[Any],
+    ) -> Any:
+        policy = self._policy.of(source.name)
+        if policy.accepts == "anything" or source.id == self._me.id:
+            return unpickle(data, tensors, references)
+        names = MessageNames(policy, _Guard(self, policy, source), tensors, references)
+        try:
+            return read_plain_pickle(data, names, policy.max_depth, policy.max_operations)
+        except RefusedValueError as refusal:
+            name, problem = refusal.name, str(refusal)
+        except PolicyError:
+            raise
+        except Exception as error:
+            if names.has_run:  # it may be the error of an exposed class
+                raise
+            name, problem = "", f"{MALFORMED}: {type(error).__name__}: {show(str(error))}"
+        raise self.refuse(source, name, problem)
+
+    def refuse(self, source: WorkerInfo, name: str, problem: str) -> PolicyError:
+        """Counts and records a message that is refused; returns the error to raise.
+
+        Args:
+            source: its sender.
+            name: the function, class or method that is refused, if it is one.
+            problem: what is wrong with the message.
+        """
+        name = show(name)[1:-1]
+        with self._lock:
+            self._refused[source.name] += 1
+        self._audit.deny("policy", problem, worker=source.name)
+        return PolicyError(self._me.name, source.name, name, problem)
+
+
+@final
+class _Guard:
+    """Checks which methods of values one worker may call. A MethodGuard."""
+
+    def __init__(self, reader: RestrictedReader, policy: Policy, source: WorkerInfo) -> None:
+        self._reader = reader
+        self._policy = policy
+        self._source = source
+
+    def check_method(self, value: object, name: str) -> None:
+        """Raises PolicyError if the worker may not call this method, or read this attribute, of a value."""
+        if is_method_exposed(self._policy, value, name):
+            return
+        full = f"{type(value).__module__}.{type(value).__qualname__}.{name}"
+        raise self._reader.refuse(
+            self._source,
+            full,
+            f"it uses {show(full)}, which is not exposed: decorate the method or its class with rpc.expose, or "
+            "list it in `exposed` of the rpc.Policy in this worker's RpcBackendOptions",
+        )
+
+
+def make_reader(me: WorkerInfo, policy: Policy, audit: Audit | None = None) -> ValueReader:
+    """Returns what reads the messages of one worker.
+
+    Args:
+        me: the worker.
+        policy: its policy.
+        audit: records what is refused; by default one of its own.
+    """
+    return RestrictedReader(me, policy, audit or Audit(me.name)) if policy.restricts else PickleReader()

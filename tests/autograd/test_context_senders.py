@@ -1,0 +1,132 @@
+"""Workers end, abort and fill nothing but their own contexts and passes, and leave a bounded number of them."""
+
+import threading
+
+import pytest
+import torch
+from gradwire import autograd, rpc
+from gradwire.autograd import backward_pass, contexts
+from gradwire.autograd.extension import Autograd
+from gradwire.errors import AutogradError, LimitReachedError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.contracts.messages import MessageType, Request
+
+from tests.remote_functions import identity
+
+
+def tell(sender, receiver, kind: str, payload: object) -> Exception | None:
+    """Sends a control message; returns what its receiver says."""
+    answered = threading.Event()
+    told: list[Exception | None] = []
+    sender.control.send(receiver.info, kind, payload, lambda error: (told.append(error), answered.set()))
+    assert answered.wait(20)
+    return told[0]
+
+
+def contexts_of(agent) -> contexts.Contexts:
+    return agent.extension(Autograd).contexts
+
+
+def call_in(context_id: int, sender, receiver) -> None:
+    """Calls a worker as if in a context."""
+
+    def fill(envelope: agent_pb2.Envelope) -> None:
+        envelope.autograd.context_id = context_id
+
+    sender.request(receiver.info, Request(MessageType.CALL, (identity, (1,), {}), header=fill)).wait()
+
+
+def test_messages_of_contexts_of_nobody_leave_none(agents):
+    a, b = agents(2)
+    for number in range(50):
+        with pytest.raises(AutogradError, match="there is no worker 77"):
+            call_in(77 << 48 | number, a, b)
+        call_in(b.info.id << 48 | 1000 + number, a, b)  # as if b had created it
+    assert len(contexts_of(b)) == 0
+
+
+def test_contexts_that_a_worker_brings_are_bounded(agents, monkeypatch):
+    monkeypatch.setattr(contexts, "MAX_JOINED_CONTEXTS", 3)
+    a, b, c = agents(3)
+    for number in range(3):
+        call_in(a.info.id << 48 | number, a, b)
+    with pytest.raises(LimitReachedError, match="3 autograd contexts of worker 0 have not ended here"):
+        call_in(a.info.id << 48 | 9, a, b)
+    call_in(c.info.id << 48 | 9, c, b)
+    assert tell(a, b, "autograd.release", (a.info.id << 48, frozenset())) is None
+    call_in(a.info.id << 48 | 9, a, b)
+    assert len(contexts_of(b)) == 4
+
+
+def test_a_context_is_ended_by_those_that_take_part(agents):
+    a, b, c = agents(3)
+    identifier = a.info.id << 48 | 5
+    call_in(identifier, a, b)
+    assert isinstance(tell(c, b, "autograd.release", (identifier, frozenset())), AutogradError)
+    assert len(contexts_of(b)) == 1
+    call_in(identifier, c, b)
+    assert tell(c, b, "autograd.release", (identifier, frozenset())) is None
+    assert len(contexts_of(b)) == 0
+    call_in(identifier, a, b)  # a late message
+    assert len(contexts_of(b)) == 0
+
+
+def test_a_context_is_not_ended_for_its_creator(agents):
+    a, b = agents(2)
+    with holder.using(a), autograd.context() as identifier:
+        rpc.rpc_sync(b.info, identity, (1,))
+        call_in(identifier, b, a)
+        assert isinstance(tell(b, a, "autograd.release", (identifier, frozenset())), AutogradError)
+        assert len(contexts_of(a)) == 1
+
+
+def test_who_ends_contexts_of_others_beforehand_ends_them_for_himself(agents):
+    a, b, c = agents(3)
+    identifier = a.info.id << 48 | 5
+    assert tell(c, b, "autograd.release", (identifier, frozenset())) is None
+    call_in(identifier, c, b)
+    assert len(contexts_of(b)) == 0
+    call_in(identifier, a, b)
+    assert len(contexts_of(b)) == 1
+
+
+def test_a_pass_is_aborted_by_its_caller(agents, monkeypatch):
+    monkeypatch.setattr(backward_pass, "MAX_PASSES", 3)
+    a, b, c = agents(3)
+    identifier = a.info.id << 48 | 5
+    call_in(identifier, a, b)
+    part = contexts_of(b).get(identifier)
+    error = ValueError("as the caller says")
+    for wrong in ((identifier, (a.info.id, 1), error), (identifier, (c.info.id, 1), 3), (identifier, 3, error)):
+        assert isinstance(tell(c, b, "autograd.abort", wrong), Exception)
+    assert not part.passes._passes
+    for number in range(3):
+        assert tell(c, b, "autograd.abort", (identifier, (c.info.id, number), error)) is None
+    assert isinstance(tell(c, b, "autograd.abort", (identifier, (c.info.id, 3), error)), LimitReachedError)
+    assert tell(a, b, "autograd.abort", (identifier, (a.info.id, 1), error)) is None
+    request = ((identifier, (a.info.id, 2), [], False, 0.0, None), None)
+    with pytest.raises(AutogradError, match="'agent2' asks for a part of a pass of worker 0"):
+        c.request(b.info, Request(MessageType.BACKWARD, request)).wait()
+
+
+def test_gradients_come_from_the_receiver_of_the_message(agents):
+    a, b, c = agents(3)
+    with holder.using(a), autograd.context() as identifier:
+        x = torch.ones(3, requires_grad=True)
+        y = rpc.rpc_sync(b.info, torch.mul, (x, 2))
+        gradients = [torch.full((3,), 99.0)]
+        for pass_id in ((a.info.id, 1), (c.info.id, 1)):
+            header = agent_pb2.GradientsHeader(context_id=identifier, caller=pass_id[0], pass_number=pass_id[1])
+            c.post(
+                a.info,
+                MessageType.GRADIENTS,
+                gradients,
+                header=lambda envelope, header=header: envelope.gradients.CopyFrom(header),
+            )
+            request = ((identifier, pass_id, [0], False, 1.0, None), (0, gradients))
+            with pytest.raises(AutogradError, match=r"asks for a part|has not received message 0"):
+                c.request(a.info, Request(MessageType.BACKWARD, request)).wait()
+        assert not contexts_of(a).get(identifier).passes._passes
+        autograd.backward(identifier, [y.sum()])
+        assert autograd.get_gradients(identifier)[x].tolist() == [2.0, 2.0, 2.0]

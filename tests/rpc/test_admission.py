@@ -1,0 +1,365 @@
+"""Who opens a stream is let in by its hello, and tells nothing of the worker that it says it is before that."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from gradwire.c10d.event_loop import EventLoop, acquire_event_loop
+from gradwire.errors import WorkerLostError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.contracts.messages import MessageType, Request
+from gradwire.rpc.contracts.options import RpcBackendOptions
+from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.membership.members import Member
+from gradwire.rpc.transports import handshake, settings, sockets
+from gradwire.rpc.transports.grpc_calls import StreamState
+from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
+from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR
+from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, aio
+
+from tests.remote_functions import identity, wait_until
+
+HELLO = agent_pb2.Hello(protocol_major=PROTOCOL_MAJOR, group="test", worker_id=1, worker_name="agent1")
+OPENING = {
+    EXCHANGE_METHOD: agent_pb2.Frame(hello=HELLO).SerializeToString(),
+    TRANSFER_METHOD: agent_pb2.Chunks(hello=HELLO).SerializeToString(),
+}
+
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client says before it opens a stream; with empty settings."""
+
+both_methods = pytest.mark.parametrize("method", [EXCHANGE_METHOD, TRANSFER_METHOD])
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    events = acquire_event_loop()
+    yield events
+    events.release()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has agents wait for a hello for half a second only."""
+    monkeypatch.setattr(handshake, "HELLO_TIMEOUT_S", 0.5)
+    waits = ("grpc.server_handshake_timeout_ms", "grpc.max_connection_idle_ms")
+    options = [(name, 500 if name in waits else value) for name, value in settings.SERVER_OPTIONS]
+    settings.SERVER_OPTIONS[:], before = options, list(settings.SERVER_OPTIONS)
+    monkeypatch.setattr(settings, "SERVER_OPTIONS", before)  # what is put back at the end
+
+
+class Stranger:
+    """Streams to one agent, each by a connection of its own."""
+
+    def __init__(self, agent: GrpcAgent) -> None:
+        self.address = address_of(agent)
+        self._opened = AsyncExitStack()
+
+    async def __aenter__(self) -> "Stranger":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._opened.aclose()
+
+    async def open(self, method: str = EXCHANGE_METHOD) -> Any:
+        """Opens a stream, and says nothing."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = aio.insecure_channel(self.address, options=options)
+        await self._opened.enter_async_context(channel)
+        return (channel.stream_stream if method == EXCHANGE_METHOD else channel.stream_unary)(method)()
+
+
+def address_of(agent: GrpcAgent) -> str:
+    return agent._network._members[agent.info.id].address
+
+
+async def status_of(call: Any) -> grpc.StatusCode:
+    async with asyncio.timeout(20):
+        return await call.code()
+
+
+def check_calls(a: GrpcAgent, b: GrpcAgent) -> None:
+    """Checks that two agents call each other, and that neither has lost the other."""
+    for one, other in ((a, b), (b, a)):
+        assert one.request(other.info, Request(MessageType.CALL, (identity, (1,), {}))).wait() == 1
+        assert one.end_of(other.info.id) is None
+
+
+@both_methods
+def test_who_says_no_hello_is_dropped(agents, loop, impatient, method):
+    a, b = agents(2)
+
+    async def wait_in_silence() -> grpc.StatusCode:
+        async with Stranger(a) as stranger:
+            return await status_of(await stranger.open(method))
+
+    assert loop.run(wait_in_silence(), 30) is grpc.StatusCode.UNAVAILABLE  # so a slow worker tries again
+    check_calls(a, b)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0", b"GET / HTTP/1.1\r\n"]
+)
+def test_who_opens_no_stream_is_dropped(agents, impatient, said):
+    a, b = agents(2)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(30)
+        stranger.connect(address_of(a).removeprefix("unix:"))
+        stranger.sendall(said)
+        try:
+            while stranger.recv(1000):
+                pass
+        except ConnectionResetError:
+            pass
+    check_calls(a, b)
+
+
+def test_few_streams_wait_to_be_admitted(agents, loop, monkeypatch):
+    monkeypatch.setattr(handshake, "MAX_UNADMITTED", 3)
+    a, b = agents(2)
+
+    async def open_many() -> None:
+        async with Stranger(a) as stranger:
+            silent = [await stranger.open() for _ in range(3)]
+            for call in silent:  # sends the header
+                await call.wait_for_connection()
+            await wait_for(lambda: a._network._handshake._unadmitted == 3)
+            assert await status_of(await stranger.open()) is grpc.StatusCode.UNAVAILABLE
+            silent.pop().cancel()
+            await wait_for(lambda: a._network._handshake._unadmitted == 2)
+
+    loop.run(open_many(), 30)
+    check_calls(a, b)
+
+
+async def wait_for(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_at_most_so_many_streams_are_read_at_a_time(agents, loop, monkeypatch):
+    monkeypatch.setattr(handshake, "MAX_SILENT", 1)
+    a, b = agents(2)
+
+    async def open_two() -> str:
+        async with Stranger(a) as stranger:
+            silent, speaking = await stranger.open(), await stranger.open()
+            await silent.wait_for_connection()
+            await wait_for(a._network._handshake._silent.locked)
+            await speaking.write(agent_pb2.Frame(hello=agent_pb2.Hello()).SerializeToString())
+            silent.cancel()
+            await status_of(speaking)
+            return str(await speaking.details())
+
+    assert "speaks protocol" in loop.run(open_two(), 30)
+    check_calls(a, b)
+
+
+@both_methods
+@pytest.mark.parametrize(
+    ("first", "text"),
+    [
+        (b"", "speaks protocol 1.0, '' speaks 0.0"),
+        (b"\xff\xff\xff", "no hello"),
+        (bytes(handshake.MAX_HELLO_BYTES + 1), "bytes, of"),
+        # Envelopes, which would take 56 bytes each if they were parsed.
+        (b"\x0a\x00" * (handshake.MAX_HELLO_BYTES // 2), "speaks protocol 1.0, '' speaks 0.0"),
+    ],
+    ids=["empty", "no hello", "long", "many empty envelopes"],
+)
+def test_what_is_no_hello_is_refused(agents, loop, method, first, text):
+    a, b = agents(2)
+
+    async def say() -> tuple[grpc.StatusCode, str]:
+        async with Stranger(a) as stranger:
+            call = await stranger.open(method)
+            await call.write(first)
+            return await status_of(call), str(await call.details())
+
+    code, details = loop.run(say(), 30)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert text in details
+    check_calls(a, b)
+
+
+def test_a_second_stream_of_a_connected_worker_is_not_used(agents, loop, tmp_path):
+    a, b = agents(2)
+    check_calls(a, b)
+    transport = a._network._transports[1]
+    connection = transport.outbox.socket
+
+    async def open_second() -> None:
+        async with Stranger(a) as stranger:
+            call = await stranger.open()
+            envelope = agent_pb2.Envelope(id=1, type=MessageType.CALL)
+            envelope.body.inline = b"cposix\nmkdir\n(V%s\ntR." % os.fsencode(tmp_path / "trace")
+            await call.write(OPENING[EXCHANGE_METHOD])
+            await call.write(agent_pb2.Frame(envelopes=[envelope], goodbye=True).SerializeToString())
+            assert agent_pb2.Frame.FromString(await call.read()).welcome.duplicate
+            assert await call.read() is aio.EOF
+
+    loop.run(open_second(), 30)
+    check_calls(a, b)
+    assert a._network._transports[1].outbox.socket is connection
+    assert not os.path.exists(tmp_path / "trace")
+
+
+def test_a_second_stream_for_payloads_is_not_used(agents, loop):
+    a, b = agents(2, transports=("grpc",))
+    check_calls(a, b)
+
+    async def open_two() -> list[grpc.StatusCode]:
+        async with Stranger(a) as stranger:
+            first = await stranger.open(TRANSFER_METHOD)
+            await first.write(OPENING[TRANSFER_METHOD])
+            await wait_for(lambda: a._network._router._chunked._served == {1})
+            second = await stranger.open(TRANSFER_METHOD)
+            await second.write(OPENING[TRANSFER_METHOD])
+            codes = [await status_of(second)]
+            await first.done_writing()
+            return [*codes, await status_of(first)]
+
+    assert loop.run(open_two(), 30) == [grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.OK]
+    check_calls(a, b)
+
+
+def test_a_stream_of_a_worker_that_was_connected_is_refused(agents, loop):
+    a, b = agents(2)
+    check_calls(a, b)
+    b.shutdown(graceful=False, timeout=0)
+    wait_until(lambda: a.end_of(1) is not None)
+
+    async def open_again() -> tuple[grpc.StatusCode, str]:
+        async with Stranger(a) as stranger:
+            call = await stranger.open()
+            await call.write(OPENING[EXCHANGE_METHOD])
+            return await status_of(call), str(await call.details())
+
+    assert loop.run(open_again(), 30) == (grpc.StatusCode.FAILED_PRECONDITION, "it has shut down")
+    with pytest.raises(WorkerLostError, match="it has shut down"):
+        a.request(b.info, Request(MessageType.CALL, (identity, (1,), {}))).wait()
+
+
+def test_a_stream_that_is_closed_before_the_members_are_known_tells_nothing(loop):
+    agents = [GrpcAgent(WorkerInfo(f"agent{rank}", rank), RpcBackendOptions(), "test") for rank in range(2)]
+    try:
+        a, b = agents
+        members = [Member(agent.info, agent.listen()) for agent in agents]
+        a._network.open(members)
+
+        async def open_and_leave() -> None:
+            async with Stranger(a) as stranger:
+                call = await stranger.open()
+                await call.write(OPENING[EXCHANGE_METHOD])
+                await wait_for(lambda: a._network._handshake._unadmitted == 1)
+                call.cancel()
+                await wait_for(lambda: a._network._handshake._unadmitted == 0)
+
+        loop.run(open_and_leave(), 30)
+        for agent in agents:
+            agent.open(members)
+        a.connect(b.info)
+        stream: Any = a._network._transports[1]
+        wait_until(lambda: stream._state is StreamState.OPEN)
+        assert a.end_of(1) is None
+    finally:
+        for agent in agents:
+            agent.shutdown(graceful=False, timeout=0)
+
+
+def test_a_stream_that_is_closed_before_it_is_welcomed_tells_nothing(agents, loop):
+    a, b = agents(2)
+    stream = a._network._transports[1]
+
+    async def read() -> None:
+        raise AssertionError("nothing is to be read")
+
+    async def write(data: bytes) -> None:
+        raise aio.UsageError("the stream has ended")
+
+    async def accept_closed_stream() -> None:
+        assert stream.accept()
+        await stream.welcome(read, write)
+
+    loop.run(accept_closed_stream(), 20)
+    check_calls(a, b)
+
+
+def joins(count: int) -> list[str]:
+    """Returns entries of a roster as long as real ones."""
+    return [f"{number:0300}" for number in range(count)]
+
+
+def opening(roster: list[str]) -> bytes:
+    hello = agent_pb2.Hello(protocol_major=PROTOCOL_MAJOR, group="test", worker_id=7, worker_name="w")
+    hello.roster.extend(roster)
+    return agent_pb2.Opening(hello=hello).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("known", "said", "text"),
+    [
+        (joins(0), joins(12_000), "learned 12000"),
+        (joins(0), joins(15_000), "bytes, of"),
+        (joins(30_000), joins(40_000), "learned 40000"),
+        (joins(30_000), joins(45_000), "bytes, of"),
+        (joins(0), [""] * 1_000_000, "no hello"),
+        (None, joins(12), "knows no 'w'"),
+        (None, joins(14), "bytes, of"),
+    ],
+    ids=["new", "too many", "more", "too many more", "empty", "static", "too many in a static group"],
+)
+def test_a_hello_has_no_more_than_the_roster(loop, known, said, text):
+    """Nobody can have a worker parse much before it is known who he is."""
+
+    async def learn(entries: Sequence[str]) -> None:
+        raise handshake.RefusedError(f"learned {len(entries)}")
+
+    async def receive() -> None:
+        receiving = handshake.Handshake(
+            "test", WorkerInfo("me", 0), learn if known is not None else None, GrpcEndpoint("me", None)
+        )
+        receiving.open({}, known or ())
+        await receiving.receive(SimpleNamespace(read=read, peer=lambda: "unix:"))
+
+    async def read() -> bytes:
+        return opening(said)
+
+    with pytest.raises(handshake.RefusedError, match=text):
+        loop.run(receive(), 30)
+
+
+@pytest.mark.parametrize(
+    ("kind", "address", "nonce"),
+    [
+        ("unix", "of-another-program", bytes(32)),
+        ("tcp", "localhost:{port}", bytes(32)),
+        ("tcp", "127.0.0.1:{port}", b"POST / HTTP/1.1\r\n"),
+    ],
+    ids=["unix", "name", "text"],
+)
+def test_a_worker_connects_to_no_other_program_for_a_peer(kind, address, nonce):
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX) as program, socket.create_server(("127.0.0.1", 0)) as server:
+            program.bind("\0of-another-program")
+            program.listen()
+            listener = sockets.SocketListener(loop, [sockets.UNIX, sockets.TCP])
+            where = address.format(port=server.getsockname()[1])
+            offer = agent_pb2.SocketOffer(kind=kind, address=where, nonce=nonce)
+            assert await listener.dial(WorkerInfo("b", 1), [offer]) is None
+            for each in (program, server):
+                each.settimeout(0)
+                with pytest.raises(BlockingIOError):
+                    each.accept()
+            await listener.close()
+
+    asyncio.run(run())

@@ -1,0 +1,263 @@
+"""What a worker may have announced, answered and asked for without end is bounded, and concerns nobody else."""
+
+import asyncio
+import concurrent.futures
+import gc
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gradwire import rpc
+from gradwire.errors import LossCause, RpcError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.agent.postponed_requests import PostponedRequests
+from gradwire.rpc.agent.received_requests import ReceivedRequests
+from gradwire.rpc.channels import announced, chunked
+from gradwire.rpc.channels.announced import AnnouncedPayloads, TooMuchAnnouncedError
+from gradwire.rpc.channels.cuda import channel as cuda_channel
+from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
+from gradwire.rpc.contracts.options import FlowControlOptions
+from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.transports import outbox
+
+from tests.remote_functions import add, identity, wait_until
+
+MIB = 1 << 20
+
+
+def test_payloads_are_counted_by_sender(monkeypatch):
+    monkeypatch.setattr(announced, "MAX_ANNOUNCED", 5)
+    payloads = AnnouncedPayloads(100)
+    payloads.begin(1, 2, 400)
+    with pytest.raises(TooMuchAnnouncedError, match="payloads of 1 bytes are refused: 2 of 400 bytes"):
+        payloads.begin(1, 1, 1)
+    payloads.begin(2, 5, 5)
+    with pytest.raises(TooMuchAnnouncedError):
+        payloads.begin(2, 1, 1)
+    payloads.end(1, 2, 400)
+    payloads.begin(1, 1, 400)
+    assert payloads.pending(1) == (1, 400)
+
+
+def announcement(number: int, nbytes: int) -> agent_pb2.Envelope:
+    """An envelope of a call whose body is to come by chunks."""
+    envelope = agent_pb2.Envelope(id=number, type=CALL)
+    envelope.body.chunked.transfer_id, envelope.body.chunked.nbytes = number, nbytes
+    return envelope
+
+
+def test_a_worker_that_announces_too_much_is_refused(agents):
+    """Without a bound, each of the envelopes had memory allocated for as much as the options allow."""
+    a, b, c = agents(3, channels=rpc.ChannelOptions(max_payload_bytes=MIB))
+    network = a._network
+    for number in range(1, 10):
+        network.on_envelope(b.info, announcement(number, MIB), 100)
+    wait_until(lambda: network._router.announced.pending(b.info.id) == (4, 4 * MIB))
+    wait_until(lambda: not a._server._received.figures(b.info)["received_requests"])
+    wait_until(lambda: len(a._server.cancellable) == 4)  # those that are refused are forgotten a moment later
+    with holder.using(c):
+        tensor = torch.ones(MIB // 4, requires_grad=True)
+        assert torch.equal(rpc.rpc_sync(a.info, identity, (tensor,)), tensor)
+    b.shutdown(graceful=False, timeout=0)
+    with holder.using(c):
+        assert rpc.rpc_sync(a.info, add, (1, 2)) == 3
+    wait_until(lambda: network._router.announced.pending(b.info.id) == (0, 0))
+
+
+@pytest.mark.parametrize("transports", [("grpc",), ("tcp", "grpc"), ("unix", "tcp", "grpc")])
+def test_payloads_that_have_arrived_are_not_counted(agents, transports):
+    a, b = agents(2, transports=transports)
+    with holder.using(a):
+        tensor = torch.ones(MIB, requires_grad=True)
+        for _ in range(5):  # by chunks first, then by bulk connections
+            assert torch.equal(rpc.rpc_sync(b.info, identity, (tensor,)), tensor)
+    wait_until(lambda: b._network._router.announced.pending(a.info.id) == (0, 0))
+    wait_until(lambda: a._network._router.announced.pending(b.info.id) == (0, 0))
+
+
+def test_who_announces_refused_payloads_without_end_is_lost(monkeypatch):
+    monkeypatch.setattr(chunked, "MAX_ANNOUNCED", 5)
+    broken: list[tuple[int, str]] = []
+
+    async def run() -> None:
+        channel = chunked.ChunkedChannel(
+            asyncio.get_running_loop(),
+            SimpleNamespace(),
+            str,
+            rpc.ChannelOptions(),
+            lambda peer, reason: broken.append((peer, reason)),
+        )
+        for number in range(11):
+            channel.discard(1, announcement(number, 10).body)
+
+    asyncio.run(run())
+    assert broken == [(1, "it announces payloads that it does not send")]
+
+
+def answer(identifier: int) -> agent_pb2.Envelope:
+    return agent_pb2.Envelope(id=identifier, type=RESULT, body=agent_pb2.Payload(inline=b"\x80\x05N."))
+
+
+def test_what_a_lost_worker_still_sends_is_dropped(agents):
+    """It may not know that it is lost. Nothing waits for the announcement of its payloads, which are not read."""
+    a, b = agents(2, transports=("grpc",))
+    payload = torch.zeros(8 * MIB, dtype=torch.uint8)
+    with holder.using(b):
+        assert rpc.rpc_sync(a.info, torch.numel, (payload,)) == 8 * MIB  # by a stream that stays open
+        end = WorkerEnd(LossCause.DISCONNECTED, "it was silent")
+        a._network.call_soon(a._network.on_closed, b.info, end)
+        wait_until(lambda: a.end_of(1) is not None)
+        for _ in range(3):
+            rpc.rpc_async(a.info, torch.numel, (payload,), timeout=0)
+    b._network._events.run(asyncio.sleep(0))  # now they are queued
+    wait_until(lambda: not b._network._router._chunked.queued_bytes(0))
+    assert not a._network._router._chunked._receivers
+
+
+def test_answers_to_no_request_are_dropped(agents):
+    a, b, c = agents(3)
+    with holder.using(a):
+        assert rpc.rpc_sync(b.info, add, (1, 2)) == 3
+    hold = threading.Event()
+    a._executor.submit_urgent(hold.wait, 20)  # one thread is busy, others are not
+    served: list[int] = []
+    original = a._executor.submit_urgent
+    a._executor.submit_urgent = lambda task, *args: (served.append(1), original(task, *args))
+    for kind in (RESULT, ERROR):
+        for identifier in range(1000, 1050):
+            envelope = answer(identifier)
+            envelope.type = kind
+            a._network.on_envelope(b.info, envelope, 20)
+    assert not served
+    with holder.using(a):
+        future = rpc.rpc_async(b.info, wait_for_release)
+        identifier = max(a._requests.pending)
+        for _ in range(50):
+            a._network.on_envelope(c.info, answer(identifier), 20)  # it was not asked
+        assert not served
+        assert not future.done()
+        _release.set()
+        assert future.wait() == "released"
+    assert len(served) <= 1
+    assert not a._requests._arrived
+    hold.set()
+
+
+def test_an_answer_is_taken_once(agents):
+    a, b = agents(2)
+    _release.clear()
+    with holder.using(a):
+        future = rpc.rpc_async(b.info, wait_for_release)
+        identifier = max(a._requests.pending)
+        taken: list[int] = []
+        original = a._executor.submit_urgent
+        a._executor.submit_urgent = lambda _task, *args: taken.append(args[1].id)
+        for _ in range(50):
+            a._network.on_envelope(b.info, answer(identifier), 20)
+        assert taken == [identifier]
+        a._executor.submit_urgent = original
+        a._requests.on_answer(b.info, answer(identifier), lambda payload: payload.inline)
+        assert future.wait() is None
+    _release.set()
+
+
+_release = threading.Event()
+
+
+def wait_for_release() -> str:
+    assert _release.wait(20)
+    return "released"
+
+
+def test_an_answer_after_the_timeout_is_still_read(agents):
+    """References in it must be counted."""
+    a, b = agents(2)
+    _release.clear()
+    with holder.using(a), pytest.raises(RpcError, match="timeout"):
+        rpc.rpc_async(b.info, reference_when_released, timeout=0.05).wait()
+    _release.set()
+
+    def clean() -> bool:
+        gc.collect()
+        return not any(b.debug_info()[name] for name in ("num_owner_rrefs", "num_forks"))
+
+    wait_until(clean)
+
+
+def reference_when_released() -> rpc.RRef:
+    assert _release.wait(20)
+    return rpc.RRef(1)
+
+
+def test_rejected_messages_count_as_received():
+    received = ReceivedRequests(FlowControlOptions(max_received=4))
+    source = rpc.WorkerInfo("a", 1)
+    pauses = [received.add(source, 0) for _ in range(6)]
+    assert pauses[:4] == [None] * 4
+    assert isinstance(pauses[5], concurrent.futures.Future)
+
+
+def test_a_flood_of_malformed_messages_pauses_reading(agents):
+    a, b = agents(2, flow_control=rpc.FlowControlOptions(max_received=4), num_worker_threads=1)
+    hold = threading.Event()
+    a._executor.submit(hold.wait, 20)
+    malformed = agent_pb2.Envelope(id=5, type=CALL)
+    malformed.body.segment.number, malformed.body.segment.nbytes = 77, 5
+    pauses = [a._network.on_envelope(b.info, malformed, 20) for _ in range(10)]
+    assert pauses[-1] is not None
+    hold.set()
+    pauses[-1].result(20)
+    with holder.using(b):
+        assert rpc.rpc_sync(a.info, add, (1, 2)) == 3
+
+
+def test_calls_of_a_worker_that_does_not_read_are_bounded():
+    worker = rpc.WorkerInfo("a", 1)
+    network = SimpleNamespace(queued_bytes=lambda _worker: 1 << 40, call_soon=lambda _task: None)
+    postponed = PostponedRequests(FlowControlOptions(max_in_flight=2, max_received=1), network)
+    postponed.on_answer(worker, 1 << 30)
+    for _ in range(4):
+        assert postponed.add(worker, lambda: None)
+    with pytest.raises(RpcError, match="worker 'a' does not read its answers, for which 4 of its calls wait"):
+        postponed.add(worker, lambda: None)
+    assert not postponed.add(rpc.WorkerInfo("b", 2), lambda: None)
+
+
+def connected(agents) -> tuple[GrpcAgent, GrpcAgent]:
+    a, b = agents(2)
+    with holder.using(b):
+        assert rpc.rpc_sync(a.info, add, (1, 2)) == 3
+    return a, b
+
+
+def test_a_worker_that_announces_device_memory_without_end_is_lost(agents, monkeypatch):
+    monkeypatch.setattr(cuda_channel, "MAX_MAPPED", 4)
+    a, b = connected(agents)
+    a._network.cuda_ipc._executor = SimpleNamespace(submit_urgent=lambda *_: None)  # too busy to map it
+    for count in (4, 1):
+        assert not a.debug_info()["lost_workers"]
+        segments = [agent_pb2.DeviceSegment(number=number) for number in range(count)]
+        b._network.cuda_ipc._send_frame(a.info.id, agent_pb2.DeviceFrame(segments=segments))
+        wait_until(lambda: a._network.cuda_ipc._announced[b.info.id] == 4)
+    wait_until(lambda: a.debug_info()["lost_workers"])
+    assert "more than 4 segments of device memory at a time" in a.debug_info()["lost_workers"]["agent1"]
+
+
+def test_a_worker_that_does_not_read_what_it_asks_for_is_lost(agents, monkeypatch):
+    monkeypatch.setattr(outbox, "MAX_FRAMES", 4)
+    a, b = connected(agents)
+
+    async def ask(times: int) -> None:
+        for _ in range(times):  # while nothing is sent
+            request = agent_pb2.BulkRequest(bundle=1)
+            a._network._streams.sockets.on_frame(b.info.id, agent_pb2.Frame(bulk_request=request))
+
+    a._network._events.run(ask(4))
+    with holder.using(b):
+        assert rpc.rpc_sync(a.info, add, (1, 2)) == 3
+    a._network._events.run(ask(5))
+    wait_until(lambda: a.debug_info()["lost_workers"])
+    assert "does not read the answers to what it asks for" in a.debug_info()["lost_workers"]["agent1"]
