@@ -1,0 +1,8 @@
+"""Runs the fuzzer: see runner.py."""
+
+import sys
+
+from tests.fuzz.runner import main
+
+if __name__ == "__main__":
+    sys.exit(main())
