@@ -23,6 +23,8 @@ OPTIONAL_PACKAGES = ("mpi4py", "cupy")
 """Import names; on PyPI, cupy is published under one name per CUDA version."""
 COMMANDS = {
     "python -m gradwire.compat script.py": "runs an unmodified torch.distributed.rpc program on gradwire",
+    "python -m gradwire.store --log FILE": "runs a store that outlives the workers, and can be started again",
+    "python -m gradwire.certs": "makes a token, or a CA and certificates, for connections between hosts",
     "python -m gradwire.c10d.debug.report FOLDER": "shows from flight recorder files where each rank is stuck",
 }
 

@@ -1,6 +1,7 @@
 """The errors that gradwire raises, all RuntimeErrors, so that code written for torch keeps catching them.
 
 GradwireError
+├── CredentialsError              a token, certificate or key is missing or not valid (also a ValueError)
 ├── StoreError                    a store rejected an operation
 │   ├── StoreNetworkError         a store's server cannot be reached, or cannot listen on its address
 │   ├── StoreTimeoutError         .missing, .seconds: keys were not set within the timeout
@@ -24,6 +25,8 @@ GradwireError
     ├── SendQueueFullError        .worker, .option, .limit: a call was not sent, as too much is in flight
     ├── AnswerFailedError         .worker, .reason: a call has run, but its answer could not be sent
     ├── WorkerLostError           .worker, .reason, .cause: the peer died, left, or cannot be reached
+    ├── LimitReachedError         .limit: a worker has as much on another as it may have (also a ValueError)
+    ├── PolicyError               .worker, .caller, .name: a worker refuses a message of another, or its answer
     ├── SerializationError        .path: the part of the arguments or of the result that cannot be sent
     ├── RemoteError               .worker, .text, .remote_traceback: a function raised on another worker
     │   └── RemoteUnpicklableError  the remote exception could not be rebuilt; its text is kept
@@ -49,11 +52,14 @@ __all__ = [
     "AutogradError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "CredentialsError",
     "DeviceMapError",
     "GradwireError",
     "GroupAbortedError",
+    "LimitReachedError",
     "LossCause",
     "NotInitializedError",
+    "PolicyError",
     "ProcessGroupError",
     "QueueEmptyError",
     "RRefError",
@@ -103,6 +109,10 @@ def rebuild_exception(cls: type[E], args: tuple[Any, ...], attributes: dict[str,
     error.args = args
     error.__dict__.update(attributes)
     return error
+
+
+class CredentialsError(GradwireError, ValueError):
+    """A token, a certificate or a private key is missing or not valid. The text contains no secrets."""
 
 
 class StoreError(GradwireError, DistStoreError):
@@ -316,12 +326,32 @@ class WorkerLostError(RpcError):
         self.cause = cause
 
 
-class SerializationError(RpcError):
-    """A value cannot be sent.
+class LimitReachedError(RpcError, ValueError):
+    """A worker asks another one for more than it may have there. `limit` is the limit's name and value."""
+
+    def __init__(self, problem: str, limit: str) -> None:
+        super().__init__(problem)
+        self.limit = limit
+
+
+class PolicyError(RpcError):
+    """A worker refuses a message, because its policy does not accept what the message has. Nothing of it has run.
 
     Attributes:
-        path: the part of the arguments or of the result that is the problem, such as `args[0]`.
+        worker: the worker that refuses the message.
+        caller: the worker that sent the message: the caller, or the one that answers.
+        name: the function, class or method that is refused; empty if it is something else.
     """
+
+    def __init__(self, worker: str, caller: str, name: str, problem: str) -> None:
+        super().__init__(f"worker {worker!r} refuses a message of worker {caller!r}: {problem}")
+        self.worker = worker
+        self.caller = caller
+        self.name = name
+
+
+class SerializationError(RpcError):
+    """A value cannot be sent. `path` is the part of the arguments or of the result to blame, such as `args[0]`."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path} cannot be sent: {problem}")

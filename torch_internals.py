@@ -90,6 +90,7 @@ __all__ = [
     "save_script",
     "script_function_from_graph",
     "script_methods",
+    "set_group_ranks",
     "set_profiler_node_id",
     "skip_in_dynamo",
     "storage_use_count",
@@ -134,6 +135,13 @@ def backend_names() -> list[str]:
 def known_groups() -> Iterable[Any]:
     """Returns the process groups of this process that torch knows."""
     return distributed_c10d._world.pg_map
+
+
+def set_group_ranks(group: Any, global_ranks: Sequence[int]) -> None:
+    """Tells torch which ranks of the default group a group has now, if torch knows the group."""
+    if group in distributed_c10d._world.pg_group_ranks:
+        ranks = {global_rank: rank for rank, global_rank in enumerate(global_ranks)}
+        distributed_c10d._world.pg_group_ranks[group] = ranks
 
 
 def register_group_backend(group: Any, backend: TorchBackend, devices: Iterable[str]) -> None:

@@ -9,9 +9,10 @@ parameters on the server. The two trainers work asynchronously.
     torchrun --nproc-per-node 4 examples/parameter_server.py     # one process per role
 
 On several hosts, start each process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or run torchrun on each
-host, and pass --insecure, which trusts the network between them:
+host, with a token that all of them share; or with --insecure, which trusts the network between them:
 
-    RANK=1 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python examples/parameter_server.py --insecure
+    export GRADWIRE_TOKEN_FILE=token    # made once by `python -m gradwire.certs token > token`
+    RANK=1 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python examples/parameter_server.py
 
 The data are the 1,797 digits of 8 x 8 pixels that ship with scikit-learn (Alpaydin and Kaynak, 1998).
 """
@@ -228,7 +229,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--plot", type=Path, help="plot loss and accuracy into this PNG file")
     parser.add_argument(
-        "--insecure", action="store_true", help="allow several hosts; everybody who can connect can run code"
+        "--insecure",
+        action="store_true",
+        help="allow several hosts without a token; everybody who can connect can run code",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args()

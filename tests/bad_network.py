@@ -1,6 +1,7 @@
 """A network that loses, repeats and reorders messages, for protocols that must work all the same."""
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class BadNetwork:
         self._network = agent._network
         self._kinds = kinds
         self._random = random.Random(seed)
+        self._lock = threading.Lock()  # the control thread sends, and those that answer
         self._kept: list[tuple[WorkerInfo, bytes]] = []
         self.lost = 0
         agent._codec._network = self  # type: ignore[assignment]
@@ -46,15 +48,19 @@ class BadNetwork:
 
     def _send(self, worker: WorkerInfo, data: bytes, send: Callable[[WorkerInfo, bytes], Any]) -> None:
         kind = agent_pb2.Envelope.FromString(data).type
-        fate = self._random.random() if kind in self._kinds else 1.0
-        if fate < 0.25:
-            self.lost += 1
-            return
-        if fate < 0.4:
-            self._kept.append((worker, data))  # comes after something later, perhaps much later
-            return
+        late: list[tuple[WorkerInfo, bytes]] = []
+        with self._lock:
+            fate = self._random.random() if kind in self._kinds else 1.0
+            if fate < 0.25:
+                self.lost += 1
+                return
+            if fate < 0.4:
+                self._kept.append((worker, data))  # comes after something later, perhaps much later
+                return
+            if self._kept and self._random.random() < 0.5:
+                late.append(self._kept.pop(self._random.randrange(len(self._kept))))
         send(worker, data)
         if fate < 0.6:
             send(worker, data)
-        if self._kept and self._random.random() < 0.5:
-            self._network.send(*self._kept.pop(self._random.randrange(len(self._kept))))
+        for each in late:
+            self._network.send(*each)

@@ -57,6 +57,7 @@ LONG_MODULES = frozenset(
         "test_example_programs.py",
         "test_examples.py",
         "test_launch.py",
+        "test_listening_sockets.py",
         "test_main.py",
         "test_programs.py",
         "test_quiet.py",
@@ -65,7 +66,7 @@ LONG_MODULES = frozenset(
         "test_types.py",
     }
 )
-"""Modules whose tests start programs: they take 5 to 30 s each."""
+"""Modules whose tests start programs, or wait for what ends after seconds: they take 5 to 30 s each."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

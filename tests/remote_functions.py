@@ -59,13 +59,18 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20.0, pause: float
 
     Args:
         condition: what to wait for.
-        seconds: how long to wait at most.
-        pause: seconds between two calls of `condition`.
+        seconds: how long to wait at most, besides the time that the calls of `condition` take.
+        pause: seconds between two calls of `condition`; at least as many as the last one has taken, because a
+            garbage collection lets no other thread run.
     """
-    deadline = time.monotonic() + seconds
+    waited = 0.0
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"after {seconds:g} s this is still not true: {_source_of(condition)}"
-        time.sleep(pause)
+        took = time.monotonic() - began
+        assert waited < seconds, f"after {seconds:g} s this is still not true: {_source_of(condition)}"
+        time.sleep(max(pause, took))
+        began = time.monotonic()
+        waited += max(pause, took)
 
 
 def _source_of(function: Callable[..., Any]) -> str:

@@ -1,5 +1,6 @@
 """The benchmarks run, and the systems compute the same. Their times are not checked."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -23,9 +24,12 @@ from benchmarks import (
     idle,
     stalled_peer,
     throughput,
+    tls,
+    two_hosts,
 )
 from benchmarks.harness import Comparison
 from benchmarks.report import PAIRS
+from tests.hosts import why_unavailable
 from tests.workers import PRELOAD
 
 ROOT = Path(__file__).parent.parent
@@ -126,6 +130,8 @@ def test_a_case_without_a_name_has_that_of_its_class():
         (throughput, ["--seconds", "0"], "--seconds is 0: give more than 0"),
         (table, ["--cases", "benchmarks.harness"], "module 'benchmarks.harness' has no list CASES"),
         (idle, ["--workers", "1"], "--workers is 1: give at least 2"),
+        (tls, ["--rounds", "0"], "--rounds is 0: give at least 1"),
+        (tls, ["--save", "/no/folder"], "--save /no/folder is no folder"),
     ],
 )
 def test_wrong_arguments_are_refused(command, arguments, message, capsys):
@@ -178,6 +184,37 @@ def test_idle_workers_are_measured(measure, tmp_path):
     assert min(measured["start_s"], measured["connect_s"]) > 0
     assert measured["threads"] >= measured["python_threads"] > 1
     assert measured["first_threads"] > 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("loopback", [False, True], ids=["namespaces", "loopback"])
+def test_the_cost_of_tls_is_measured(measure, tmp_path, loopback):
+    if not loopback and (reason := why_unavailable()):
+        pytest.skip(reason)
+    file = tmp_path / "figures.json"
+    flags = ["--loopback"] if loopback else []
+    lines = measure(tls.main, *flags, "--rounds", 2, "--seconds", 0.01, "--json", file, "--save", tmp_path)
+    assert (tmp_path / "tls.txt").read_text().splitlines() == lines
+    figures = json.loads(file.read_text())
+    assert ("loopback" in figures["facts"]["hosts"]) == loopback
+    assert [each["variant"] for each in figures["measured"]] == list(tls.VARIANTS)
+    assert [each["carried by"] for each in figures["measured"]] == ["tcp", "tcp", "unix", "unix"]
+    for baseline, other in (figures["measured"][:2], figures["measured"][2:]):
+        for measured in (baseline, other):
+            assert measured["calls"] >= len(measured["medians of rounds"]) == 2
+            assert 0 < measured["median"] <= measured["p99"]
+            assert measured["cpu"] > 0
+        (row,) = (line for line in lines if line.startswith(other["variant"]))
+        ratio = float(row.partition("|")[2].split()[0])
+        assert ratio == pytest.approx(other["median"] / baseline["median"], abs=0.01)
+
+
+def test_where_there_are_no_two_hosts_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(two_hosts, "_namespace", lambda: subprocess.Popen(["/no/such/program"]))
+    with contextlib.ExitStack() as stack:
+        hosts, what = tls._hosts(stack, loopback=False)
+    assert [host.address for host in hosts] == ["127.0.0.1"] * 2
+    assert "/no/such/program" in what
 
 
 @pytest.mark.parametrize("system", ["gradwire", "gradwire-tcp"])

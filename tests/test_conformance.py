@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
 
+from tests.certificates import TOKEN
 from tests.conformance.fork_server import Outcome
 from tests.conformance.report import Report
 from tests.conformance.suites import gpus_needed
@@ -20,8 +22,11 @@ def outcome(test: str, kind: str, text: str = "") -> Outcome:
     return Outcome(test, kind, text, "", 0.1)
 
 
-def test_a_test_of_torch_runs_on_gradwire():
-    command = [sys.executable, "-m", "tests.conformance", "--module", "tensorpipe", "-v"]
+@pytest.mark.parametrize("options", [(), ("--transports", "tcp,grpc")], ids=["as it is", "TLS"])
+def test_a_test_of_torch_runs_on_gradwire(monkeypatch, options):
+    if options:
+        monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
+    command = [sys.executable, "-m", "tests.conformance", "--module", "tensorpipe", "-v", *options]
     command += ["-k", "RpcTest.test_py_raise_in_user_func_escaped"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr

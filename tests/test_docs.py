@@ -35,6 +35,7 @@ BEFORE = {
             return weights.sum()
         """,
     "docs/rref.md": "",
+    "docs/policy.md": "",
     "docs/streams.md": """
         taken = []
         train = taken.append
@@ -136,6 +137,10 @@ AFTER = {
     "docs/rref.md": """
         assert repr(model).startswith("RRef(owner='server', id=0.")
         assert repr(model).endswith(", type=Linear, confirmed)")
+        """,
+    "docs/policy.md": """
+        assert model.rpc_sync().step(torch.ones(3)).shape == (3,)
+        assert options.policy.of("trainer3").accepts == "exposed"
         """,
     "docs/streams.md": "assert [len(each) for each in taken] == [1 << 20, 5]",
     "docs/asyncio.md": "assert (total.tolist(), x, y, value.tolist(), done) == ([2, 2], 1, 1, [1, 1, 1], 1)",
@@ -249,9 +254,9 @@ def test_the_snippets_that_start_workers_run(workers, free_port, number):
     other.result()
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", [0, 4])
 def test_the_snippets_that_make_process_groups_run(workers, free_port, number):
-    """The one that names an address of another network aside."""
+    """Those that name an address of another network, and that of a training which loses a rank, aside."""
     code = snippets("docs/process_groups.md")[number]
 
     def run_it() -> None:

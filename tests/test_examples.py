@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from examples import parameter_server
+from tests.certificates import TOKEN, make_authority, write
 
 PARAMETER_SERVER = parameter_server.__file__
 
@@ -42,7 +43,9 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
-def test_the_parameter_server_trains(tmp_path):
+def test_the_parameter_server_trains(tmp_path, monkeypatch):
+    """With a token, which is not told; the tests below start it without, or by torchrun."""
+    monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
     picture = tmp_path / "deep" / "curve.png"
     done = run(sys.executable, PARAMETER_SERVER, "--epochs", "5", "--plot", str(picture))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,13 +56,33 @@ def test_the_parameter_server_trains(tmp_path):
     for worker in ("coordinator", "server", "trainer0", "trainer1"):
         assert re.search(rf"^{worker} +[\d,]+ +[\d,]+ +[\d.]+ +[\d.]+$", done.stdout, re.M), done.stdout
     assert "epoch  1/5" in done.stderr  # the progress bar
+    assert TOKEN not in done.stdout + done.stderr
 
 
-def test_it_runs_under_torchrun():
+@pytest.mark.parametrize("credentials", ["token", "certificates"])
+def test_it_runs_under_torchrun(tmp_path, monkeypatch, credentials):
+    program = PARAMETER_SERVER
+    if credentials == "token":
+        monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
+    else:
+        ca = make_authority()
+        for rank in range(3):
+            write(tmp_path / f"of-{rank}", ca, parameter_server.role(rank))
+        program = str(tmp_path / "program.py")
+        Path(program).write_text(WITH_CERTIFICATES.format(folder=tmp_path, program=PARAMETER_SERVER))
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    done = run(torchrun, "--nproc-per-node", "4", PARAMETER_SERVER, "--epochs", "2", "--quiet")
+    done = run(torchrun, "--nproc-per-node", "3", program, "--epochs", "2", "--quiet")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "epoch  2" in done.stdout
+
+
+WITH_CERTIFICATES = """
+import os, runpy
+for name in ("ca", "certificate", "key"):
+    os.environ["GRADWIRE_" + name.upper()] = "{folder}/of-" + os.environ["RANK"] + "/" + name
+runpy.run_path("{program}", run_name="__main__")
+"""
+"""Runs a program with a certificate for each rank."""
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:
@@ -87,14 +110,16 @@ def test_a_killed_server_is_named_and_nothing_hangs():
             process.kill()
 
 
-def test_help_explains_every_flag():
-    done = run(sys.executable, PARAMETER_SERVER, "--help")
-    assert done.returncode == 0
-    flags = re.findall(r"^  (?:-h, )?--([a-z-]+)(?: \S+)?\s+(\S.*)?$", done.stdout, re.M)
+def test_help_explains_every_flag(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parameter_server.py", "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parameter_server.main()
+    flags = re.findall(r"^  (?:-h, )?--([a-z-]+)(?: \S+)?\s+(\S.*)?$", capsys.readouterr().out, re.M)
     assert {"epochs", "trainers", "batch-size", "lr", "momentum", "seed", "plot", "quiet"} <= {f for f, _ in flags}
 
 
-def test_bad_arguments():
-    done = run(sys.executable, PARAMETER_SERVER, "--epochs", "0")
-    assert done.returncode == 2
-    assert "must be at least 1" in done.stderr
+def test_bad_arguments(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parameter_server.py", "--epochs", "0"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parameter_server.main()
+    assert "must be at least 1" in capsys.readouterr().err

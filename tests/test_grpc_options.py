@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from gradwire.c10d.stores import remote as store_client
 from gradwire.c10d.stores import server as store_server
-from gradwire.c10d.stores import tcp as store_client
+from gradwire.c10d.stores.limits import StoreLimits
 from gradwire.rpc.transports import settings
 from grpc._cython import cygrpc
 
@@ -14,7 +15,7 @@ OPTIONS = {
         settings.CLIENT_OPTIONS,
         settings.SERVER_OPTIONS,
         store_client._CLIENT_OPTIONS,
-        store_server._SERVER_OPTIONS,
+        store_server.server_options(StoreLimits()),
     )
     for name, _ in options
 }

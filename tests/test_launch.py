@@ -1,17 +1,26 @@
 """`launch.spawn` starts the processes of a script, and reports the one that failed first."""
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed
-from gradwire import launch, rpc
-from gradwire.errors import WorkerLostError
+from gradwire import c10d, launch, rpc
+from gradwire.c10d import Credentials, TCPStore
+from gradwire.c10d.spawn_store import SpawnStore
+from gradwire.errors import CredentialsError, StoreError, WorkerLostError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from tests.certificates import OTHER_TOKEN, TOKEN, make_authority, write
+
+ROOT = Path(__file__).parent.parent
 
 
 def call_around(rank: int, folder: Path) -> None:
@@ -28,6 +37,55 @@ def reduce_with_torch(rank: int, folder: Path) -> None:
     torch.distributed.all_reduce(ranks)
     (folder / str(rank)).write_text(str(ranks.item()))
     torch.distributed.destroy_process_group()
+
+
+def reduce_with_both(rank: int, folder: Path) -> None:
+    rpc.init_rpc(f"worker{rank}")
+    peer = rpc.rpc_sync(f"worker{1 - rank}", os.getenv, ("RANK",))
+    ranks = torch.tensor([rank])
+    for _ in range(2):  # the second default group is at the same store
+        c10d.init_process_group("shm")
+        c10d.all_reduce(ranks)
+        c10d.destroy_process_group()
+    reduce_with_torch(rank, folder)
+    text = (folder / str(rank)).read_text()
+    (folder / str(rank)).write_text(f"{peer} {ranks.item()} {text}")
+    rpc.shutdown()
+
+
+def ports(pid: int) -> list[int]:
+    """Returns the TCP ports on which a process listens."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+def look_for_the_token(rank: int, folder: Path, launcher: int) -> None:
+    rpc.init_rpc(f"worker{rank}")
+    store = SpawnStore.from_environment(os.environ)
+    assert store is not None
+    processes = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
+    found = {
+        "token": store.token,
+        "in command lines": [each.pid for each in processes if store.token in " ".join(each.cmdline())],
+        "ports of workers": rpc.rpc_sync("worker0", ports, (os.getpid(),)) + ports(os.getpid()),
+        "is the store's": [store.port in ports(launcher), store.master_port in ports(launcher)],
+    }
+    (folder / f"{rank}-{os.getpid()}").write_text(json.dumps(found))
+    rpc.shutdown()
+
+
+def try_credentials(rank: int, folder: Path) -> None:
+    store = SpawnStore.from_environment(os.environ)
+    assert store is not None
+    results = []
+    for token in (None, OTHER_TOKEN, TOKEN, store.token):
+        try:
+            credentials = None if token is None else Credentials(token=token)
+            TCPStore("127.0.0.1", store.port, credentials=credentials, timeout=20).close()
+            results.append("let in")
+        except StoreError as error:
+            results.append(str(error).rpartition(": ")[2])
+    (folder / str(rank)).write_text(json.dumps(results))
 
 
 def never() -> None:
@@ -69,6 +127,82 @@ def test_functions_find_each_other_through_the_environment(tmp_path):
 def test_torch_distributed_starts_in_them_too(tmp_path):
     launch.spawn(reduce_with_torch, 3, (tmp_path,), start_method="forkserver")
     assert texts(tmp_path) == {"0": "3", "1": "3", "2": "3"}
+
+
+def test_rpc_and_groups_of_gradwire_and_torch_start_in_the_same_processes(tmp_path):
+    launch.spawn(reduce_with_both, 2, (tmp_path,), start_method="forkserver")
+    assert texts(tmp_path) == {"0": "1 2 1", "1": "0 2 1"}
+
+
+def test_each_job_has_a_token_of_its_own_which_is_told_nobody(tmp_path):
+    for _ in range(2):
+        launch.spawn(look_for_the_token, 2, (tmp_path, os.getpid()))
+    found = [json.loads(text) for text in texts(tmp_path).values()]
+    assert len(found) == 4
+    tokens = {each["token"] for each in found}
+    assert len(tokens) == 2
+    assert min(map(len, tokens)) >= 43  # 256 bits
+    for each in found:
+        assert each["in command lines"] == []
+        assert each["ports of workers"] == []
+        assert each["is the store's"] == [True, False]
+
+
+def test_nobody_without_the_token_gets_into_the_store(tmp_path):
+    launch.spawn(try_credentials, 1, (tmp_path,), start_method="forkserver")
+    none, other, another, own = json.loads(texts(tmp_path)["0"])
+    assert "demands credentials" in none
+    assert other == another
+    assert "certificate is not of this job" in other
+    assert own == "let in"
+
+
+def test_a_token_in_the_environment_is_the_one_of_the_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
+    launch.spawn(try_credentials, 1, (tmp_path,), start_method="forkserver")
+    assert json.loads(texts(tmp_path)["0"])[2:] == ["let in", "let in"]
+
+
+def test_certificates_in_the_environment_are_those_of_the_store(tmp_path, monkeypatch):
+    credentials = write(tmp_path / "of-job", make_authority(), None)
+    for name in ("ca", "certificate", "key"):
+        monkeypatch.setenv(f"GRADWIRE_{name.upper()}", str(getattr(credentials, name)))
+    (tmp_path / "results").mkdir()
+    launch.spawn(reduce_in_a_group, 2, (tmp_path / "results",))
+    assert texts(tmp_path / "results") == {"0": "1", "1": "1"}
+
+
+def reduce_in_a_group(rank: int, folder: Path) -> None:
+    store = SpawnStore.from_environment(os.environ)
+    assert store is not None
+    with pytest.raises(StoreError, match="certificate is not of this job"):
+        TCPStore("127.0.0.1", store.port, credentials=Credentials(token=TOKEN), timeout=20)
+    c10d.init_process_group("shm")
+    ranks = torch.tensor([rank])
+    c10d.all_reduce(ranks)
+    (folder / str(rank)).write_text(str(ranks.item()))
+    c10d.destroy_process_group()
+
+
+def test_credentials_that_are_not_valid_are_refused(monkeypatch):
+    monkeypatch.setenv("GRADWIRE_TOKEN", "guess")
+    with pytest.raises(CredentialsError, match="the token can be guessed"):
+        launch.spawn(call_around, 2)
+
+
+def test_processes_can_be_forked_again_and_again(tmp_path):
+    """In a process of its own: that of the tests has used gRPC, and must not be forked."""
+    program = f"""
+from pathlib import Path
+from gradwire import launch
+from tests.test_launch import call_around
+for number in range(2):
+    folder = Path({str(tmp_path)!r}, str(number))
+    folder.mkdir()
+    launch.spawn(call_around, 2, (folder,), start_method="fork")
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=110)
+    assert [texts(tmp_path / str(number)).keys() for number in range(2)] == [{"0", "1"}] * 2
 
 
 @pytest.mark.parametrize(

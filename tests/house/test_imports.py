@@ -36,7 +36,7 @@ RPC_ARROWS = {
     "channels": {"contracts", "execution", "wire", "transports"},
     "membership": {"contracts"},
     "collectives": {"contracts"},
-    "profiling": {"contracts"},
+    "profiling": {"contracts", "wire"},
     "streaming": {"contracts", "execution", "wire"},
     "agent": {
         "channels",
@@ -72,6 +72,11 @@ def test_rooms_of_rpc_import_one_way():
         inside = {name for name in imported_modules(path) if name.partition(".")[0] == "rpc"}
         wrong[path_id(path)] = {name for name in inside if ".".join(name.split(".")[:2]) not in allowed}
     assert not {name: imports for name, imports in wrong.items() if imports}
+
+
+def test_credentials_need_nothing_but_errors():
+    for path in (ROOT / "c10d" / "security").glob("*.py"):
+        assert {name for name in imported_modules(path) if not name.startswith("c10d.security")} <= {"errors"}
 
 
 def test_the_tables_list_every_folder_and_have_no_cycles():
