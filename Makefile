@@ -10,10 +10,11 @@ TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinit
 TORCH_PINS := -r requirements-torch.txt
 TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 TYPED  := c10d rpc rref autograd optim nn compat
+LOOSE  := $(filter-out __init__.py,$(wildcard *.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types-tests coverage matrix bench throughput conformance programs graphs schedules all_gathers stores \
-    operations huge proto changelog hooks clean
+    fuzz operations huge proto changelog hooks clean
 
 help:            ## this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,16 +31,18 @@ demo: $(READY)   ## train handwritten digits through a parameter server
 	$(BIN)/python examples/parameter_server.py --plot out/parameter_server.png
 
 test: $(READY)   ## what every change must pass
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+	@# With bytecode in files, if the environment says otherwise: the tests start more than a hundred interpreters.
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 matrix:          ## the tests on every torch that is supported, or on some: make matrix TORCH="2.11.0 2.15.0"
 	$(PYTHON) -m tests.matrix --make "$(MAKE)" $(TORCH)
 
-bench: $(READY)  ## all cases against TensorPipe in one table, the steps of a call, idle workers: docs/benchmarks
+bench: $(READY)  ## all cases against TensorPipe in one table, the steps of a call, idle workers, TLS: docs/benchmarks
 	$(BIN)/python -m benchmarks --save docs/benchmarks
 	$(BIN)/python -m benchmarks.call_steps > docs/benchmarks/call_steps.txt
 	$(BIN)/python -m benchmarks.idle > docs/benchmarks/idle.txt
 	cat docs/benchmarks/call_steps.txt docs/benchmarks/idle.txt
+	$(BIN)/python -m benchmarks.tls --save docs/benchmarks
 
 throughput: $(READY)  ## calls of many workers to one and of one to many, for a minute each: docs/benchmarks
 	$(BIN)/python -m benchmarks.throughput > docs/benchmarks/throughput.txt
@@ -70,6 +73,9 @@ stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations
 	GRADWIRE_STORE_WORKERS=16 GRADWIRE_STORE_ROUNDS=400 \
 	    $(BIN)/python -m pytest tests/c10d/test_store_processes.py -k "atomic or gloo" --durations 0
 
+fuzz: $(READY)        ## parsers of bytes from others: 1,000,000 random inputs
+	$(BIN)/python -m tests.fuzz
+
 operations: $(READY)  ## every collective on every engine, with every dtype
 	$(BIN)/python -m tests.c10d.operations
 	$(BIN)/python -m tests.c10d.open_mpi 2 -m tests.c10d.operations
@@ -84,7 +90,7 @@ lint: $(READY)   ## style and types of the package
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/lint && ln -sfn "$(CURDIR)" $(VENV)/lint/gradwire
 	cd $(VENV)/lint && MYPYPATH=. ../bin/mypy --config-file ../../pyproject.toml \
-	    -m gradwire.__main__ -m gradwire.errors -m gradwire.extensions -m gradwire.launch -m gradwire.torch_internals $(TYPED:%=-p gradwire.%)
+	    $(LOOSE:%.py=-m gradwire.%) $(TYPED:%=-p gradwire.%)
 
 types-tests: $(READY)  ## types of the tests, examples and benchmarks, less strictly
 	mkdir -p $(VENV)/lint
