@@ -118,7 +118,7 @@ class Context:
     def reach(self, worker: int) -> bool:
         """Notes that a message of the context is about to be sent to a worker; False if the context has ended."""
         with self._lock:
-            if not self._is_released and worker != self.agent.info.id:
+            if not self._is_released and worker != self.agent.info.wire_id:
                 self._reached.add(worker)
             return not self._is_released
 
@@ -138,7 +138,7 @@ class Context:
         with self._lock:
             if self._is_released:
                 return None
-            if destination != self.agent.info.id:
+            if destination != self.agent.info.wire_id:
                 self._reached.add(destination)
             message_id = self._message_count
             self._message_count += 1

@@ -58,7 +58,7 @@ class Contexts:
 
     def open(self) -> Context:
         """Returns a new context, created by this worker."""
-        identifier = self._agent.info.id << 48 | next(self._numbers)
+        identifier = self._agent.info.wire_id << 48 | next(self._numbers)
         context = self._contexts[identifier] = self._make(identifier)
         return context
 
@@ -89,7 +89,7 @@ class Contexts:
         """
         context = self._contexts.get(identifier)
         if context is None:
-            if (creator := creator_of(identifier)) == self._agent.info.id:
+            if (creator := creator_of(identifier)) == self._agent.info.wire_id:
                 return None
             if not self._agent.is_member(creator):
                 raise AutogradError(f"there is no worker {creator} to create autograd context {identifier}")
@@ -143,7 +143,7 @@ class Contexts:
                 _remember(self._left[sender], identifier)
                 if context is None:
                     return
-                if creator == self._agent.info.id or sender not in context.senders:
+                if creator == self._agent.info.wire_id or sender not in context.senders:
                     raise AutogradError(f"worker {sender} cannot end autograd context {identifier}")
             _remember(self._ended[creator], identifier)
             self._contexts.pop(identifier, None)
@@ -151,7 +151,7 @@ class Contexts:
             return
         reached = context.close()
         to_tell = reached - told - {sender}
-        if context.creator == self._agent.info.id:
+        if context.creator == self._agent.info.wire_id:
             told = reached | {context.creator}
         for worker in to_tell:
             self._send_release(worker, identifier, told)

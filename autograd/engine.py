@@ -93,8 +93,8 @@ class Engine:
         else:
             sends = complete_closure(self._agent, context, graph.closure())
         message_ids = by_worker(sends)
-        part = self._part(context, roots, graph, message_ids.pop(self._agent.info.id, []))
-        pass_id = (self._agent.info.id, next(self._pass_numbers))
+        part = self._part(context, roots, graph, message_ids.pop(self._agent.info.wire_id, []))
+        pass_id = (self._agent.info.wire_id, next(self._pass_numbers))
         anomaly = AnomalyMode.if_enabled()
         coordinator = PassCoordinator(
             self._agent,
@@ -124,7 +124,7 @@ class Engine:
         request, first = message.value
         context_id, pass_id, message_ids, retain_graph, timeout, anomaly = request
         caller, _ = pass_id
-        if caller != message.source.id:
+        if caller != message.source.wire_id:
             raise AutogradError(f"{message.source.name!r} asks for a part of a pass of worker {caller}")
         message.tensors.clear()  # whose memory a gradient may take over
         context = self._contexts.get(context_id)
@@ -146,7 +146,7 @@ class Engine:
         message.tensors.clear()  # as in `serve_part`
         if (context := self._contexts.find(header.context_id)) is not None:
             pass_id = (header.caller, header.pass_number)
-            context.set_gradients(message.source.id, pass_id, header.message_id, decompress(compressed))
+            context.set_gradients(message.source.wire_id, pass_id, header.message_id, decompress(compressed))
 
     @contextmanager
     def receiving_gradients(self, message: Incoming) -> Iterator[None]:
@@ -157,7 +157,7 @@ class Engine:
         header = message.envelope.gradients
         if (context := self._contexts.find(header.context_id)) is None:
             raise UnwantedMessageError(f"autograd context {header.context_id} has ended")
-        context.check_receiver(message.source.id, header.message_id)
+        context.check_receiver(message.source.wire_id, header.message_id)
         if not self._agent.is_member(header.caller):
             raise AutogradError(f"there is no worker {header.caller} to begin a backward pass")
         yield
@@ -168,7 +168,7 @@ class Engine:
         """Fails the pass of gradients that cannot be decoded: here, and by its caller on all workers."""
         header = message.envelope.gradients
         if (context := self._contexts.find(header.context_id)) is not None:
-            context.check_receiver(message.source.id, header.message_id)
+            context.check_receiver(message.source.wire_id, header.message_id)
             if not isinstance(error, PolicyError):  # whose text says all this
                 reader, sender = self._agent.info.name, message.source.name
                 problem = f"worker {reader!r} cannot read the gradients that worker {sender!r} has sent"

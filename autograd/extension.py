@@ -78,11 +78,11 @@ class Autograd(Extension):
         header = message.envelope.autograd
         if indices:
             tensors = [message.tensors[index] for index in indices]
-            new_send = context.add_send(tensors, message.destination.id)
+            new_send = context.add_send(tensors, message.destination.wire_id)
             if new_send is None:
                 return  # the context has ended
             _fill_header(header, new_send, indices)
-        elif not context.reach(message.destination.id):
+        elif not context.reach(message.destination.wire_id):
             return  # the context has ended
         header.context_id = context.id
         if message.reply_to is None and (anomaly := AnomalyMode.if_enabled()) is not None:
@@ -104,7 +104,7 @@ class Autograd(Extension):
         if not message.envelope.HasField("autograd"):
             return
         header = message.envelope.autograd
-        context = self.contexts.join(header.context_id, message.source.id)
+        context = self.contexts.join(header.context_id, message.source.wire_id)
         if context is None:
             return
         message.state[Autograd] = context
@@ -119,7 +119,7 @@ class Autograd(Extension):
                 )
             sent.append(tensors[index].requires_grad_(False))  # noqa: FBT003
         received = context.add_receive(
-            message.source.id, header.message_id, _closure_of(header, message.source.id), sent
+            message.source.wire_id, header.message_id, _closure_of(header, message.source.wire_id), sent
         )
         for index, tensor in zip(indices, received, strict=True):
             tensors[index] = tensor
@@ -141,7 +141,7 @@ class Autograd(Extension):
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Aborts the passes that need a lost worker, and ends the contexts that the lost worker created."""
-        self.contexts.on_worker_lost(worker.id, end.as_error(worker.name))
+        self.contexts.on_worker_lost(worker.wire_id, end.as_error(worker.name))
 
     def live_objects(self) -> Mapping[str, int]:
         """Returns the number of contexts that this worker has a part in, and of those with a running pass."""
@@ -192,13 +192,13 @@ class Autograd(Extension):
         context_id, told = payload
         if type(context_id) is not int or not isinstance(told, Set):
             raise ValueError("malformed message: it ends no context")
-        self.contexts.release(context_id, sender=sender.id, told=told)
+        self.contexts.release(context_id, sender=sender.wire_id, told=told)
 
     def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:
         """Handles the control message that a pass has failed on another worker."""
         context_id, pass_id, error = payload
         caller, number = pass_id
-        if caller != sender.id or type(number) is not int or not isinstance(error, Exception):
+        if caller != sender.wire_id or type(number) is not int or not isinstance(error, Exception):
             raise AutogradError(f"{sender.name!r} cannot abort a pass of worker {reprlib.repr(caller)}")
         if (context := self.contexts.find(context_id)) is not None:
             context.passes.abort(pass_id, error)

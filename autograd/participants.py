@@ -20,7 +20,7 @@ def complete_closure(agent: RpcAgent, context: Context, closure: Closure) -> Set
     while wanted:
         asked |= wanted
         wanted_by_worker = by_worker(wanted)
-        closures = [context.closure_of_sends(wanted_by_worker.pop(agent.info.id, []))]
+        closures = [context.closure_of_sends(wanted_by_worker.pop(agent.info.wire_id, []))]
         requests = {worker: (context.id, message_ids) for worker, message_ids in wanted_by_worker.items()}
         closures += _ask(agent, MessageType.CLOSURE, requests).values()
         sends.update(*(each.sends for each in closures))
@@ -30,7 +30,7 @@ def complete_closure(agent: RpcAgent, context: Context, closure: Closure) -> Set
 
 def all_sends(agent: RpcAgent, context: Context) -> Set[SendId]:
     """Returns all sends of a context (FAST mode). Asks all workers that the context has reached."""
-    me = agent.info.id
+    me = agent.info.wire_id
     message_ids, reached = context.sends()
     sends = {(me, message_id) for message_id in message_ids}
     wanted, asked = set(reached), {me}

@@ -91,7 +91,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         cause = error.__cause__
         agent = current_agent()
         worker = agent.worker(cause.worker) if isinstance(cause, RemoteError) else agent.info
-        raise RuntimeError(f"Error on Node {worker.id}: {error}") from error
+        raise RuntimeError(f"Error on Node {worker.wire_id}: {error}") from error
 
 
 def _are_tensors(roots: object) -> bool:
@@ -142,7 +142,7 @@ def retrieve(context_id: int) -> DistAutogradContext:
 
 def max_id() -> int:
     """Returns the largest id of a context of this worker: 48 bits for the count, the worker id above them."""
-    return (current_agent().info.id + 1 << 48) - 1
+    return (current_agent().info.wire_id + 1 << 48) - 1
 
 
 def check_valid(context_id: int) -> None:

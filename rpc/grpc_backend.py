@@ -157,7 +157,7 @@ def _remove_dead_namesake(log: RosterLog, name: str, where: ListenAddress) -> No
     """Removes the member of this name from the group if it is dead, such as this worker before a restart."""
     namesake = log.find(name)
     if namesake is not None and _is_dead(namesake, where):
-        log.leave(namesake.info.id)
+        log.leave(namesake.info.wire_id)
 
 
 def _listen_as_member(
@@ -241,7 +241,7 @@ def _greet(agent: GrpcAgent, log: RosterLog, deadline: float, timeout: float) ->
             if error.cause is LossCause.REFUSED:
                 _check_has_left(agent, log, worker, error.reason)
             else:
-                log.leave(worker.id)
+                log.leave(worker.wire_id)
         except RuntimeError as error:
             raise RendezvousError(
                 f"member {worker.name!r} did not answer within {timeout:g} s to {agent.info.name!r}, which wants "
@@ -259,7 +259,7 @@ def _wait_for_answer(greeting: Future[Any], seconds: float, doing: str) -> None:
 def _check_has_left(agent: GrpcAgent, log: RosterLog, worker: WorkerInfo, reason: str) -> None:
     """Raises RendezvousError if a worker that has refused this one is still a member: it lives, so it stays."""
     log.catch_up()
-    if worker.id in {member.info.id for member in log.members()}:
+    if worker.wire_id in {member.info.wire_id for member in log.members()}:
         raise RendezvousError(f"member {worker.name!r} refuses {agent.info.name!r}, which wants to join: {reason}")
 
 

@@ -64,9 +64,9 @@ class References(ReferenceExtension):
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self.table = OwnerTable(agent.info.id, agent.is_member)
+        self.table = OwnerTable(agent.info.wire_id, agent.is_member)
         self.values = ValueServer(agent, self.table)
-        self._ids = IdSource(agent.info.id)
+        self._ids = IdSource(agent.info.wire_id)
         self._forks: set[Fork] = set()
         """The forks that this worker holds."""
         self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
@@ -121,7 +121,7 @@ class References(ReferenceExtension):
     def create(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> OwnerHandle | UserHandle:
         """Runs a call on a worker, which owns the result; returns a handle to it at once."""
         identifier, fork_id = self._ids.next(), self._ids.next()
-        if owner.id == self.agent.info.id:
+        if owner.wire_id == self.agent.info.wire_id:
             return self._create_here(identifier, fork_id, call, timeout)
         fork = Fork(identifier, fork_id, owner, is_creator=True)
         handle = self._lease(fork)
@@ -139,17 +139,17 @@ class References(ReferenceExtension):
         self, identifier: GlobalId, fork_id: GlobalId, call: CreationCall, timeout: float | None
     ) -> OwnerHandle:
         entry = self.table.create(identifier)
-        self.table.add_fork(identifier, fork_id, self.agent.info.id)  # keeps the entry until the call has run
+        self.table.add_fork(identifier, fork_id, self.agent.info.wire_id)  # keeps the entry until the call has run
 
         def on_done(done: torch.futures.Future[Any]) -> None:
             if (error := error_of(done)) is not None:
                 entry.fail(error)
-            self.table.remove_fork(identifier, fork_id, self.agent.info.id)
+            self.table.remove_fork(identifier, fork_id, self.agent.info.wire_id)
 
         try:
             creation = self._request_creation(self.agent.info, identifier, fork_id, call, timeout)
         except BaseException:
-            self.table.remove_fork(identifier, fork_id, self.agent.info.id)
+            self.table.remove_fork(identifier, fork_id, self.agent.info.wire_id)
             raise
         creation.add_done_callback(on_done)
         return OwnerHandle(self.agent, entry, creation)
@@ -167,7 +167,7 @@ class References(ReferenceExtension):
 
         def add_header(envelope: agent_pb2.Envelope) -> None:
             created = envelope.created
-            created.owner = owner.id
+            created.owner = owner.wire_id
             created.reference.worker_id, created.reference.number = identifier
             created.fork.worker_id, created.fork.number = fork
             # Nobody waits for this answer; who does asks for it: see `_confirm_creation`.
@@ -208,9 +208,9 @@ class References(ReferenceExtension):
             except Exception as error:  # must not be taken for an error of this message
                 raise RRefError(f"{rref} cannot be passed on: {error}") from error
             if isinstance(handle, OwnerHandle):
-                self.table.add_fork(handle.id, fork, message.destination.id)
+                self.table.add_fork(handle.id, fork, message.destination.wire_id)
             else:
-                self._children[fork] = (handle, message.destination.id)
+                self._children[fork] = (handle, message.destination.wire_id)
             message.envelope.references.append(_to_proto(handle.id, fork, handle.owner.id))
 
     def on_send_aborted(self, message: Outgoing) -> None:
@@ -218,7 +218,7 @@ class References(ReferenceExtension):
         for reference in message.envelope.references:
             fork = GlobalId.from_proto(reference.fork)
             if self._children.pop(fork, None) is None:
-                self.table.remove_fork(GlobalId.from_proto(reference.reference), fork, message.destination.id)
+                self.table.remove_fork(GlobalId.from_proto(reference.reference), fork, message.destination.wire_id)
 
     def on_receive(self, message: Incoming) -> None:
         """Accepts the forks of a message, whether or not it can be unpickled afterwards."""
@@ -246,10 +246,10 @@ class References(ReferenceExtension):
 
     def _accept(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
         identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
-        if fork_id.worker != sender.id:
+        if fork_id.worker != sender.wire_id:
             raise ValueError(f"malformed reference {identifier}: {sender.name!r} did not make fork {fork_id}")
         owner = self.agent.worker(reference.owner)
-        accepting = self._accepting[sender.id]
+        accepting = self._accepting[sender.wire_id]
         if fork_id in accepting or len(accepting) >= MAX_ACCEPTING:
             problem = f"malformed reference {identifier}: fork {fork_id} is one too many"
             raise LimitReachedError(problem, f"MAX_ACCEPTING={MAX_ACCEPTING}")
@@ -275,13 +275,13 @@ class References(ReferenceExtension):
             entry = OwnedValue(identifier)
             entry.fail(error)
         if sender == self.agent.info:
-            self.table.remove_fork(identifier, fork_id, sender.id)
+            self.table.remove_fork(identifier, fork_id, sender.wire_id)
         else:
             self._tell_accepted(sender, fork_id)
         return OwnerHandle(self.agent, entry)
 
     def _tell_accepted(self, sender: WorkerInfo, fork: GlobalId) -> None:
-        accepting = self._accepting[sender.id]
+        accepting = self._accepting[sender.wire_id]
         accepting.add(fork)
         done = lambda _error: accepting.discard(fork)  # noqa: E731
         self.agent.control.send(sender, "rref.accept", tuple(fork), done, urgent=False)
@@ -331,7 +331,7 @@ class References(ReferenceExtension):
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
         identifier, fork = payload
         value, fork_id = GlobalId.from_payload(identifier), GlobalId.from_payload(fork)
-        self.values.ask_creator(self.table.add_fork(value, fork_id, sender.id))
+        self.values.ask_creator(self.table.add_fork(value, fork_id, sender.wire_id))
 
     def _on_await(self, sender: WorkerInfo, payload: Any) -> None:
         if (identifier := GlobalId.from_payload(payload)) not in self._creating:
@@ -339,12 +339,12 @@ class References(ReferenceExtension):
 
     def _on_delete(self, sender: WorkerInfo, payload: Any) -> None:
         identifier, fork = payload
-        self.table.remove_fork(GlobalId.from_payload(identifier), GlobalId.from_payload(fork), sender.id)
+        self.table.remove_fork(GlobalId.from_payload(identifier), GlobalId.from_payload(fork), sender.wire_id)
 
     def _on_accept(self, sender: WorkerInfo, payload: Any) -> None:
         fork = GlobalId.from_payload(payload)
-        _, destination = self._children.get(fork, (None, sender.id))
-        if destination != sender.id:
+        _, destination = self._children.get(fork, (None, sender.wire_id))
+        if destination != sender.wire_id:
             raise RRefError(f"fork {fork} was not made for {sender.name!r}")
         self._children.pop(fork, None)
 
@@ -370,9 +370,9 @@ class References(ReferenceExtension):
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Removes the forks of a lost worker, and what is kept until it has accepted others."""
-        self.table.remove_worker(worker.id, end.reason)
+        self.table.remove_worker(worker.wire_id, end.reason)
         for fork, (_, destination) in self._children.copy().items():
-            if destination == worker.id:
+            if destination == worker.wire_id:
                 self._children.pop(fork, None)
 
     def live_objects(self) -> Mapping[str, int]:

@@ -43,7 +43,7 @@ class ValueServer:
 
         If it is not, the entry fails. The question also makes this worker notice the loss of the creator.
         """
-        if entry.is_created or entry.is_asked_for or entry.id.worker == self._agent.info.id:
+        if entry.is_created or entry.is_asked_for or entry.id.worker == self._agent.info.wire_id:
             return
         entry.is_asked_for = True
         creator, identifier = self._agent.worker(entry.id.worker), entry.id
@@ -63,11 +63,11 @@ class ValueServer:
             ValueError: the ids in it are not the sender's.
             RRefError: the value exists already.
         """
-        created, source = message.envelope.created, message.source.id
+        created, source = message.envelope.created, message.source.wire_id
         identifier, fork = GlobalId.from_proto(created.reference), GlobalId.from_proto(created.fork)
-        if not identifier.worker == fork.worker == source or created.owner != self._agent.info.id:
+        if not identifier.worker == fork.worker == source or created.owner != self._agent.info.wire_id:
             raise ValueError(f"malformed creation: {identifier} with fork {fork}, sent by worker {source}")
-        if source != self._agent.info.id:
+        if source != self._agent.info.wire_id:
             return self._table.begin_creation(identifier, fork, source)
         entry = self._table.get(identifier)
         self._table.mark_created(entry)

@@ -20,7 +20,7 @@ class CancellableRequests:
 
     def add(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Registers a request that has arrived; its payloads may still be on their way."""
-        self._waiting.add((source.id, envelope.id))
+        self._waiting.add((source.wire_id, envelope.id))
 
     def begin(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
         """Returns whether a request may run: whether it was not cancelled."""
@@ -39,7 +39,7 @@ class CancellableRequests:
 
     def _remove(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> bool:
         try:
-            self._waiting.remove((source.id, envelope.id))
+            self._waiting.remove((source.wire_id, envelope.id))
         except KeyError:
             return False
         return True

@@ -149,10 +149,10 @@ class Client:
             if waiter is None or self._is_to_be_sent(pending):
                 self._codec.send(message, broadcast)
             elif broadcast is not None:
-                broadcast.not_sent(worker.id)
+                broadcast.not_sent(worker.wire_id)
         except BaseException as error:
             if broadcast is not None:
-                broadcast.not_sent(worker.id)
+                broadcast.not_sent(worker.wire_id)
             if not self._roll_back(identifier, worker, error):
                 raise
         else:
@@ -199,7 +199,7 @@ class Client:
             identifier, future, worker, handler, timeout, depth
         )
         if request.keep is not None:
-            self._requests.kept[identifier] = worker.id, request.keep
+            self._requests.kept[identifier] = worker.wire_id, request.keep
         return pending, message
 
     def _admit(self, pending: PendingRequest, message: Outgoing, *, blocks: bool = True) -> Waiter | None:
@@ -214,7 +214,7 @@ class Client:
             pending.future.add_done_callback(waiter.wake)
             if pending.timeout:
                 self._deadlines.add(pending.identifier, pending.timeout)
-            if pending.worker.id in self._network.lost:  # handled before the request was registered
+            if pending.worker.wire_id in self._network.lost:  # handled before the request was registered
                 waiter.wake()
         return waiter
 
@@ -228,7 +228,7 @@ class Client:
 
     def _release_unsent(self, identifier: int, worker: WorkerInfo) -> None:
         self._requests.kept.pop(identifier, None)
-        self._flow_control.abandon(worker.id, identifier)
+        self._flow_control.abandon(worker.wire_id, identifier)
 
     def _note_sent(self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None) -> None:
         if pending.handler.cancellable:
@@ -299,7 +299,7 @@ class Client:
         """Takes a request back, or asks its worker not to begin it. Called on the event loop."""
         if self._network.withdraw(worker, sent.ticket, sent.payloads):
             self._requests.kept.pop(sent.envelope.id, None)
-            self._flow_control.release(worker.id, sent.envelope.id)
+            self._flow_control.release(worker.wire_id, sent.envelope.id)
             self._executor.submit(self._extensions.on_send_aborted, sent)
             return
         cancel = agent_pb2.Envelope(id=sent.envelope.id, type=CANCEL)

@@ -212,12 +212,12 @@ class Codec:
         except BaseException:
             self._extensions.on_send_aborted(message)
             raise
-        if worker.id not in self._to_flush:
-            self._to_flush.add(worker.id)
+        if worker.wire_id not in self._to_flush:
+            self._to_flush.add(worker.wire_id)
             self._control.run(partial(self._flush, worker), urgent=False)
 
     def _flush(self, worker: WorkerInfo) -> None:
-        self._to_flush.discard(worker.id)
+        self._to_flush.discard(worker.wire_id)
         self._network.flush(worker)
 
     # Receiving.

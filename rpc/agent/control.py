@@ -180,15 +180,15 @@ class RetryingControlMessages:
     ) -> None:
         """Sends a message, again and again until it is acknowledged: see `ControlMessages.send`."""
         sent = _Unacknowledged(kind, payload, done, expected, urgent)
-        peer = self._peers.get(worker.id)
+        peer = self._peers.get(worker.wire_id)
         if peer is None:
-            peer = self._peers.setdefault(worker.id, _Peer(worker))
+            peer = self._peers.setdefault(worker.wire_id, _Peer(worker))
         if urgent:
             peer.urgent.append(sent)
             self._scheduler.submit(partial(self._flush, peer))
         else:
             peer.lingering.append(sent)
-            if worker.id not in self.waiting:
+            if worker.wire_id not in self.waiting:
                 self._linger(peer)
 
     def run(self, task: Task, *, urgent: bool = True) -> None:
@@ -212,16 +212,16 @@ class RetryingControlMessages:
 
     def piggyback(self, worker: WorkerInfo) -> None:
         """Puts messages that wait behind the next message to a worker. Called by the thread that sends it."""
-        since = self.waiting.get(worker.id)
+        since = self.waiting.get(worker.wire_id)
         if since is None or time.monotonic() < since + PIGGYBACK_AFTER_S:
             return
         try:
-            self._send_queued(self._peers[worker.id], piggybacked=True)
+            self._send_queued(self._peers[worker.wire_id], piggybacked=True)
         except Exception:  # which is not that of the other message
             log.exception("control messages cannot be sent to %s", worker.name)
 
     def _linger(self, peer: _Peer) -> None:
-        self.waiting[peer.worker.id] = time.monotonic()
+        self.waiting[peer.worker.wire_id] = time.monotonic()
         self._scheduler.submit(partial(self._flush, peer), urgent=False)
 
     def _flush(self, peer: _Peer) -> None:
@@ -246,7 +246,7 @@ class RetryingControlMessages:
         finally:
             if held == [True]:
                 peer.sending.release()
-        self.waiting.pop(peer.worker.id, None)
+        self.waiting.pop(peer.worker.wire_id, None)
         # Left over, or queued in between by a thread that has seen others wait.
         if peer.lingering and not peer.is_full:
             self._linger(peer)
@@ -361,7 +361,7 @@ class RetryingControlMessages:
         if len(header.messages) != len(payloads):
             raise ValueError(f"{len(header.messages)} control messages with {len(payloads)} payloads")
         with self._received_lock:
-            received = self._received[message.source.id]
+            received = self._received[message.source.wire_id]
         failures = {}
         with received.lock:
             if header.acknowledged_below > received.floor:

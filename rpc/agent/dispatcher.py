@@ -158,7 +158,7 @@ class Dispatcher:
         level = logging.WARNING if has_failed else logging.INFO
         log.log(level, "worker %s is lost: %s", worker.name, end.reason)
         if has_failed:  # not known before it is logged: a shutdown says that it goes without this worker
-            self._failed[worker.id] = end.reason
+            self._failed[worker.wire_id] = end.reason
         self._requests.on_worker_lost(worker, end)
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)

@@ -146,7 +146,7 @@ class FlowControl:
         Raises:
             SendQueueFullError: the call may not wait.
         """
-        window = self._windows.get(worker.id)
+        window = self._windows.get(worker.wire_id)
         if window is None:
             window = self._add(worker)
         if (
@@ -210,7 +210,7 @@ class FlowControl:
 
     def figures(self, worker: WorkerInfo) -> Mapping[str, int]:
         """Returns the numbers of calls to a worker that are in flight and that wait, and the bytes in flight."""
-        window = self._windows.get(worker.id, _Window(worker))
+        window = self._windows.get(worker.wire_id, _Window(worker))
         with self._lock:
             return {
                 "calls_in_flight": len(window.calls),
@@ -220,7 +220,7 @@ class FlowControl:
 
     def _add(self, worker: WorkerInfo) -> _Window:
         with self._lock:
-            window = self._windows.setdefault(worker.id, _Window(worker))
+            window = self._windows.setdefault(worker.wire_id, _Window(worker))
             self._set_limit(window)
             return window
 
@@ -239,7 +239,7 @@ class FlowControl:
                 raise self._full_error(window, exceeded, advice)
             waiter = Waiter(identifier, charge)
             window.waiting.setdefault(depth, deque()).append(waiter)
-            self._waiting[window.worker.id] = window
+            self._waiting[window.worker.wire_id] = window
             self._admit_waiters(window)  # a call may have been released without the lock since `_exceeded`
         return waiter
 
@@ -320,12 +320,12 @@ class FlowControl:
                     break
                 waiter = queue.popleft()
                 self._count(window, waiter.identifier, waiter.charge)
-                self._waiting[window.worker.id] = self._waiting.pop(window.worker.id)
+                self._waiting[window.worker.wire_id] = self._waiting.pop(window.worker.wire_id)
                 waiter.wake()
             if not queue:
                 del window.waiting[depth]
         if not window.waiting:
-            self._waiting.pop(window.worker.id, None)
+            self._waiting.pop(window.worker.wire_id, None)
         self._set_limit(window)
         return is_total_full
 

@@ -341,7 +341,7 @@ class GrpcAgent(RpcAgent):
         return {
             worker.name: {
                 **self._flow_control.figures(worker),
-                "send_queue_bytes": self._network.queued_bytes(worker.id),
+                "send_queue_bytes": self._network.queued_bytes(worker.wire_id),
                 **self._received.figures(worker),
                 **self._server.postponed.figures(worker),
             }

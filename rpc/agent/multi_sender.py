@@ -79,9 +79,9 @@ class MultiSender:
             encoded = [replace(each, broadcast=broadcast) for each in encoded]
         try:
             # In the order of ids: calls that wait for capacity hold back the broadcast that they take part in.
-            in_order = sorted(zip(workers, encoded, strict=True), key=lambda each: each[0].id)
-            sent = {each[0].id: self._try_send(*each, request, timeout, around) for each in in_order}
-            return [sent[worker.id] for worker in workers]
+            in_order = sorted(zip(workers, encoded, strict=True), key=lambda each: each[0].wire_id)
+            sent = {each[0].wire_id: self._try_send(*each, request, timeout, around) for each in in_order}
+            return [sent[worker.wire_id] for worker in workers]
         finally:
             if broadcast is not None:
                 broadcast.release()
@@ -92,10 +92,10 @@ class MultiSender:
         Does nothing on a thread that runs an event loop. Waits for each worker once.
         """
         nbytes = len(packed.body) + bytes_of(packed.tensors)
-        unconnected = self._network.broadcasts.unconnected([worker.id for worker in workers], nbytes)
+        unconnected = self._network.broadcasts.unconnected([worker.wire_id for worker in workers], nbytes)
         if not unconnected or has_event_loop():
             return
-        connecting = {self._network.connect(worker) for worker in workers if worker.id in unconnected}
+        connecting = {self._network.connect(worker) for worker in workers if worker.wire_id in unconnected}
         with self._executor.blocking():
             self._timed_out |= concurrent.futures.wait(connecting - self._timed_out, CONNECT_TIMEOUT_S).not_done
 

@@ -110,11 +110,11 @@ class Network:
         self._streams = GrpcStreams(loop, self._handshake, self, parts)
         chunks = ChunkedChannel(loop, self._handshake, self._open_channel, channels, self._streams.abort)
         self.broadcasts = BroadcastChannel(
-            loop, self.me.id, chunks, memory, self._may_share_memory, channels, self._options.broadcasts
+            loop, self.me.wire_id, chunks, memory, self._may_share_memory, channels, self._options.broadcasts
         )
         self._router = ChannelRouter(
             channels,
-            self.me.id,
+            self.me.wire_id,
             small=InlineChannel(),
             bulk=BulkChannel(loop, bulk, executor, chunks, channels, self._has_socket),
             chunked=chunks,
@@ -143,7 +143,7 @@ class Network:
 
     def open(self, members: Sequence[Member]) -> None:
         """Sets the members; none of them is let in before `admit`."""
-        for member in sorted(members, key=lambda member: member.info.id):
+        for member in sorted(members, key=lambda member: member.info.wire_id):
             self._add(member)
 
     def _open_channel(self, peer: int) -> Any:
@@ -161,17 +161,17 @@ class Network:
         return self._transports[peer].name in (UNIX, TCP)
 
     def _is_on_this_host(self, peer: int) -> bool:
-        return self._members[peer].network == self._members[self.me.id].network
+        return self._members[peer].network == self._members[self.me.wire_id].network
 
     def admit(self) -> None:
         """Accepts connections of the members from now on."""
         self._events.loop.call_soon_threadsafe(self._let_in)
 
     def _add(self, member: Member) -> None:
-        identifier = member.info.id
+        identifier = member.info.wire_id
         self._by_name[member.info.name] = member.info
         transport: Transport
-        if identifier == self.me.id:
+        if identifier == self.me.wire_id:
             transport = LoopbackTransport(self.me, self)
         else:
             transport = self._streams.add(member.info, member.address)
@@ -188,7 +188,7 @@ class Network:
             return
         await self._newcomers.learn(entries)
         # All that are unknown here: `leave` may have read some of them from the store before.
-        joined = [member for member in self._roster.members() if member.info.id not in self._members]
+        joined = [member for member in self._roster.members() if member.info.wire_id not in self._members]
         for member in joined:
             self._add(member)
         self._let_in()
@@ -202,7 +202,7 @@ class Network:
 
     def workers(self) -> list[WorkerInfo]:
         """Returns all members by id; of a dynamic group, those that are not lost."""
-        everybody = sorted(member.info.id for member in self._members.values())
+        everybody = sorted(member.info.wire_id for member in self._members.values())
         if self._roster is not None:
             everybody = [identifier for identifier in everybody if identifier not in self._lost]
         return [self._members[identifier].info for identifier in everybody]
@@ -229,32 +229,34 @@ class Network:
 
     def transport_names(self) -> dict[str, str]:
         """Returns the name of the transport to each member, by the member's name."""
-        return {worker.name: self._transports[worker.id].name for worker in self.workers()}
+        return {worker.name: self._transports[worker.wire_id].name for worker in self.workers()}
 
     def channel_names(self) -> dict[str, str]:
         """Returns the name of the channel for large payloads to each member, by the member's name."""
-        return {worker.name: self._router.name_for(worker.id) for worker in self.workers()}
+        return {worker.name: self._router.name_for(worker.wire_id) for worker in self.workers()}
 
     def writer(self, worker: WorkerInfo, broadcast: Broadcast | None = None) -> PayloadWriter:
         """Returns a writer for the payloads of an envelope; `broadcast` is shared with other envelopes."""
-        return self._router.writer(worker.id, broadcast)
+        return self._router.writer(worker.wire_id, broadcast)
 
     def broadcast(self, workers: Sequence[WorkerInfo]) -> Broadcast | None:
         """Returns what envelopes to these workers share; None if they share nothing."""
-        return self.broadcasts.broadcast([worker.id for worker in workers if worker.id not in self._lost])
+        return self.broadcasts.broadcast(
+            [worker.wire_id for worker in workers if worker.wire_id not in self._lost]
+        )
 
     def answer_reader(self, worker: WorkerInfo) -> ReadAnswer | None:
         """Returns what has a thread wait for an answer of a worker and read it; None for this worker."""
-        return self._transports[worker.id].read_answer if worker.id != self.me.id else None
+        return self._transports[worker.wire_id].read_answer if worker.wire_id != self.me.id else None
 
     def connect(self, worker: WorkerInfo) -> Connecting:
         """Connects to a worker now, so that its loss is noticed; see `Transport.connect`."""
-        return self._transports[worker.id].connect()
+        return self._transports[worker.wire_id].connect()
 
     def check_present(self, worker: WorkerInfo) -> None:
         """Raises WorkerLostError if a worker is known to be lost."""
-        if self._lost and worker.id in self._lost:
-            raise self._lost[worker.id].as_error(worker.name)
+        if self._lost and worker.wire_id in self._lost:
+            raise self._lost[worker.wire_id].as_error(worker.name)
 
     def send(self, worker: WorkerInfo, envelope: bytes) -> int:
         """Queues an envelope.
@@ -270,23 +272,23 @@ class Network:
         if len(envelope) > LARGE_BYTES:
             check_size(envelope)
         try:
-            return self._transports[worker.id].send(envelope)
+            return self._transports[worker.wire_id].send(envelope)
         except TransportClosedError as error:
             raise self._lost_error(worker, error) from None
 
     def send_behind(self, worker: WorkerInfo, envelope: bytes, seconds: float) -> None:
         """Queues an envelope that goes with another one after `seconds`, or by `flush`. Raises as `send` does."""
         try:
-            self._transports[worker.id].send_behind(envelope, seconds)
+            self._transports[worker.wire_id].send_behind(envelope, seconds)
         except TransportClosedError as error:
             raise self._lost_error(worker, error) from None
 
     def flush(self, worker: WorkerInfo) -> None:
         """Sends what waits for the next envelope to a worker."""
-        self._transports[worker.id].flush()
+        self._transports[worker.wire_id].flush()
 
     def _lost_error(self, worker: WorkerInfo, error: TransportClosedError) -> WorkerLostError:
-        end = self._lost.get(worker.id)
+        end = self._lost.get(worker.wire_id)
         return WorkerLostError(worker.name, str(error), end.cause if end is not None else LossCause.DISCONNECTED)
 
     def call_soon(self, function: Callable[..., None], *args: Any) -> None:
@@ -296,20 +298,20 @@ class Network:
     def withdraw(self, worker: WorkerInfo, ticket: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
         """Takes a message back if nothing of it, envelope and payloads, is on its way. Called on the loop."""
         # All or nothing: a payload without its envelope would hold up those after it.
-        can = self._router.can_withdraw(worker.id, payloads)
-        if not can or not self._transports[worker.id].withdraw(ticket):
+        can = self._router.can_withdraw(worker.wire_id, payloads)
+        if not can or not self._transports[worker.wire_id].withdraw(ticket):
             return False
-        self._router.withdraw(worker.id, payloads)
+        self._router.withdraw(worker.wire_id, payloads)
         return True
 
     def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> Pause:
         """Collects the payloads of an envelope that has arrived. Called by transports on any thread."""
-        if self._lost and source.id in self._lost:
+        if self._lost and source.wire_id in self._lost:
             return None  # read after its loss has been handled, with which all that it had asked for has ended
         if not envelope.tensors and envelope.body.HasField("inline"):
             return self._listener.on_message(source, envelope, read_inline, announced=False, nbytes=nbytes)
         try:
-            payloads, external_bytes = self._router.collect_now(source.id, envelope)
+            payloads, external_bytes = self._router.collect_now(source.wire_id, envelope)
         except (ValueError, RuntimeError) as error:  # a refusal, or no memory
             return self._listener.on_rejected(source, envelope, error)
         nbytes += external_bytes
@@ -326,18 +328,18 @@ class Network:
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
     ) -> Completion | None:
         """Returns what completes a future on the calling thread: see TransportListener."""
-        leases = None if (inline := is_inline(envelope)) else self._router.answer_leases(source.id, envelope)
-        if source.id in self._lost or not (inline or leases):
+        leases = None if (inline := is_inline(envelope)) else self._router.answer_leases(source.wire_id, envelope)
+        if source.wire_id in self._lost or not (inline or leases):
             return None
         return self._listener.completion(source, envelope, leases, future)
 
     def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> None:
         """Collects the payloads outside an envelope. Called on the loop."""
-        if source.id in self._lost:
+        if source.wire_id in self._lost:
             self._listener.on_dropped(source, envelope)
             return
         try:
-            arrived = self._router.collect(source.id, envelope)
+            arrived = self._router.collect(source.wire_id, envelope)
         except Exception as error:  # a refusal, or no memory
             self._listener.on_rejected(source, envelope, error)
             return
@@ -360,17 +362,17 @@ class Network:
 
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """Handles the end of the connection to a worker. Called by transports on the loop."""
-        if self._closing or peer.id in self._lost:
+        if self._closing or peer.wire_id in self._lost:
             return
-        self._lost[peer.id] = end
+        self._lost[peer.wire_id] = end
         for channel in self._router.channels:
-            channel.drop_peer(peer.id, end.reason)
+            channel.drop_peer(peer.wire_id, end.reason)
         self._listener.on_peer_lost(peer, end)
 
     def leave(self) -> None:
         """Removes this worker from the roster of a dynamic group, unless the store is gone."""
-        if self._roster is not None and self.me.id in self._members:
-            self._roster.try_to_leave(self.me.id)
+        if self._roster is not None and self.me.wire_id in self._members:
+            self._roster.try_to_leave(self.me.wire_id)
 
     def disconnect(self, end: WorkerEnd) -> None:
         """Sends what is queued, says goodbye to all peers and stops serving.

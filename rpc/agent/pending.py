@@ -95,9 +95,9 @@ class PendingRequests:
         """
         pending = self.pending.get(identifier)
         if pending is None:
-            is_awaited = self._flow_control.is_in_flight(source.id, identifier)
+            is_awaited = self._flow_control.is_in_flight(source.wire_id, identifier)
         else:
-            is_awaited = pending.worker.id == source.id
+            is_awaited = pending.worker.wire_id == source.wire_id
         if not is_awaited or identifier in self._arrived:
             log.info("worker %s answers a request that it has not got, or has answered; dropped", source.name)
             return False
@@ -120,7 +120,7 @@ class PendingRequests:
         payloads: PayloadReader,
     ) -> None:
         identifier = envelope.id
-        self._flow_control.release(source.id, identifier)
+        self._flow_control.release(source.wire_id, identifier)
         if self.kept:
             self.kept.pop(identifier, None)
         try:
@@ -154,19 +154,19 @@ class PendingRequests:
         if self._is_from_another(source, envelope.id):
             return
         self.kept.pop(envelope.id, None)
-        self._flow_control.release(source.id, envelope.id)
+        self._flow_control.release(source.wire_id, envelope.id)
         if isinstance(error, PayloadLostError):
             error = AnswerFailedError(source.name, str(error))
         self.fail(self.take(envelope.id), error)
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Fails the requests to a worker that is lost."""
-        self._flow_control.drop_worker(worker.id)  # first: callbacks may make calls that wait for capacity
+        self._flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
         for identifier, pending in self.pending.copy().items():
-            if pending.worker.id == worker.id:
+            if pending.worker.wire_id == worker.wire_id:
                 self.fail(self.take(identifier), end.as_error(worker.name))
         for identifier, (destination, _) in self.kept.copy().items():
-            if destination == worker.id:
+            if destination == worker.wire_id:
                 self.kept.pop(identifier, None)
 
     def unanswered(self) -> Mapping[str, int]:
@@ -184,7 +184,7 @@ class PendingRequests:
         return (
             pending is not None
             and pending.future is future
-            and pending.worker.id == source.id
+            and pending.worker.wire_id == source.wire_id
             and envelope.type == RESULT
             and not future.has_callbacks
             and not envelope.references
@@ -238,7 +238,7 @@ class PendingRequests:
     def _is_from_another(self, source: WorkerInfo, identifier: int) -> bool:
         """Returns whether an answer comes from a worker that was not asked."""
         pending = self.pending.get(identifier)
-        if pending is None or pending.worker.id == source.id:
+        if pending is None or pending.worker.wire_id == source.wire_id:
             return False
         log.warning("worker %s answers a request to %s; dropped", source.name, pending.worker.name)
         return True

@@ -76,7 +76,7 @@ class PostponedRequests:
         if not self.waiting:
             return False
         with self._lock:
-            if (calls := self.waiting.get(worker.id)) is None:
+            if (calls := self.waiting.get(worker.wire_id)) is None:
                 return False
             if is_call and len(calls) >= self._max_calls:
                 raise LimitReachedError(
@@ -94,13 +94,13 @@ class PostponedRequests:
             nbytes: of the answer, at least MIN_ANSWER_BYTES.
         """
         with self._lock:
-            self._answered[worker.id] += nbytes
-            if self._answered[worker.id] < self._look_bytes:
+            self._answered[worker.wire_id] += nbytes
+            if self._answered[worker.wire_id] < self._look_bytes:
                 return
-            self._answered[worker.id] = 0
-            if worker.id in self.waiting or not self._exceeds(worker.id, 1):
+            self._answered[worker.wire_id] = 0
+            if worker.wire_id in self.waiting or not self._exceeds(worker.wire_id, 1):
                 return
-            self.waiting[worker.id] = []
+            self.waiting[worker.wire_id] = []
             is_first = len(self.waiting) == 1
         if is_first:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
@@ -109,7 +109,7 @@ class PostponedRequests:
     def figures(self, worker: WorkerInfo) -> Mapping[str, int]:
         """Returns the number of calls of a worker that are postponed."""
         with self._lock:
-            return {"postponed_requests": len(self.waiting.get(worker.id, ()))}
+            return {"postponed_requests": len(self.waiting.get(worker.wire_id, ()))}
 
     def _exceeds(self, worker: int, part: int) -> bool:
         """Returns whether more is queued for a worker than a part of a bound. Called with the lock.

@@ -112,8 +112,8 @@ class FailureLog:
 
     def log(self, agent: RpcAgent, failed: Mapping[int, str]) -> None:
         """Logs the workers of an agent's group that have failed; takes the reasons by their ids."""
-        new = [worker for worker in agent.workers() if worker.id in failed.keys() - self._logged]
-        missing = [f"{worker.name} ({failed[worker.id]})" for worker in new]
+        new = [worker for worker in agent.workers() if worker.wire_id in failed.keys() - self._logged]
+        missing = [f"{worker.name} ({failed[worker.wire_id]})" for worker in new]
         self._logged.update(failed)
         if missing:
             more = f", and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""

@@ -58,9 +58,9 @@ class ReceivedRequests:
         Returns:
             A future: nothing more should be read from the worker before it is done. None if there is no need.
         """
-        queue = self._queues.get(source.id)
+        queue = self._queues.get(source.wire_id)
         if queue is None:
-            queue = self._queues.setdefault(source.id, _Queue(self._limit))
+            queue = self._queues.setdefault(source.wire_id, _Queue(self._limit))
         if nbytes > CALL_BYTES:
             self._add_bytes(queue, nbytes - CALL_BYTES)
         queue.sizes.append(nbytes)
@@ -68,7 +68,7 @@ class ReceivedRequests:
 
     def begin(self, source: WorkerInfo) -> int:
         """Counts a request that begins to run, or is postponed; returns its bytes."""
-        queue = self._queues[source.id]
+        queue = self._queues[source.wire_id]
         nbytes = queue.sizes.popleft()
         if nbytes > CALL_BYTES:
             self._add_bytes(queue, CALL_BYTES - nbytes)
@@ -78,12 +78,12 @@ class ReceivedRequests:
 
     def pause_of(self, source: WorkerInfo) -> "concurrent.futures.Future[None] | None":
         """Returns what `add` has returned last for a worker, unless reading may go on."""
-        queue = self._queues.get(source.id)
+        queue = self._queues.get(source.wire_id)
         return queue.pause if queue is not None else None
 
     def figures(self, source: WorkerInfo) -> Mapping[str, int]:
         """Returns the number of requests of a worker that wait for a thread, and their bytes."""
-        queue = self._queues.get(source.id, _Queue(self._limit))
+        queue = self._queues.get(source.wire_id, _Queue(self._limit))
         with self._lock:
             return {
                 "received_requests": len(queue.sizes),

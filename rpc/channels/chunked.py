@@ -124,7 +124,7 @@ class ChunkedChannel:
             worker = await self._handshake.receive(context)
         except RefusedError as refusal:
             await context.abort(refusal.code, str(refusal))
-        peer, deny = worker.id, partial(self._handshake.audit.deny, "agent", worker=worker.name)
+        peer, deny = worker.wire_id, partial(self._handshake.audit.deny, "agent", worker=worker.name)
         if peer in self._served:  # what it sends would be mixed with what the first stream sends
             deny("it has a stream for payloads already, or is lost")
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "this worker has such a stream already")

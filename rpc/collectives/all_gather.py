@@ -109,7 +109,7 @@ class AllGatherService:
         self._round_counts: dict[Series, int] = defaultdict(int)
         """Rounds that this worker has begun, by series. Changed under the series' round lock."""
         self._group_rounds = GroupRounds(
-            agent.info.id,
+            agent.info.wire_id,
             agent.options.all_gather,
             agent.options.channels.max_payload_bytes,
             insecure=agent.options.insecure,
@@ -135,7 +135,7 @@ class AllGatherService:
 
     def on_worker_lost(self, worker: WorkerInfo) -> None:
         """Stops all rounds from waiting for a lost worker."""
-        self._group_rounds.on_worker_lost(worker.id)
+        self._group_rounds.on_worker_lost(worker.wire_id)
         self._leader.on_worker_lost(worker)
 
     def all_gather(
@@ -160,7 +160,7 @@ class AllGatherService:
         """
         if on_waiting is None:
             on_waiting = partial(self._log_wait, operation)
-        workers = {worker.id: worker for worker in sorted(members, key=lambda worker: worker.id)}
+        workers = {worker.wire_id: worker for worker in sorted(members, key=lambda worker: worker.wire_id)}
         series = Series(topic, tuple(workers))
         deadline = time.monotonic() + timeout if timeout else None
         with self._next_round(series, timeout, operation) as number:
@@ -169,7 +169,7 @@ class AllGatherService:
                 result = self._run(Round(key, value, workers, timeout, deadline, on_waiting))
             except RpcTimeoutError as error:
                 raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
-        if self._agent.info.id not in result.values:
+        if self._agent.info.wire_id not in result.values:
             raise self._excluded_error(operation, workers)
         if not result.is_flat:
             return dict(result.values)
@@ -206,7 +206,7 @@ class AllGatherService:
             was_tried = True
         if key.may_use_group:
             present = tuple(sorted(result.values))
-            if self._agent.info.id in present:
+            if self._agent.info.wire_id in present:
                 self._group_rounds.apply_result(key.members, key.number, present, result.next_round)
             else:
                 self._group_rounds.abandon(key.members)
@@ -249,7 +249,7 @@ class AllGatherService:
             was_tried: whether another attempt at this round may have given some members a result.
         """
         leader = self._leader_of(round_.key)
-        if leader == self._agent.info.id:
+        if leader == self._agent.info.wire_id:
             self._connect_to_members(round_)
         answer = self._send_value(round_, leader, was_tried)
         try:
@@ -264,7 +264,7 @@ class AllGatherService:
 
     def _leader_of(self, key: RoundKey) -> int:
         """Returns the id of the member that leads: the lowest that is not known to be lost."""
-        return next(i for i in key.members if i == self._agent.info.id or self._agent.end_of(i) is None)
+        return next(i for i in key.members if i == self._agent.info.wire_id or self._agent.end_of(i) is None)
 
     def _excluded_error(self, operation: str, workers: Mapping[int, WorkerInfo]) -> WorkerLostError:
         """Returns the error of a round that has ended without this worker's value."""
@@ -278,7 +278,7 @@ class AllGatherService:
     def _connect_to_members(self, round_: Round) -> None:
         """Connects to the other members, because only the loss of a connected worker is noticed."""
         for worker in round_.workers.values():
-            if worker.id != self._agent.info.id:
+            if worker.wire_id != self._agent.info.wire_id:
                 self._agent.connect(worker)
 
     def _send_value(self, round_: Round, leader: int, was_tried: bool) -> torch.futures.Future[Any]:
@@ -301,7 +301,7 @@ class AllGatherService:
             RpcTimeoutError: the round took too long; the error names the missing members.
             WorkerLostError: the leader is lost.
         """
-        is_second = self._agent.info.id == leader != round_.key.members[0]
+        is_second = self._agent.info.wire_id == leader != round_.key.members[0]
         try:
             if is_second and not self._wait(answer, ASK_AFTER_S):
                 self._leader.ask_missing(round_.key)

@@ -73,4 +73,4 @@ def _all_gather(operation: str, obj: T, worker_names: Collection[str] | None, ti
         values = agent.all_gather(GROUP_TOPIC, obj, workers, seconds, operation)
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None  # without the frames of the wait
-    return {worker.name: values[worker.id] for worker in workers if worker.id in values}
+    return {worker.name: values[worker.wire_id] for worker in workers if worker.wire_id in values}

@@ -113,7 +113,7 @@ class RoundLeader:
             askers = self._askers.pop(key, set())
         if open_round is not None:
             # Its own last: once this worker has the result, it may shut down.
-            me = self._agent.info.id
+            me = self._agent.info.wire_id
             for member in sorted(open_round.answers, key=me.__eq__):
                 open_round.answers[member].set_result(result)
         for leader in askers:
@@ -138,7 +138,7 @@ class RoundLeader:
         """Completes the rounds in which only this worker's value was missing."""
         with self._lock:
             for open_round in self._open.values():
-                open_round.expected.discard(worker.id)
+                open_round.expected.discard(worker.wire_id)
         self._finish_complete_rounds()
 
     def _on_value(self, message: Incoming) -> Deferred:
@@ -154,14 +154,14 @@ class RoundLeader:
                 return Deferred(answer)
             open_round = self._open.get(key)
             if open_round is None:
-                self._check_count(message.source.id)
+                self._check_count(message.source.wire_id)
                 open_round = self._open[key] = _OpenRound(key)
-            elif message.source.id in open_round.values and not was_tried:
+            elif message.source.wire_id in open_round.values and not was_tried:
                 raise ValueError(f"{message.source.name!r} sends its value for round {number} twice")
-            open_round.values[message.source.id] = value
-            open_round.statuses[message.source.id] = status
-            former = open_round.answers.pop(message.source.id, None)
-            open_round.answers[message.source.id] = answer
+            open_round.values[message.source.wire_id] = value
+            open_round.statuses[message.source.wire_id] = status
+            former = open_round.answers.pop(message.source.wire_id, None)
+            open_round.answers[message.source.wire_id] = answer
             open_round.expected -= {i for i in members if self._agent.end_of(i) is not None}
         if former is not None:
             former.set_exception(RpcError("the value was sent again"))  # to a request that has failed there
@@ -184,8 +184,8 @@ class RoundLeader:
             result = self._known_result(key)
             if result is None:
                 if key not in self._askers:
-                    self._check_count(leader.id)
-                self._askers.setdefault(key, set()).add(leader.id)
+                    self._check_count(leader.wire_id)
+                self._askers.setdefault(key, set()).add(leader.wire_id)
         if result is not None:
             self._agent.control.send(leader, TELL_RESULT, (key, result))
         elif key.may_use_group:
@@ -200,20 +200,22 @@ class RoundLeader:
             open_round = self._open.get(key)
             if open_round is None:
                 return  # it has ended without
-            if member.id not in open_round.asked:
+            if member.wire_id not in open_round.asked:
                 raise ValueError(f"{member.name!r} was not asked for the result of round {key.number}")
         self.finish(key, result)
 
     def _key(self, payload: object, sender: WorkerInfo) -> RoundKey:
         """Returns the round that a member has named. Raises ValueError if it is none of it and this worker."""
-        key = RoundKey.from_payload(payload, sender.id)
-        if self._agent.info.id not in key.members or not all(map(self._agent.is_member, key.members)):
-            raise ValueError(f"malformed message: worker {self._agent.info.id} is in no round of {key.members}")
+        key = RoundKey.from_payload(payload, sender.wire_id)
+        if self._agent.info.wire_id not in key.members or not all(map(self._agent.is_member, key.members)):
+            raise ValueError(
+                f"malformed message: worker {self._agent.info.wire_id} is in no round of {key.members}"
+            )
         return key
 
     def _check_count(self, worker: int) -> None:
         """Raises ValueError if too many rounds of a worker are open. Called with the lock."""
-        if worker == self._agent.info.id or len(self._open) + len(self._askers) < MAX_OPEN_ROUNDS:
+        if worker == self._agent.info.wire_id or len(self._open) + len(self._askers) < MAX_OPEN_ROUNDS:
             return
         count = sum(worker in each.values for each in self._open.values())
         count += sum(worker in leaders for leaders in self._askers.values())

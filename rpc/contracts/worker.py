@@ -17,15 +17,21 @@ _NAME_LIMIT = 128
 class WorkerInfo:
     """A worker of the group: its name, and its id, which is the rank in a static group.
 
+    wire_id: tells the incarnations of a worker apart. A worker that is started again in a static group has the id
+    that it had, and a new wire_id; tables are kept by wire_id. By default it is the id.
+
     Raises:
         WorkerNameError: the name is not allowed; see `check_worker_name`.
     """
 
     name: str
     id: int
+    wire_id: int = -1
 
     def __post_init__(self) -> None:
         check_worker_name(self.name)
+        if self.wire_id == -1:
+            object.__setattr__(self, "wire_id", self.id)
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

@@ -18,7 +18,7 @@ class Connectable:
 
     def __init__(self, members: Sequence[Member], *, insecure: bool) -> None:
         """Args: members: all workers. insecure: whether workers on several hosts may be connected all the same."""
-        self._networks = {member.info.id: member.network for member in members}
+        self._networks = {member.info.wire_id: member.network for member in members}
         self._insecure = insecure
 
     def __call__(self, workers: Iterable[int]) -> bool:

@@ -73,8 +73,7 @@ class Member:
     def _is_sound(self) -> bool:
         """Returns whether what another worker has told has the right types and limits."""
         return (
-            type(self.info.id) is int
-            and 0 <= self.info.id <= MAX_ID
+            all(type(each) is int and 0 <= each <= MAX_ID for each in (self.info.id, self.info.wire_id))
             and bool(self.address)
             and all(map(_is_text, (self.address, self.network, self.process, self.directory)))
             and type(self.device_count) is int
@@ -169,7 +168,7 @@ def find_worker(
     """
     name, identifier = destination, destination
     if isinstance(destination, WorkerInfo):
-        name, identifier = destination.name, destination.id
+        name, identifier = destination.name, destination.wire_id
     elif isinstance(destination, bool) or not isinstance(destination, str | int):
         raise ValueError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
     if isinstance(identifier, int):

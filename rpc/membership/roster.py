@@ -68,10 +68,10 @@ class Roster:
             raise RosterError(f"it is neither a join nor the leave of a member: {str(entry)[:200]!r}")
 
     def _join(self, member: Member) -> None:
-        if member.info.id in self.used_ids or self.find(member.info.name) is not None:
+        if member.info.wire_id in self.used_ids or self.find(member.info.name) is not None:
             raise RosterError(f"the id or name of {member.info} belongs to another worker")
-        self.members[member.info.id] = member
-        self.used_ids.add(member.info.id)
+        self.members[member.info.wire_id] = member
+        self.used_ids.add(member.info.wire_id)
 
     def find(self, name: str) -> Member | None:
         """Returns the member of this name; None without one."""

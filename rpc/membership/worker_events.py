@@ -47,18 +47,18 @@ class WorkerEvents:
     def open(self, workers: Sequence[WorkerInfo]) -> None:
         """Sets the workers that are present from the beginning, which are no events."""
         with self._lock:
-            self._present.update((worker.id, worker) for worker in workers)
+            self._present.update((worker.wire_id, worker) for worker in workers)
 
     def record_joined(self, worker: WorkerInfo) -> None:
         """Records that a worker has joined."""
         with self._lock:
-            self._present[worker.id] = worker
+            self._present[worker.wire_id] = worker
             self._record(WorkerJoined(worker))
 
     def record_left(self, worker: WorkerInfo, reason: str) -> None:
         """Records that a worker has shut down or is lost."""
         with self._lock:
-            if self._present.pop(worker.id, None) is not None:
+            if self._present.pop(worker.wire_id, None) is not None:
                 self._record(WorkerLeft(worker, reason))
 
     def subscribe(self, callback: Callable[[WorkerEvent], object]) -> WorkerEventHandle:

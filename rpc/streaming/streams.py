@@ -99,7 +99,7 @@ class Streams(Extension):
 
     def _remove_consumer(self, consumer: StreamConsumer) -> None:
         if self._consumers.pop(consumer.id, None) is not None and not consumer.is_open_at_producer:
-            self._closed_early[consumer.producer.id, consumer.id] = None
+            self._closed_early[consumer.producer.wire_id, consumer.id] = None
             while len(self._closed_early) > MAX_CLOSED_EARLY:
                 with contextlib.suppress(KeyError):  # another thread has removed the last one
                     self._closed_early.popitem(last=False)
@@ -115,7 +115,7 @@ class Streams(Extension):
     def _of_consumer(self, message: Incoming) -> AbstractContextManager[None]:
         """Raises UnwantedMessageError for STREAM_OPENED of a stream that has no consumer here, or not any more."""
         if self._consumer_of(message) is None:
-            key = message.source.id, message.envelope.stream.stream_id
+            key = message.source.wire_id, message.envelope.stream.stream_id
             with contextlib.suppress(KeyError):  # it is told once: others can ask for that without end
                 self._closed_early.pop(key)
                 self._close_at_producer(message)
@@ -162,7 +162,7 @@ class Streams(Extension):
         # A stream may last long; from here on only the generator keeps its arguments alive.
         message.value, message.body, message.tensors, message.references = None, b"", [], []
         producer = StreamProducer(self.agent, message, items)
-        key = (producer.consumer.id, producer.id)
+        key = (producer.consumer.wire_id, producer.id)
         self._producers[key] = producer
         producer.done.add_done_callback(lambda _: self._producers.pop(key, None))
         try:
@@ -170,7 +170,7 @@ class Streams(Extension):
         except BaseException:
             self.agent.submit(producer.close)
             raise
-        if self.agent.end_of(producer.consumer.id) is not None:
+        if self.agent.end_of(producer.consumer.wire_id) is not None:
             producer.close()  # `on_worker_lost` may have run before the producer was registered
         self.agent.submit(producer.advance)
         return Deferred(producer.done)
@@ -178,7 +178,7 @@ class Streams(Extension):
     def _check_count(self, consumer: WorkerInfo) -> None:
         """Raises LimitReachedError if too many streams to a worker are open."""
         if len(self._producers) >= self._max_produced:
-            count = sum(worker == consumer.id for worker, _ in list(self._producers))
+            count = sum(worker == consumer.wire_id for worker, _ in list(self._producers))
             if count >= self._max_produced:
                 raise LimitReachedError(
                     f"worker {consumer.name!r} has {count} streams open, of {self._max_produced} at most",
@@ -196,11 +196,11 @@ class Streams(Extension):
         return nullcontext()
 
     def _on_close(self, sender: WorkerInfo, stream_id: Any) -> None:
-        if (producer := self._producers.get((sender.id, stream_id))) is not None:
+        if (producer := self._producers.get((sender.wire_id, stream_id))) is not None:
             self.agent.submit(producer.close)  # it runs user code, which may block
 
     def _producer_of(self, message: Incoming) -> StreamProducer | None:
-        return self._producers.get((message.source.id, message.envelope.stream.stream_id))
+        return self._producers.get((message.source.wire_id, message.envelope.stream.stream_id))
 
     def _post_opened(self, request: Incoming) -> None:
         """Tells the consumer that its stream is known here, and so can be closed."""

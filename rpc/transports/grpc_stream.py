@@ -71,7 +71,7 @@ class GrpcStreams:
             peer: the worker at the other end.
             address: of the peer's server: host:port, or unix: and a path.
         """
-        stream = self._streams[peer.id] = GrpcStream(self, peer, address)
+        stream = self._streams[peer.wire_id] = GrpcStream(self, peer, address)
         return stream
 
     def abort(self, peer: int, reason: str) -> None:
@@ -90,7 +90,7 @@ class GrpcStreams:
             peer = await self.handshake.receive(context)
         except RefusedError as refusal:
             await context.abort(refusal.code, str(refusal))
-        stream = self._streams[peer.id]
+        stream = self._streams[peer.wire_id]
         if stream.goodbye:
             await context.write(stream.goodbye)
             stream.on_goodbye_sent()
@@ -199,7 +199,7 @@ class GrpcStream:
 
     def accept(self) -> bool:
         """Returns whether the peer's stream is used: not if there is one, or this worker, of lower id, dials."""
-        is_opening = self._state is StreamState.DIALING and self._peer.id > self._streams.handshake.me.id
+        is_opening = self._state is StreamState.DIALING and self._peer.wire_id > self._streams.handshake.me.wire_id
         if is_opening or self._state is StreamState.OPEN:
             return False
         if self._dialing is not None:
@@ -212,7 +212,7 @@ class GrpcStream:
         """Accepts the stream that the peer has opened: offers it a socket, and runs the stream."""
         sockets = self._streams.sockets
         if sockets.kinds:
-            self._offered = sockets.listener.offer(self._peer, same_host=sockets.is_same_host(self._peer.id))
+            self._offered = sockets.listener.offer(self._peer, same_host=sockets.is_same_host(self._peer.wire_id))
         try:
             with contextlib.suppress(asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
                 # Before anything is read: gRPC cannot end a stream during a write.
@@ -238,7 +238,7 @@ class GrpcStream:
                 frame = await deliver(self._streams.listener, self._peer, data)
                 if frame.HasField("choice"):
                     await self._on_choice(frame.choice.kind)
-                self._streams.sockets.on_frame(self._peer.id, frame)
+                self._streams.sockets.on_frame(self._peer.wire_id, frame)
                 if frame.goodbye:
                     peer_end = WorkerEnd.from_proto(frame.departure)
                     break

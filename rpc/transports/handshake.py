@@ -85,7 +85,7 @@ class Handshake:
             protocol_major=PROTOCOL_MAJOR,
             protocol_minor=PROTOCOL_MINOR,
             group=group,
-            worker_id=me.id,
+            worker_id=me.wire_id,
             worker_name=me.name,
         )
         self._max_bytes = MAX_HELLO_BYTES + (MAX_NEWS_BYTES if on_roster is not None else 0)

@@ -378,7 +378,7 @@ class SocketParts:
             listener: gets the envelopes.
             on_end: called with the reason when the socket ends.
         """
-        segments = self.segments(peer.id) if kind == UNIX else None
+        segments = self.segments(peer.wire_id) if kind == UNIX else None
         on_envelope, completion = partial(listener.on_envelope, peer), partial(listener.completion, peer)
         on_malformed = partial(self.listener.audit.deny, kind, worker=peer.name)
         made = EnvelopeSocket(

@@ -95,7 +95,7 @@ class RestrictedReader:
         references: Sequence[Any],
     ) -> Any:
         policy = self._policy.of(source.name)
-        if policy.accepts == "anything" or source.id == self._me.id:
+        if policy.accepts == "anything" or source.wire_id == self._me.wire_id:
             return unpickle(data, tensors, references)
         names = MessageNames(policy, _Guard(self, policy, source), tensors, references)
         try:

@@ -208,9 +208,9 @@ class BroadcastChannel:
         """Handles RESEND. Runs on a thread of the executor."""
         number, first = payload
         if (group := self._by_number.get(number)) is not None:
-            if receiver.id not in group.receivers or type(first) is not int:
+            if receiver.wire_id not in group.receivers or type(first) is not int:
                 raise ValueError(f"{receiver.name!r} does not receive broadcasts of group {number}")
-            group.resend(receiver.id, first)
+            group.resend(receiver.wire_id, first)
 
     @property
     def groups(self) -> int:
@@ -316,7 +316,7 @@ class BroadcastChannel:
         number, was_aborted = payload
         if type(number) is not int or type(was_aborted) is not bool:
             raise ValueError("malformed message: it ends no group of broadcasts")
-        self._loop.call_soon_threadsafe(self._end_receiving, sender.id, number, was_aborted)
+        self._loop.call_soon_threadsafe(self._end_receiving, sender.wire_id, number, was_aborted)
 
     def _end_receiving(self, sender: int, number: int, was_aborted: bool) -> None:
         group = self._receiving.get((sender, number))

@@ -243,7 +243,7 @@ class CudaIpcChannel:
 
     def figures(self, workers: Iterable[WorkerInfo]) -> Mapping[str, object]:
         """Returns how tensors on devices travel to workers that some were sent to, and memory in use in bytes."""
-        described = ((worker.name, self._describe(worker.id)) for worker in workers)
+        described = ((worker.name, self._describe(worker.wire_id)) for worker in workers)
         return {
             "channels": {name: how for name, how in described if how},
             "ipc_bytes": self._limit.used,
