@@ -1,5 +1,6 @@
 """Remote calls: the names of `torch.distributed.rpc`, on gradwire's agent."""
 
+from ..errors import Outcome
 from . import aio, backend_registry, fault_injection, functions, grpc_backend
 from .api import (
     debug_info,
@@ -57,6 +58,7 @@ __all__ = [
     "CudaOptions",
     "FlowControlOptions",
     "Future",
+    "Outcome",
     "Policy",
     "RRef",
     "RpcAgent",
