@@ -19,7 +19,7 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
 
 ROOT = Path(__file__).parent.parent
-# Workers of a loaded machine may hear nothing from each other for seconds. Tests of liveness set their own options.
+# A loaded machine may keep workers from sending anything for seconds. Tests of liveness set their own options.
 os.environ.setdefault("GRADWIRE_SUSPECT_AFTER", "60")
 
 # Appended, so that worker processes can import test modules by name without shadowing anything.
