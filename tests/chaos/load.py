@@ -53,9 +53,6 @@ MARGIN_S = 20
 STORE_TIMEOUT_S = 60.0
 """How long clients wait for a store process that does not run."""
 
-PAUSE_S = 0.1
-"""Seconds between two operations of a thread: the machine is to have time for faults."""
-
 KEPT = 8
 """References that a worker keeps."""
 
@@ -82,6 +79,7 @@ class Settings:
     store: host and port of the store process.
     file: of the FileStore.
     seed: of its choices.
+    pause: seconds between two operations of a thread: the machine is to have time for faults.
     """
 
     name: str
@@ -92,6 +90,7 @@ class Settings:
     store: tuple[str, int]
     file: Path
     seed: int
+    pause: float = 0.1
 
 
 class Counted:
@@ -179,7 +178,7 @@ class Load:
         self._called.write("stopped", self.incarnation, "-")
 
     def _repeat(self, rng: random.Random, operations: Sequence[Callable[[random.Random], None]]) -> None:
-        while not self._stopped.wait(PAUSE_S * rng.uniform(0.5, 1.5)):
+        while not self._stopped.wait(self._settings.pause * rng.uniform(0.5, 1.5)):
             rng.choice(operations)(rng)
 
     def _watch(self) -> None:

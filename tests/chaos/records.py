@@ -106,7 +106,7 @@ def judge(called: Iterable[str], ran: Iterable[str]) -> Findings:
         elif what == "made":
             made[number] = entry
             stopped.discard(number.rpartition(".")[0])
-        elif done.get(number, entry)[0] != LOST:
+        elif number not in done or done[number][0] != LOST:
             done[number] = entry
     for number, (kind, callee) in made.items():
         has_stopped = number.rpartition(".")[0] in stopped
