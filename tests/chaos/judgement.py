@@ -16,7 +16,7 @@ SLACK = {"fd socket": 8, "fd memfd": 64, "fd file": 4, "fd pipe": 2, "fd anon_in
 """By how much a figure may differ from what it was before the faults. Connections and pooled segments differ with
 what a worker has sent to whom, and executor threads with how many calls there were at a time."""
 
-POOLED_THREADS = ("thread gradwire-executor", "thread gradwire-rpc")
+POOLED_THREADS = ("thread gradwire-worker", "thread asyncio")
 
 
 @dataclass(slots=True)

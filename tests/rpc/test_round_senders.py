@@ -1,11 +1,12 @@
 """Workers take part in their own collectives, broadcasts and streams only, and leave a bounded number of them."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from gradwire import rpc
-from gradwire.errors import RpcError
+from gradwire.errors import RpcError, UnknownWorkerError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.broadcast import channel
 from gradwire.rpc.collectives import leader
@@ -43,7 +44,6 @@ def leader_of(agent) -> leader.RoundLeader:
     [
         ("t", 0, (0, 1)),  # without the sender
         ("t", 0, (1, 2)),  # without the receiver
-        ("t", 0, (0, 2, 99)),  # with a worker that does not exist
         ("t", 0, (2, 0)),
         ("t", 0, (0, 0, 2)),
         ("t", 0, [0, 2]),
@@ -65,6 +65,35 @@ def test_rounds_of_others_are_refused(agents, key):
     assert not leader_of(a)._open
     assert not leader_of(a)._askers
     assert not leader_of(a)._finished
+
+
+def test_rounds_with_unknown_workers_are_refused(agents):
+    a, _, c = agents(3)
+    key = ("t", 0, (0, 2, 99))
+    with pytest.raises(UnknownWorkerError, match="99"):
+        contribute(c, a, key).wait()
+    assert isinstance(tell(c, a, ASK_RESULT, key), UnknownWorkerError)
+    assert not leader_of(a)._open
+    assert not leader_of(a)._askers
+
+
+def test_the_leader_learns_later_than_others_of_a_worker_that_joins(agents, monkeypatch):
+    a, b, c = agents(3)
+    is_known, was_asked = threading.Event(), threading.Event()
+
+    def is_member(worker: int) -> bool:
+        if worker != 2 or is_known.is_set():
+            return True
+        was_asked.set()
+        return False
+
+    monkeypatch.setattr(type(a), "is_member", lambda agent, worker: agent is not a or is_member(worker))
+    with ThreadPoolExecutor(3) as pool:
+        pending = [pool.submit(each.all_gather, "t", each.info.id, a.workers(), 0) for each in (b, c)]
+        assert was_asked.wait(20)
+        is_known.set()
+        pending.append(pool.submit(a.all_gather, "t", 0, a.workers(), 0))
+        assert [each.result(20) for each in pending] == [{0: 0, 1: 1, 2: 2}] * 3
 
 
 def test_open_rounds_of_one_worker_are_bounded(agents, monkeypatch):
