@@ -4,9 +4,9 @@
 from . import grpc_setup as grpc_setup  # isort: split
 
 from . import autograd, c10d, launch, nn, optim, rpc, rref
-from .errors import GradwireError
+from .errors import GradwireError, Outcome
 
-__all__ = ["GradwireError", "autograd", "c10d", "launch", "nn", "optim", "rpc", "rref"]
+__all__ = ["GradwireError", "Outcome", "autograd", "c10d", "launch", "nn", "optim", "rpc", "rref"]
 
 __version__ = "0.1.0"
 

@@ -21,6 +21,8 @@ GradwireError
     ├── UnknownWorkerError        .name: no worker of the group has this name or id
     ├── RpcTimeoutError           .worker, .seconds: a call did not finish within its timeout
     ├── RpcCancelledError         .worker: the caller cancelled the call
+    ├── WorkerSuspectError        .worker, .reason: the peer does not answer at present, and may come back
+    ├── EvictedError              .worker, .reason: this worker was evicted from its group
     ├── SendFailedError           .worker, .reason: a message was not sent; sending it again is safe
     ├── SendQueueFullError        .worker, .option, .limit: a call was not sent, as too much is in flight
     ├── AnswerFailedError         .worker, .reason: a call has run, but its answer could not be sent
@@ -34,18 +36,35 @@ GradwireError
     └── AutogradError             a backward pass cannot run
         └── UnknownContextError   .context_id: this worker has no such autograd context
 
+An RpcError that is the failure of a call has an `.outcome`: not sent, unknown, or it has run. See Outcome.
+
 Errors of stores, rendezvous and process groups also inherit from the class that torch.distributed raises in the
 same place: DistStoreError, DistNetworkError, QueueEmptyError or DistBackendError.
 
 A remote exception whose class can be rebuilt arrives as that class; its `__cause__` is the RemoteError.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any, TypeVar
 
-from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
-from torch.distributed import QueueEmptyError as TorchQueueEmptyError
+from .error_base import GradwireError, rebuild_exception
+from .group_errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CredentialsError,
+    DeviceMapError,
+    GroupAbortedError,
+    ProcessGroupError,
+    QueueEmptyError,
+    RankLostError,
+    RendezvousError,
+    RendezvousNetworkError,
+    StoreError,
+    StoreNetworkError,
+    StoreTimeoutError,
+    UnsupportedOperationError,
+)
+from .outcomes import Outcome
 
 __all__ = [
     "AnswerFailedError",
@@ -54,11 +73,13 @@ __all__ = [
     "CollectiveTimeoutError",
     "CredentialsError",
     "DeviceMapError",
+    "EvictedError",
     "GradwireError",
     "GroupAbortedError",
     "LimitReachedError",
     "LossCause",
     "NotInitializedError",
+    "Outcome",
     "PolicyError",
     "ProcessGroupError",
     "QueueEmptyError",
@@ -82,144 +103,52 @@ __all__ = [
     "UnsupportedOperationError",
     "WorkerLostError",
     "WorkerNameError",
+    "WorkerSuspectError",
     "rebuild_exception",
 ]
 
 
-class GradwireError(RuntimeError):
-    """The root of the tree.
-
-    Pickling keeps `args` and the attributes and bypasses the constructor, so that every error can be sent to other
-    workers whatever its constructor takes.
-    """
-
-    def __reduce__(self) -> tuple[Callable[..., "GradwireError"], tuple[Any, ...]]:
-        return rebuild_exception, (type(self), self.args, self.__dict__)
-
-
-E = TypeVar("E", bound=BaseException)
-
-
-def rebuild_exception(cls: type[E], args: tuple[Any, ...], attributes: dict[str, Any]) -> E:
-    """Returns an exception with these `args` and attributes, without calling its `__init__`.
-
-    An `__init__` may take other arguments than those it leaves in `args`, such as the parts of a message.
-    """
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(attributes)
-    return error
-
-
-class CredentialsError(GradwireError, ValueError):
-    """A token, a certificate or a private key is missing or not valid. The text contains no secrets."""
-
-
-class StoreError(GradwireError, DistStoreError):
-    """A store rejected an operation."""
-
-
-class StoreNetworkError(StoreError, DistNetworkError):
-    """A store's server cannot be reached, or cannot listen on its address."""
-
-
-class StoreTimeoutError(StoreError):
-    """Keys were not set within the timeout.
-
-    Attributes:
-        missing: the keys.
-        seconds: the timeout.
-    """
-
-    def __init__(self, missing: Sequence[str], seconds: float, activity: str = "waiting for") -> None:
-        shown = ", ".join(repr(key) for key in missing[:8]) + (", …" if len(missing) > 8 else "")
-        super().__init__(f"Wait timeout: timed out after {seconds:g} s {activity} {shown}")
-        self.missing = list(missing)
-        self.seconds = seconds
-
-
-class QueueEmptyError(StoreError, TorchQueueEmptyError):
-    """A non-blocking pop from a queue of a store found it empty."""
-
-
-class RendezvousError(GradwireError, DistStoreError):
-    """Workers cannot form a group: bad URL, missing variable, conflicting ranks."""
-
-
-class RendezvousNetworkError(RendezvousError, DistNetworkError):
-    """The rendezvous address cannot be reached, or another program listens on it."""
-
-
-class DeviceMapError(RendezvousError, ValueError):
-    """A device map names a worker that is not in the group, or a device that does not exist."""
-
-
-class ProcessGroupError(GradwireError, DistBackendError):
-    """An operation of a process group failed."""
-
-
-class UnsupportedOperationError(ProcessGroupError):
-    """An engine does not support an operation, or not on these tensors.
-
-    Attributes:
-        engine: its name.
-        operation: what was asked of it, with the tensors' dtype or layout where these are the reason.
-    """
-
-    def __init__(self, engine: str, operation: str, instead: str) -> None:
-        super().__init__(f"engine {engine!r} cannot {operation}: {instead}")
-        self.engine = engine
-        self.operation = operation
-
-
-class CollectiveTimeoutError(ProcessGroupError):
-    """The other ranks did not join an operation within its timeout. The group cannot be used afterwards."""
-
-    def __init__(self, operation: str, seconds: float, waiting_for: str = "the other ranks") -> None:
-        super().__init__(
-            f"{operation} timed out after {seconds:g} s, waiting for {waiting_for} (the timeout of the call, "
-            "or else of the group)"
-        )
-        self.operation = operation
-        self.seconds = seconds
-
-
-class CollectiveMismatchError(ProcessGroupError):
-    """Ranks called different operations, or passed tensors that do not match.
-
-    Attributes:
-        ranks: the ranks, in the default group, whose call differs from the others'.
-    """
-
-    def __init__(self, ranks: Sequence[int], text: str) -> None:
-        super().__init__(text)
-        self.ranks = list(ranks)
-
-
-class RankLostError(ProcessGroupError):
-    """A rank died or left while others waited for it. The group cannot be used afterwards.
-
-    Attributes:
-        rank: its rank in the default group.
-        reason: how the loss was noticed.
-    """
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} is lost: {reason} (Connection closed by peer)")
-        self.rank = rank
-        self.reason = reason
-
-
-class GroupAbortedError(ProcessGroupError):
-    """This rank aborted the group or shut it down."""
+for _moved in (
+    GradwireError,
+    Outcome,
+    rebuild_exception,
+    CredentialsError,
+    DeviceMapError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    ProcessGroupError,
+    QueueEmptyError,
+    RankLostError,
+    RendezvousError,
+    RendezvousNetworkError,
+    StoreError,
+    StoreNetworkError,
+    StoreTimeoutError,
+    UnsupportedOperationError,
+):
+    _moved.__module__ = __name__  # the name in tracebacks and pickles, whatever file it is defined in
 
 
 class RpcError(GradwireError):
-    """The root of the errors of gradwire.rpc, rref, autograd and optim."""
+    """The root of the errors of gradwire.rpc, rref, autograd and optim.
+
+    Attributes:
+        outcome: what became of the call that has failed with this error; None if it is no failure of a call.
+    """
+
+    outcome: Outcome | None = None
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        outcome = self.__dict__.get("outcome")  # not that of the class, whose text says it
+        return text if outcome in (None, Outcome.RAN) else f"{text} ({outcome.text})"
 
 
 class NotInitializedError(RpcError):
     """A call before init_rpc or after shutdown."""
+
+    outcome = Outcome.NOT_SENT
 
 
 class WorkerNameError(RpcError, ValueError):
@@ -233,6 +162,8 @@ class WorkerNameError(RpcError, ValueError):
 class UnknownWorkerError(RpcError):
     """No worker of the group has this name or id."""
 
+    outcome = Outcome.NOT_SENT
+
     def __init__(self, name: object, known: Sequence[str]) -> None:
         shown = ", ".join(known[:16]) + (", …" if len(known) > 16 else "")
         super().__init__(f"could not find destination {name!r}: the workers of this group are {shown}")
@@ -240,7 +171,7 @@ class UnknownWorkerError(RpcError):
 
 
 class RpcTimeoutError(RpcError):
-    """A call did not finish within its timeout. The remote function may have run, unless the text denies it."""
+    """A call did not finish within its timeout. The remote function may have run, unless `outcome` denies it."""
 
     def __init__(self, worker: str, seconds: float, activity: str = "a call to worker") -> None:
         super().__init__(f"RPC ran for more than its timeout of {seconds:g} s: {activity} {worker!r}")
@@ -259,6 +190,8 @@ class RpcCancelledError(RpcError):
 class SendFailedError(RpcError):
     """A message was not sent. Its receiver has not seen any of it, so sending it again is safe."""
 
+    outcome = Outcome.NOT_SENT
+
     def __init__(self, worker: str, reason: str, activity: str = "a message to worker") -> None:
         super().__init__(f"{activity} {worker!r} could not be sent: {reason}")
         self.worker = worker
@@ -274,6 +207,8 @@ class SendQueueFullError(RpcError):
         limit: its value.
     """
 
+    outcome = Outcome.NOT_SENT
+
     def __init__(self, worker: str, option: str, limit: int, advice: str) -> None:
         super().__init__(
             f"a call to worker {worker!r} was not sent: as much is in flight as {option}={limit} of "
@@ -286,6 +221,8 @@ class SendQueueFullError(RpcError):
 
 class AnswerFailedError(RpcError):
     """A worker has run a call, but could not send the answer. Calling again runs the function again."""
+
+    outcome = Outcome.RAN
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"worker {worker!r} has run the call, but could not send the answer: {reason}")
@@ -326,6 +263,34 @@ class WorkerLostError(RpcError):
         self.cause = cause
 
 
+class WorkerSuspectError(RpcError):
+    """A worker does not answer at present: its connection broke, or it is silent. It may come back.
+
+    Attributes:
+        worker: its name.
+        reason: how that was noticed, in words.
+    """
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"worker {worker!r} does not answer, and may come back: {reason}")
+        self.worker = worker
+        self.reason = reason
+
+
+class EvictedError(RpcError):
+    """This worker was evicted from its group: the others go on without it, and it cannot call them any more.
+
+    Attributes:
+        worker: its name.
+        reason: why it was evicted, in words.
+    """
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"this worker, {worker!r}, was evicted from its group: {reason}")
+        self.worker = worker
+        self.reason = reason
+
+
 class LimitReachedError(RpcError, ValueError):
     """A worker asks another one for more than it may have there. `limit` is the limit's name and value."""
 
@@ -335,7 +300,9 @@ class LimitReachedError(RpcError, ValueError):
 
 
 class PolicyError(RpcError):
-    """A worker refuses a message, because its policy does not accept what the message has. Nothing of it has run.
+    """A worker refuses a message, because its policy does not accept what the message has.
+
+    Nothing of the message has run. If it is the answer to a call, that call has.
 
     Attributes:
         worker: the worker that refuses the message.
@@ -353,6 +320,8 @@ class PolicyError(RpcError):
 class SerializationError(RpcError):
     """A value cannot be sent. `path` is the part of the arguments or of the result to blame, such as `args[0]`."""
 
+    outcome = Outcome.NOT_SENT
+
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path} cannot be sent: {problem}")
         self.path = path
@@ -366,6 +335,8 @@ class RemoteError(RpcError):
         text: class and message of the remote exception.
         remote_traceback: its formatted traceback.
     """
+
+    outcome = Outcome.RAN
 
     def __init__(self, worker: str, text: str, remote_traceback: str) -> None:
         super().__init__(f"on worker {worker!r}: {text}\n\n{remote_traceback.rstrip()}")

@@ -211,7 +211,7 @@ class References(ReferenceExtension):
                 self.table.add_fork(handle.id, fork, message.destination.wire_id)
             else:
                 self._children[fork] = (handle, message.destination.wire_id)
-            message.envelope.references.append(_to_proto(handle.id, fork, handle.owner.id))
+            message.envelope.references.append(_to_proto(handle.id, fork, handle.owner.wire_id))
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Removes the forks of a message that was not sent."""

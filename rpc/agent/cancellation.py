@@ -34,6 +34,11 @@ class CancellableRequests:
         """Forgets a request that will not run."""
         self._remove(source, envelope)
 
+    def cancel_all(self, source: WorkerInfo) -> None:
+        """Cancels the requests of a worker that have not begun."""
+        for request in [each for each in self._waiting.copy() if each[0] == source.wire_id]:
+            self._waiting.discard(request)
+
     def __len__(self) -> int:
         return len(self._waiting)
 

@@ -1,12 +1,12 @@
 """The requests that this worker has sent, or is about to send, until they are answered."""
 
 import logging
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from ...errors import AnswerFailedError
+from ...errors import AnswerFailedError, Outcome, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
@@ -22,6 +22,9 @@ from .flow_control import FlowControl
 from .stats import CallCounter
 
 __all__ = ["PendingRequest", "PendingRequests"]
+
+MAX_ORPHANS = 1 << 16
+"""Requests that have failed because their worker was suspect, and whose answers may still come."""
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ class PendingRequest:
     """How many calls it is inside of."""
     is_waiting: bool = False
     """Whether it waits for capacity, and nothing of it has been sent."""
+    waits_for_worker: bool = False
+    """Whether it waits for a worker that does not answer, and nothing of it has been sent."""
     sent: Outgoing | None = None
     """Set once it is sent, if it can be cancelled."""
 
@@ -66,6 +71,9 @@ class PendingRequests:
         """The requests without an answer, by id."""
         self.kept: dict[int, tuple[int, object]] = {}
         """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
+        self._orphans: OrderedDict[int, int] = OrderedDict()
+        """The worker of each request that has failed because that was suspect, and that it may answer all the
+        same: references in the answer must be counted. The first ones are forgotten when there are too many."""
         self._arrived: set[int] = set()
         """The requests whose answers wait for a thread."""
         self._completing: dict[int, PendingRequest | None] = {}
@@ -91,11 +99,14 @@ class PendingRequests:
     def begin_answer(self, source: WorkerInfo, identifier: int) -> bool:
         """Returns whether an answer that has arrived is awaited; then `on_answer` follows, on another thread.
 
-        An answer is awaited once, by the request to its sender, also after the timeout of that.
+        An answer is awaited once, by the request to its sender, also if that has timed out, or failed because the
+        worker was suspect.
         """
         pending = self.pending.get(identifier)
         if pending is None:
-            is_awaited = self._flow_control.is_in_flight(source.wire_id, identifier)
+            is_awaited = self._flow_control.is_in_flight(source.wire_id, identifier) or self._is_orphan(
+                source, identifier
+            )
         else:
             is_awaited = pending.worker.wire_id == source.wire_id
         if not is_awaited or identifier in self._arrived:
@@ -168,6 +179,57 @@ class PendingRequests:
         for identifier, (destination, _) in self.kept.copy().items():
             if destination == worker.wire_id:
                 self.kept.pop(identifier, None)
+        for identifier, destination in self._orphans.copy().items():
+            if destination == worker.wire_id:
+                self._orphans.pop(identifier, None)
+
+    def sent_to(self, worker: WorkerInfo, *, waits: bool) -> Collection[int]:
+        """Returns the ids of the requests to a worker.
+
+        Args:
+            worker: the worker.
+            waits: whether to leave out those that wait for the worker.
+        """
+        return [
+            identifier
+            for identifier, pending in self.pending.copy().items()
+            if pending.worker.wire_id == worker.wire_id and not (waits and pending.waits_for_worker)
+        ]
+
+    def on_worker_suspect(
+        self, worker: WorkerInfo, reason: str, concerned: Collection[int], unsent: Collection[int]
+    ) -> None:
+        """Fails requests to a worker that does not answer.
+
+        Args:
+            worker: the worker.
+            reason: how that was noticed.
+            concerned: the ids of the requests.
+            unsent: the tickets of the envelopes that have not left this process.
+        """
+        self._flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
+        for identifier in concerned:
+            pending = self.take(identifier)
+            self.kept.pop(identifier, None)
+            if pending is None:
+                continue
+            error = WorkerSuspectError(worker.name, reason)
+            was_sent = not (
+                pending.is_waiting
+                or pending.waits_for_worker
+                or (pending.sent is not None and pending.sent.ticket in unsent)
+            )
+            if was_sent:
+                self._orphans[identifier] = worker.wire_id
+            error.outcome = Outcome.UNKNOWN if was_sent else Outcome.NOT_SENT
+            self.fail(pending, error)
+        while len(self._orphans) > MAX_ORPHANS:
+            self._orphans.popitem(last=False)
+
+    def _is_orphan(self, source: WorkerInfo, identifier: int) -> bool:
+        if self._orphans.get(identifier) != source.wire_id:
+            return False
+        return self._orphans.pop(identifier, None) is not None
 
     def unanswered(self) -> Mapping[str, int]:
         """Returns the number of users' calls without an answer, by the name of the worker called."""

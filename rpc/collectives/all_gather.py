@@ -60,8 +60,10 @@ WARN_INTERVAL_S = 10.0
 lines."""
 
 RESENT_AFTER = (SendFailedError, AnswerFailedError, UnknownWorkerError)
-"""The errors after which a value is sent again: the leader lives, and may or may not have it. The last one is the
-leader's, to which a member that has just joined a dynamic group is not known yet."""
+"""The errors after which a value is sent again: the leader lives, and may or may not have it.
+
+A leader that does not know one of the members is about to: that one is just joining the group.
+"""
 
 RESEND_PAUSE_S = 0.1
 """Seconds between two attempts to send a value to the same leader."""

@@ -209,16 +209,16 @@ class RoundLeader:
 
         Raises:
             ValueError: it is no round of that member and this worker.
-            UnknownWorkerError: another one of its members is not known here; it may have joined just now.
+            UnknownWorkerError: another of its members is not known here. If that is just joining, it will be.
         """
         key = RoundKey.from_payload(payload, sender.wire_id)
         if self._agent.info.wire_id not in key.members:
             raise ValueError(
                 f"malformed message: worker {self._agent.info.wire_id} is in no round of {key.members}"
             )
-        for each in key.members:
-            if not self._agent.is_member(each):
-                raise UnknownWorkerError(each, [worker.name for worker in self._agent.workers()])
+        for member in key.members:
+            if not self._agent.is_member(member):
+                raise UnknownWorkerError(member, [worker.name for worker in self._agent.workers()])
         return key
 
     def _check_count(self, worker: int) -> None:

@@ -299,6 +299,12 @@ def _make_cause(number: Any) -> errors.LossCause:
     return errors.LossCause(number)
 
 
+def _make_outcome(number: Any) -> errors.Outcome:
+    if type(number) is not int:
+        raise TypeError("an Outcome has a number")
+    return errors.Outcome(number)
+
+
 def _make_range(kind: type, *args: Any) -> Any:
     if not all(type(part) in (int, type(None)) for part in args):
         raise TypeError(f"a {kind.__name__} has ints")
@@ -330,6 +336,7 @@ _MAKERS: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("builtins", "slice"): partial(_make_range, slice),
     ("collections", "OrderedDict"): _make_ordered_dict,
     (errors.__name__, "LossCause"): _make_cause,
+    (errors.__name__, "Outcome"): _make_outcome,
     ("torch", "Size"): _make_size,
     ("torch", "device"): _make_device,
     ("torch.serialization", "_get_layout"): _make_layout,
