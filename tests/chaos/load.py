@@ -34,7 +34,7 @@ from gradwire.errors import (
 )
 
 from tests.chaos import callee
-from tests.chaos.records import LOST, NOT_SENT, SUCCEEDED, UNKNOWN, WRONG, Record
+from tests.chaos.records import LOST, NOT_SENT, RAN, SUCCEEDED, UNKNOWN, WRONG, Record
 
 __all__ = ["EVICTED", "FAILED", "Load", "Settings"]
 
@@ -245,7 +245,7 @@ class Load:
         if not isinstance(error, GradwireError) and not is_short:
             return WRONG, text + " | ".join(traceback.format_exception(error)[-4:])
         if told is not None and not isinstance(error.__cause__, RemoteError):
-            return (NOT_SENT if told.name == "NOT_SENT" else UNKNOWN), text
+            return {"NOT_SENT": NOT_SENT, "RAN": RAN}.get(told.name, UNKNOWN), text
         if isinstance(error, SendFailedError | SendQueueFullError | UnknownWorkerError):
             return NOT_SENT, text
         return UNKNOWN, text

@@ -22,6 +22,12 @@ Figures = dict[str, int]
 
 _PR_SET_PDEATHSIG = 1
 
+LIVENESS = [
+    rpc.Liveness(heartbeat=0.5, suspect_after=3, lease=12, when_suspect="fail"),
+    rpc.Liveness(heartbeat=0.5, suspect_after=3, lease=12, when_suspect="wait"),
+]
+"""Options of workers with even and with odd numbers. Times are shorter than by default, as the run is short."""
+
 _loads: list[Load] = []
 
 
@@ -42,7 +48,9 @@ def begin(settings: Settings, rank: int, world_size: int | None, seconds: float)
     load = Load(settings)
     rpc.init_rpc(
         settings.name,
-        rpc_backend_options=rpc.RpcBackendOptions(init_method=url, insecure=True, init_timeout=seconds),
+        rpc_backend_options=rpc.RpcBackendOptions(
+            init_method=url, insecure=True, init_timeout=seconds, liveness=LIVENESS[rank % 2]
+        ),
     )
     _loads.append(load)
     load.start()

@@ -14,6 +14,7 @@ __all__ = [
     "CALLER_DIED",
     "LOST",
     "NOT_SENT",
+    "RAN",
     "SUCCEEDED",
     "UNKNOWN",
     "WRONG",
@@ -23,7 +24,8 @@ __all__ = [
     "read_lines",
 ]
 
-SUCCEEDED, NOT_SENT, UNKNOWN, LOST, WRONG = "succeeded", "not-sent", "unknown", "lost", "wrong"
+SUCCEEDED, NOT_SENT, UNKNOWN, RAN = "succeeded", "not-sent", "unknown", "has-run"
+LOST, WRONG = "lost", "wrong"
 """Outcomes of a call. LOST is none in time; WRONG is a result that is not right, or an error of somebody else."""
 
 CALLER_DIED = "caller-died"
@@ -59,7 +61,7 @@ class Findings:
     examples: the first calls of each fault, in words.
     doubled: how many calls have run more than once.
     ran_though_not_sent: how many calls have run of which the caller was told that they had not been sent.
-    never_ran: how many calls succeeded that no callee has begun.
+    never_ran: how many calls no callee has begun, although they succeeded, or failed as ones that have run.
     """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -118,7 +120,7 @@ def judge(called: Iterable[str], ran: Iterable[str]) -> Findings:
         if outcome == NOT_SENT and runs[number]:
             findings.ran_though_not_sent += 1
             findings.add_example("ran though not sent", where)
-        if outcome == SUCCEEDED and not runs[number] and kind not in NOT_RUN:
+        if outcome in (SUCCEEDED, RAN) and not runs[number] and kind not in NOT_RUN:
             findings.never_ran += 1
             findings.add_example("never ran", where)
     for number, count in runs.items():

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from tests.chaos.judgement import Verdict
 from tests.chaos.plan import KINDS, Fault
-from tests.chaos.records import CALLER_DIED, LOST, NOT_SENT, SUCCEEDED, UNKNOWN, WRONG
+from tests.chaos.records import CALLER_DIED, LOST, NOT_SENT, RAN, SUCCEEDED, UNKNOWN, WRONG
 
 __all__ = ["describe", "describe_fault", "describe_plan"]
 
-COLUMNS = (SUCCEEDED, NOT_SENT, UNKNOWN, CALLER_DIED, LOST, WRONG)
+COLUMNS = (SUCCEEDED, NOT_SENT, UNKNOWN, RAN, CALLER_DIED, LOST, WRONG)
 MAX_LINES = 30
 
 

@@ -7,7 +7,7 @@ from tests.chaos import member
 from tests.chaos.judgement import compare_gathers, find_leaks
 from tests.chaos.load import Settings
 from tests.chaos.plan import AT_ONCE, KINDS, make_plan
-from tests.chaos.records import CALLER_DIED, LOST, SUCCEEDED, UNKNOWN, Record, judge, read_lines
+from tests.chaos.records import CALLER_DIED, LOST, NOT_SENT, SUCCEEDED, UNKNOWN, Record, judge, read_lines
 from tests.chaos.report import describe_plan
 from tests.remote_functions import wait_until
 
@@ -43,6 +43,8 @@ RIGHT = [MADE, "done a.0.1 succeeded "]
         ([MADE, "done a.0.1 not-sent SendFailedError"], [], ""),
         ([MADE, "done a.0.1 unknown WorkerLostError"], ["a.0.1"], ""),
         ([MADE, "done a.0.1 unknown WorkerLostError"], [], ""),
+        ([MADE, "done a.0.1 has-run AnswerFailedError"], ["a.0.1"], ""),
+        ([MADE, "done a.0.1 has-run AnswerFailedError"], [], "never ran"),
         (["made a.0.1 store store", "done a.0.1 succeeded "], [], ""),
     ],
 )
@@ -123,7 +125,7 @@ def test_the_load_is_right_without_faults(workers, tmp_path):
         assert workers.each(members, member.leave) == [[], [], []]
     findings = judge(read_lines(tmp_path.glob("*.called")), read_lines(tmp_path.glob("*.ran")))
     assert findings.is_right, findings.examples
-    assert {outcome for _, outcome in findings.calls} <= {SUCCEEDED, UNKNOWN, "not-sent"}
+    assert {outcome for _, outcome in findings.calls} <= {SUCCEEDED, UNKNOWN, NOT_SENT}
     assert findings.count(SUCCEEDED) > findings.count(UNKNOWN)
     assert not findings.count(LOST)
     assert not compare_gathers(read_lines(tmp_path.glob("*.gathered")))
