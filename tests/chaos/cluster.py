@@ -115,7 +115,7 @@ class Cluster:
         # The first process of each host does nothing, so that the host outlives its workers.
         self.net = Network(workers, (1,) * (hosts + 1))
         self.members = [Member(number, number // per_host) for number in range(hosts * per_host)]
-        self.gathering = (0, len(self.members) // 2, len(self.members) - 1)
+        self.collective_members = (0, len(self.members) // 2, len(self.members) - 1)
         self.deaths = Deaths()
         self.store: subprocess.Popen[bytes] | None = None
 
@@ -199,7 +199,7 @@ class Cluster:
             name=each.name,
             incarnation=each.incarnation,
             names=[other.name for other in self.members],
-            gather=[self.members[number].name for number in self.gathering],
+            gather=[self.members[number].name for number in self.collective_members],
             folder=self.records,
             store=(self.net.address(self.hosts), STORE_PORT),
             file=self.disk / "file-store",

@@ -188,7 +188,7 @@ def _wait_for_successes(cluster: Cluster, count: int, what: str) -> None:
             missing.extend(
                 f"{each.worker.name} to {name}" for name in names - {each.name} if done[name] < since[name] + count
             )
-            if since["all_gather"] == done["all_gather"] and each.number in cluster.gathering:
+            if since["all_gather"] == done["all_gather"] and each.number in cluster.collective_members:
                 missing.append(f"{each.worker.name}: no all_gather")
         return not missing
 
