@@ -208,7 +208,7 @@ class References(ReferenceExtension):
                 self.table.add_fork(handle.id, fork, message.destination.wire_id)
             else:
                 self._passed_on.add(fork, handle, message.destination.wire_id)
-            message.envelope.references.append(_to_proto(handle.id, fork, handle.owner.wire_id))
+            message.envelope.references.append(handle.id.to_reference(fork, handle.owner.wire_id))
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Removes the forks of a message that was not sent."""
@@ -218,12 +218,16 @@ class References(ReferenceExtension):
 
     def on_receive(self, message: Incoming) -> None:
         """Accepts the forks of a message, whether or not it can be unpickled afterwards."""
-        if message.envelope.references:
-            message.references.extend(
-                RRef._of(self._accept(message.source, reference)) for reference in message.envelope.references
-            )
+        refused: RRefError | None = None
+        for reference in message.envelope.references:
+            try:
+                message.references.append(RRef._of(self._accept(message.source, reference)))
+            except RRefError as error:
+                refused = error
         if message.envelope.HasField("created"):
             message.state[References] = self.values.begin_creation(message)
+        if refused is not None:
+            raise refused
 
     def scope(self, message: Incoming) -> AbstractContextManager[None] | None:
         """Returns the context manager in which a value is created."""
@@ -244,11 +248,14 @@ class References(ReferenceExtension):
         identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
         if fork_id.worker != sender.wire_id:
             raise ValueError(f"malformed reference {identifier}: {sender.name!r} did not make fork {fork_id}")
-        owner = self.agent.worker(reference.owner)
         accepting = self._accepting[sender.wire_id]
         if fork_id in accepting or len(accepting) >= MAX_ACCEPTING:
             problem = f"malformed reference {identifier}: fork {fork_id} is one too many"
             raise LimitReachedError(problem, f"MAX_ACCEPTING={MAX_ACCEPTING}")
+        if not self.agent.is_member(reference.owner):  # it has joined just now; the sender need not wait
+            self._tell_accepted(sender, fork_id)
+            raise RRefError(f"{self.agent.info.name!r} does not know the owner of {identifier} yet")
+        owner = self.agent.worker(reference.owner)
         if owner == self.agent.info:
             return self._accept_as_owner(sender, identifier, fork_id)
         fork = Fork(identifier, fork_id, owner)
@@ -331,8 +338,7 @@ class References(ReferenceExtension):
     # Control messages.
 
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
-        identifier, fork = payload
-        value, fork_id = GlobalId.from_payload(identifier), GlobalId.from_payload(fork)
+        value, fork_id = map(GlobalId.from_payload, payload)
         self.values.ask_creator(self.table.add_fork(value, fork_id, sender.wire_id))
 
     def _on_await(self, sender: WorkerInfo, payload: Any) -> None:
@@ -393,7 +399,3 @@ class References(ReferenceExtension):
         self.agent.control.run(self._fail_unconfirmed)
         self.table.clear(WorkerLostError(self.agent.info.name, "it has shut down its RPC agent"))
         self._passed_on.clear()
-
-
-def _to_proto(identifier: GlobalId, fork: GlobalId, owner: int) -> agent_pb2.Reference:
-    return agent_pb2.Reference(reference=identifier.to_proto(), fork=fork.to_proto(), owner=owner)
