@@ -292,8 +292,9 @@ class References(ReferenceExtension):
     def _tell_accepted(self, sender: WorkerInfo, fork: GlobalId) -> None:
         accepting = self._accepting[sender.wire_id]
         accepting.add(fork)
-        done = lambda _error: accepting.discard(fork)  # noqa: E731
-        self.agent.control.send(sender, "rref.accept", tuple(fork), done, urgent=False)
+        self.agent.control.send(
+            sender, "rref.accept", tuple(fork), lambda _: accepting.discard(fork), urgent=False
+        )
 
     # The life of a fork, on any thread.
 
