@@ -54,7 +54,7 @@ SERVER = "import sys; sys.path[:] = {path}; from tests.interpreters import serve
 class Program:
     """A program that runs.
 
-    pid: its process id.
+    pid: its process id, which is also that of its session and of its process group.
     """
 
     def __init__(self, arguments: tuple[object, ...], reply: socket.socket) -> None:
@@ -80,12 +80,12 @@ class Program:
         return self._status
 
     def kill(self) -> None:
-        """Kills the program if it has not ended."""
+        """Kills the program and its processes if it has not ended."""
         try:
             self.wait(0)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
             self.wait()
         finally:
             self._reply.close()
@@ -101,9 +101,13 @@ class Program:
 
 
 class Python:
-    """Runs programs. Arguments are those of `python`, of which it knows `-c`, `-m` and the path of a script."""
+    """Runs programs. Arguments are those of `python`, of which it knows `-c`, `-m` and the path of a script.
+
+    sessions: the process ids of all of them.
+    """
 
     def __init__(self) -> None:
+        self.sessions: set[int] = set()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = SERVER.format(path=sys.path, control=theirs.fileno())
         self._server = subprocess.Popen(
@@ -132,21 +136,16 @@ class Python:
                 output.seek(0)
             return subprocess.CompletedProcess(arguments, status, stdout.read(), stderr.read())
 
-    def start(self, *arguments: object, stdout: IO[str], stderr: IO[str], new_session: bool = False) -> Program:
-        """Starts a program with the environment and the folder of this process.
-
-        Args:
-            arguments: of `python`.
-            stdout: where it prints.
-            stderr: where it reports.
-            new_session: whether it leads a session, and so a process group, of its own.
-        """
-        request = _Request(list(map(str, arguments)), dict(os.environ), os.getcwd(), new_session)
+    def start(self, *arguments: object, stdout: IO[str], stderr: IO[str]) -> Program:
+        """Starts a program with the environment and the folder of this process, and these files for its output."""
+        request = _Request(list(map(str, arguments)), dict(os.environ), os.getcwd())
         reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             descriptors = [theirs.fileno(), stdout.fileno(), stderr.fileno()]
             socket.send_fds(self._control, [pickle.dumps(request)], descriptors)
-        return Program(arguments, reply)
+        program = Program(arguments, reply)
+        self.sessions.add(program.pid)
+        return program
 
 
 # In the process from which programs are forked.
@@ -157,7 +156,6 @@ class _Request:
     arguments: list[str]
     environment: dict[str, str]
     folder: str
-    new_session: bool
 
 
 def serve(control: int) -> None:
@@ -184,6 +182,7 @@ def serve(control: int) -> None:
         if not message:
             os._exit(0)
         if (pid := os.fork()) == 0:
+            os.setsid()
             break
         reply = socket.socket(fileno=descriptors[0])
         reply.send(str(pid).encode())
@@ -204,8 +203,6 @@ def serve(control: int) -> None:
 
 def _be(request: _Request) -> None:
     """Runs a program in this process."""
-    if request.new_session:
-        os.setsid()
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)

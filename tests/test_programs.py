@@ -1,8 +1,6 @@
 """`make programs` runs programs on torch's agent and on gradwire, and its table shows the differences."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,9 +25,10 @@ def script(tmp_path):
     return write
 
 
-def test_a_program_ends_alike_on_both():
-    command = [sys.executable, "-m", "tests.programs", "rnn"]  # of two processes
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+@pytest.mark.timeout(300)
+def test_a_program_ends_alike_on_both(python, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    done = python.run("-m", "tests.programs", "rnn", timeout=280)  # of two processes
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("| rnn")]
     assert [cell.split()[0] for cell in line.strip("| ").split("|")[2:]] == ["ok", "ok", "none"]

@@ -212,7 +212,7 @@ def launcher(python, tmp_path) -> Iterator[tuple[Program, list[psutil.Process]]]
         open(reading) as printed,
         open(writing, "w") as output,
         (tmp_path / "errors").open("w") as errors,
-        python.start("-c", LAUNCHER, stdout=output, stderr=errors, new_session=True) as program,
+        python.start("-c", LAUNCHER, stdout=output, stderr=errors) as program,
     ):
         output.close()
         yield program, [psutil.Process(int(printed.readline())) for _ in range(2)]

@@ -44,8 +44,10 @@ def test_a_program_and_its_workers_run_on_gradwire_unmodified(run_quickly, start
     ]
 
 
-def test_workers_of_torchrun():
-    printed = run("-m", "torch.distributed.run", "--nproc-per-node", "2", str(PROGRAMS / "launched.py")).stdout
+def test_workers_of_torchrun(run_quickly):
+    """They are new interpreters."""
+    options = ["--nproc-per-node", "2"]
+    printed = run_quickly("-m", "torch.distributed.run", *options, str(PROGRAMS / "launched.py"))
     assert sorted(printed.splitlines()) == [f"worker{rank}: True gradwire.rpc.calls" for rank in range(2)]
 
 
