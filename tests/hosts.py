@@ -56,6 +56,7 @@ class Network:
     def __init__(self, workers: Workers, counts: tuple[int, ...], own: frozenset[str] = NETWORK | MEMORY) -> None:
         self.hosts: list[list[Worker]] = []
         (self._switch,) = workers(1)
+        self._switch.ends_last = True  # without it, goodbyes between hosts would get lost
         self._switch.run(separate, "switch", workers.folder, NETWORK)
         self._in_switch("ip", "link", "add", "bridge", "up", "type", "bridge")
         for number, count in enumerate(counts):
