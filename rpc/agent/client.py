@@ -4,12 +4,21 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from functools import partial
 from typing import Any, final
 
 import torch
 
-from ...errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
+from ...errors import (
+    Outcome,
+    RpcCancelledError,
+    RpcTimeoutError,
+    SendFailedError,
+    UnknownWorkerError,
+    WorkerLostError,
+    set_outcome,
+)
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import DeviceMap
@@ -18,6 +27,7 @@ from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
 from ..execution.futures import Future
+from ..execution.kept_errors import copy_error
 from ..wire.device_maps import device_map_to_proto
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
@@ -28,9 +38,13 @@ from .finalizer_calls import FinalizerCalls
 from .flow_control import FlowControl, Waiter
 from .network import Network
 from .pending import PendingRequest, PendingRequests
+from .retries import Retries, Retry
 from .stats import CallCounter
 
 __all__ = ["Client"]
+
+MAX_TIMEOUT_MS = (1 << 32) - 1
+"""The longest timeout that a request tells its receiver; 50 days."""
 
 MAX_KEPT_BYTES = 1024
 """Bytes of the body and tensors of a pending request that may stay in its envelope; larger ones are removed."""
@@ -76,6 +90,7 @@ class Client:
         self._flow_control = flow_control
         self._nesting = flow_control.nesting
         self._finalizer_calls = FinalizerCalls(executor, network.call_soon)
+        self._retries = Retries(executor, network.call_soon, calls, self._find_present, self._send_again)
         self._ids = itertools.count(1)
         self._deadlines: Deadlines = make_deadlines(
             self._expire, requests.pending.__contains__, requests.pending.__len__, f"gradwire-deadlines-{name}"
@@ -97,23 +112,25 @@ class Client:
             return self._finalizer_calls.send(send, worker.name, operation)
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack(request.value, request.label, worker, device_map)
-        return self.send_packed(worker, request, timeout, packed, packed.tensors, device_map)
+        retry = self._retry(worker, request, timeout) if request.idempotent else None
+        return self.send_packed(worker, request, timeout, packed, packed.tensors, device_map, retry=retry)
 
     async def send_async(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
         """Sends a request as `send` does, but awaits capacity for it instead of blocking."""
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack(request.value, request.label, worker, device_map)
+        retry = self._retry(worker, request, timeout) if request.idempotent else None
         identifier, waiter = next(self._ids), None
         try:
             pending, message = self._begin(
-                identifier, worker, request, timeout, packed, packed.tensors, device_map
+                identifier, worker, request, timeout, packed, packed.tensors, device_map, retry
             )
             if message.user_values and (waiter := self._admit(pending, message, blocks=False)) is not None:
                 await asyncio.wrap_future(waiter.woken)
-            if waiter is None or self._is_to_be_sent(pending):
+            if waiter is None or self._is_to_be_sent(pending, message):
                 self._codec.send(message)
         except BaseException as error:
-            if not self._roll_back(identifier, worker, error):
+            if not self._roll_back(identifier, worker, error, retry):
                 raise
         else:
             self._note_sent(pending, message, waiter)
@@ -128,6 +145,8 @@ class Client:
         tensors: list[torch.Tensor],
         device_map: DeviceMap,
         broadcast: Broadcast | None = None,
+        *,
+        retry: Retry | None = None,
     ) -> Future[Any]:
         """Sends a request whose value is pickled.
 
@@ -139,21 +158,24 @@ class Client:
             tensors: those of the value, in a list that extensions may change.
             device_map: which the value was pickled for.
             broadcast: what the message shares with messages to other workers.
+            retry: sends it again if it may run more than once.
         """
         identifier, waiter = next(self._ids), None
         try:
-            pending, message = self._begin(identifier, worker, request, timeout, packed, tensors, device_map)
+            pending, message = self._begin(
+                identifier, worker, request, timeout, packed, tensors, device_map, retry
+            )
             if message.user_values and (waiter := self._admit(pending, message)) is not None:
                 with self._executor.blocking():
                     waiter.woken.result()
-            if waiter is None or self._is_to_be_sent(pending):
+            if waiter is None or self._is_to_be_sent(pending, message):
                 self._codec.send(message, broadcast)
             elif broadcast is not None:
                 broadcast.not_sent(worker.wire_id)
         except BaseException as error:
             if broadcast is not None:
                 broadcast.not_sent(worker.wire_id)
-            if not self._roll_back(identifier, worker, error):
+            if not self._roll_back(identifier, worker, error, retry):
                 raise
         else:
             self._note_sent(pending, message, waiter)
@@ -168,6 +190,7 @@ class Client:
         packed: Packed,
         tensors: list[torch.Tensor],
         device_map: DeviceMap,
+        retry: Retry | None,
     ) -> tuple[PendingRequest, Outgoing]:
         """Makes the message of a request, and registers it: the answer may arrive before `send` returns."""
         handler = self._extensions.handlers[request.kind]
@@ -187,17 +210,23 @@ class Client:
             device_map,
             packed.leaves,
         )
-        cancel = partial(self.cancel, identifier) if handler.cancellable else None
-        read_answer = self._network.answer_reader(worker)
-        future: Future[Any] = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
+        if retry is not None and retry.attempts:
+            future = retry.future
+        else:
+            cancel = partial(self.cancel, identifier) if handler.cancellable else None
+            read_answer = self._network.answer_reader(worker)
+            future = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
         if handler.user_values:
             self._calls.begin_request(identifier)
+            if timeout:
+                envelope.timeout_ms = _milliseconds(timeout)
         depth = self._nesting.depth
         if depth:
             envelope.depth = depth
-        pending = self._requests.pending[identifier] = PendingRequest(
-            identifier, future, worker, handler, timeout, depth
-        )
+        pending = PendingRequest(identifier, future, worker, handler, timeout, depth)
+        if retry is not None:
+            self._note_attempt(pending, retry)
+        self._requests.pending[identifier] = pending
         if request.keep is not None:
             self._requests.kept[identifier] = worker.wire_id, request.keep
         return pending, message
@@ -210,6 +239,8 @@ class Client:
         waiter = self._flow_control.admit(pending.worker, pending.identifier, nbytes, blocks=blocks)
         if waiter is not None:
             pending.is_waiting = True
+            pending.waiter = waiter
+            pending.waits_since = time.monotonic()
             # Its timeout, the loss of its worker and shutdown fail the call, which ends the wait.
             pending.future.add_done_callback(waiter.wake)
             if pending.timeout:
@@ -218,10 +249,13 @@ class Client:
                 waiter.wake()
         return waiter
 
-    def _is_to_be_sent(self, pending: PendingRequest) -> bool:
+    def _is_to_be_sent(self, pending: PendingRequest, message: Outgoing) -> bool:
         """Returns whether a call that has waited for capacity has not failed meanwhile."""
         pending.is_waiting = False
         if pending.identifier in self._requests.pending:
+            if pending.timeout:
+                waited = time.monotonic() - pending.waits_since
+                message.envelope.timeout_ms = _milliseconds(pending.timeout - waited)
             return True
         self._release_unsent(pending.identifier, pending.worker)
         return False
@@ -244,7 +278,7 @@ class Client:
         message.body, message.tensors, message.references = b"", [], []
         pending.sent = message
 
-    def _roll_back(self, identifier: int, worker: WorkerInfo, error: BaseException) -> bool:
+    def _roll_back(self, identifier: int, worker: WorkerInfo, error: BaseException, retry: Retry | None) -> bool:
         """Undoes `_begin` and `_admit` for a request that was not sent, however far they have come.
 
         Returns:
@@ -254,9 +288,12 @@ class Client:
         pending = self._requests.take(identifier)  # None if the loss of its worker has completed it
         if isinstance(error, SendFailedError) and pending is not None:
             error = SendFailedError(worker.name, error.reason, pending.handler.description)
-        if isinstance(error, WorkerLostError | SendFailedError):
-            self._requests.fail(pending, error)
+        if isinstance(error, WorkerLostError | SendFailedError) or (
+            isinstance(error, Exception) and retry is not None and retry.attempts > 1
+        ):
+            self._requests.fail(pending, error, Outcome.NOT_SENT)
             return True
+        set_outcome(error, Outcome.NOT_SENT)
         self._calls.end_request(identifier)
         return False
 
@@ -268,8 +305,48 @@ class Client:
         if pending.sent is not None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it what was queued
                 self._network.call_soon(self._withdraw, pending.worker, pending.sent)
-        self._requests.fail(pending, RpcCancelledError(pending.worker.name))
+        self._requests.fail(pending, RpcCancelledError(pending.worker.name), _outcome_so_far(pending))
         return True
+
+    # Calls that may run more than once.
+
+    def _retry(self, worker: WorkerInfo, request: Request, timeout: float) -> Retry | None:
+        """Returns what sends a request again; None if this thread has something that another one lacks."""
+        if not self._extensions.may_repeat():
+            return None
+        return Retry(self._retries, worker, request, timeout, self._nesting.depth)
+
+    def _note_attempt(self, pending: PendingRequest, retry: Retry) -> None:
+        if not retry.attempts:
+            retry.future = pending.future
+            retry.future.set_cancel(partial(self._cancel_attempts, retry))
+        retry.attempts += 1
+        retry.identifier = pending.identifier
+        pending.retry = retry
+
+    def _cancel_attempts(self, retry: Retry) -> bool:
+        retry.is_cancelled = True  # for an attempt that begins at this moment
+        if self.cancel(retry.identifier) or self._retries.cancel(retry):
+            return True
+        return not retry.future.is_completing
+
+    def _find_present(self, name: str) -> WorkerInfo | None:
+        try:
+            worker = self._network.worker(name)
+        except UnknownWorkerError:
+            return None
+        return worker if worker.wire_id not in self._network.lost else None
+
+    def _send_again(self, worker: WorkerInfo, retry: Retry) -> None:
+        """Sends a call once more. Raises what keeps it from being sent at all."""
+        request = retry.request
+        with self._nesting.at(retry.depth):
+            device_map = self._codec.device_map(worker)
+            packed = self._codec.pack(request.value, request.label, worker, device_map)
+            timeout = retry.seconds_left()
+            self.send_packed(worker, request, timeout, packed, packed.tensors, device_map, retry=retry)
+        if retry.is_cancelled:
+            self.cancel(retry.identifier)
 
     def stop_deadlines(self) -> None:
         """Ends the clock: no request times out from now on."""
@@ -279,7 +356,9 @@ class Client:
         """Fails all requests that are pending, and those that are sent from now on."""
         self._finalizer_calls.close()
         for identifier in list(self._requests.pending):
-            self._requests.fail(self._requests.take(identifier), error)
+            if (pending := self._requests.take(identifier)) is not None:
+                self._requests.fail(pending, copy_error(error), _outcome_so_far(pending))
+        self._retries.close(error)
         self._flow_control.close()  # last: those that wait have failed, so they are not sent
         self._requests.kept.clear()
 
@@ -293,7 +372,9 @@ class Client:
             activity = pending.handler.description
             if pending.is_waiting:
                 activity = f"not sent, because too much is in flight: {activity}"
-            self._requests.fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, activity))
+            seconds = pending.timeout if pending.retry is None else pending.retry.timeout
+            error = RpcTimeoutError(pending.worker.name, seconds, activity)
+            self._requests.fail(pending, error, _outcome_so_far(pending))
 
     def _withdraw(self, worker: WorkerInfo, sent: Outgoing) -> None:
         """Takes a request back, or asks its worker not to begin it. Called on the event loop."""
@@ -305,3 +386,13 @@ class Client:
         cancel = agent_pb2.Envelope(id=sent.envelope.id, type=CANCEL)
         with contextlib.suppress(WorkerLostError, SendFailedError):
             self._network.send(worker, cancel.SerializeToString())
+
+
+def _milliseconds(seconds: float) -> int:
+    """Returns a timeout for an envelope: not 0, which is none."""
+    return max(1, int(min(1000 * seconds, MAX_TIMEOUT_MS)))
+
+
+def _outcome_so_far(pending: PendingRequest) -> Outcome:
+    """Returns what has become of a request that was taken and has no answer."""
+    return Outcome.NOT_SENT if pending.is_waiting else Outcome.UNKNOWN

@@ -83,7 +83,7 @@ class Dispatcher:
 
     def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Handles a message whose payloads will not arrive."""
-        self._server.cancellable.discard(source, envelope)
+        self._server.waiting.discard(source, envelope)
 
     def on_message(
         self,
@@ -98,7 +98,7 @@ class Dispatcher:
         kind = envelope.type
         if kind == CANCEL:
             # Here and now: in the executor's queue it would come after the calls that wait for a thread.
-            self._server.cancellable.cancel(source, envelope)
+            self._server.waiting.cancel(source, envelope)
         elif kind in ANSWERS:
             if payloads is read_inline and self._requests.is_quick(envelope):
                 self._requests.on_answer(source, envelope, payloads)
@@ -106,7 +106,7 @@ class Dispatcher:
                 self._executor.submit_urgent(self._requests.on_answer, source, envelope, payloads)
         else:
             if not announced:
-                self._server.on_announced(source, envelope)
+                self._server.on_announced(source, envelope, waits=self._executor.is_busy)
             pause = self._received.add(source, nbytes)
             self._executor.submit(self._server.serve, source, envelope, payloads)
             return pause
@@ -139,6 +139,7 @@ class Dispatcher:
 
     def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Handles the loss of a worker."""
+        self._server.waiting.drop_worker(worker)  # here and now: `_lose` waits for a thread as they do
         self._worker_events.record_left(worker, end.reason)
         self._executor.submit(self._lose, worker, end)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from ...errors import AnswerFailedError
+from ...errors import AnswerFailedError, Outcome, set_outcome
 from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
@@ -18,7 +18,8 @@ from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
 from .codec import Codec
 from .extensions import Extensions
-from .flow_control import FlowControl
+from .flow_control import FlowControl, Waiter
+from .retries import Retry
 from .stats import CallCounter
 
 __all__ = ["PendingRequest", "PendingRequests"]
@@ -39,8 +40,14 @@ class PendingRequest:
     """How many calls it is inside of."""
     is_waiting: bool = False
     """Whether it waits for capacity, and nothing of it has been sent."""
+    waiter: Waiter | None = None
+    """Has waited for capacity, or does."""
+    waits_since: float = 0.0
+    """The time of `time.monotonic` at which it began to wait for capacity."""
     sent: Outgoing | None = None
     """Set once it is sent, if it can be cancelled."""
+    retry: Retry | None = None
+    """Sends it again if it may run more than once."""
 
 
 @final
@@ -80,9 +87,25 @@ class PendingRequests:
         """Takes a request out of `pending`; None if it is complete."""
         return self.pending.pop(identifier, None)
 
-    def fail(self, pending: PendingRequest | None, error: Exception) -> None:
-        """Completes a request that was taken with an error."""
+    def fail(self, pending: PendingRequest | None, error: Exception, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        """Completes a request that was taken with an error.
+
+        Args:
+            pending: the request.
+            error: no other request may fail with it.
+            outcome: what has become of the request.
+        """
         if pending is not None:
+            if pending.handler.user_values:
+                if pending.retry is not None:
+                    if pending.retry.take_over(error, outcome):
+                        if pending.waiter is not None:
+                            pending.waiter.wake()
+                        self._tell_complete(pending)
+                        self._count_end(pending)
+                        return
+                    outcome = pending.retry.outcome_with(outcome)
+                set_outcome(error, outcome)
             self._tell_complete(pending)
             with self._nesting.at(pending.depth):  # of the calls that callbacks make
                 pending.future.set_exception(error)
@@ -132,7 +155,7 @@ class PendingRequests:
             value = self._codec.unpack(message)
             del message  # a thread that gets the value may take over the memory of its tensors
         except Exception as error:
-            self.fail(pending, error)
+            self.fail(pending, error, _outcome_of(envelope))
             return
         if pending is not None:
             self._set_result(pending, value)
@@ -157,7 +180,7 @@ class PendingRequests:
         self._flow_control.release(source.wire_id, envelope.id)
         if isinstance(error, PayloadLostError):
             error = AnswerFailedError(source.name, str(error))
-        self.fail(self.take(envelope.id), error)
+        self.fail(self.take(envelope.id), error, _outcome_of(envelope))
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Fails the requests to a worker that is lost."""
@@ -250,3 +273,8 @@ class PendingRequests:
     def _count_end(self, pending: PendingRequest) -> None:
         if pending.handler.user_values:
             self._calls.end_request(pending.identifier)
+
+
+def _outcome_of(answer: agent_pb2.Envelope) -> Outcome:
+    """Returns what has become of a request that an error answers, or another answer that cannot be read."""
+    return Outcome.NOT_SENT if answer.not_begun else Outcome.RAN
