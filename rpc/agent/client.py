@@ -1,7 +1,6 @@
 """The requests that this worker has sent, until they are answered."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -22,7 +21,7 @@ from ...errors import (
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import DeviceMap
-from ..contracts.messages import CANCEL, Outgoing, Request
+from ..contracts.messages import Outgoing, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
@@ -40,14 +39,12 @@ from .network import Network
 from .pending import PendingRequest, PendingRequests
 from .retries import Retries, Retry
 from .stats import CallCounter
+from .withdrawals import Withdrawals
 
 __all__ = ["Client"]
 
 MAX_TIMEOUT_MS = (1 << 32) - 1
 """The longest timeout that a request tells its receiver; 50 days."""
-
-MAX_KEPT_BYTES = 1024
-"""Bytes of the body and tensors of a pending request that may stay in its envelope; larger ones are removed."""
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +87,7 @@ class Client:
         self._flow_control = flow_control
         self._nesting = flow_control.nesting
         self._finalizer_calls = FinalizerCalls(executor, network.call_soon)
+        self._withdrawals = Withdrawals(requests, network, flow_control, extensions, executor)
         self._retries = Retries(executor, network.call_soon, calls, self._find_present, self._send_again)
         self._ids = itertools.count(1)
         self._deadlines: Deadlines = make_deadlines(
@@ -266,17 +264,9 @@ class Client:
 
     def _note_sent(self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None) -> None:
         if pending.handler.cancellable:
-            self._keep_for_cancel(pending, message)
+            self._withdrawals.keep(pending, message)
         if pending.timeout and waiter is None:
             self._deadlines.add(pending.identifier, pending.timeout)
-
-    def _keep_for_cancel(self, pending: PendingRequest, message: Outgoing) -> None:
-        """Keeps what is needed to take a request back: not its value."""
-        if message.nbytes > MAX_KEPT_BYTES:
-            message.envelope.ClearField("body")
-            message.envelope.ClearField("tensors")
-        message.body, message.tensors, message.references = b"", [], []
-        pending.sent = message
 
     def _roll_back(self, identifier: int, worker: WorkerInfo, error: BaseException, retry: Retry | None) -> bool:
         """Undoes `_begin` and `_admit` for a request that was not sent, however far they have come.
@@ -302,9 +292,7 @@ class Client:
         pending = self._requests.take(identifier)
         if pending is None:
             return False
-        if pending.sent is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it what was queued
-                self._network.call_soon(self._withdraw, pending.worker, pending.sent)
+        self._withdrawals.take_back(pending)
         self._requests.fail(pending, RpcCancelledError(pending.worker.name), _outcome_so_far(pending))
         return True
 
@@ -368,6 +356,11 @@ class Client:
         self._executor.submit(self._time_out, identifier)
 
     def _time_out(self, identifier: int) -> None:
+        if (pending := self._requests.pending.get(identifier)) is not None:
+            then = partial(self._executor.submit, self._fail_timed_out, identifier)
+            self._withdrawals.take_back(pending, then)
+
+    def _fail_timed_out(self, identifier: int) -> None:
         if (pending := self._requests.take(identifier)) is not None:
             activity = pending.handler.description
             if pending.is_waiting:
@@ -375,17 +368,6 @@ class Client:
             seconds = pending.timeout if pending.retry is None else pending.retry.timeout
             error = RpcTimeoutError(pending.worker.name, seconds, activity)
             self._requests.fail(pending, error, _outcome_so_far(pending))
-
-    def _withdraw(self, worker: WorkerInfo, sent: Outgoing) -> None:
-        """Takes a request back, or asks its worker not to begin it. Called on the event loop."""
-        if self._network.withdraw(worker, sent.ticket, sent.payloads):
-            self._requests.kept.pop(sent.envelope.id, None)
-            self._flow_control.release(worker.wire_id, sent.envelope.id)
-            self._executor.submit(self._extensions.on_send_aborted, sent)
-            return
-        cancel = agent_pb2.Envelope(id=sent.envelope.id, type=CANCEL)
-        with contextlib.suppress(WorkerLostError, SendFailedError):
-            self._network.send(worker, cancel.SerializeToString())
 
 
 def _milliseconds(seconds: float) -> int:
@@ -395,4 +377,4 @@ def _milliseconds(seconds: float) -> int:
 
 def _outcome_so_far(pending: PendingRequest) -> Outcome:
     """Returns what has become of a request that was taken and has no answer."""
-    return Outcome.NOT_SENT if pending.is_waiting else Outcome.UNKNOWN
+    return Outcome.NOT_SENT if pending.is_waiting or pending.is_withdrawn else Outcome.UNKNOWN

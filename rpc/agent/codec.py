@@ -189,6 +189,10 @@ class Codec:
             return False
         return message.envelope.answer_can_wait
 
+    def is_unsent(self, sent: Outgoing) -> bool:
+        """Returns whether a message was in the queue when the connection broke, and nothing of it was sent."""
+        return self._network.withdraw(sent)
+
     def send_behind(self, message: Outgoing) -> None:
         """Sends a message that can wait for another one to the same worker, to go in the same write.
 

@@ -46,6 +46,8 @@ class PendingRequest:
     """The time of `time.monotonic` at which it began to wait for capacity."""
     sent: Outgoing | None = None
     """Set once it is sent, if it can be cancelled."""
+    is_withdrawn: bool = False
+    """Whether it was taken back before anything of it was sent."""
     retry: Retry | None = None
     """Sends it again if it may run more than once."""
 
@@ -187,10 +189,17 @@ class PendingRequests:
         self._flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
         for identifier, pending in self.pending.copy().items():
             if pending.worker.wire_id == worker.wire_id:
-                self.fail(self.take(identifier), end.as_error(worker.name))
+                self.fail(self.take(identifier), end.as_error(worker.name), self._outcome_at_loss(pending))
         for identifier, (destination, _) in self.kept.copy().items():
             if destination == worker.wire_id:
                 self.kept.pop(identifier, None)
+
+    def _outcome_at_loss(self, pending: PendingRequest) -> Outcome:
+        """Returns what has become of a request whose connection has broken."""
+        sent = pending.sent
+        if pending.is_waiting or (sent is not None and self._codec.is_unsent(sent)):
+            return Outcome.NOT_SENT
+        return Outcome.UNKNOWN
 
     def unanswered(self) -> Mapping[str, int]:
         """Returns the number of users' calls without an answer, by the name of the worker called."""

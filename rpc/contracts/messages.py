@@ -118,6 +118,10 @@ class Outgoing:
     nbytes: int = 0
     """Bytes of the body and the tensors."""
 
+    def beginning(self) -> bytes:
+        """Returns the first bytes of the envelope of a request: no other envelope begins with them."""
+        return agent_pb2.Envelope(id=self.envelope.id, type=self.envelope.type).SerializeToString()
+
 
 class LaterAnswer:
     """What a handler returns in place of an answer to be sent at once: a Deferred or a PiggybackedAnswer."""

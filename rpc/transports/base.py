@@ -28,8 +28,8 @@ class Transport(Protocol):
       connection; a transport reports that loss to its listener, and does not connect again.
     - Connecting: at the first `send` or `connect`, or when the peer connects. Before that, a transport has neither
       socket nor thread. If both workers connect at the same moment, one of the two connections remains.
-    - Threads: `send`, `send_behind`, `flush` and `connect` are called from any thread, all else on the agent's
-      event loop. Envelopes are handed to the listener on any thread.
+    - Threads: `send`, `send_behind`, `flush`, `withdraw` and `connect` are called from any thread, all else on the
+      agent's event loop. Envelopes are handed to the listener on any thread.
     - Blocking: no method waits for the peer, except `close`, which does not block the loop.
     - Ownership: the agent's Network makes one transport for each peer, and calls `close` once, even if the
       connection is lost already. Sockets and threads belong to the transport, which releases them in `close`.
@@ -72,8 +72,14 @@ class Transport(Protocol):
     def flush(self) -> None:
         """Sends the envelopes that wait for the next one. Does nothing if there are none."""
 
-    def withdraw(self, ticket: int) -> bool:
+    def withdraw(self, ticket: int, beginning: bytes) -> bool:
         """Removes an envelope from the queue, if nothing of it has been sent.
+
+        May be called when the connection is closed, to know whether the envelope was in the queue by then.
+
+        Args:
+            ticket: what `send` has returned.
+            beginning: the first bytes of the envelope, by which it is known among all that were sent.
 
         Returns:
             Whether it was removed. If not, the peer may receive it.

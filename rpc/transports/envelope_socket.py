@@ -13,6 +13,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
@@ -141,6 +142,10 @@ class EnvelopeSocket:
         if self.released:
             frame = self._take_released() + frame  # in one write, for which the peer wakes up once
         self._writer.put(frame)
+
+    def withdraw(self, beginning: bytes) -> bool:
+        """Removes an envelope with this beginning from the queue; returns False if some of it has been written."""
+        return self._writer.withdraw(partial(_is_envelope, beginning))
 
     def send_behind(self, envelope: bytes, seconds: float) -> None:
         """Has an envelope written together with a later one. Raises BrokenPipeError as `send` does."""
@@ -376,3 +381,8 @@ class EnvelopeSocket:
         if reason or self._writer.is_broken:
             self.release()
         self._on_end(reason)
+
+
+def _is_envelope(beginning: bytes, frame: bytes) -> bool:
+    """Returns whether a frame has an envelope that begins like this."""
+    return frame.startswith(beginning, HEADER.size) and HEADER.unpack_from(frame)[1] == FrameKind.ENVELOPE

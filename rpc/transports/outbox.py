@@ -36,6 +36,8 @@ class Outbox:
         """Frames without envelopes. They go by the stream, also if there is a socket."""
         self.socket: EnvelopeSocket | None = None
         """The socket that carries the envelopes in place of the gRPC stream."""
+        self._dropped: set[int] = set()
+        """The tickets of the envelopes that were in the queue when the connection was closed."""
         self.closed_reason: str | None = None
         """The reason that nothing can be sent any more; None until then."""
         self.connected = Connecting()
@@ -102,10 +104,15 @@ class Outbox:
         self._frames.append(frame)
         return True
 
-    def withdraw(self, ticket: int) -> bool:
-        """Removes an envelope from the queue, if it is there."""
+    def withdraw(self, ticket: int, beginning: bytes) -> bool:
+        """Removes an envelope from the queue, or from that of the socket, if it is there: see Transport."""
         with self._lock:
-            return self._queue.pop(ticket, None) is not None
+            if self._queue.pop(ticket, None) is not None:
+                return True
+            if ticket in self._dropped:
+                self._dropped.discard(ticket)
+                return True
+        return self.socket is not None and self.socket.withdraw(beginning)
 
     def use_socket(self, connection: EnvelopeSocket) -> None:
         """Sends by a socket from now on, beginning with what is queued."""
@@ -141,6 +148,7 @@ class Outbox:
         """Drops what is queued, and cuts the socket."""
         with self._lock:
             self.closed_reason = reason
+            self._dropped.update(self._queue)
             self._queue.clear()
         if self.socket is not None:
             self.socket.close()
