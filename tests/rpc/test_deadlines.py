@@ -90,7 +90,7 @@ def is_queued(count: int) -> bool:
 
 
 def group_with_one_thread(workers, count: int) -> list[Worker]:
-    """Starts a group of which worker1 has one thread, with which it runs a call of worker0 until "release" is set."""
+    """Starts a group whose worker1 has one thread, which runs a call of worker0 until "release" is set."""
     started = workers(count)
     started[1].run(never_add_threads)
     workers.join_rpc(started, num_worker_threads=1)
