@@ -9,8 +9,10 @@ from .api import (
     get_worker_infos,
     init_rpc,
     is_available,
+    on_worker_back,
     on_worker_joined,
     on_worker_left,
+    on_worker_suspect,
     require_initialized,
     set_rpc_timeout,
     shutdown,
@@ -27,6 +29,7 @@ from .calls import broadcast_call, rpc_async, rpc_sync
 from .collectives.api import AllGatherStates, all_gather, barrier
 from .contracts.agent import RpcAgent, is_initialized
 from .contracts.exposure import expose
+from .contracts.liveness import Liveness
 from .contracts.options import (
     AllGatherOptions,
     BroadcastOptions,
@@ -37,7 +40,7 @@ from .contracts.options import (
 )
 from .contracts.policy import Policy
 from .contracts.worker import WorkerInfo
-from .contracts.worker_events import WorkerEventHandle, WorkerJoined, WorkerLeft
+from .contracts.worker_events import WorkerBack, WorkerEventHandle, WorkerJoined, WorkerLeft, WorkerSuspect
 from .execution.futures import Future
 from .profiling.server_profile import server_process_global_profile
 from .streaming.api import RpcStream, rpc_stream
@@ -58,16 +61,19 @@ __all__ = [
     "CudaOptions",
     "FlowControlOptions",
     "Future",
+    "Liveness",
     "Outcome",
     "Policy",
     "RRef",
     "RpcAgent",
     "RpcBackendOptions",
     "RpcStream",
+    "WorkerBack",
     "WorkerEventHandle",
     "WorkerInfo",
     "WorkerJoined",
     "WorkerLeft",
+    "WorkerSuspect",
     "aio",
     "all_gather",
     "backend_registered",
@@ -87,8 +93,10 @@ __all__ = [
     "init_rpc",
     "is_available",
     "is_initialized",
+    "on_worker_back",
     "on_worker_joined",
     "on_worker_left",
+    "on_worker_suspect",
     "register_backend",
     "remote",
     "require_initialized",

@@ -121,7 +121,7 @@ async def wait(future: torch.futures.Future[R]) -> R:
 
 @final
 class WorkerEventStream:
-    """An asynchronous iterator of the joins and leaves since `worker_events` was called, in their order."""
+    """An asynchronous iterator of what has become of workers since `worker_events` was called, in order."""
 
     def __init__(self, buffer: WorkerEventBuffer) -> None:
         self._buffer = buffer
@@ -162,15 +162,18 @@ class WorkerEventStream:
 
 
 def worker_events() -> WorkerEventStream:
-    """Returns an asynchronous iterator of the workers that join and leave from now on.
+    """Returns an asynchronous iterator of the workers that join, leave or do not answer from now on.
 
         async for event in aio.worker_events():
             match event:
                 case rpc.WorkerJoined(worker): ...
                 case rpc.WorkerLeft(worker, reason): ...
+                case rpc.WorkerSuspect(worker, reason): ...
+                case rpc.WorkerBack(worker): ...
 
     `workers` of the iterator are the workers that are present now. Each worker is either among them or has a
-    WorkerJoined; each has one WorkerLeft when it leaves. Events are queued without a bound until they are read.
+    WorkerJoined; each has one WorkerLeft when it leaves. A worker that does not answer for a while has a
+    WorkerSuspect, and a WorkerBack when it answers again. Events are queued without a bound until they are read.
     The iteration ends when this worker shuts down.
 
     Raises:

@@ -17,7 +17,14 @@ from .contracts.agent import Destination, RpcAgent, current_agent, holder
 from .contracts.options import RpcBackendOptions, check_rpc_timeout
 from .contracts.worker import WorkerInfo, check_worker_name
 from .contracts.worker_end import WorkerEnd, last_uncaught_error
-from .contracts.worker_events import WorkerEvent, WorkerEventHandle, WorkerJoined, WorkerLeft
+from .contracts.worker_events import (
+    WorkerBack,
+    WorkerEvent,
+    WorkerEventHandle,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSuspect,
+)
 from .membership.addresses import check_consent
 
 __all__ = [
@@ -220,6 +227,53 @@ def on_worker_left(callback: Callable[[WorkerInfo, str], object]) -> WorkerEvent
     def on_event(event: WorkerEvent) -> None:
         if isinstance(event, WorkerLeft):
             callback(event.worker, event.reason)
+
+    return _subscribe(callback, on_event)
+
+
+def on_worker_suspect(callback: Callable[[WorkerInfo, str], object]) -> WorkerEventHandle:
+    """Calls a function with each worker that does not answer from now on, and the reason.
+
+    The worker may come back: see `Liveness`, `on_worker_back` and `on_worker_left`, one of which follows. As
+    `on_worker_left`, this connects to all workers. See `on_worker_joined` for when and where callbacks run.
+
+    Args:
+        callback: called with the worker's WorkerInfo and the reason as in WorkerSuspectError.
+
+    Returns:
+        A handle. `handle.remove()`, or the end of a `with` block of the handle, removes the callback.
+
+    Raises:
+        NotInitializedError: this process is no worker.
+        TypeError: the callback is not callable.
+    """
+
+    def on_event(event: WorkerEvent) -> None:
+        if isinstance(event, WorkerSuspect):
+            callback(event.worker, event.reason)
+
+    return _subscribe(callback, on_event)
+
+
+def on_worker_back(callback: Callable[[WorkerInfo], object]) -> WorkerEventHandle:
+    """Calls a function with each suspect worker that answers again from now on.
+
+    See `on_worker_joined` for when and where callbacks run.
+
+    Args:
+        callback: called with the worker's WorkerInfo, when the worker can be called.
+
+    Returns:
+        A handle. `handle.remove()`, or the end of a `with` block of the handle, removes the callback.
+
+    Raises:
+        NotInitializedError: this process is no worker.
+        TypeError: the callback is not callable.
+    """
+
+    def on_event(event: WorkerEvent) -> None:
+        if isinstance(event, WorkerBack):
+            callback(event.worker)
 
     return _subscribe(callback, on_event)
 

@@ -1,6 +1,7 @@
 """Fixtures for all tests: worker processes, alone and in groups, hosts, and agents in the test's own process."""
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,9 @@ from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
 
 ROOT = Path(__file__).parent.parent
+# A loaded machine may keep workers from sending anything for seconds. Tests of liveness set their own options.
+os.environ.setdefault("GRADWIRE_SUSPECT_AFTER", "60")
+
 # Appended, so that worker processes can import test modules by name without shadowing anything.
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))

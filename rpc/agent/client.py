@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import time
 from functools import partial
 from typing import Any, final
 
@@ -16,12 +15,13 @@ from ...errors import (
     SendFailedError,
     UnknownWorkerError,
     WorkerLostError,
+    WorkerSuspectError,
     set_outcome,
 )
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import DeviceMap
-from ..contracts.messages import Outgoing, Request
+from ..contracts.messages import CONTROL, Outgoing, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
@@ -39,12 +39,10 @@ from .network import Network
 from .pending import PendingRequest, PendingRequests
 from .retries import Retries, Retry
 from .stats import CallCounter
+from .waiting_calls import WaitingCalls
 from .withdrawals import Withdrawals
 
 __all__ = ["Client"]
-
-MAX_TIMEOUT_MS = (1 << 32) - 1
-"""The longest timeout that a request tells its receiver; 50 days."""
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +87,10 @@ class Client:
         self._finalizer_calls = FinalizerCalls(executor, network.call_soon)
         self._withdrawals = Withdrawals(requests, network, flow_control, extensions, executor)
         self._retries = Retries(executor, network.call_soon, calls, self._find_present, self._send_again)
+        self.waiting = WaitingCalls(
+            requests, codec, network, extensions, executor, self._withdrawals.keep, self._release_unsent
+        )
+        """The calls that wait for workers that do not answer."""
         self._ids = itertools.count(1)
         self._deadlines: Deadlines = make_deadlines(
             self._expire, requests.pending.__contains__, requests.pending.__len__, f"gradwire-deadlines-{name}"
@@ -125,13 +127,13 @@ class Client:
             )
             if message.user_values and (waiter := self._admit(pending, message, blocks=False)) is not None:
                 await asyncio.wrap_future(waiter.woken)
-            if waiter is None or self._is_to_be_sent(pending, message):
-                self._codec.send(message)
+            is_to_be_sent = waiter is None or self._is_to_be_sent(pending, message)
+            is_sent = is_to_be_sent and self._send_or_wait(pending, message)
         except BaseException as error:
             if not self._roll_back(identifier, worker, error, retry):
                 raise
         else:
-            self._note_sent(pending, message, waiter)
+            self._note_sent(pending, message, waiter, is_sent=is_sent)
         return pending.future
 
     def send_packed(
@@ -166,9 +168,9 @@ class Client:
             if message.user_values and (waiter := self._admit(pending, message)) is not None:
                 with self._executor.blocking():
                     waiter.woken.result()
-            if waiter is None or self._is_to_be_sent(pending, message):
-                self._codec.send(message, broadcast)
-            elif broadcast is not None:
+            is_to_be_sent = waiter is None or self._is_to_be_sent(pending, message)
+            is_sent = is_to_be_sent and self._send_or_wait(pending, message, broadcast)
+            if broadcast is not None and not is_sent:
                 broadcast.not_sent(worker.wire_id)
         except BaseException as error:
             if broadcast is not None:
@@ -176,7 +178,7 @@ class Client:
             if not self._roll_back(identifier, worker, error, retry):
                 raise
         else:
-            self._note_sent(pending, message, waiter)
+            self._note_sent(pending, message, waiter, is_sent=is_sent)
         return pending.future
 
     def _begin(
@@ -216,18 +218,28 @@ class Client:
             future = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
         if handler.user_values:
             self._calls.begin_request(identifier)
-            if timeout:
-                envelope.timeout_ms = _milliseconds(timeout)
         depth = self._nesting.depth
         if depth:
             envelope.depth = depth
         pending = PendingRequest(identifier, future, worker, handler, timeout, depth)
+        pending.tell_timeout(envelope)
         if retry is not None:
             self._note_attempt(pending, retry)
         self._requests.pending[identifier] = pending
         if request.keep is not None:
             self._requests.kept[identifier] = worker.wire_id, request.keep
         return pending, message
+
+    def _send_or_wait(
+        self, pending: PendingRequest, message: Outgoing, broadcast: Broadcast | None = None
+    ) -> bool:
+        """Sends a request; returns False if it waits for its worker, which does not answer."""
+        if message.envelope.type == CONTROL:  # which is sent again, by who has sent it
+            self._codec.send(message)
+        elif not self._codec.try_to_send(message, broadcast):
+            self.waiting.add(pending, message)
+            return False
+        return True
 
     def _admit(self, pending: PendingRequest, message: Outgoing, *, blocks: bool = True) -> Waiter | None:
         """Counts a call as in flight. Returns what to wait for first if there is no capacity."""
@@ -237,8 +249,7 @@ class Client:
         waiter = self._flow_control.admit(pending.worker, pending.identifier, nbytes, blocks=blocks)
         if waiter is not None:
             pending.is_waiting = True
-            pending.waiter = waiter
-            pending.waits_since = time.monotonic()
+            pending.begin_wait(waiter.wake)
             # Its timeout, the loss of its worker and shutdown fail the call, which ends the wait.
             pending.future.add_done_callback(waiter.wake)
             if pending.timeout:
@@ -251,9 +262,7 @@ class Client:
         """Returns whether a call that has waited for capacity has not failed meanwhile."""
         pending.is_waiting = False
         if pending.identifier in self._requests.pending:
-            if pending.timeout:
-                waited = time.monotonic() - pending.waits_since
-                message.envelope.timeout_ms = _milliseconds(pending.timeout - waited)
+            pending.tell_timeout(message.envelope)
             return True
         self._release_unsent(pending.identifier, pending.worker)
         return False
@@ -262,8 +271,10 @@ class Client:
         self._requests.kept.pop(identifier, None)
         self._flow_control.abandon(worker.wire_id, identifier)
 
-    def _note_sent(self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None) -> None:
-        if pending.handler.cancellable:
+    def _note_sent(
+        self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None, *, is_sent: bool
+    ) -> None:
+        if is_sent:
             self._withdrawals.keep(pending, message)
         if pending.timeout and waiter is None:
             self._deadlines.add(pending.identifier, pending.timeout)
@@ -278,7 +289,7 @@ class Client:
         pending = self._requests.take(identifier)  # None if the loss of its worker has completed it
         if isinstance(error, SendFailedError) and pending is not None:
             error = SendFailedError(worker.name, error.reason, pending.handler.description)
-        if isinstance(error, WorkerLostError | SendFailedError) or (
+        if isinstance(error, WorkerLostError | WorkerSuspectError | SendFailedError) or (
             isinstance(error, Exception) and retry is not None and retry.attempts > 1
         ):
             self._requests.fail(pending, error, Outcome.NOT_SENT)
@@ -293,7 +304,7 @@ class Client:
         if pending is None:
             return False
         self._withdrawals.take_back(pending)
-        self._requests.fail(pending, RpcCancelledError(pending.worker.name), _outcome_so_far(pending))
+        self._requests.fail(pending, RpcCancelledError(pending.worker.name), pending.outcome_without())
         return True
 
     # Calls that may run more than once.
@@ -323,7 +334,8 @@ class Client:
             worker = self._network.worker(name)
         except UnknownWorkerError:
             return None
-        return worker if worker.wire_id not in self._network.lost else None
+        absence = self._network.absence(worker)
+        return worker if absence is None or absence.waits else None
 
     def _send_again(self, worker: WorkerInfo, retry: Retry) -> None:
         """Sends a call once more. Raises what keeps it from being sent at all."""
@@ -345,7 +357,7 @@ class Client:
         self._finalizer_calls.close()
         for identifier in list(self._requests.pending):
             if (pending := self._requests.take(identifier)) is not None:
-                self._requests.fail(pending, copy_error(error), _outcome_so_far(pending))
+                self._requests.fail(pending, copy_error(error), pending.outcome_without())
         self._retries.close(error)
         self._flow_control.close()  # last: those that wait have failed, so they are not sent
         self._requests.kept.clear()
@@ -367,14 +379,4 @@ class Client:
                 activity = f"not sent, because too much is in flight: {activity}"
             seconds = pending.timeout if pending.retry is None else pending.retry.timeout
             error = RpcTimeoutError(pending.worker.name, seconds, activity)
-            self._requests.fail(pending, error, _outcome_so_far(pending))
-
-
-def _milliseconds(seconds: float) -> int:
-    """Returns a timeout for an envelope: not 0, which is none."""
-    return max(1, int(min(1000 * seconds, MAX_TIMEOUT_MS)))
-
-
-def _outcome_so_far(pending: PendingRequest) -> Outcome:
-    """Returns what has become of a request that was taken and has no answer."""
-    return Outcome.NOT_SENT if pending.is_waiting or pending.is_withdrawn else Outcome.UNKNOWN
+            self._requests.fail(pending, error, pending.outcome_without())

@@ -1,7 +1,9 @@
 """The way up of a message: from the network to the client or the server."""
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, final
 
@@ -22,6 +24,7 @@ from .network_listener import Pause
 from .pending import PendingRequests
 from .received_requests import ReceivedRequests
 from .server import Server
+from .waiting_calls import WaitingCalls
 
 __all__ = ["Dispatcher"]
 
@@ -40,6 +43,7 @@ class Dispatcher:
     def __init__(
         self,
         requests: PendingRequests,
+        waiting: WaitingCalls,
         server: Server,
         all_gathers: AllGatherService,
         extensions: Extensions,
@@ -53,15 +57,17 @@ class Dispatcher:
 
         Args:
             requests: completes those of this worker.
+            waiting: sends calls to workers that are back.
             server: runs requests.
             all_gathers: is told of lost workers.
-            extensions: are told of lost workers, and of messages that cannot be decoded.
-            worker_events: is told of workers that join and leave.
+            extensions: are told of workers that are suspect, back or lost, and of messages that cannot be decoded.
+            worker_events: is told of workers that join, leave or do not answer.
             executor: runs what may block.
             received: counts the requests that wait for a thread.
             dynamic: whether the group is a dynamic one.
         """
         self._requests = requests
+        self._waiting = waiting
         self._server = server
         self._all_gathers = all_gathers
         self._extensions = extensions
@@ -70,6 +76,9 @@ class Dispatcher:
         self._received = received
         self._dynamic = dynamic
         self._failed: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._changes: dict[int, deque[Callable[[], None]]] = {}
+        """By worker, the changes of its state that are being handled, in their order. Guarded by the lock."""
 
     @property
     def failed(self) -> Mapping[int, str]:
@@ -137,11 +146,36 @@ class Dispatcher:
         """Handles a worker that has joined the dynamic group."""
         self._worker_events.record_joined(worker)
 
-    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the loss of a worker."""
         self._server.waiting.drop_worker(worker)  # here and now: `_lose` waits for a thread as they do
         self._worker_events.record_left(worker, end.reason)
-        self._executor.submit(self._lose, worker, end)
+        self._handle_change(worker, partial(self._lose, worker, end, unsent))
+
+    def on_peer_suspect(self, worker: WorkerInfo, reason: str, unsent: Collection[bytes], *, waits: bool) -> None:
+        """Handles a worker that does not answer: see NetworkListener."""
+        self._worker_events.record_suspect(worker, reason)
+        # Here and now: what comes by the next connection is not concerned.
+        self._server.waiting.cancel_all(worker)
+        concerned = self._requests.sent_to(worker, waits=waits)
+        # By itself: callbacks of the futures may wait until the worker is back.
+        self._executor.submit(self._requests.on_worker_suspect, worker, reason, concerned, unsent)
+        self._handle_change(worker, partial(self._extensions.on_worker_suspect, worker, reason))
+
+    def on_peer_back(self, worker: WorkerInfo) -> None:
+        """Handles a suspect worker that answers again."""
+        self._worker_events.record_back(worker)
+        self._executor.submit(self._waiting.send_to, worker)
+        self._handle_change(worker, partial(self._extensions.on_worker_back, worker))
+
+    def _handle_change(self, worker: WorkerInfo, change: Callable[[], None]) -> None:
+        """Has a thread of the executor handle a change of a worker's state, after those before it."""
+        with self._lock:
+            changes = self._changes.setdefault(worker.wire_id, deque())
+            changes.append(change)
+            if len(changes) > 1:
+                return
+        self._executor.submit(self._handle_changes, changes)
 
     # On the executor's threads.
 
@@ -153,13 +187,24 @@ class Dispatcher:
         else:
             self._server.reject(source, envelope, error)
 
-    def _lose(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+    def _handle_changes(self, changes: deque[Callable[[], None]]) -> None:
+        while True:
+            try:
+                changes[0]()
+            except Exception:
+                log.exception("a change of a worker's state cannot be handled")
+            with self._lock:
+                changes.popleft()
+                if not changes:
+                    return
+
+    def _lose(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
         has_failed = not end.orderly and not (self._dynamic and end.cause is LossCause.UNREACHABLE)
         level = logging.WARNING if has_failed else logging.INFO
         log.log(level, "worker %s is lost: %s", worker.name, end.reason)
         if has_failed:  # not known before it is logged: a shutdown says that it goes without this worker
             self._failed[worker.wire_id] = end.reason
-        self._requests.on_worker_lost(worker, end)
+        self._requests.on_worker_lost(worker, end, unsent)
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)

@@ -148,6 +148,16 @@ class Extensions:
 
     # Lifecycle.
 
+    def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
+        """Tells the extensions that a worker does not answer, and why."""
+        for extension in self._extensions:
+            extension.on_worker_suspect(worker, reason)
+
+    def on_worker_back(self, worker: WorkerInfo) -> None:
+        """Tells the extensions that a suspect worker answers again."""
+        for extension in self._extensions:
+            extension.on_worker_back(worker)
+
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Tells the extensions that a worker is lost, and how it ended."""
         for extension in self._extensions:

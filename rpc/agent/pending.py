@@ -1,12 +1,13 @@
 """The requests that this worker has sent, or is about to send, until they are answered."""
 
 import logging
-from collections import Counter
-from collections.abc import Mapping
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from ...errors import AnswerFailedError, Outcome, set_outcome
+from ...errors import AnswerFailedError, Outcome, WorkerSuspectError, set_outcome
 from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
@@ -18,11 +19,17 @@ from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
 from .codec import Codec
 from .extensions import Extensions
-from .flow_control import FlowControl, Waiter
+from .flow_control import FlowControl
 from .retries import Retry
 from .stats import CallCounter
 
 __all__ = ["PendingRequest", "PendingRequests"]
+
+MAX_ORPHANS = 1 << 16
+"""Requests that have failed because their worker was suspect, and whose answers may still come."""
+
+MAX_TIMEOUT_MS = (1 << 32) - 1
+"""The longest timeout that a request tells its receiver; 50 days."""
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +47,40 @@ class PendingRequest:
     """How many calls it is inside of."""
     is_waiting: bool = False
     """Whether it waits for capacity, and nothing of it has been sent."""
-    waiter: Waiter | None = None
-    """Has waited for capacity, or does."""
+    abandon: Callable[[], None] | None = None
+    """Ends its wait for capacity, or for a worker that does not answer."""
     waits_since: float = 0.0
-    """The time of `time.monotonic` at which it began to wait for capacity."""
+    """The time of `time.monotonic` at which it began to wait for that; 0 if it did not."""
+    waits_for_worker: bool = False
+    """Whether it waits for a worker that does not answer, and nothing of it has been sent."""
     sent: Outgoing | None = None
     """Set once it is sent, if it can be cancelled."""
     is_withdrawn: bool = False
     """Whether it was taken back before anything of it was sent."""
     retry: Retry | None = None
     """Sends it again if it may run more than once."""
+
+    def begin_wait(self, abandon: Callable[[], None]) -> None:
+        """Notes that it waits before it is sent, and what ends the wait."""
+        self.abandon = abandon
+        self.waits_since = self.waits_since or time.monotonic()
+
+    def tell_timeout(self, envelope: agent_pb2.Envelope) -> None:
+        """Has its envelope say how long it may take until it begins to run."""
+        if self.timeout and self.handler.user_values:
+            waited = time.monotonic() - self.waits_since if self.waits_since else 0.0
+            envelope.timeout_ms = max(1, int(min(1000 * (self.timeout - waited), MAX_TIMEOUT_MS)))
+
+    def outcome_without(self, unsent: Collection[bytes] = ()) -> Outcome:
+        """Returns what has become of it if it gets no answer.
+
+        Args:
+            unsent: the beginnings of the envelopes that were queued when its connection broke.
+        """
+        is_unsent = self.is_waiting or self.waits_for_worker or self.is_withdrawn
+        if is_unsent or (unsent and self.sent is not None and self.sent.beginning() in unsent):
+            return Outcome.NOT_SENT
+        return Outcome.UNKNOWN
 
 
 @final
@@ -75,6 +106,9 @@ class PendingRequests:
         """The requests without an answer, by id."""
         self.kept: dict[int, tuple[int, object]] = {}
         """The worker and the `keep` of each request that has not been answered, even if it has failed here."""
+        self._orphans: OrderedDict[int, int] = OrderedDict()
+        """The worker of each request that has failed because that was suspect, and that it may answer all the
+        same: references in the answer must be counted. The first ones are forgotten when there are too many."""
         self._arrived: set[int] = set()
         """The requests whose answers wait for a thread."""
         self._completing: dict[int, PendingRequest | None] = {}
@@ -101,8 +135,8 @@ class PendingRequests:
             if pending.handler.user_values:
                 if pending.retry is not None:
                     if pending.retry.take_over(error, outcome):
-                        if pending.waiter is not None:
-                            pending.waiter.wake()
+                        if pending.abandon is not None:
+                            pending.abandon()
                         self._tell_complete(pending)
                         self._count_end(pending)
                         return
@@ -116,11 +150,14 @@ class PendingRequests:
     def begin_answer(self, source: WorkerInfo, identifier: int) -> bool:
         """Returns whether an answer that has arrived is awaited; then `on_answer` follows, on another thread.
 
-        An answer is awaited once, by the request to its sender, also after the timeout of that.
+        An answer is awaited once, by the request to its sender, also if that has timed out, or failed because the
+        worker was suspect.
         """
         pending = self.pending.get(identifier)
         if pending is None:
-            is_awaited = self._flow_control.is_in_flight(source.wire_id, identifier)
+            is_awaited = self._flow_control.is_in_flight(source.wire_id, identifier) or self._is_orphan(
+                source, identifier
+            )
         else:
             is_awaited = pending.worker.wire_id == source.wire_id
         if not is_awaited or identifier in self._arrived:
@@ -184,22 +221,66 @@ class PendingRequests:
             error = AnswerFailedError(source.name, str(error))
         self.fail(self.take(envelope.id), error, _outcome_of(envelope))
 
-    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Fails the requests to a worker that is lost."""
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
+        """Fails the requests to a worker that is lost.
+
+        Args:
+            worker: the worker.
+            end: how it ended.
+            unsent: see `on_worker_suspect`.
+        """
         self._flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
         for identifier, pending in self.pending.copy().items():
             if pending.worker.wire_id == worker.wire_id:
-                self.fail(self.take(identifier), end.as_error(worker.name), self._outcome_at_loss(pending))
+                self.fail(self.take(identifier), end.as_error(worker.name), pending.outcome_without(unsent))
         for identifier, (destination, _) in self.kept.copy().items():
             if destination == worker.wire_id:
                 self.kept.pop(identifier, None)
+        for identifier, destination in self._orphans.copy().items():
+            if destination == worker.wire_id:
+                self._orphans.pop(identifier, None)
 
-    def _outcome_at_loss(self, pending: PendingRequest) -> Outcome:
-        """Returns what has become of a request whose connection has broken."""
-        sent = pending.sent
-        if pending.is_waiting or (sent is not None and self._codec.is_unsent(sent)):
-            return Outcome.NOT_SENT
-        return Outcome.UNKNOWN
+    def sent_to(self, worker: WorkerInfo, *, waits: bool) -> Collection[int]:
+        """Returns the ids of the requests to a worker.
+
+        Args:
+            worker: the worker.
+            waits: whether to leave out those that wait for the worker.
+        """
+        return [
+            identifier
+            for identifier, pending in self.pending.copy().items()
+            if pending.worker.wire_id == worker.wire_id and not (waits and pending.waits_for_worker)
+        ]
+
+    def on_worker_suspect(
+        self, worker: WorkerInfo, reason: str, concerned: Collection[int], unsent: Collection[bytes]
+    ) -> None:
+        """Fails requests to a worker that does not answer.
+
+        Args:
+            worker: the worker.
+            reason: how that was noticed.
+            concerned: the ids of the requests.
+            unsent: the beginnings of the envelopes that have not left this process.
+        """
+        self._flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
+        for identifier in concerned:
+            pending = self.take(identifier)
+            self.kept.pop(identifier, None)
+            if pending is None:
+                continue
+            outcome = pending.outcome_without(unsent)
+            if outcome is Outcome.UNKNOWN:
+                self._orphans[identifier] = worker.wire_id
+            self.fail(pending, WorkerSuspectError(worker.name, reason), outcome)
+        while len(self._orphans) > MAX_ORPHANS:
+            self._orphans.popitem(last=False)
+
+    def _is_orphan(self, source: WorkerInfo, identifier: int) -> bool:
+        if self._orphans.get(identifier) != source.wire_id:
+            return False
+        return self._orphans.pop(identifier, None) is not None
 
     def unanswered(self) -> Mapping[str, int]:
         """Returns the number of users' calls without an answer, by the name of the worker called."""

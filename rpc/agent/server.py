@@ -17,6 +17,7 @@ from ...errors import (
     RpcTimeoutError,
     SendFailedError,
     WorkerLostError,
+    WorkerSuspectError,
 )
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
@@ -249,7 +250,7 @@ class Server:
         answer = self._pack_answer(message, result.value, handler)
         try:
             self._codec.send_behind(answer)
-        except WorkerLostError:
+        except (WorkerLostError, WorkerSuspectError):
             pass
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
@@ -259,8 +260,8 @@ class Server:
     def _send_answer(self, answer: Outgoing) -> None:
         try:
             self._send(answer)
-        except WorkerLostError:
-            pass  # a caller that is gone needs no answer
+        except (WorkerLostError, WorkerSuspectError):
+            pass  # a caller that is gone needs no answer; for one that is suspect, the call has failed
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
 
@@ -308,7 +309,7 @@ class Server:
             return
         not_begun = not has_begun or _is_refusal(error)
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR, not_begun=not_begun)
-        with contextlib.suppress(WorkerLostError, SendFailedError):
+        with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
             self._send(Outgoing(source, envelope, encode_failure(error)))
 
 

@@ -68,6 +68,10 @@ class WaitingRequests:
     def drop_worker(self, worker: WorkerInfo) -> None:
         """Keeps the requests of a worker that is lost from beginning."""
         self._lost.add(worker.wire_id)
+        self.cancel_all(worker)
+
+    def cancel_all(self, worker: WorkerInfo) -> None:
+        """Keeps the requests of a worker that have arrived from beginning."""
         for key in list(self._deadlines):
             if key[0] == worker.wire_id:
                 self._deadlines.pop(key, None)

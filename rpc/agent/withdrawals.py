@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import final
 
-from ...errors import SendFailedError, WorkerLostError
+from ...errors import SendFailedError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..contracts.messages import CANCEL, Outgoing
 from ..execution.executor import Executor
@@ -51,6 +51,8 @@ class Withdrawals:
 
     def keep(self, pending: PendingRequest, message: Outgoing) -> None:
         """Keeps what is needed to take a request back that has been sent: not its value."""
+        if not pending.handler.cancellable:
+            return
         if message.nbytes > MAX_KEPT_BYTES:
             message.envelope.ClearField("body")
             message.envelope.ClearField("tensors")
@@ -82,6 +84,6 @@ class Withdrawals:
             self._executor.submit(self._extensions.on_send_aborted, sent)
         else:
             cancel = agent_pb2.Envelope(id=identifier, type=CANCEL)
-            with contextlib.suppress(WorkerLostError, SendFailedError):
+            with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
                 self._network.send(pending.worker, cancel.SerializeToString())
         then()

@@ -71,6 +71,10 @@ class RpcAgent(ABC):
     def end_of(self, worker: int) -> WorkerEnd | None:
         """Returns how the worker with this id ended, if it is known to be lost."""
 
+    def suspicion_of(self, worker: int) -> str | None:  # noqa: ARG002
+        """Returns why the worker with this id is suspect at present: see Liveness. None if it is not."""
+        return None
+
     @abstractmethod
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now, so that its loss is noticed."""
@@ -86,8 +90,8 @@ class RpcAgent(ABC):
             request: what to send.
 
         Returns:
-            A future of the answer. It fails with what the handler raised, WorkerLostError, SendFailedError or
-            RpcTimeoutError.
+            A future of the answer. It fails with what the handler raised, WorkerLostError, WorkerSuspectError,
+            SendFailedError or RpcTimeoutError.
 
         Raises:
             SerializationError: the value does not pickle; nothing was sent.
@@ -153,6 +157,7 @@ class RpcAgent(ABC):
 
         Raises:
             WorkerLostError: the worker is known to be lost.
+            WorkerSuspectError: it does not answer; nothing was sent.
             SerializationError: the value does not pickle; nothing was sent.
         """
 

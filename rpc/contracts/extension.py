@@ -81,6 +81,17 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def on_decode_error(self, message: Incoming, error: Exception) -> None:
         """Handles a message that cannot be decoded: only its headers are known."""
 
+    def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
+        """Handles a worker that does not answer, and may come back. Must not wait for other workers.
+
+        What this worker has sent it, and what it has sent, may not have arrived. `on_worker_back` or
+        `on_worker_lost` follows, on any thread, when this method has returned. What the worker holds here, and
+        what this worker holds there, stays valid until it is lost.
+        """
+
+    def on_worker_back(self, worker: WorkerInfo) -> None:
+        """Handles a suspect worker that answers again. Must not wait for other workers."""
+
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Handles the loss of a worker, which ended like this. Must not wait for other workers."""
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from ...c10d.security import Credentials
 from .devices import Device, checked_device_map, checked_device_maps, checked_devices
+from .liveness import Liveness
 from .policy import Policy
 
 __all__ = [
@@ -234,6 +235,7 @@ class RpcBackendOptions:
     broadcasts: when tensors for several workers are sent to all of them at once.
     all_gather: when `all_gather` and `barrier` run through a process group.
     flow_control: how much may be in flight, and received and not run yet.
+    liveness: when another worker counts as suspect or lost, and what calls to it do.
     policy: what this worker accepts from other workers. By default anything, so that they can run any code here.
     busy_poll: seconds for which a thread that waits for an answer, or that has just served a call, looks at the
         socket again and again before it sleeps, because it takes longer to wake up; 0 is never. A thread stops
@@ -262,6 +264,7 @@ class RpcBackendOptions:
     broadcasts: BroadcastOptions = field(default_factory=BroadcastOptions)
     all_gather: AllGatherOptions = field(default_factory=AllGatherOptions)
     flow_control: FlowControlOptions = field(default_factory=FlowControlOptions)
+    liveness: Liveness = field(default_factory=Liveness)
     policy: Policy = field(default_factory=Policy)
     busy_poll: float = DEFAULT_BUSY_POLL
     device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
@@ -377,6 +380,7 @@ _CHECKS = {
     "channels": _check_kind("channels", ChannelOptions),
     "cuda": _check_kind("cuda", CudaOptions),
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
+    "liveness": _check_kind("liveness", Liveness),
     "policy": _check_kind("policy", Policy),
     "all_gather": _check_kind("all_gather", AllGatherOptions),
     "busy_poll": _check_busy_poll,

@@ -1,4 +1,4 @@
-"""Events of workers that join and leave, as users see them."""
+"""Events of workers that join, leave, or do not answer for a while, as users see them."""
 
 import logging
 import threading
@@ -11,12 +11,14 @@ from typing import Protocol, Self, final
 from .worker import WorkerInfo
 
 __all__ = [
+    "WorkerBack",
     "WorkerEvent",
     "WorkerEventBuffer",
     "WorkerEventHandle",
     "WorkerEventSource",
     "WorkerJoined",
     "WorkerLeft",
+    "WorkerSuspect",
 ]
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,22 @@ class WorkerLeft:
     reason: str
 
 
-WorkerEvent = WorkerJoined | WorkerLeft
+@dataclass(frozen=True, slots=True)
+class WorkerSuspect:
+    """A worker does not answer, and may come back; `reason` is that of a WorkerSuspectError."""
+
+    worker: WorkerInfo
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBack:
+    """A worker that was suspect answers again."""
+
+    worker: WorkerInfo
+
+
+WorkerEvent = WorkerJoined | WorkerLeft | WorkerSuspect | WorkerBack
 
 
 @final

@@ -12,11 +12,13 @@ from typing import final
 
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_events import (
+    WorkerBack,
     WorkerEvent,
     WorkerEventBuffer,
     WorkerEventHandle,
     WorkerJoined,
     WorkerLeft,
+    WorkerSuspect,
 )
 
 __all__ = ["WorkerEvents"]
@@ -26,7 +28,7 @@ __all__ = ["WorkerEvents"]
 class WorkerEvents:
     """The present workers of one agent's group, and the subscribers to their changes.
 
-    `record_joined` and `record_left` are called on the agent's event loop and do not block. Callbacks run one
+    The methods `record_…` are called on the agent's event loop and do not block. Callbacks run one
     after another, in the order of the events, on a thread of the executor.
     """
 
@@ -60,6 +62,18 @@ class WorkerEvents:
         with self._lock:
             if self._present.pop(worker.wire_id, None) is not None:
                 self._record(WorkerLeft(worker, reason))
+
+    def record_suspect(self, worker: WorkerInfo, reason: str) -> None:
+        """Records that a worker does not answer."""
+        with self._lock:
+            if worker.wire_id in self._present:
+                self._record(WorkerSuspect(worker, reason))
+
+    def record_back(self, worker: WorkerInfo) -> None:
+        """Records that a suspect worker answers again."""
+        with self._lock:
+            if worker.wire_id in self._present:
+                self._record(WorkerBack(worker))
 
     def subscribe(self, callback: Callable[[WorkerEvent], object]) -> WorkerEventHandle:
         """Calls a callback for every event from now on, until the returned handle is removed."""

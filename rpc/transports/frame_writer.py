@@ -88,7 +88,14 @@ class FrameWriter:
         """The beginnings of the frames that were in the queue when the connection broke."""
         self.is_broken = False
         """Whether nothing can be sent any more."""
+        self.has_sent = False
+        """Whether something has been sent since this was set to False."""
         _writers_here.add(self)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all frames have been written."""
+        return not self._queue
 
     @property
     def queued_bytes(self) -> int:
@@ -99,6 +106,7 @@ class FrameWriter:
         """Writes a frame, or queues it. Drops it if the connection is broken."""
         if self.is_broken:
             return
+        self.has_sent = True
         self._queue.append(frame)
         if self._behind and time.monotonic() >= self._take_along_at:
             self._take_along()
@@ -139,26 +147,36 @@ class FrameWriter:
         """Removes a frame from the queue, if nothing of it has been written.
 
         Args:
-            is_wanted: returns whether a frame is the one to remove, by its first BEGINNING_BYTES.
+            is_wanted: returns whether a frame is the one to remove.
 
         Returns:
             False if there is no such frame, or another thread is writing.
         """
         if not self._writing.acquire(blocking=False):
-            return any(map(is_wanted, self._unwritten))  # which has frames if nothing is written any more
+            return False
         try:
             first = self._count_begun()
             for index, frame in enumerate(list(self._queue)[first:], first):
                 if is_wanted(frame):
                     del self._queue[index]
                     return True
-            return any(map(is_wanted, self._unwritten))
+            return False
         finally:
             self._writing.release()
             if self._is_to_be_released:
                 self.release()
             else:
                 self._flush()  # a thread may have found the lock held
+
+    def take_unwritten(self) -> list[bytes]:
+        """Returns the beginnings of the frames of which nothing has been written. Called once, after `cut`."""
+        if self._writing.acquire(blocking=False):
+            self._drop_queue()
+            self._writing.release()
+            if self._is_to_be_released:
+                self.release()
+        unwritten, self._unwritten = self._unwritten, []
+        return unwritten
 
     def _count_begun(self) -> int:
         """Returns how many frames at the beginning of the queue are being written. Called with the lock."""

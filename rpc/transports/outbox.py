@@ -3,11 +3,12 @@
 import itertools
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from typing import final
 
 from ...proto.v1 import agent_pb2
 from ..wire.framing import bytes_field
-from .base import Connecting, TransportClosedError
+from .base import BEGINNING_BYTES, Connecting, TransportClosedError
 from .envelope_socket import CLOSED, EnvelopeSocket
 
 __all__ = ["Outbox"]
@@ -36,8 +37,6 @@ class Outbox:
         """Frames without envelopes. They go by the stream, also if there is a socket."""
         self.socket: EnvelopeSocket | None = None
         """The socket that carries the envelopes in place of the gRPC stream."""
-        self._dropped: set[int] = set()
-        """The tickets of the envelopes that were in the queue when the connection was closed."""
         self.closed_reason: str | None = None
         """The reason that nothing can be sent any more; None until then."""
         self.connected = Connecting()
@@ -50,6 +49,11 @@ class Outbox:
         with self._lock:
             queued = sum(map(len, self._queue.values()))
         return queued + (self.socket.queued_bytes if self.socket is not None else 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is queued in front of the stream."""
+        return not self._queue and not self._frames
 
     def send(self, envelope: bytes) -> tuple[int, bool]:
         """Writes an envelope to the socket, or queues it.
@@ -107,10 +111,9 @@ class Outbox:
     def withdraw(self, ticket: int, beginning: bytes) -> bool:
         """Removes an envelope from the queue, or from that of the socket, if it is there: see Transport."""
         with self._lock:
-            if self._queue.pop(ticket, None) is not None:
-                return True
-            if ticket in self._dropped:
-                self._dropped.discard(ticket)
+            # The connection may be another one than that by which it was sent.
+            if self._queue.get(ticket, b"").startswith(beginning):
+                del self._queue[ticket]
                 return True
         return self.socket is not None and self.socket.withdraw(beginning)
 
@@ -144,15 +147,16 @@ class Outbox:
                     self._queue.popitem(last=False)
         return b"".join(taken)
 
-    def close(self, reason: str) -> None:
-        """Drops what is queued, and cuts the socket."""
+    def close(self, reason: str) -> Collection[bytes]:
+        """Drops what is queued, and cuts the socket. Returns the beginnings of the envelopes that were queued."""
         with self._lock:
             self.closed_reason = reason
-            self._dropped.update(self._queue)
+            dropped = {envelope[:BEGINNING_BYTES] for envelope in self._queue.values()}
             self._queue.clear()
         if self.socket is not None:
-            self.socket.close()
+            dropped.update(self.socket.close())
         self._set_connected()
+        return dropped
 
     def _set_connected(self) -> None:
         if not self._is_connected:

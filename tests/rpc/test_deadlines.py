@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
@@ -202,6 +203,7 @@ def test_calls_in_the_socket_of_a_stopped_worker_do_not_begin(workers):
     def call(pid: int) -> None:
         assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
         os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         futures = [rpc.rpc_async("worker1", keep, (f"late {index}",), timeout=0.2) for index in range(3)]
         for future in futures:
             with pytest.raises(RpcTimeoutError):

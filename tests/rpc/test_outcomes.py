@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import gradwire
+import psutil
 import pytest
 import torch
 from gradwire import rpc
@@ -125,6 +126,7 @@ def fill_socket(pid: int) -> list[rpc.Future[Any]]:
     """Sends calls to worker1, which is stopped, until they are queued, and a few more."""
     rpc.rpc_sync("worker1", add, (1, 1))
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     data = bytes(8 << 10)
     futures = []
     while rpc.debug_info()["flow_control"]["worker1"]["send_queue_bytes"] < 64 << 10:
