@@ -32,7 +32,16 @@ MAX_OUTCOMES = 1 << 10
 MAX_OUTCOME_BYTES = 256 << 20
 """Bytes of all outcomes that are remembered."""
 
-_NOT_LOGGED = frozenset({store_pb2.JOIN, store_pb2.LEAVE, store_pb2.QUEUE_POP})
+_LOGGED = frozenset(
+    {
+        store_pb2.SET,
+        store_pb2.APPEND,
+        store_pb2.ADD,
+        store_pb2.COMPARE_SET,
+        store_pb2.DELETE,
+        store_pb2.QUEUE_PUSH,
+    }
+)
 
 
 @final
@@ -97,23 +106,40 @@ class DurableState:
 
     def apply(self, operation: Operation) -> Outcome:
         """Runs one operation, and logs it if it has changed something. If that fails, it has changed nothing."""
-        version = self._state.version
+        if operation.kind in _LOGGED:
+            return self._apply_logged(operation)
         outcome = self._state.apply(operation)
         if operation.kind == store_pb2.JOIN:
             outcome.store = self._journal.identity
         elif operation.kind == store_pb2.QUEUE_POP and outcome.values:
             self._popped[operation.keys[0]].append(outcome.values[0])
             self._pops[_key_of(operation)] = operation
-        if self._state.version != version and operation.kind not in _NOT_LOGGED:
-            try:
-                self._journal.append(operation)
-            except StoreError as error:
-                joined = self._state.joined
-                self._restore()
-                self._state.joined = joined
-                return Outcome(error=f"{error}; nothing has been changed")
-            self._remember(operation, outcome)
-            self._shorten()
+        return outcome
+
+    def _apply_logged(self, operation: Operation) -> Outcome:
+        """Runs an operation that may change something. It is in the log before that, in case there is no room."""
+        try:
+            self._journal.append(operation)
+        except StoreError as error:
+            return _refusal(error)
+        version = self._state.version
+        try:
+            outcome = self._state.apply(operation)
+        except BaseException:
+            self._journal.take_back()
+            raise
+        if self._state.version == version:
+            self._journal.take_back()
+            return outcome
+        try:
+            self._journal.commit()
+        except StoreError as error:  # of the disk itself, so seldom that reading the whole log does not matter
+            joined = self._state.joined
+            self._restore()
+            self._state.joined = joined
+            return _refusal(error)
+        self._remember(operation, outcome)
+        self._shorten()
         return outcome
 
     def confirm(self, operation: Operation, item: bytes) -> None:
@@ -133,6 +159,7 @@ class DurableState:
             number=operation.number,
         )
         self._journal.append(change)
+        self._journal.commit()
         self._end_pop(operation, item)
         self._remember(change, Outcome(values=[item]))
         self._shorten()
@@ -206,6 +233,10 @@ class DurableState:
 
     def _drop(self, answers: dict[int, Outcome], number: int) -> None:
         self._answer_bytes -= answers.pop(number).ByteSize()
+
+
+def _refusal(error: StoreError) -> Outcome:
+    return Outcome(error=f"{error}; nothing has been changed")
 
 
 def _key_of(pop: Operation) -> tuple[int, int]:

@@ -108,8 +108,8 @@ class HostedServer:
                 f"{self.port} counts as one: start the others, or give world_size=None"
             )
 
-    def execute(self, operation: Operation, seconds: float) -> Outcome:
-        """Runs an operation that may wait for `seconds`."""
+    def execute(self, operation: Operation, seconds: float, restart_timeout: float = 0.0) -> Outcome:  # noqa: ARG002
+        """Runs an operation that may wait for `seconds`. The server is in this process, so it is never gone."""
         try:
             return self._loop.run(self._server.execute(operation), seconds + ANSWER_TIMEOUT_S)
         except TimeoutError:

@@ -44,6 +44,8 @@ class Journal:
         self._path = os.path.abspath(path)
         self._sync = sync
         self._log = self._open(self._path)
+        self._before = 0
+        """The size before the last change."""
         self.identity = b""
         """Which store it is: random bytes that it keeps."""
         try:
@@ -67,7 +69,21 @@ class Journal:
 
     def append(self, change: Operation) -> None:
         """Appends a change. Raises StoreError, and leaves the file unchanged, if it cannot be written."""
-        self._log.append(change, sync=self._sync)
+        self._before = self._log.size
+        self._log.append(change)
+
+    def take_back(self) -> None:
+        """Takes the change back that was appended last."""
+        self._log.cut(self._before)
+
+    def commit(self) -> None:
+        """With `sync`, waits until the last change is on the disk; if that fails, takes it back and raises."""
+        if self._sync:
+            try:
+                self._log.sync()
+            except StoreError:
+                self.take_back()
+                raise
 
     @property
     def is_large(self) -> bool:

@@ -180,12 +180,8 @@ class OperationLog:
             self._position = end
             yield operation
 
-    def append(self, operation: Operation, *, sync: bool = False) -> None:
+    def append(self, operation: Operation) -> None:
         """Appends an operation. Needs the exclusive lock, and all records must have been read.
-
-        Args:
-            operation: what to append.
-            sync: whether to wait until it is on the disk.
 
         Raises:
             StoreError: it could not be written; the file is unchanged.
@@ -198,12 +194,15 @@ class OperationLog:
             if self.has_more():
                 os.ftruncate(self._file, self._position)  # an unfinished record
             self._write(record)
-            if sync:
-                os.fsync(self._file)
         except OSError as error:
             os.ftruncate(self._file, self._position)
             raise StoreError(f"the store's file {self.path!r} cannot be written: {error.strerror}") from error
         self._position += len(record)
+
+    def cut(self, size: int) -> None:
+        """Takes back the records after the first `size` bytes. Needs the exclusive lock."""
+        os.ftruncate(self._file, size)
+        self._position = size
 
     def _read(self, length: int, offset: int) -> bytes:
         parts = []

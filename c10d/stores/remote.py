@@ -26,7 +26,7 @@ from .server import EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP
 __all__ = ["RemoteServer"]
 
 RESTART_TIMEOUT_S = 60.0
-"""Seconds for which operations wait for a store that can be started again, each time that it is gone."""
+"""Seconds for which operations wait at most for a store that can be started again, each time that it is gone."""
 
 RETRY_PAUSE_S = 0.05
 """Seconds before an operation is sent again: a server that is about to end still accepts connections."""
@@ -51,6 +51,10 @@ _CLIENT_OPTIONS = [
     # An idle client disconnects long before the server would, which could hit an operation that it just sends.
     ("grpc.client_idle_timeout_ms", round(500 * IDLE_TIMEOUT_S)),
 ]
+
+
+_NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+"""The statuses of a call that the server has not answered."""
 
 
 class _GoneError(Exception):
@@ -95,19 +99,25 @@ class RemoteServer:
             lambda: f"no store answers on {self._address}, where rank 0 or another process should host it",
         )
         connected.cancel()
-        remaining = max(0.001, started + seconds - time.monotonic())
-        try:
-            joined = self._call(Operation(kind=store_pb2.JOIN), timeout=remaining, wait_for_ready=True)
-            self._store = joined.store
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-                raise StoreError(
-                    f"the store on {self._address} refuses this process: {_details(error)}"
-                ) from error
-            raise StoreNetworkError(
-                f"no store answered on {self._address} within {seconds:g} s: connect() timed out. Is the master "
-                f"running, with this address and port? ({_details(error)})"
-            ) from error
+        deadline = started + seconds
+        while True:
+            remaining = max(0.001, deadline - time.monotonic())
+            try:
+                joined = self._call(Operation(kind=store_pb2.JOIN), timeout=remaining, wait_for_ready=True)
+            except grpc.RpcError as error:
+                if error.code() not in _NO_ANSWER:
+                    raise StoreError(
+                        f"the store on {self._address} refuses this process: {_details(error)}"
+                    ) from error
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() >= deadline:
+                    raise StoreNetworkError(
+                        f"no store answered on {self._address} within {seconds:g} s: connect() timed out. Is the "
+                        f"master running, with this address and port? ({_details(error)})"
+                    ) from error
+                time.sleep(RETRY_PAUSE_S)  # it ended before it answered, and may be started again
+            else:
+                self._store = joined.store
+                return
 
     def join_as(self, other: "RemoteServer") -> None:
         """Uses the store that another connection of this process has joined, without counting as another user."""
@@ -127,7 +137,7 @@ class RemoteServer:
                 raise StoreError(f"the store on {self._address} cannot be used: {problem}")
         return True
 
-    def execute(self, operation: Operation, seconds: float) -> Outcome:
+    def execute(self, operation: Operation, seconds: float, restart_timeout: float) -> Outcome:
         """Runs an operation on the server, which may wait for `seconds`: see `_Connection.execute`."""
         if not self._store:
             try:
@@ -141,13 +151,13 @@ class RemoteServer:
             operation.acknowledged_below = min(self._unanswered)
         operation.client, operation.number, operation.store = self._client, number, self._store
         try:
-            return self._execute_until_done(operation, seconds)
+            return self._execute_until_done(operation, seconds, min(restart_timeout, RESTART_TIMEOUT_S))
         finally:
             with self._lock:
                 self._unanswered.discard(number)
 
-    def _execute_until_done(self, operation: Operation, seconds: float) -> Outcome:
-        """Runs an operation, again if the server is started again meanwhile."""
+    def _execute_until_done(self, operation: Operation, seconds: float, restart_timeout: float) -> Outcome:
+        """Runs an operation, again if the server is started again within `restart_timeout` seconds."""
         deadline = time.monotonic() + seconds
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -160,7 +170,7 @@ class RemoteServer:
                 raise self._closed_error()
             connected = grpc.channel_ready_future(self._channel)
             try:
-                is_back = _wait_for_future(connected, RESTART_TIMEOUT_S)
+                is_back = _wait_for_future(connected, restart_timeout)
             except ValueError as error:
                 raise self._closed_error() from error
             finally:
@@ -168,7 +178,7 @@ class RemoteServer:
             if not is_back:
                 raise StoreNetworkError(
                     f"the store on {self._address} is gone, and was not started again within "
-                    f"{RESTART_TIMEOUT_S:g} s: {gone}"
+                    f"{restart_timeout:g} s: {gone}"
                 ) from gone.__cause__
 
     def _execute_once(self, operation: Operation, seconds: float) -> Outcome:

@@ -135,7 +135,7 @@ class TCPStore(Store):
 
     def _execute(self, operation: Operation, seconds: float) -> Outcome:
         try:
-            return self._connection.execute(operation, seconds)
+            return self._connection.execute(operation, seconds, seconds or to_seconds(self.timeout))
         except StoreError:
             if self._closed:
                 raise self._closed_error() from None
@@ -158,12 +158,13 @@ class _Connection(Protocol):
             StoreError: the server did not answer, or the other users did not join, within `seconds`.
         """
 
-    def execute(self, operation: Operation, seconds: float) -> Outcome:
+    def execute(self, operation: Operation, seconds: float, restart_timeout: float) -> Outcome:
         """Runs an operation on the server, and returns its outcome.
 
         Args:
             operation: the operation.
             seconds: how long the operation may wait for keys; the answer may take `ANSWER_TIMEOUT_S` longer.
+            restart_timeout: for how many seconds to wait, at most, until a server that is gone is started again.
 
         Raises:
             StoreError: the server has ended or does not answer, or the connection is closed.

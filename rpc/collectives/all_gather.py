@@ -42,6 +42,7 @@ from ...errors import (
     RpcTimeoutError,
     SendFailedError,
     SerializationError,
+    UnknownWorkerError,
     WorkerLostError,
 )
 from ..contracts.agent import RpcAgent
@@ -58,8 +59,11 @@ WARN_INTERVAL_S = 10.0
 """Seconds after which a waiting worker first logs which members are missing, and the interval of later log
 lines."""
 
-RESENT_AFTER = (SendFailedError, AnswerFailedError)
-"""The errors after which a value is sent again: the leader lives, and may or may not have it."""
+RESENT_AFTER = (SendFailedError, AnswerFailedError, UnknownWorkerError)
+"""The errors after which a value is sent again: the leader lives, and may or may not have it.
+
+A leader that does not know one of the members is about to: that one is just joining the group.
+"""
 
 RESEND_PAUSE_S = 0.1
 """Seconds between two attempts to send a value to the same leader."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, final
 
-from ...errors import LimitReachedError, RpcError
+from ...errors import LimitReachedError, RpcError, UnknownWorkerError
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType
 from ..contracts.worker import WorkerInfo
@@ -205,12 +205,20 @@ class RoundLeader:
         self.finish(key, result)
 
     def _key(self, payload: object, sender: WorkerInfo) -> RoundKey:
-        """Returns the round that a member has named. Raises ValueError if it is none of it and this worker."""
+        """Returns the round that a member has named.
+
+        Raises:
+            ValueError: it is no round of that member and this worker.
+            UnknownWorkerError: another of its members is not known here. If that is just joining, it will be.
+        """
         key = RoundKey.from_payload(payload, sender.wire_id)
-        if self._agent.info.wire_id not in key.members or not all(map(self._agent.is_member, key.members)):
+        if self._agent.info.wire_id not in key.members:
             raise ValueError(
                 f"malformed message: worker {self._agent.info.wire_id} is in no round of {key.members}"
             )
+        for member in key.members:
+            if not self._agent.is_member(member):
+                raise UnknownWorkerError(member, [worker.name for worker in self._agent.workers()])
         return key
 
     def _check_count(self, worker: int) -> None:

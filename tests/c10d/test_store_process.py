@@ -9,14 +9,19 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
+import grpc
 import pytest
 from gradwire import store as command
 from gradwire.c10d import StoreLimits, TCPStore, rendezvous
 from gradwire.c10d.stores import durable, journal, remote
 from gradwire.c10d.stores.durable import DurableState
 from gradwire.c10d.stores.journal import Journal
+from gradwire.c10d.stores.server import EXECUTE
 from gradwire.c10d.stores.state import KeyValueState
 from gradwire.errors import StoreError, StoreNetworkError, StoreTimeoutError
 from gradwire.proto.v1 import store_pb2
@@ -219,6 +224,30 @@ def fill(path: str) -> None:
     assert [change.values[0] for change in contents(store)] == [b"1", b"two"]
 
 
+def test_a_refused_change_reads_nothing_again(path, monkeypatch):
+    """A full disk refuses every change, and the log may be large."""
+    store = opened(path)
+    store.apply(add(0))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(Journal, "read", None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path) + 10, most))
+    outcome = store.apply(Operation(kind=store_pb2.SET, keys=["key"], values=[bytes(100)]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert "cannot be written: File too large; nothing has been changed" in outcome.error
+    assert [change.keys[0] for change in contents(store)] == ["n"]
+    store.close()
+
+
+def test_what_changes_nothing_is_not_in_the_log(path):
+    store = opened(path)
+    store.apply(Operation(kind=store_pb2.SET, keys=["key"], values=[b"old"]))
+    size = os.path.getsize(path)
+    store.apply(Operation(kind=store_pb2.COMPARE_SET, keys=["key"], values=[b"other", b"new"]))
+    store.apply(Operation(kind=store_pb2.DELETE, keys=["none"]))
+    assert os.path.getsize(path) == size
+    store.close()
+
+
 def test_a_change_that_does_not_reach_the_disk_is_refused(path, monkeypatch):
     state = DurableState(Journal(path, sync=True), StoreLimits())
     state.apply(push(b"one"))
@@ -332,6 +361,49 @@ def test_a_store_that_stays_away_is_an_error(restartable, client, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "RESTART_TIMEOUT_S", 60)
         client.set("key", "value")
+
+
+def test_an_operation_waits_no_longer_than_its_timeout(restartable, client):
+    restartable.kill()
+    with pytest.raises(StoreNetworkError, match="not started again within 0.2 s"):
+        client.wait(["key"], 0.2)
+    client.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(StoreNetworkError, match="not started again within 0.3 s"):
+        client.set("key", "value")
+
+
+@pytest.fixture
+def answering(request) -> Iterator[int]:
+    """The port of a server that answers the first operations with these statuses, and the others well."""
+    left = list(request.param)
+
+    def execute(_operation: bytes, context: grpc.ServicerContext) -> bytes:
+        if left:
+            context.abort(left.pop(0), "for a test")
+        return Outcome().SerializeToString()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    _, service, method = EXECUTE.split("/")
+    handlers = {method: grpc.unary_unary_rpc_method_handler(execute)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield port
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize("answering", [[grpc.StatusCode.UNAVAILABLE] * 2], indirect=True, ids=["unavailable"])
+def test_a_store_that_ends_while_a_client_joins_is_joined_again(answering):
+    TCPStore("127.0.0.1", answering, timeout=timedelta(seconds=30)).close()
+
+
+REFUSALS = [[grpc.StatusCode.RESOURCE_EXHAUSTED], [grpc.StatusCode.UNAUTHENTICATED]]
+
+
+@pytest.mark.parametrize("answering", REFUSALS, indirect=True, ids=["too much", "unknown"])
+def test_a_refusal_is_no_timeout(answering):
+    with pytest.raises(StoreError, match="refuses this process: .*: for a test"):
+        TCPStore("127.0.0.1", answering)
 
 
 def test_another_log_is_another_store(restartable, client, tmp_path):

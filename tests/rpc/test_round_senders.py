@@ -1,11 +1,12 @@
 """Workers take part in their own collectives, broadcasts and streams only, and leave a bounded number of them."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from gradwire import rpc
-from gradwire.errors import RpcError
+from gradwire.errors import RpcError, UnknownWorkerError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.broadcast import channel
 from gradwire.rpc.collectives import leader
@@ -43,7 +44,6 @@ def leader_of(agent) -> leader.RoundLeader:
     [
         ("t", 0, (0, 1)),  # without the sender
         ("t", 0, (1, 2)),  # without the receiver
-        ("t", 0, (0, 2, 99)),  # with a worker that does not exist
         ("t", 0, (2, 0)),
         ("t", 0, (0, 0, 2)),
         ("t", 0, [0, 2]),
@@ -65,6 +65,28 @@ def test_rounds_of_others_are_refused(agents, key):
     assert not leader_of(a)._open
     assert not leader_of(a)._askers
     assert not leader_of(a)._finished
+
+
+def test_rounds_with_unknown_workers_are_refused(agents):
+    a, c = agents(2)
+    with pytest.raises(UnknownWorkerError, match="could not find destination 99"):
+        contribute(c, a, ("t", 0, (0, 1, 99))).wait()
+
+
+def test_a_round_waits_until_its_leader_knows_a_newcomer(agents, monkeypatch):
+    a, b = agents(2)
+    asked: list[int] = []
+
+    def is_member(worker: int) -> bool:
+        """At first it does not know the other one, as if that had just joined."""
+        asked.append(worker)
+        return worker == 0 or len(asked) > 3
+
+    monkeypatch.setattr(a, "is_member", is_member)
+    with ThreadPoolExecutor(2) as threads:
+        gathered = threads.map(lambda agent: agent.all_gather("t", agent.info.name, [a.info, b.info], 20), (a, b))
+        assert list(gathered) == [{0: "agent0", 1: "agent1"}] * 2
+    assert asked.count(1) > 2
 
 
 def test_open_rounds_of_one_worker_are_bounded(agents, monkeypatch):
