@@ -300,7 +300,8 @@ class Links:
 
     async def _attempt(self, link: _Link) -> bool:
         """Returns whether an attempt to connect to a worker has succeeded."""
-        attempt = link.attempt = self._loop.create_future()
+        attempt: asyncio.Future[bool] = self._loop.create_future()
+        link.attempt = attempt
         self._owner.connect_again(link.peer)
         await asyncio.wait((attempt,), timeout=DIAL_TIMEOUT_S)
         if attempt.done():
