@@ -90,6 +90,10 @@ class Autograd(Extension):
             header.anomaly = True
             header.anomaly_check_nan = anomaly.check_nan
 
+    def may_repeat(self) -> bool:
+        """Returns False inside a context: another thread is not in it."""
+        return current_context() is None
+
     def on_send_aborted(self, message: Outgoing) -> None:
         """Undoes `on_send`: drops the gate of a message that was not sent."""
         header = message.envelope.autograd

@@ -92,7 +92,7 @@ class Dispatcher:
 
     def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Handles a message whose payloads will not arrive."""
-        self._server.cancellable.discard(source, envelope)
+        self._server.waiting.discard(source, envelope)
 
     def on_message(
         self,
@@ -107,7 +107,7 @@ class Dispatcher:
         kind = envelope.type
         if kind == CANCEL:
             # Here and now: in the executor's queue it would come after the calls that wait for a thread.
-            self._server.cancellable.cancel(source, envelope)
+            self._server.waiting.cancel(source, envelope)
         elif kind in ANSWERS:
             if payloads is read_inline and self._requests.is_quick(envelope):
                 self._requests.on_answer(source, envelope, payloads)
@@ -115,7 +115,7 @@ class Dispatcher:
                 self._executor.submit_urgent(self._requests.on_answer, source, envelope, payloads)
         else:
             if not announced:
-                self._server.on_announced(source, envelope)
+                self._server.on_announced(source, envelope, waits=self._executor.is_busy)
             pause = self._received.add(source, nbytes)
             self._executor.submit(self._server.serve, source, envelope, payloads)
             return pause
@@ -146,16 +146,17 @@ class Dispatcher:
         """Handles a worker that has joined the dynamic group."""
         self._worker_events.record_joined(worker)
 
-    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the loss of a worker."""
+        self._server.waiting.drop_worker(worker)  # here and now: `_lose` waits for a thread as they do
         self._worker_events.record_left(worker, end.reason)
-        self._handle_change(worker, partial(self._lose, worker, end))
+        self._handle_change(worker, partial(self._lose, worker, end, unsent))
 
-    def on_peer_suspect(self, worker: WorkerInfo, reason: str, unsent: Collection[int], *, waits: bool) -> None:
+    def on_peer_suspect(self, worker: WorkerInfo, reason: str, unsent: Collection[bytes], *, waits: bool) -> None:
         """Handles a worker that does not answer: see NetworkListener."""
         self._worker_events.record_suspect(worker, reason)
         # Here and now: what comes by the next connection is not concerned.
-        self._server.cancellable.cancel_all(worker)
+        self._server.waiting.cancel_all(worker)
         concerned = self._requests.sent_to(worker, waits=waits)
         # By itself: callbacks of the futures may wait until the worker is back.
         self._executor.submit(self._requests.on_worker_suspect, worker, reason, concerned, unsent)
@@ -197,13 +198,13 @@ class Dispatcher:
                 if not changes:
                     return
 
-    def _lose(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+    def _lose(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
         has_failed = not end.orderly and not (self._dynamic and end.cause is LossCause.UNREACHABLE)
         level = logging.WARNING if has_failed else logging.INFO
         log.log(level, "worker %s is lost: %s", worker.name, end.reason)
         if has_failed:  # not known before it is logged: a shutdown says that it goes without this worker
             self._failed[worker.wire_id] = end.reason
-        self._requests.on_worker_lost(worker, end)
+        self._requests.on_worker_lost(worker, end, unsent)
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)

@@ -118,6 +118,10 @@ class Extensions:
         for on_receive in self._on_receive:
             on_receive(message)
 
+    def may_repeat(self) -> bool:
+        """Returns whether a request that this thread sends may be sent again by another one."""
+        return all(extension.may_repeat() for extension in self._extensions)
+
     def on_decode_error(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Calls `on_decode_error` of the extensions for a message that will not be decoded; logs what they raise.
 

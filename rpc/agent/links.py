@@ -109,8 +109,8 @@ class _Link:
         """How the connection broke, while there is none."""
         self.broke_at = 0.0
         """When it did, by the clock of the event loop."""
-        self.unsent: set[int] = set()
-        """The tickets of envelopes that were queued then."""
+        self.unsent: set[bytes] = set()
+        """The beginnings of the envelopes that were queued then."""
         self.check: asyncio.TimerHandle | None = None
         """Has the worker suspected."""
         self.lease: asyncio.TimerHandle | None = None
@@ -195,7 +195,7 @@ class Links:
         log.warning("worker %s is back after %.1f s", peer.name, self._loop.time() - link.broke_at)
         self._listener.on_peer_back(peer)
 
-    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[int]) -> None:
+    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         """Handles a connection to a worker that broke, or could not be made."""
         link = self._links[peer.wire_id]
         if self._is_closed or link.state is LinkState.LOST:
@@ -217,9 +217,10 @@ class Links:
         link.check = self._loop.call_later(CHECK_S, self._check, link)
         link.healing = self._loop.create_task(self._heal(link))
 
-    def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+    def on_closed(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the end of a worker, or of all connections to it."""
         link = self._links[peer.wire_id]
+        link.unsent |= {*unsent}
         if not self._is_closed and link.state is not LinkState.LOST:
             self._lose(link, end)
 
@@ -248,7 +249,8 @@ class Links:
         self._set_absence(link, Absence(end, is_lost=True))
         self._owner.refuse(link.peer, end.reason)
         self._owner.drop_payloads(link.peer, end.reason, is_lost=True)
-        self._listener.on_peer_lost(link.peer, end)
+        self._listener.on_peer_lost(link.peer, end, frozenset(link.unsent))
+        link.unsent.clear()
 
     def _set_absence(self, link: _Link, absence: Absence | None) -> None:
         absent = {**self.absent}

@@ -21,6 +21,7 @@ from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
 from ..channels.router import ChannelRouter, PayloadWriter
 from ..channels.shared_memory.channel import SharedMemoryChannel
+from ..contracts.messages import Outgoing
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -313,13 +314,13 @@ class Network:
         """Calls a function on the event loop, after everything that has been queued before."""
         self._events.loop.call_soon_threadsafe(function, *args)
 
-    def withdraw(self, worker: WorkerInfo, ticket: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
-        """Takes a message back if nothing of it, envelope and payloads, is on its way. Called on the loop."""
+    def withdraw(self, sent: Outgoing, payloads: Sequence[agent_pb2.Payload] = ()) -> bool:
+        """Takes an envelope and its payloads back if nothing is on its way; on the loop if there are any."""
         # All or nothing: a payload without its envelope would hold up those after it.
-        can = self._router.can_withdraw(worker.wire_id, payloads)
-        if not can or not self._transports[worker.wire_id].withdraw(ticket):
+        can = self._router.can_withdraw(sent.destination.wire_id, payloads)
+        if not can or not self._transports[sent.destination.wire_id].withdraw(sent.ticket, sent.beginning()):
             return False
-        self._router.withdraw(worker.wire_id, payloads)
+        self._router.withdraw(sent.destination.wire_id, payloads)
         return True
 
     # What the links have done: see LinkOwner.

@@ -12,7 +12,8 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
@@ -24,6 +25,7 @@ from ..execution.poller import READABLE
 from ..execution.waiter import SocketWaiter
 from ..wire.parsing import SMALL_BYTES, check_envelope, parse_envelope
 from .answer_reader import Answer, AnswerReader, FindCompletion
+from .base import BEGINNING_BYTES
 from .frame_writer import FrameWriter
 from .heartbeat import has_unread
 from .large_envelope import LargeEnvelope
@@ -145,6 +147,10 @@ class EnvelopeSocket:
             frame = self._take_released() + frame  # in one write, for which the peer wakes up once
         self._writer.put(frame)
 
+    def withdraw(self, beginning: bytes) -> bool:
+        """Removes an envelope with this beginning from the queue; returns False if some of it has been written."""
+        return self._writer.withdraw(partial(_is_envelope, beginning))
+
     def send_behind(self, envelope: bytes, seconds: float) -> None:
         """Has an envelope written together with a later one. Raises BrokenPipeError as `send` does."""
         if self._writer.is_broken:
@@ -184,12 +190,18 @@ class EnvelopeSocket:
         self.flush()
         self._writer.put(HEADER.pack(0, FrameKind.END))
 
-    def close(self) -> None:
-        """Cuts the connection. The thread that reads it releases it, unless it has read the peer's end."""
+    def close(self) -> Collection[bytes]:
+        """Cuts the connection. The thread that reads it releases it, unless it has read the peer's end.
+
+        Returns:
+            The beginnings of the envelopes of which nothing has been written.
+        """
         self._writer.cut()
+        unsent = self._writer.take_unwritten()
         if self._has_ended:
             self.release()
         self._read_on()
+        return {frame[HEADER.size : HEADER.size + BEGINNING_BYTES] for frame in unsent}
 
     def release(self) -> None:
         """Releases a connection that no thread reads any more, unless a thread is writing."""
@@ -398,3 +410,8 @@ class EnvelopeSocket:
         if reason or self._writer.is_broken:
             self.release()
         self._on_end(reason)
+
+
+def _is_envelope(beginning: bytes, frame: bytes) -> bool:
+    """Returns whether a frame has an envelope that begins like this."""
+    return frame.startswith(beginning, HEADER.size) and HEADER.unpack_from(frame)[1] == FrameKind.ENVELOPE

@@ -112,9 +112,9 @@ class GrpcStream:
         """Sends what waits for the next envelope."""
         self.outbox.flush()
 
-    def withdraw(self, ticket: int) -> bool:
+    def withdraw(self, ticket: int, beginning: bytes) -> bool:
         """Removes an envelope from the queue, if it is there."""
-        return self.outbox.withdraw(ticket)
+        return self.outbox.withdraw(ticket, beginning)
 
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Has the calling thread read the socket, if there is one."""
@@ -378,4 +378,4 @@ class GrpcStream:
         if report and may_heal:
             self._parts.listener.on_broken(self._peer, end, unsent)
         elif report:
-            self._parts.listener.on_closed(self._peer, end)
+            self._parts.listener.on_closed(self._peer, end, unsent)
