@@ -67,12 +67,12 @@ def test_a_fork_is_accepted_by_whom_it_was_made_for(agents):
     with holder.using(owner):
         rref = rpc.RRef(1)
     fork = GlobalId(user.info.id, 77)
-    references(user)._children[fork] = (rref._handle, owner.info.id)
+    references(user)._passed_on.add(fork, rref._handle, owner.info.id)
     error = tell(third, user, "rref.accept", tuple(fork))
     assert isinstance(error, RRefError)
-    assert fork in references(user)._children
+    assert len(references(user)._passed_on) == 1
     assert tell(owner, user, "rref.accept", tuple(fork)) is None
-    assert not references(user)._children
+    assert len(references(user)._passed_on) == 0
 
 
 @pytest.mark.parametrize("worker", [7, 1 << 40, -1])
