@@ -131,7 +131,7 @@ def test_what_arrives_late_is_counted_anew(agents, is_gone):
                 kept[0].to_here()
         else:
             assert kept[0].to_here() == [1]
-            assert count(owner, "num_forks") == 1
+            wait_until(lambda: count(owner, "num_forks") == 1)
     kept.clear()
     wait_until(lambda: count(owner, "num_forks") == 0)
     wait_until(lambda: count(user, "num_user_rrefs") == 0)
