@@ -26,7 +26,7 @@ from .execution.futures import Future
 from .membership.addresses import ListenAddress, choose_address, find_directory, unreachable_members
 from .membership.device_maps import check_device_maps, device_maps_as_text
 from .membership.members import Member, exchange_members, introduce
-from .membership.roster import RosterLog
+from .membership.roster_log import RosterLog
 
 __all__ = ["AgentFactory", "start_agent"]
 

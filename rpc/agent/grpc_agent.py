@@ -31,7 +31,7 @@ from ..execution.futures import Future
 from ..membership.addresses import ListenAddress
 from ..membership.connectable import Connectable
 from ..membership.members import Member
-from ..membership.roster import RosterLog
+from ..membership.roster_log import RosterLog
 from ..membership.worker_events import WorkerEvents
 from ..wire.pickling import Packer
 from .client import Client

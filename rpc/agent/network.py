@@ -31,7 +31,7 @@ from ..execution.executor import Executor
 from ..execution.futures import Future, ReadAnswer
 from ..membership.addresses import ListenAddress
 from ..membership.members import Member, find_worker
-from ..membership.roster import RosterLog
+from ..membership.roster_log import RosterLog
 from ..transports.answer_reader import Completion
 from ..transports.base import Connecting, Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets

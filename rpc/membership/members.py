@@ -14,7 +14,7 @@ from ...c10d.user_sockets import UNIX_SCHEME
 from ...errors import WorkerNameError
 from ..contracts.worker import WorkerInfo
 
-__all__ = ["Member", "MemberCheck", "exchange_members", "find_worker", "introduce"]
+__all__ = ["Member", "MemberCheck", "exchange_members", "introduce"]
 
 MAX_ID = (1 << 31) - 1
 
@@ -151,29 +151,3 @@ def exchange_members(barrier: StartBarrier, me: Member, check: MemberCheck, seco
 
 def _members(records: Sequence[bytes]) -> list[Member]:
     return [Member.from_record(json.loads(record)) for record in records]
-
-
-def find_worker(
-    destination: object, members: Mapping[int, Member], by_name: Mapping[str, WorkerInfo]
-) -> WorkerInfo | None:
-    """Returns the member with this name, id or WorkerInfo; None if there is no such member.
-
-    Args:
-        destination: what to look for.
-        members: the members, by id.
-        by_name: the same, by name.
-
-    Raises:
-        ValueError: the destination is neither a name, an id nor a WorkerInfo.
-    """
-    name, identifier = destination, destination
-    if isinstance(destination, WorkerInfo):
-        name, identifier = destination.name, destination.wire_id
-    elif isinstance(destination, bool) or not isinstance(destination, str | int):
-        raise ValueError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
-    if isinstance(identifier, int):
-        member = members.get(identifier)
-        found = member.info if member is not None else None
-    else:
-        found = by_name.get(str(name))
-    return None if isinstance(destination, WorkerInfo) and found != destination else found
