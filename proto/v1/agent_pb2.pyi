@@ -254,6 +254,7 @@ class Hello(google.protobuf.message.Message):
     WORKER_ID_FIELD_NUMBER: builtins.int
     WORKER_NAME_FIELD_NUMBER: builtins.int
     ROSTER_FIELD_NUMBER: builtins.int
+    CONNECTION_FIELD_NUMBER: builtins.int
     protocol_major: builtins.int
     """a peer with another major version is refused"""
     protocol_minor: builtins.int
@@ -261,6 +262,10 @@ class Hello(google.protobuf.message.Message):
     """identifies the job: a worker of another job is refused"""
     worker_id: builtins.int
     worker_name: builtins.str
+    connection: builtins.int
+    """Counts the streams between the two workers; 0 for the first. A Hello with a greater number than that of the stream
+    that stands says that this one is broken: the new one replaces it.
+    """
     @property
     def roster(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """in a dynamic group: the known entries of the log of joins and leaves"""
@@ -274,8 +279,9 @@ class Hello(google.protobuf.message.Message):
         worker_id: builtins.int = ...,
         worker_name: builtins.str = ...,
         roster: collections.abc.Iterable[builtins.str] | None = ...,
+        connection: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["group", b"group", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "roster", b"roster", "worker_id", b"worker_id", "worker_name", b"worker_name"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connection", b"connection", "group", b"group", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "roster", b"roster", "worker_id", b"worker_id", "worker_name", b"worker_name"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
@@ -307,8 +313,11 @@ class Welcome(google.protobuf.message.Message):
 
     DUPLICATE_FIELD_NUMBER: builtins.int
     SOCKETS_FIELD_NUMBER: builtins.int
+    CONNECTION_FIELD_NUMBER: builtins.int
     duplicate: builtins.bool
     """Set if the two workers have another stream already, opened by the other one; that stream is used instead."""
+    connection: builtins.int
+    """the number of this stream: that of the Hello, or a greater one that its receiver has counted to"""
     @property
     def sockets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SocketOffer]:
         """Sockets at which the worker that sends this Welcome waits for the other one. That one answers with a SocketChoice;
@@ -320,8 +329,9 @@ class Welcome(google.protobuf.message.Message):
         *,
         duplicate: builtins.bool = ...,
         sockets: collections.abc.Iterable[Global___SocketOffer] | None = ...,
+        connection: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["duplicate", b"duplicate", "sockets", b"sockets"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connection", b"connection", "duplicate", b"duplicate", "sockets", b"sockets"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
@@ -434,8 +444,11 @@ class Frame(google.protobuf.message.Message):
     BULK_REQUEST_FIELD_NUMBER: builtins.int
     BULK_OFFER_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
+    HEARTBEAT_FIELD_NUMBER: builtins.int
     goodbye: builtins.bool
     """the sender closes the stream; a stream closed without it means a lost worker"""
+    heartbeat: builtins.bool
+    """the sender is alive, and has nothing to say"""
     @property
     def envelopes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Envelope]: ...
     @property
@@ -466,10 +479,11 @@ class Frame(google.protobuf.message.Message):
         bulk_request: Global___BulkRequest | None = ...,
         bulk_offer: Global___BulkOffer | None = ...,
         devices: Global___DeviceFrame | None = ...,
+        heartbeat: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "devices", b"devices", "hello", b"hello", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "devices", b"devices", "envelopes", b"envelopes", "goodbye", b"goodbye", "hello", b"hello", "welcome", b"welcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bulk_offer", b"bulk_offer", "bulk_request", b"bulk_request", "choice", b"choice", "departure", b"departure", "devices", b"devices", "envelopes", b"envelopes", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Frame: typing_extensions.TypeAlias = Frame

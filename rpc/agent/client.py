@@ -9,11 +9,11 @@ from typing import Any, final
 
 import torch
 
-from ...errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError
+from ...errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import DeviceMap
-from ..contracts.messages import CANCEL, Outgoing, Request
+from ..contracts.messages import CANCEL, CONTROL, Outgoing, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
@@ -29,6 +29,7 @@ from .flow_control import FlowControl, Waiter
 from .network import Network
 from .pending import PendingRequest, PendingRequests
 from .stats import CallCounter
+from .waiting_calls import WaitingCalls
 
 __all__ = ["Client"]
 
@@ -76,6 +77,10 @@ class Client:
         self._flow_control = flow_control
         self._nesting = flow_control.nesting
         self._finalizer_calls = FinalizerCalls(executor, network.call_soon)
+        self.waiting = WaitingCalls(
+            requests, codec, network, extensions, executor, self._keep_if_cancellable, self._release_unsent
+        )
+        """The calls that wait for workers that do not answer."""
         self._ids = itertools.count(1)
         self._deadlines: Deadlines = make_deadlines(
             self._expire, requests.pending.__contains__, requests.pending.__len__, f"gradwire-deadlines-{name}"
@@ -110,13 +115,13 @@ class Client:
             )
             if message.user_values and (waiter := self._admit(pending, message, blocks=False)) is not None:
                 await asyncio.wrap_future(waiter.woken)
-            if waiter is None or self._is_to_be_sent(pending):
-                self._codec.send(message)
+            is_to_be_sent = waiter is None or self._is_to_be_sent(pending)
+            is_sent = is_to_be_sent and self._send_or_wait(pending, message)
         except BaseException as error:
             if not self._roll_back(identifier, worker, error):
                 raise
         else:
-            self._note_sent(pending, message, waiter)
+            self._note_sent(pending, message, waiter, is_sent=is_sent)
         return pending.future
 
     def send_packed(
@@ -146,9 +151,9 @@ class Client:
             if message.user_values and (waiter := self._admit(pending, message)) is not None:
                 with self._executor.blocking():
                     waiter.woken.result()
-            if waiter is None or self._is_to_be_sent(pending):
-                self._codec.send(message, broadcast)
-            elif broadcast is not None:
+            is_to_be_sent = waiter is None or self._is_to_be_sent(pending)
+            is_sent = is_to_be_sent and self._send_or_wait(pending, message, broadcast)
+            if broadcast is not None and not is_sent:
                 broadcast.not_sent(worker.wire_id)
         except BaseException as error:
             if broadcast is not None:
@@ -156,7 +161,7 @@ class Client:
             if not self._roll_back(identifier, worker, error):
                 raise
         else:
-            self._note_sent(pending, message, waiter)
+            self._note_sent(pending, message, waiter, is_sent=is_sent)
         return pending.future
 
     def _begin(
@@ -202,6 +207,17 @@ class Client:
             self._requests.kept[identifier] = worker.wire_id, request.keep
         return pending, message
 
+    def _send_or_wait(
+        self, pending: PendingRequest, message: Outgoing, broadcast: Broadcast | None = None
+    ) -> bool:
+        """Sends a request; returns False if it waits for its worker, which does not answer."""
+        if message.envelope.type == CONTROL:  # which is sent again, by who has sent it
+            self._codec.send(message)
+        elif not self._codec.try_to_send(message, broadcast):
+            self.waiting.add(pending, message)
+            return False
+        return True
+
     def _admit(self, pending: PendingRequest, message: Outgoing, *, blocks: bool = True) -> Waiter | None:
         """Counts a call as in flight. Returns what to wait for first if there is no capacity."""
         nbytes = len(message.body)
@@ -230,14 +246,18 @@ class Client:
         self._requests.kept.pop(identifier, None)
         self._flow_control.abandon(worker.wire_id, identifier)
 
-    def _note_sent(self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None) -> None:
-        if pending.handler.cancellable:
-            self._keep_for_cancel(pending, message)
+    def _note_sent(
+        self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None, *, is_sent: bool
+    ) -> None:
+        if is_sent:
+            self._keep_if_cancellable(pending, message)
         if pending.timeout and waiter is None:
             self._deadlines.add(pending.identifier, pending.timeout)
 
-    def _keep_for_cancel(self, pending: PendingRequest, message: Outgoing) -> None:
+    def _keep_if_cancellable(self, pending: PendingRequest, message: Outgoing) -> None:
         """Keeps what is needed to take a request back: not its value."""
+        if not pending.handler.cancellable:
+            return
         if message.nbytes > MAX_KEPT_BYTES:
             message.envelope.ClearField("body")
             message.envelope.ClearField("tensors")
@@ -254,7 +274,7 @@ class Client:
         pending = self._requests.take(identifier)  # None if the loss of its worker has completed it
         if isinstance(error, SendFailedError) and pending is not None:
             error = SendFailedError(worker.name, error.reason, pending.handler.description)
-        if isinstance(error, WorkerLostError | SendFailedError):
+        if isinstance(error, WorkerLostError | WorkerSuspectError | SendFailedError):
             self._requests.fail(pending, error)
             return True
         self._calls.end_request(identifier)
@@ -303,5 +323,5 @@ class Client:
             self._executor.submit(self._extensions.on_send_aborted, sent)
             return
         cancel = agent_pb2.Envelope(id=sent.envelope.id, type=CANCEL)
-        with contextlib.suppress(WorkerLostError, SendFailedError):
+        with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
             self._network.send(worker, cancel.SerializeToString())

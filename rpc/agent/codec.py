@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from ...errors import LimitReachedError, RemoteError, SerializationError
+from ...errors import LimitReachedError, RemoteError, SerializationError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
@@ -137,7 +137,8 @@ class Codec:
             broadcast: what it shares with messages to other workers.
 
         Raises:
-            WorkerLostError, SendFailedError, SerializationError: nothing was sent; see `Network.send`.
+            WorkerLostError, WorkerSuspectError, SendFailedError, SerializationError: nothing was sent; see
+                `Network.send`.
             Exception: an extension refuses the message; nothing was sent.
         """
         self._network.check_present(message.destination)
@@ -151,9 +152,36 @@ class Codec:
             self._extensions.on_send_aborted(message)
             raise
 
+    def try_to_send(self, message: Outgoing, broadcast: Broadcast | None = None) -> bool:
+        """Sends a message as `send` does, or only prepares it if its receiver does not answer and calls wait.
+
+        Returns:
+            Whether it was sent. If not, `send_prepared` sends it, or `Extensions.on_send_aborted` undoes this.
+        """
+        absence = self._network.absence(message.destination)
+        if absence is not None and not absence.waits:
+            raise absence.as_error(message.destination.name)
+        if message.user_values:
+            self._extensions.on_send(message)
+        try:
+            if absence is None:
+                self._put(message, broadcast)
+        except WorkerSuspectError:  # which is not known before the next attempt, or by now
+            return False
+        except BaseException:
+            if message.user_values:
+                self._extensions.on_send_aborted(message)
+            raise
+        return absence is None
+
+    def send_prepared(self, message: Outgoing) -> None:
+        """Sends a message that `try_to_send` has not sent. Raises what `send` raises, and undoes nothing."""
+        self._network.check_present(message.destination)
+        self._put(message, None)
+
     def _put(self, message: Outgoing, broadcast: Broadcast | None) -> None:
         """Puts the payloads of a message into channels, and its envelope into the transport."""
-        envelope = message.envelope
+        envelope, tensors = message.envelope, message.tensors
         nbytes = len(message.body)
         if not message.tensors and nbytes < self._inline_threshold:
             envelope.body.inline = message.body
@@ -179,6 +207,8 @@ class Codec:
             message.ticket = self._network.send(message.destination, data)
         except Exception:  # after Ctrl-C the message may be on its way
             writer.abort()
+            message.tensors = tensors
+            envelope.ClearField("tensors")
             raise
         writer.start()
 

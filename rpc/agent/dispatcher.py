@@ -24,6 +24,7 @@ from .network_listener import Pause
 from .pending import PendingRequests
 from .received_requests import ReceivedRequests
 from .server import Server
+from .waiting_calls import WaitingCalls
 
 __all__ = ["Dispatcher"]
 
@@ -42,6 +43,7 @@ class Dispatcher:
     def __init__(
         self,
         requests: PendingRequests,
+        waiting: WaitingCalls,
         server: Server,
         all_gathers: AllGatherService,
         extensions: Extensions,
@@ -55,6 +57,7 @@ class Dispatcher:
 
         Args:
             requests: completes those of this worker.
+            waiting: sends calls to workers that are back.
             server: runs requests.
             all_gathers: is told of lost workers.
             extensions: are told of workers that are suspect, back or lost, and of messages that cannot be decoded.
@@ -64,6 +67,7 @@ class Dispatcher:
             dynamic: whether the group is a dynamic one.
         """
         self._requests = requests
+        self._waiting = waiting
         self._server = server
         self._all_gathers = all_gathers
         self._extensions = extensions
@@ -160,6 +164,7 @@ class Dispatcher:
     def on_peer_back(self, worker: WorkerInfo) -> None:
         """Handles a suspect worker that answers again."""
         self._worker_events.record_back(worker)
+        self._executor.submit(self._waiting.send_to, worker)
         self._handle_change(worker, partial(self._extensions.on_worker_back, worker))
 
     def _handle_change(self, worker: WorkerInfo, change: Callable[[], None]) -> None:

@@ -144,6 +144,7 @@ class GrpcAgent(RpcAgent):
         )
         self._dispatcher = Dispatcher(
             self._requests,
+            self._client.waiting,
             self._server,
             self._all_gather_service,
             self._extensions,
@@ -208,6 +209,11 @@ class GrpcAgent(RpcAgent):
     def end_of(self, worker: int) -> WorkerEnd | None:
         """Returns how a worker ended, if it is lost."""
         return self._network.lost.get(worker)
+
+    def suspicion_of(self, worker: int) -> str | None:
+        """Returns why a worker is suspect at present; None if it is not."""
+        absence = self._network.links.absent.get(worker)
+        return absence.end.reason if absence is not None and not absence.is_lost else None
 
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now."""
@@ -323,6 +329,7 @@ class GrpcAgent(RpcAgent):
             "agent.server_active_calls": self._calls.served,
             "agent.server_active_async_calls": self._server.deferred.in_flight,
             "executor_threads": self._executor.threads,
+            "links": self._network.links.describe(),
             "lost_workers": {self.worker(i).name: end.reason for i, end in dict(self._network.lost).items()},
             **self._codec.traffic.counts(),
             "refused_messages": dict(self._codec.refused),
@@ -330,23 +337,16 @@ class GrpcAgent(RpcAgent):
             "transports": self._network.transport_names(),
             "channels": self._network.channel_names(),
             "cuda": self._network.cuda_ipc.figures(self.workers()),
-            "flow_control": self._flow_control_figures(),
+            "flow_control": {worker.name: self._flow_figures(worker) for worker in self.workers()},
             "broadcast_groups": self._network.broadcasts.groups,
             "all_gather_groups": self._all_gather_service.formed_groups,
             **self._extensions.live_objects(),
         }
 
-    def _flow_control_figures(self) -> Mapping[str, Mapping[str, int]]:
-        """Returns what is in flight to each worker, queued for it and received from it, by the worker's name."""
-        return {
-            worker.name: {
-                **self._flow_control.figures(worker),
-                "send_queue_bytes": self._network.queued_bytes(worker.wire_id),
-                **self._received.figures(worker),
-                **self._server.postponed.figures(worker),
-            }
-            for worker in self.workers()
-        }
+    def _flow_figures(self, worker: WorkerInfo) -> Mapping[str, int]:
+        queued = {"send_queue_bytes": self._network.queued_bytes(worker.wire_id)}
+        received, postponed = self._received.figures(worker), self._server.postponed.figures(worker)
+        return {**self._flow_control.figures(worker), **queued, **received, **postponed}
 
     def join(self, timeout: float) -> None:
         """Waits until this worker can leave without losing a call."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -10,7 +10,7 @@ import grpc
 
 from ...c10d.addresses import format_address
 from ...c10d.event_loop import acquire_event_loop
-from ...errors import LossCause, UnknownWorkerError, WorkerLostError
+from ...errors import LossCause, UnknownWorkerError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
@@ -35,13 +35,16 @@ from ..membership.roster_log import RosterLog
 from ..transports.answer_reader import Completion
 from ..transports.base import Connecting, Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets
+from ..transports.grpc_calls import StreamParts
 from ..transports.grpc_endpoint import GrpcEndpoint
-from ..transports.grpc_stream import GrpcStreams
+from ..transports.grpc_streams import GrpcStreams
 from ..transports.handshake import Handshake
+from ..transports.heartbeat import Heartbeats
 from ..transports.loopback import LoopbackTransport
 from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
 from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
 from .envelope_limit import LARGE_BYTES, check_size
+from .links import Absence, Links
 from .network_listener import NetworkListener, Pause
 from .newcomers import Newcomers
 
@@ -86,7 +89,6 @@ class Network:
         self._members: dict[int, Member] = {}
         self._by_name: dict[str, WorkerInfo] = {}
         self._transports: dict[int, Transport] = {}
-        self._lost: dict[int, WorkerEnd] = {}
         self._closing = False
         self._endpoint = GrpcEndpoint(me.name, options.find_credentials())
         self.audit = self._endpoint.audit
@@ -107,8 +109,13 @@ class Network:
         self.cuda_ipc = CudaIpcChannel(loop, executor, memory, self._send_frame, self._options, load_devices)
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
         parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
-        self._streams = GrpcStreams(loop, self._handshake, self, parts)
-        chunks = ChunkedChannel(loop, self._handshake, self._open_channel, channels, self._streams.abort)
+        liveness = self._options.liveness
+        self.links = Links(loop, liveness, self, self._endpoint)
+        heartbeats = Heartbeats(loop, liveness)
+        self._streams = GrpcStreams(StreamParts(loop, self._handshake, self, parts, heartbeats))
+        chunks = ChunkedChannel(
+            loop, self._handshake, self._open_channel, channels, self._streams.abort, self._streams.break_off
+        )
         self.broadcasts = BroadcastChannel(
             loop, self.me.wire_id, chunks, memory, self._may_share_memory, channels, self._options.broadcasts
         )
@@ -134,6 +141,7 @@ class Network:
             The address at which other workers dial: see `Member.address`.
         """
         self._listener = listener
+        self.links.listen(listener)
         self._endpoint.reach = where.reach
         self._sockets.set_address(where.bind, where.advertised)
         if where.directory is not None:
@@ -175,6 +183,7 @@ class Network:
             transport = LoopbackTransport(self.me, self)
         else:
             transport = self._streams.add(member.info, member.address)
+            self.links.add(member.info, member.address)
         self._transports[identifier] = self._wrap(transport, member.info, self._events.loop)
         self._members = {**self._members, identifier: member}  # other threads may be walking through the old one
 
@@ -198,13 +207,13 @@ class Network:
     @property
     def lost(self) -> Mapping[int, WorkerEnd]:
         """The ends of the lost workers, by id."""
-        return self._lost
+        return self.links.lost
 
     def workers(self) -> list[WorkerInfo]:
         """Returns all members by id; of a dynamic group, those that are not lost."""
         everybody = sorted(member.info.wire_id for member in self._members.values())
         if self._roster is not None:
-            everybody = [identifier for identifier in everybody if identifier not in self._lost]
+            everybody = [identifier for identifier in everybody if identifier not in self.lost]
         return [self._members[identifier].info for identifier in everybody]
 
     def worker(self, destination: object) -> WorkerInfo:
@@ -223,7 +232,7 @@ class Network:
 
     def queued_bytes(self, worker: int) -> int:
         """Returns the bytes for a worker, except in shared memory, that the operating system has not taken yet."""
-        if self._closing or worker in self._lost:
+        if self._closing or worker in self.lost:
             return 0
         return self._transports[worker].queued_bytes + self._router.queued_bytes(worker)
 
@@ -242,7 +251,7 @@ class Network:
     def broadcast(self, workers: Sequence[WorkerInfo]) -> Broadcast | None:
         """Returns what envelopes to these workers share; None if they share nothing."""
         return self.broadcasts.broadcast(
-            [worker.wire_id for worker in workers if worker.wire_id not in self._lost]
+            [worker.wire_id for worker in workers if worker.wire_id not in self.links.absent]
         )
 
     def answer_reader(self, worker: WorkerInfo) -> ReadAnswer | None:
@@ -253,10 +262,14 @@ class Network:
         """Connects to a worker now, so that its loss is noticed; see `Transport.connect`."""
         return self._transports[worker.wire_id].connect()
 
+    def absence(self, worker: WorkerInfo) -> Absence | None:
+        """Returns why nothing can be sent to a worker now; None if something can."""
+        return absent.get(worker.wire_id) if (absent := self.links.absent) else None
+
     def check_present(self, worker: WorkerInfo) -> None:
-        """Raises WorkerLostError if a worker is known to be lost."""
-        if self._lost and worker.wire_id in self._lost:
-            raise self._lost[worker.wire_id].as_error(worker.name)
+        """Raises WorkerLostError or WorkerSuspectError if a worker is known to be lost, or suspect."""
+        if (absence := self.absence(worker)) is not None:
+            raise absence.as_error(worker.name)
 
     def send(self, worker: WorkerInfo, envelope: bytes) -> int:
         """Queues an envelope.
@@ -266,7 +279,8 @@ class Network:
 
         Raises:
             WorkerLostError: the worker is lost.
-            SendFailedError: it was not sent, although the worker is not known to be lost.
+            WorkerSuspectError: the connection to it is broken.
+            SendFailedError: it was not sent for another reason.
             SerializationError: the envelope is larger than a frame can be.
         """
         if len(envelope) > LARGE_BYTES:
@@ -274,22 +288,27 @@ class Network:
         try:
             return self._transports[worker.wire_id].send(envelope)
         except TransportClosedError as error:
-            raise self._lost_error(worker, error) from None
+            raise self._absence_error(worker, error) from None
 
     def send_behind(self, worker: WorkerInfo, envelope: bytes, seconds: float) -> None:
         """Queues an envelope that goes with another one after `seconds`, or by `flush`. Raises as `send` does."""
         try:
             self._transports[worker.wire_id].send_behind(envelope, seconds)
         except TransportClosedError as error:
-            raise self._lost_error(worker, error) from None
+            raise self._absence_error(worker, error) from None
 
     def flush(self, worker: WorkerInfo) -> None:
         """Sends what waits for the next envelope to a worker."""
         self._transports[worker.wire_id].flush()
 
-    def _lost_error(self, worker: WorkerInfo, error: TransportClosedError) -> WorkerLostError:
-        end = self._lost.get(worker.wire_id)
-        return WorkerLostError(worker.name, str(error), end.cause if end is not None else LossCause.DISCONNECTED)
+    def _absence_error(
+        self, worker: WorkerInfo, error: TransportClosedError
+    ) -> WorkerLostError | WorkerSuspectError:
+        absence = self.absence(worker)
+        if absence is None:  # the event loop is about to learn it
+            end = WorkerEnd(LossCause.DISCONNECTED, str(error))
+            absence = Absence(end, is_lost=self._closing or worker.wire_id == self.me.wire_id)
+        return absence.as_error(worker.name)
 
     def call_soon(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function on the event loop, after everything that has been queued before."""
@@ -306,7 +325,7 @@ class Network:
 
     def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> Pause:
         """Collects the payloads of an envelope that has arrived. Called by transports on any thread."""
-        if self._lost and source.wire_id in self._lost:
+        if self.links.lost and source.wire_id in self.links.lost:
             return None  # read after its loss has been handled, with which all that it had asked for has ended
         if not envelope.tensors and envelope.body.HasField("inline"):
             return self._listener.on_message(source, envelope, read_inline, announced=False, nbytes=nbytes)
@@ -329,13 +348,13 @@ class Network:
     ) -> Completion | None:
         """Returns what completes a future on the calling thread: see TransportListener."""
         leases = None if (inline := is_inline(envelope)) else self._router.answer_leases(source.wire_id, envelope)
-        if source.wire_id in self._lost or not (inline or leases):
+        if source.wire_id in self.links.lost or not (inline or leases):
             return None
         return self._listener.completion(source, envelope, leases, future)
 
     def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> None:
         """Collects the payloads outside an envelope. Called on the loop."""
-        if source.wire_id in self._lost:
+        if source.wire_id in self.links.lost:
             self._listener.on_dropped(source, envelope)
             return
         try:
@@ -360,14 +379,46 @@ class Network:
         else:
             self._listener.on_message(source, envelope, done.result(), announced=True, nbytes=nbytes)
 
+    # What transports report on the loop.
+
+    def on_opened(self, peer: WorkerInfo) -> None:
+        """Handles a new connection to a worker."""
+        self.links.on_opened(peer)
+
+    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[int]) -> None:
+        """Handles a connection to a worker that broke, or cannot be made."""
+        self.links.on_broken(peer, end, unsent)
+
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
-        """Handles the end of the connection to a worker. Called by transports on the loop."""
-        if self._closing or peer.wire_id in self._lost:
-            return
-        self._lost[peer.wire_id] = end
+        """Handles the end of a worker, or of all connections to it."""
+        self.links.on_closed(peer, end)
+
+    # What the links have done: see LinkOwner.
+
+    def renew_transport(self, peer: WorkerInfo) -> None:
+        """Replaces the transport to a worker by another one."""
+        transport = self._streams.renew(peer)
+        self._transports[peer.wire_id] = self._wrap(transport, peer, self._events.loop)
+
+    def connect_again(self, peer: WorkerInfo) -> None:
+        """Has the transport to a worker connect."""
+        self._streams.connect(peer.wire_id)
+
+    def break_off(self, peer: WorkerInfo, reason: str) -> None:
+        """Ends an attempt to connect."""
+        self._streams.break_off(peer.wire_id, reason)
+
+    def refuse(self, peer: WorkerInfo, reason: str) -> None:
+        """Lets a worker in no more."""
+        self._streams.refuse(peer.wire_id, reason)
+
+    def drop_payloads(self, peer: WorkerInfo, reason: str, *, is_lost: bool) -> None:
+        """Drops the payloads that were on their way to a worker, and from it."""
         for channel in self._router.channels:
-            channel.drop_peer(peer.wire_id, end.reason)
-        self._listener.on_peer_lost(peer, end)
+            if is_lost:
+                channel.drop_peer(peer.wire_id, reason)
+            else:
+                channel.drop_connection(peer.wire_id, reason)
 
     def leave(self) -> None:
         """Removes this worker from the roster of a dynamic group, unless the store is gone."""
@@ -390,8 +441,9 @@ class Network:
         self._events.release()
 
     async def _disconnect(self, end: WorkerEnd) -> None:
+        self.links.close()
         # A failure is told also to workers without a connection: the lowest ids, which lead collectives.
-        told = () if end.orderly else sorted(self._transports.keys() - self._lost.keys())[:FAREWELL_DIALS]
+        told = () if end.orderly else sorted(self._transports.keys() - self.links.absent.keys())[:FAREWELL_DIALS]
         transports = self._transports.items()
         await asyncio.gather(*(t.close(DRAIN_SECONDS, end, dial=peer in told) for peer, t in transports))
         await asyncio.gather(*(channel.close() for channel in self._router.channels))

@@ -14,6 +14,7 @@ from ...errors import (
     RpcError,
     SendFailedError,
     WorkerLostError,
+    WorkerSuspectError,
 )
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
@@ -223,7 +224,7 @@ class Server:
         answer = self._pack_answer(message, result.value, handler)
         try:
             self._codec.send_behind(answer)
-        except WorkerLostError:
+        except (WorkerLostError, WorkerSuspectError):
             pass
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
@@ -233,8 +234,8 @@ class Server:
     def _send_answer(self, answer: Outgoing) -> None:
         try:
             self._send(answer)
-        except WorkerLostError:
-            pass  # a caller that is gone needs no answer
+        except (WorkerLostError, WorkerSuspectError):
+            pass  # a caller that is gone needs no answer; for one that is suspect, the call has failed
         except SendFailedError as error:
             raise AnswerFailedError(self._me.name, error.reason) from None
 
@@ -279,5 +280,5 @@ class Server:
                 log.error("a message from worker %s failed", source.name, exc_info=error)
             return
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR)
-        with contextlib.suppress(WorkerLostError, SendFailedError):
+        with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
             self._send(Outgoing(source, envelope, encode_failure(error)))

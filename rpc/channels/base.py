@@ -101,6 +101,16 @@ class Channel(Protocol):
             reason: how the peer ended, for the text of the errors: see `WorkerEnd.reason`.
         """
 
+    def drop_connection(self, peer: int, reason: str) -> None:
+        """Drops the same for a peer whose connection broke, but which may come back: it has another one then.
+
+        The futures fail with PayloadLostError.
+
+        Args:
+            peer: the worker.
+            reason: how the connection broke.
+        """
+
     async def close(self) -> None:
         """Drops all payloads as `drop_peer` does for one peer, and releases connections and threads."""
 

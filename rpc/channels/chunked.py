@@ -25,7 +25,7 @@ from ..transports.settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, TRANSFER_METHOD
 from ..wire.framing import bytes_field
 from ..wire.parsing import parse_chunks
 from .announced import MAX_ANNOUNCED
-from .base import StartTransfer, check_size
+from .base import PayloadLostError, StartTransfer, check_size
 
 __all__ = ["ChunkedChannel"]
 
@@ -46,6 +46,7 @@ class ChunkedChannel:
         open_channel: Callable[[int], Any],
         options: ChannelOptions,
         on_broken: Callable[[int, str], None],
+        on_disconnected: Callable[[int, str], None] | None = None,
     ) -> None:
         """Opens no stream yet.
 
@@ -54,13 +55,15 @@ class ChunkedChannel:
             handshake: makes and checks the hellos of streams.
             open_channel: makes a gRPC channel to a worker, by its id, on a connection of its own.
             options: sizes of chunks and payloads.
-            on_broken: called on the loop, with a peer and a reason, when nothing can be sent to the peer any more.
+            on_broken: called on the loop, with a peer and a reason, when the peer cannot be used any more.
+            on_disconnected: called instead when a stream to a peer broke, or cannot be opened.
         """
         self._loop = loop
         self._handshake = handshake
         self._open_channel = open_channel
         self._options = options
         self._on_broken = on_broken
+        self._on_disconnected = on_disconnected or on_broken
         self._numbers = itertools.count(1)
         self._senders: dict[int, _TransferSender] = {}
         """By peer."""
@@ -105,18 +108,23 @@ class ChunkedChannel:
     def drop_peer(self, peer: int, reason: str) -> None:
         """Stops sending to a peer, and fails what is expected from it. What its stream still brings is dropped."""
         self._served.add(peer)
-        self._drop(peer, reason)
+        self._drop(peer, ConnectionError(reason))
 
-    def _drop(self, peer: int, reason: str) -> None:
+    def drop_connection(self, peer: int, reason: str) -> None:
+        """Does the same for a peer that may come back, and open another stream."""
+        self._drop(peer, PayloadLostError(reason))
+        self._served.discard(peer)
+
+    def _drop(self, peer: int, error: Exception) -> None:
         if receiver := self._receivers.pop(peer, None):
-            receiver.fail(reason)
+            receiver.fail(error)
         if sender := self._senders.pop(peer, None):
             sender.stop()
 
     async def close(self) -> None:
         """Stops all transfers."""
         for peer in {*self._receivers, *self._senders}:
-            self._drop(peer, "this worker shuts down")
+            self._drop(peer, ConnectionError("this worker shuts down"))
 
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
         """Serves the Transfer method of the agent's gRPC service."""
@@ -159,7 +167,7 @@ class ChunkedChannel:
 
     def _handle_broken_sender(self, peer: int, reason: str) -> None:
         self._senders.pop(peer, None)  # and the payloads in its queue
-        self._on_broken(peer, reason)
+        self._on_disconnected(peer, reason)
 
 
 @final
@@ -271,7 +279,7 @@ class _TransferReceiver:
         """By transfer id."""
         self._announced = asyncio.Condition()
         """Notified when a transfer is announced, and at the end."""
-        self._failure: str | None = None
+        self._has_failed = False
 
     @property
     def expected(self) -> int:
@@ -296,16 +304,16 @@ class _TransferReceiver:
     async def add_chunk(self, number: int, data: bytes) -> None:
         """Adds the next chunk to a payload; waits until the payload is announced."""
         async with self._announced:
-            await self._announced.wait_for(lambda: number in self._transfers or self._failure is not None)
+            await self._announced.wait_for(lambda: number in self._transfers or self._has_failed)
         payload = self._transfers.get(number)
         if payload is not None and payload.add(data):
             del self._transfers[number]
 
-    def fail(self, reason: str) -> None:
-        """Fails all payloads, because the peer is lost."""
-        self._failure = reason
+    def fail(self, error: Exception) -> None:
+        """Fails all payloads, because the peer is lost or suspect."""
+        self._has_failed = True
         for payload in self._transfers.values():
-            payload.fail(ConnectionError(reason))
+            payload.fail(error)
         self._transfers.clear()
         self._loop.create_task(self._notify())
 

@@ -35,5 +35,8 @@ class InlineChannel:
     def drop_peer(self, peer: int, reason: str) -> None:
         """Does nothing."""
 
+    def drop_connection(self, peer: int, reason: str) -> None:
+        """Does nothing."""
+
     async def close(self) -> None:
         """Does nothing."""

@@ -46,6 +46,9 @@ class LocalChannel:
     def drop_peer(self, peer: int, reason: str) -> None:
         """Does nothing: a worker does not lose itself."""
 
+    def drop_connection(self, peer: int, reason: str) -> None:
+        """Does nothing."""
+
     async def close(self) -> None:
         """Drops all copies."""
         self._copies.clear()

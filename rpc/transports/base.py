@@ -1,6 +1,7 @@
 """The contract of transports, which carry the envelopes of messages between two workers."""
 
 import concurrent.futures
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
@@ -25,14 +26,15 @@ class Transport(Protocol):
     """Connects this worker to one peer, and carries serialized envelopes in both directions.
 
     - Delivery: in the order of the calls of `send`, each envelope at most once. Envelopes are lost only with the
-      connection; a transport reports that loss to its listener, and does not connect again.
+      connection; a transport reports that loss to its listener, and does not connect again: another one does.
     - Connecting: at the first `send` or `connect`, or when the peer connects. Before that, a transport has neither
       socket nor thread. If both workers connect at the same moment, one of the two connections remains.
     - Threads: `send`, `send_behind`, `flush` and `connect` are called from any thread, all else on the agent's
       event loop. Envelopes are handed to the listener on any thread.
     - Blocking: no method waits for the peer, except `close`, which does not block the loop.
-    - Ownership: the agent's Network makes one transport for each peer, and calls `close` once, even if the
-      connection is lost already. Sockets and threads belong to the transport, which releases them in `close`.
+    - Ownership: the agent's Network makes a transport for each peer, and another one when its connection has
+      broken. It calls `close` of the last one once, even if the connection is lost already. Sockets and threads
+      belong to the transport, which releases them in `close`, or when the connection has broken.
     """
 
     @property
@@ -133,14 +135,32 @@ class TransportListener(Protocol):
             future: what the calling thread waits for.
         """
 
-    def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
-        """Handles the end of a connection. Called on the event loop.
+    def on_opened(self, peer: WorkerInfo) -> None:
+        """Handles a new connection, once the peer has answered on it. Called on the event loop.
 
-        Called at most once for each transport, after the last `on_envelope`.
+        Called at most once for each transport, before the first `on_envelope`.
+        """
+
+    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[int]) -> None:
+        """Handles a connection that broke, or cannot be made, while the peer may live. Called on the event loop.
+
+        Called instead of `on_closed`, and as that. Has to replace the transport before it returns.
+
+        Args:
+            peer: the worker at the other end.
+            end: how the connection broke.
+            unsent: the tickets of the envelopes that were queued and will not be sent.
+        """
+
+    def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+        """Handles the end of a peer, or of all connections to it. Called on the event loop.
+
+        Called at most once for each transport. Except where the connection was cut by this worker, the last
+        `on_envelope` comes before it.
 
         The transport has dropped its queue, and `send` raises from now on. Need not be called during `close`.
 
         Args:
             peer: the worker at the other end.
-            end: what the peer's goodbye says, or how the connection broke.
+            end: what the peer's goodbye says, or why the peer cannot be connected again.
         """

@@ -25,6 +25,7 @@ from ..execution.waiter import SocketWaiter
 from ..wire.parsing import SMALL_BYTES, check_envelope, parse_envelope
 from .answer_reader import Answer, AnswerReader, FindCompletion
 from .frame_writer import FrameWriter
+from .heartbeat import has_unread
 from .large_envelope import LargeEnvelope
 from .segments import SegmentListener
 from .settings import MAX_ENVELOPE_BYTES
@@ -109,6 +110,8 @@ class EnvelopeSocket:
         self.tls = connection if isinstance(connection, TlsSocket) else None
         self.receive: Callable[..., Any] = connection.recv if segments is None else cast("Any", connection).recvmsg
         self.receive_args: Sequence[tuple[Any, ...]] = _RECV_ARGS if segments is None else _RECVMSG_ARGS
+        self._has_heard = True
+        """Whether something has come since this was set to False."""
         self.reading = threading.Lock()
         """Held by the thread that reads."""
         # What follows is used with the lock.
@@ -208,6 +211,7 @@ class EnvelopeSocket:
         """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
         if not self.received:
             return None
+        self._has_heard = True
         data, rights = (self.received[0], ()) if self._segments is None else self.received[0][:2]
         if rights:
             return None
@@ -242,10 +246,24 @@ class EnvelopeSocket:
                 if returned is None:
                     break
                 numbers += numbers_in(data[content:after])
-            else:
+            elif kind != FrameKind.HEARTBEAT:
                 break  # what it tells comes before the answer
             start = after
         return None
+
+    def take_heard(self) -> bool:
+        """Returns whether something has come from the peer since the last call, or waits to be read."""
+        heard, self._has_heard = self._has_heard, False
+        return heard or self._has_ended or has_unread(self.descriptor)
+
+    def take_sent(self) -> bool:
+        """Returns whether something has been sent since the last call, or waits for the peer to read."""
+        sent, self._writer.has_sent = self._writer.has_sent, False
+        return sent or not self._writer.is_empty
+
+    def send_heartbeat(self) -> None:
+        """Tells the peer that this worker is alive."""
+        self._writer.put(HEADER.pack(0, FrameKind.HEARTBEAT))
 
     def release_library(self) -> None:
         """Releases the TLS library, if the calling thread holds it."""
@@ -306,6 +324,7 @@ class EnvelopeSocket:
     def _receive(self) -> bytes:
         if not (self.received and (received := self.received.pop())):
             received = self.receive(*self.receive_args[0])
+        self._has_heard = True
         if self._segments is None:
             return cast("bytes", received)
         data, rights = received[:2]
@@ -318,6 +337,7 @@ class EnvelopeSocket:
 
     def _read_large(self, large: LargeEnvelope) -> None:
         after = large.read(self._connection)
+        self._has_heard = True
         if (data := large.data) is not None:
             self._large = None
             self._pause = self._on_envelope(*parse_envelope(data))
@@ -346,6 +366,8 @@ class EnvelopeSocket:
             elif kind == FrameKind.END:
                 self._end("")
                 return
+            elif kind == FrameKind.HEARTBEAT and not length:
+                pass
             else:
                 self._take_segment_frame(kind, data[content:start])
         self._beginning = data[start:]

@@ -82,7 +82,14 @@ class FrameWriter:
         self._is_to_be_released = False
         self.is_broken = False
         """Whether nothing can be sent any more."""
+        self.has_sent = False
+        """Whether something has been sent since this was set to False."""
         _writers_here.add(self)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all frames have been written."""
+        return not self._queue
 
     @property
     def queued_bytes(self) -> int:
@@ -93,6 +100,7 @@ class FrameWriter:
         """Writes a frame, or queues it. Drops it if the connection is broken."""
         if self.is_broken:
             return
+        self.has_sent = True
         self._queue.append(frame)
         if self._behind and time.monotonic() >= self._take_along_at:
             self._take_along()

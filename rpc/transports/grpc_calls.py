@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, final
 
 import grpc
 
@@ -13,11 +14,15 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..wire.parsing import parse_frame
 from .base import TransportListener
+from .handshake import Handshake
+from .heartbeat import Heartbeats
 from .settings import aio
-from .sockets import OfferedSocket
+from .sockets import OfferedSocket, SocketParts
 
 __all__ = [
+    "HEARTBEAT",
     "Read",
+    "StreamParts",
     "StreamState",
     "Write",
     "deliver",
@@ -27,6 +32,8 @@ __all__ = [
     "write_frame",
 ]
 
+
+HEARTBEAT = agent_pb2.Frame(heartbeat=True).SerializeToString()
 
 Read = Callable[[], Awaitable[Any]]
 """Reads a serialized frame; `aio.EOF` at the end."""
@@ -43,6 +50,25 @@ class StreamState(Enum):
     AWAITING_PEER = auto()  # the peer is opening the stream that will be used
     OPEN = auto()
     CLOSED = auto()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StreamParts:
+    """What the streams of one agent share.
+
+    loop: the event loop.
+    handshake: makes and checks hellos.
+    listener: is told what comes by the streams, and of their ends.
+    sockets: carry envelopes where they can be connected.
+    heartbeats: watches the connections.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    handshake: Handshake
+    listener: TransportListener
+    sockets: SocketParts
+    heartbeats: Heartbeats
 
 
 async def deliver(listener: TransportListener, peer: WorkerInfo, data: bytes) -> agent_pb2.Frame:
@@ -64,10 +90,10 @@ async def deliver(listener: TransportListener, peer: WorkerInfo, data: bytes) ->
     return frame
 
 
-def welcome_frame(offered: OfferedSocket | None = None, *, duplicate: bool = False) -> bytes:
-    """Returns the serialized frame that answers a hello."""
+def welcome_frame(offered: OfferedSocket | None = None, *, number: int = 0, duplicate: bool = False) -> bytes:
+    """Returns the serialized frame that answers a hello, on the stream of this number."""
     offers = [] if offered is None else [offered.offer]
-    welcome = agent_pb2.Welcome(duplicate=duplicate, sockets=offers)
+    welcome = agent_pb2.Welcome(duplicate=duplicate, sockets=offers, connection=number)
     return bytes(agent_pb2.Frame(welcome=welcome).SerializeToString())
 
 

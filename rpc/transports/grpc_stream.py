@@ -14,10 +14,9 @@ The stream then stands for the connection: goodbyes go by it, and it tells when 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from ...errors import LossCause
@@ -27,108 +26,72 @@ from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
 from ..wire.parsing import parse_frame
-from .base import Connecting, TransportListener
+from .base import Connecting
 from .envelope_socket import CLOSED
-from .grpc_calls import Read, StreamState, Write, deliver, end_of_error, raise_status, welcome_frame, write_frame
-from .handshake import Handshake, RefusedError
+from .grpc_calls import (
+    HEARTBEAT,
+    Read,
+    StreamParts,
+    StreamState,
+    Write,
+    deliver,
+    end_of_error,
+    raise_status,
+    welcome_frame,
+    write_frame,
+)
 from .outbox import Outbox
 from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
-from .sockets import OfferedSocket, SocketParts
+from .sockets import OfferedSocket
+from .stream_pulse import StreamPulse
 from .tls_socket import AnySocket
 
-__all__ = ["GrpcStream", "GrpcStreams"]
+__all__ = ["GrpcStream"]
 
 READ_OUT_TIMEOUT_S = 5.0
 """Seconds in which what a peer sent by the socket, before its goodbye or its death, is read."""
 
-BROKEN_SOCKET_GRACE_S = 1.0
+BROKEN_SOCKET_GRACE_S = 0.1
 """Seconds that a stream may stand after its socket broke; if the peer has died, the stream tells how."""
 
+CONFIRM_TIMEOUT_S = 10.0
+"""Seconds in which the peer that has opened a stream anew has to go on, once it is welcome."""
+
 log = logging.getLogger(__name__)
-
-
-@final
-class GrpcStreams:
-    """All streams of one agent. Used on the event loop only, except `add`."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        handshake: Handshake,
-        listener: TransportListener,
-        sockets: SocketParts,
-    ) -> None:
-        self.loop = loop
-        self.handshake = handshake
-        self.listener = listener
-        self.sockets = sockets
-        self._streams: dict[int, GrpcStream] = {}
-
-    def add(self, peer: WorkerInfo, address: str) -> "GrpcStream":
-        """Makes the stream to a peer, before the peer is admitted. It is opened when it is first used.
-
-        Args:
-            peer: the worker at the other end.
-            address: of the peer's server: host:port, or unix: and a path.
-        """
-        stream = self._streams[peer.wire_id] = GrpcStream(self, peer, address)
-        return stream
-
-    def abort(self, peer: int, reason: str) -> None:
-        """Ends the stream to a peer that cannot be used any more; see `GrpcStream.abort`."""
-        self._streams[peer].abort(reason)
-
-    def send_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
-        """Sends a frame without envelopes by the stream to a peer."""
-        if not (stream := self._streams[peer]).outbox.put_frame(frame.SerializeToString()):
-            self.abort(peer, "it does not read the answers to what it asks for")
-        stream.connect()
-
-    async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:  # noqa: ARG002
-        """Serves the Exchange method of the agent's gRPC service."""
-        try:
-            peer = await self.handshake.receive(context)
-        except RefusedError as refusal:
-            await context.abort(refusal.code, str(refusal))
-        stream = self._streams[peer.wire_id]
-        if stream.goodbye:
-            await context.write(stream.goodbye)
-            stream.on_goodbye_sent()
-            return
-        if (reason := stream.outbox.closed_reason) is not None:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        if stream.accept():
-            await stream.welcome(context.read, context.write)
-        else:
-            await context.write(welcome_frame(duplicate=True))
-
-    def release(self) -> None:
-        """Releases the sockets that no thread reads any more. Called when the executor has ended."""
-        for stream in self._streams.values():
-            if stream.outbox.socket is not None:
-                stream.outbox.socket.release()
 
 
 @final
 class GrpcStream:
     """The stream between this worker and one peer, whichever of the two opens it."""
 
-    def __init__(self, streams: GrpcStreams, peer: WorkerInfo, address: str) -> None:
+    def __init__(self, parts: StreamParts, peer: WorkerInfo, address: str, number: int = 0) -> None:
+        """Connects to nobody yet.
+
+        Args:
+            parts: of the agent.
+            peer: the worker at the other end.
+            address: of its server.
+            number: of this stream among those of the two workers.
+        """
         self.outbox = Outbox()
-        self._streams = streams
-        self._loop = streams.loop
+        self._parts = parts
+        self._loop = parts.loop
         self._peer = peer
         self._address = address
         # All attributes that follow are used on the loop only.
+        self.number = number
+        """That of this stream: the greatest that either worker has counted to."""
         self._state = StreamState.IDLE
         self._wake, self._ended = asyncio.Event(), asyncio.Event()
         self.goodbye = b""
         """The serialized frame that ends the stream; empty until this worker leaves."""
+        self._is_confirmed = False
         self._dialing: asyncio.Task[None] | None = None
         self._runner: asyncio.Task[Any] | None = None
         self._offered: OfferedSocket | None = None
         """The socket that the peer has been offered, until it says whether it uses it. No envelope goes before."""
         self._socket_ended = asyncio.Event()
+        self._pulse = StreamPulse(self.outbox, self._wake.set, self.break_off)
 
     @property
     def name(self) -> str:
@@ -165,6 +128,11 @@ class GrpcStream:
         if (connection := self.outbox.socket) is not None:
             connection.read_answer(future, waiter)
 
+    @property
+    def has_read_out(self) -> bool:
+        """Whether no thread reads its socket any more."""
+        return self._socket_ended.is_set()
+
     def connect(self) -> Connecting:
         """Opens the stream if it is not open."""
         self._loop.call_soon_threadsafe(self._start_or_wake)
@@ -175,49 +143,73 @@ class GrpcStream:
         if self._state is StreamState.IDLE and dial:
             self._start_or_wake()
         self.goodbye = agent_pb2.Frame(goodbye=True, departure=end.to_proto()).SerializeToString()
-        if self._state is StreamState.IDLE:
-            self._finish(SHUT_DOWN, report=False)
-            return
+        if self._state is StreamState.IDLE or (self.number and self._state is not StreamState.OPEN):
+            self._finish(SHUT_DOWN, report=False)  # also if the peer is suspect: it may never answer
+        else:
+            await self._say_goodbye(drain)
+        if self._dialing is not None:
+            self._dialing.cancel()
+
+    async def _say_goodbye(self, drain: float) -> None:
         self._wake.set()
         try:
             await asyncio.wait_for(self._ended.wait(), drain)
         except TimeoutError:
             self._finish(SHUT_DOWN, report=False)
-        if self._dialing is not None:
-            self._dialing.cancel()
 
     def abort(self, reason: str) -> None:
-        """Ends a stream that works, because the peer cannot be used for another reason. Called on the loop."""
-        self._finish(WorkerEnd(LossCause.DISCONNECTED, reason))
-        if self._runner is not None:
-            self._runner.cancel()
+        """Ends the stream for good, because the peer cannot be used. Called on the loop."""
+        self._cut(WorkerEnd(LossCause.DISCONNECTED, reason), may_heal=False)
+
+    def break_off(self, reason: str) -> None:
+        """Ends the stream, after which the peer may be connected again. Called on the loop."""
+        self._cut(WorkerEnd(LossCause.DISCONNECTED, reason), may_heal=True)
+
+    def refuse(self, reason: str) -> None:
+        """Lets the peer in no more, which is told this. Called on the loop."""
+        self._finish(WorkerEnd(LossCause.REFUSED, reason), report=False)
+
+    def _cut(self, end: WorkerEnd, *, may_heal: bool) -> None:
+        self._finish(end, may_heal=may_heal)
+        for task in (self._runner, self._dialing):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
 
     def on_goodbye_sent(self) -> None:
         """Ends a stream that is awaited only to say goodbye. Called on the loop when the goodbye is sent."""
         if self._state is StreamState.AWAITING_PEER:
             self._finish(SHUT_DOWN, report=False)
 
-    def accept(self) -> bool:
-        """Returns whether the peer's stream is used: not if there is one, or this worker, of lower id, dials."""
-        is_opening = self._state is StreamState.DIALING and self._peer.wire_id > self._streams.handshake.me.wire_id
+    def is_replaced_by(self, number: int) -> bool:
+        """Returns whether the peer, which opens the stream of this number, says that this one is broken."""
+        return self._state is StreamState.OPEN and number > self.number
+
+    def accept(self, number: int) -> bool:
+        """Returns whether the peer's stream is used: not if there is one, or this worker, of lower id, dials.
+
+        Args:
+            number: what the peer has counted to.
+        """
+        is_opening = self._state is StreamState.DIALING and self._peer.wire_id > self._parts.handshake.me.wire_id
         if is_opening or self._state is StreamState.OPEN:
             return False
         if self._dialing is not None:
             self._dialing.cancel()
             self._dialing = None
+        self.number = max(self.number, number)
         self._state = StreamState.OPEN
         return True
 
     async def welcome(self, read: Read, write: Write) -> None:
         """Accepts the stream that the peer has opened: offers it a socket, and runs the stream."""
-        sockets = self._streams.sockets
+        sockets = self._parts.sockets
         if sockets.kinds:
             self._offered = sockets.listener.offer(self._peer, same_host=sockets.is_same_host(self._peer.wire_id))
         try:
             with contextlib.suppress(asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
                 # Before anything is read: gRPC cannot end a stream during a write.
-                await write(welcome_frame(self._offered))
-                await self.run(read, write)
+                await write(welcome_frame(self._offered, number=self.number))
+                await self.run(read, write, is_confirmed=not self.number)
         finally:
             if self._state is StreamState.OPEN:  # closed before it was accepted, which tells nothing of the peer
                 self._redial()
@@ -225,30 +217,34 @@ class GrpcStream:
                 self._offered.withdraw()
                 self._offered = None
 
-    async def run(self, read: Read, write: Write) -> None:
-        """Exchanges frames until either side says goodbye or the connection breaks."""
+    async def run(self, read: Read, write: Write, *, is_confirmed: bool = True) -> None:
+        """Exchanges frames until either side says goodbye or the connection breaks.
+
+        Args:
+            read: reads a frame.
+            write: writes one.
+            is_confirmed: whether the peer lives for certain. It may have opened the stream some time ago.
+        """
         self._state = StreamState.OPEN
         self._runner = asyncio.current_task()
         writer: asyncio.Task[None] | None = None
         reason = CLOSED
         peer_end: WorkerEnd | None = None
+        may_heal = True
         try:
+            if is_confirmed:
+                self._on_opened()
+            else:
+                self._loop.call_later(CONFIRM_TIMEOUT_S, self._check_confirmed)
             writer = self._loop.create_task(self._write_frames(write))
-            while (data := await read()) is not aio.EOF:
-                frame = await deliver(self._streams.listener, self._peer, data)
-                if frame.HasField("choice"):
-                    await self._on_choice(frame.choice.kind)
-                self._streams.sockets.on_frame(self._peer.wire_id, frame)
-                if frame.goodbye:
-                    peer_end = WorkerEnd.from_proto(frame.departure)
-                    break
+            peer_end = await self._read_frames(read)
             if self.goodbye:
                 await writer
         except aio.AioRpcError as error:
             reason = f"its connection broke: {error.details()}"
         except DecodeError as error:
-            reason = f"it sent bytes that are no frame: {error}"
-            self._streams.handshake.audit.deny("agent", error, worker=self._peer.name)
+            reason, may_heal = f"it sent bytes that are no frame: {error}", False
+            self._parts.handshake.audit.deny("agent", error, worker=self._peer.name)
         except (asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
             pass  # gRPC cancels a handler whose peer has vanished, and refuses its writes
         except Exception as error:
@@ -260,7 +256,32 @@ class GrpcStream:
             try:
                 await self._read_out_socket()
             finally:  # gRPC may cancel this
-                self._finish(SHUT_DOWN if self.goodbye else peer_end or WorkerEnd(LossCause.DISCONNECTED, reason))
+                end = SHUT_DOWN if self.goodbye else peer_end
+                broken = WorkerEnd(LossCause.DISCONNECTED, reason)
+                self._finish(end or broken, may_heal=may_heal and end is None)
+
+    def _on_opened(self) -> None:
+        if self._state is StreamState.OPEN and not self._is_confirmed:
+            self._is_confirmed = True
+            self._parts.heartbeats.add(self._pulse)
+            self._parts.listener.on_opened(self._peer)
+
+    def _check_confirmed(self) -> None:
+        if not self._is_confirmed:
+            self.break_off("it has opened a stream and said nothing")
+
+    async def _read_frames(self, read: Read) -> WorkerEnd | None:
+        """Handles the peer's frames, to the end of the stream; returns how the peer ended if it says goodbye."""
+        while (data := await read()) is not aio.EOF:
+            self._on_opened()
+            with self._pulse.reading():
+                frame = await deliver(self._parts.listener, self._peer, data)
+            if frame.HasField("choice"):
+                await self._on_choice(frame.choice.kind)
+            self._parts.sockets.on_frame(self._peer.wire_id, frame)
+            if frame.goodbye:
+                return WorkerEnd.from_proto(frame.departure)
+        return None
 
     async def _on_choice(self, kind: str) -> None:
         """Handles the answer to the offer of a socket."""
@@ -277,9 +298,7 @@ class GrpcStream:
         self._wake.set()
 
     def _use_socket(self, kind: str, connection: AnySocket) -> None:
-        used = self._streams.sockets.make(
-            kind, connection, self._peer, self._streams.listener, self._on_socket_end
-        )
+        used = self._parts.sockets.make(kind, connection, self._peer, self._parts.listener, self._on_socket_end)
         self.outbox.use_socket(used)
         used.start()
 
@@ -291,7 +310,7 @@ class GrpcStream:
     def _handle_socket_end(self, reason: str) -> None:
         self._socket_ended.set()
         if reason and self._state is StreamState.OPEN and not self.goodbye:
-            self._loop.call_later(BROKEN_SOCKET_GRACE_S, self.abort, reason)
+            self._loop.call_later(BROKEN_SOCKET_GRACE_S, self.break_off, reason)
 
     async def _read_out_socket(self) -> None:
         """Waits until all that the peer has sent by the socket is read."""
@@ -307,26 +326,28 @@ class GrpcStream:
             self._wake.set()
 
     async def _dial(self) -> None:
-        backoff = DIAL_BACKOFF_S
-        for attempt in range(1, DIAL_ATTEMPTS + 1):
+        backoff, attempts = DIAL_BACKOFF_S, 1 if self.number else DIAL_ATTEMPTS
+        for attempt in range(1, attempts + 1):
             try:
                 if not await self._open():
                     self._wait_for_peer()
                 return
             except Exception as error:
                 end = end_of_error(error, self._address)
-                if end.cause is LossCause.REFUSED or self.goodbye or attempt == DIAL_ATTEMPTS:
-                    self._finish(end)
+                is_final = end.cause is LossCause.REFUSED or bool(self.goodbye)
+                if is_final or attempt == attempts:
+                    self._finish(end, may_heal=not is_final)
                     return
             await asyncio.sleep(backoff)
             backoff *= 2
 
     async def _open(self) -> bool:
         """Opens a stream and runs it until it ends. Returns False if it is a duplicate."""
-        async with self._streams.handshake.endpoint.channel(self._peer.name, self._address) as channel:
+        async with self._parts.handshake.endpoint.channel(self._peer.name, self._address) as channel:
             call = channel.stream_stream(EXCHANGE_METHOD)()
             try:
-                hello = agent_pb2.Frame(hello=self._streams.handshake.hello)
+                hello = agent_pb2.Frame(hello=self._parts.handshake.hello)
+                hello.hello.connection = self.number
                 await write_frame(call, hello.SerializeToString())
                 first = await call.read()
                 if first is aio.EOF:
@@ -337,9 +358,13 @@ class GrpcStream:
                     return True
                 if welcome.welcome.duplicate:
                     return False
+                self.number = max(self.number, welcome.welcome.connection)
                 self._state = StreamState.OPEN  # whoever else says that he is the peer does not replace it
+                self._on_opened()
                 if welcome.welcome.sockets:
                     await self._choose_socket(call, welcome.welcome.sockets)
+                elif self.number:
+                    await write_frame(call, HEARTBEAT)  # confirms that this worker lives
                 await self.run(call.read, lambda data: write_frame(call, data))
                 with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
                     await call.done_writing()
@@ -349,7 +374,7 @@ class GrpcStream:
 
     async def _choose_socket(self, call: Any, offers: Sequence[agent_pb2.SocketOffer]) -> None:
         """Connects the socket that the peer offers, and tells it."""
-        dialed = await self._streams.sockets.listener.dial(self._peer, offers)
+        dialed = await self._parts.sockets.listener.dial(self._peer, offers)
         choice = agent_pb2.SocketChoice(kind=dialed[0] if dialed is not None else "")
         if dialed is not None:
             self._use_socket(*dialed)
@@ -377,6 +402,7 @@ class GrpcStream:
             while True:
                 if self._offered is None and (frame := self.outbox.next_frame()):
                     await write(frame)
+                    self._pulse.has_sent = True
                 elif self.goodbye and self._offered is None:
                     if self.outbox.socket is not None:
                         self.outbox.socket.finish()
@@ -388,11 +414,14 @@ class GrpcStream:
         except (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError):
             pass  # `run` sees the same end while it reads, with the reason
 
-    def _finish(self, end: WorkerEnd, *, report: bool = True) -> None:
+    def _finish(self, end: WorkerEnd, *, report: bool = True, may_heal: bool = False) -> None:
         if self._state is StreamState.CLOSED:
             return
         self._state = StreamState.CLOSED
-        self.outbox.close(end.reason)
+        self._parts.heartbeats.remove(self._pulse)
+        unsent = self.outbox.close(end.reason)
         self._ended.set()
-        if report:
-            self._streams.listener.on_closed(self._peer, end)
+        if report and may_heal:
+            self._parts.listener.on_broken(self._peer, end, unsent)
+        elif report:
+            self._parts.listener.on_closed(self._peer, end)

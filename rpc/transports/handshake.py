@@ -108,7 +108,11 @@ class Handshake:
         self._is_open.set()
 
     async def receive(self, context: Any) -> WorkerInfo:
-        """Reads the hello of a stream, and nothing else; returns the worker that sent it.
+        """Reads the hello of a stream, and nothing else; returns the worker that sent it: see `receive_hello`."""
+        return (await self.receive_hello(context))[0]
+
+    async def receive_hello(self, context: Any) -> tuple[WorkerInfo, agent_pb2.Hello]:
+        """Reads the hello of a stream, and nothing else; returns it, and the worker that sent it.
 
         Args:
             context: of the gRPC call that is the stream.
@@ -132,7 +136,7 @@ class Handshake:
         finally:
             self._unadmitted -= 1
         self.audit.authenticate("agent", peer, worker.name)
-        return worker
+        return worker, hello
 
     async def _read_hello(self, context: Any) -> agent_pb2.Hello:
         try:

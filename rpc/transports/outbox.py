@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from typing import final
 
 from ...proto.v1 import agent_pb2
@@ -48,6 +49,11 @@ class Outbox:
         with self._lock:
             queued = sum(map(len, self._queue.values()))
         return queued + (self.socket.queued_bytes if self.socket is not None else 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is queued in front of the stream."""
+        return not self._queue and not self._frames
 
     def send(self, envelope: bytes) -> tuple[int, bool]:
         """Writes an envelope to the socket, or queues it.
@@ -137,14 +143,16 @@ class Outbox:
                     self._queue.popitem(last=False)
         return b"".join(taken)
 
-    def close(self, reason: str) -> None:
-        """Drops what is queued, and cuts the socket."""
+    def close(self, reason: str) -> Collection[int]:
+        """Drops what is queued, and cuts the socket. Returns the tickets of the envelopes that were queued."""
         with self._lock:
             self.closed_reason = reason
+            dropped = list(self._queue)
             self._queue.clear()
         if self.socket is not None:
             self.socket.close()
         self._set_connected()
+        return dropped
 
     def _set_connected(self) -> None:
         if not self._is_connected:

@@ -28,6 +28,7 @@ class FrameKind(IntEnum):
     RELEASED = 3  # numbers of segments
     DROPPED = 4  # the same
     SHARED_SEGMENT = 5  # as SEGMENT
+    HEARTBEAT = 6  # empty
 
 
 def numbers_frame(kind: FrameKind, numbers: Sequence[int]) -> bytes:

@@ -25,6 +25,7 @@ from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.agent.links import Absence
 from gradwire.rpc.agent.network_listener import NetworkListener
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.agent import holder
@@ -289,6 +290,10 @@ class SimulatedNetwork:
     def check_present(self, worker: WorkerInfo) -> None:
         if worker.id in self.lost:
             raise self.lost[worker.id].as_error(worker.name)
+
+    def absence(self, worker: WorkerInfo) -> Absence | None:
+        end = self.lost.get(worker.id)
+        return Absence(end, is_lost=True) if end is not None else None
 
     def connect(self, worker: WorkerInfo) -> None:
         self._world.connect(self._machine, self._world.machines[worker.id])

@@ -27,7 +27,7 @@ from ...contracts.control import ControlMessages
 from ...contracts.messages import Buffer
 from ...contracts.options import BroadcastOptions, ChannelOptions
 from ...contracts.worker import WorkerInfo
-from ..base import Arriving, SendingChannel, StartTransfer
+from ..base import Arriving, PayloadLostError, SendingChannel, StartTransfer
 from ..shared_memory.channel import SharedMemoryChannel
 from .receiving import ReceivingGroup
 from .sending import Broadcast, SendingGroup
@@ -258,8 +258,15 @@ class BroadcastChannel:
 
     def drop_peer(self, peer: int, reason: str) -> None:
         """Ends the groups that a peer belongs to."""
+        self._drop(peer, ConnectionError(reason))
+
+    def drop_connection(self, peer: int, reason: str) -> None:
+        """Ends the groups that a peer belongs to; others are formed when it is back."""
+        self._drop(peer, PayloadLostError(reason))
+
+    def _drop(self, peer: int, error: Exception) -> None:
         for key in [key for key in self._receiving if key[0] == peer]:
-            self._receiving.pop(key).fail(reason)
+            self._receiving.pop(key).fail(error)
         with self._lock:
             affected = [group for receivers, group in self._sending.items() if peer in receivers]
             for group in affected:
@@ -270,7 +277,7 @@ class BroadcastChannel:
     async def close(self) -> None:
         """Fails what is expected; the groups have ended by `stop`."""
         for key in list(self._receiving):
-            self._receiving.pop(key).fail("this worker shuts down")
+            self._receiving.pop(key).fail(ConnectionError("this worker shuts down"))
 
     def _group_of(self, peer: int, payload: agent_pb2.BroadcastPayload) -> ReceivingGroup:
         """Returns this worker's part in the group that a sender names, and makes it at the first payload."""

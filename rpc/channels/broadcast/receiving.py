@@ -127,13 +127,13 @@ class ReceivingGroup:
         else:
             self._group.finish()
 
-    def fail(self, reason: str) -> None:
-        """Fails the announced broadcasts with ConnectionError: the sender is lost, or this worker shuts down."""
+    def fail(self, error: Exception) -> None:
+        """Fails the announced broadcasts: the sender is lost or suspect, or this worker shuts down."""
         self._aborted = True
         if self._group is not None:
             self._group.abort()
         for expected in self._take_expected():
-            expected.done.set_exception(ConnectionError(reason))
+            expected.done.set_exception(error)
 
     def close(self) -> None:
         """Ends the group, and waits a while for its thread. Must not be called on the event loop."""

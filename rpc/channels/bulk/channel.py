@@ -211,13 +211,21 @@ class BulkChannel:
     def drop_peer(self, peer: int, reason: str) -> None:
         """Stops sending to a peer, and fails what is expected from it."""
         self._lost[peer] = reason
+        self._drop(peer, reason, ConnectionError(reason))
+
+    def drop_connection(self, peer: int, reason: str) -> None:
+        """Does the same for a peer that may come back: then there are other connections to it."""
+        self._drop(peer, reason, PayloadLostError(reason))
+        self._next_attempt.pop(peer, None)
+
+    def _drop(self, peer: int, reason: str, error: Exception) -> None:
         if (attempt := self._attempts.pop(peer, None)) is not None:
             attempt.cancel()
         if (sending := self._sending.get(peer)) is not None:
             sending.end(f"has ended: {reason}")
         for key, receiving in self._receiving.copy().items():
             if key[0] == peer:
-                receiving.fail(ConnectionError(reason))
+                receiving.fail(error)
 
     async def close(self) -> None:
         """Ends all connections."""

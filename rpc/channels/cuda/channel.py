@@ -230,6 +230,10 @@ class CudaIpcChannel:
         if (mapped := self._mapped.pop(peer, None)) is not None:
             mapped.close()
 
+    def drop_connection(self, peer: int, reason: str) -> None:
+        """Does the same for a peer that may come back: there are others when there is another socket to it."""
+        self.drop_peer(peer, reason)
+
     async def close(self) -> None:
         """Frees all segments."""
         self._is_closed = True

@@ -175,6 +175,10 @@ class SharedMemoryChannel:
         if state is not None:
             state.close()
 
+    def drop_connection(self, peer: int, reason: str) -> None:
+        """Drops the segments for a peer: others are made when there is another socket to it."""
+        self.drop_peer(peer, reason)
+
     async def close(self) -> None:
         """Drops all segments."""
         if self._idle_check is not None:

@@ -1,0 +1,216 @@
+"""Links that break and heal: a worker is suspect while it does not answer, and what it holds stays."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from gradwire import Outcome, rpc
+from gradwire.errors import RpcTimeoutError, WorkerLostError, WorkerSuspectError
+
+from tests import remote_functions
+from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_until
+from tests.rpc import links
+
+TRANSPORTS = [("unix", "tcp", "grpc"), ("tcp", "grpc"), ("grpc",)]
+LIVENESS = rpc.Liveness(heartbeat=0.2, suspect_after=1.0, lease=60.0)
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_a_connection_that_is_cut_heals(workers, transports):
+    a, b = workers.rpc(2, transports=transports, liveness=LIVENESS)
+
+    def begin() -> None:
+        links.record_events()
+        keep(rpc.remote("worker1", torch.ones, (3,)))
+        assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
+        mine = rpc.RRef(torch.zeros(2))
+        rpc.rpc_sync("worker1", keep, (mine,))
+        links.call_for_ever("worker1")
+
+    def check() -> None:
+        links.cut(1)
+        links.assert_suspect(links.futures[-1])
+        wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
+        wait_until(lambda: links.state_of("worker1") == "connected")
+        assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
+        large = torch.ones(1 << 20)
+        for _ in range(3):
+            assert torch.equal(rpc.rpc_sync("worker1", identity, (large,)), large)
+
+    a.run(begin)
+    a.run(check)
+
+    def read_reference() -> None:
+        wait_until(lambda: links.state_of("worker0") == "connected")
+        assert torch.equal(remote_functions.kept[-1].to_here(), torch.zeros(2))
+        set_event("never")
+
+    b.run(read_reference)
+    a.run(lambda: wait_until(lambda: links.state_of("worker1") == "connected"))
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_a_stopped_worker_is_suspect_and_comes_back(workers, transports):
+    a, b = workers.rpc(2, transports=transports, liveness=LIVENESS)
+
+    def begin() -> None:
+        links.record_events()
+        keep(rpc.remote("worker1", torch.ones, (3,)))
+        assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
+        links.call_for_ever("worker1")
+
+    def while_stopped() -> None:
+        links.assert_suspect(links.futures[-1])
+        assert links.state_of("worker1") == "suspect"
+        begun = time.monotonic()
+        with pytest.raises(WorkerSuspectError) as caught:
+            rpc.rpc_sync("worker1", add, (1, 1))
+        assert caught.value.outcome is Outcome.NOT_SENT
+        assert time.monotonic() - begun < 10
+        wait_until(lambda: links.seen == [("suspect", "worker1")])
+
+    def after() -> None:
+        wait_until(lambda: links.state_of("worker1") == "connected")
+        assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
+        wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
+
+    a.run(begin)
+    os.kill(b.pid, signal.SIGSTOP)
+    try:
+        a.run(while_stopped)
+    finally:
+        os.kill(b.pid, signal.SIGCONT)
+    a.run(after)
+    b.run(set_event, "never")
+    assert b.run(rpc.rpc_sync, "worker0", add, (1, 1)) == 2
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_a_killed_worker_is_lost_at_once(workers, transports):
+    a, b = workers.rpc(2, transports=transports, liveness=rpc.Liveness(suspect_after=100.0, lease=100.0))
+
+    def begin() -> None:
+        links.record_events()
+        links.call_for_ever("worker1")
+
+    def check() -> None:
+        with pytest.raises(WorkerLostError):
+            links.futures[-1].wait()
+        with pytest.raises(WorkerLostError):
+            rpc.rpc_sync("worker1", add, (1, 1))
+        assert links.state_of("worker1") == "lost"
+        wait_until(lambda: links.seen == [("left", "worker1")])
+
+    a.run(begin)
+    b.kill()
+    a.run(check)
+
+
+def test_the_lease_of_a_worker_ends(workers):
+    liveness = rpc.Liveness(heartbeat=0.2, suspect_after=0.5, lease=1.0)
+    a, b = workers.rpc(2, liveness=liveness)
+
+    def begin() -> None:
+        links.record_events()
+        links.call_for_ever("worker1")
+
+    def while_stopped() -> None:
+        links.assert_suspect(links.futures[-1])
+        wait_until(lambda: links.seen == [("suspect", "worker1"), ("left", "worker1")])
+        with pytest.raises(WorkerLostError, match="did not come back within 1 s: nothing has come from it for"):
+            rpc.rpc_sync("worker1", add, (1, 1))
+
+    def find_out() -> None:
+        set_event("never")
+        wait_until(lambda: links.state_of("worker0") == "lost")
+        with pytest.raises(WorkerLostError, match="it has given this worker up"):
+            rpc.rpc_sync("worker0", add, (1, 1))
+
+    a.run(begin)
+    os.kill(b.pid, signal.SIGSTOP)
+    try:
+        a.run(while_stopped)
+    finally:
+        os.kill(b.pid, signal.SIGCONT)
+    b.run(find_out)
+
+
+def test_calls_wait_if_they_are_to(workers):
+    liveness = rpc.Liveness(heartbeat=0.2, suspect_after=1.0, when_suspect="wait")
+    a, b = workers.rpc(2, liveness=liveness)
+
+    def begin() -> None:
+        links.record_events()
+        links.call_for_ever("worker1")
+
+    def while_stopped() -> None:
+        links.assert_suspect(links.futures.pop())  # it has been sent
+        mine = rpc.RRef(torch.ones(2))
+        large = torch.ones(1 << 20)
+        links.futures.append(rpc.rpc_async("worker1", identity, ((mine, large, 7),)))
+        links.futures.append(rpc.rpc_async("worker1", add, (1, 2)))
+        cancelled = rpc.rpc_async("worker1", add, (1, 2))
+        assert cancelled.cancel()
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync("worker1", add, (1, 1), timeout=0.1)
+        assert not any(future.done() for future in links.futures)
+
+    def after() -> None:
+        reference, large, number = links.futures[0].wait()
+        assert torch.equal(reference.to_here(), torch.ones(2))
+        assert torch.equal(large, torch.ones(1 << 20))
+        assert number == 7
+        assert links.futures[1].wait() == 3
+
+    def clean() -> None:
+        links.futures.clear()
+        assert_clean()
+
+    a.run(begin)
+    os.kill(b.pid, signal.SIGSTOP)
+    try:
+        a.run(while_stopped)
+    finally:
+        os.kill(b.pid, signal.SIGCONT)
+    a.run(after)
+    b.run(set_event, "never")
+    a.run(clean)
+
+
+def test_a_worker_whose_interpreter_is_held_is_suspect(workers):
+    a, _ = workers.rpc(2, liveness=LIVENESS)
+
+    def check() -> None:
+        links.record_events()
+        links.call_for_ever("worker1")
+        rpc.rpc_async("worker1", links.hold_interpreter, (3.0,), timeout=0)
+        links.assert_suspect(links.futures[-1])
+        wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
+        assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
+        rpc.rpc_sync("worker1", set_event, ("never",))
+
+    a.run(check)
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_idle_and_busy_workers_are_not_suspect(workers, transports):
+    a, b = workers.rpc(
+        2, transports=transports, liveness=rpc.Liveness(heartbeat=0.05, suspect_after=0.6), num_worker_threads=2
+    )
+
+    def check() -> None:
+        links.record_events()
+        assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
+        idle = threading.Event()
+        assert not idle.wait(2.0)
+        busy = [rpc.rpc_async("worker1", time.sleep, (1.5,)) for _ in range(4)]
+        for future in busy:
+            future.wait()
+        assert not links.seen
+        assert links.state_of("worker1") == "connected"
+
+    a.run(check)
+    assert b.run(links.state_of, "worker0") == "connected"
