@@ -180,7 +180,7 @@ class Autograd(Extension):
     def _send_release(self, worker: int, context_id: int, told: Set[int]) -> None:
         """Tells a worker that a context has ended; `told` are the ids of workers that the creator tells itself."""
         self.agent.control.send(
-            self.agent.worker(worker),
+            self.agent.incarnation(worker),
             "autograd.release",
             (context_id, told),
             expected=(AutogradError,),  # none of this worker's messages may have arrived

@@ -248,7 +248,7 @@ class References(ReferenceExtension):
         identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
         if fork_id.worker != sender.wire_id:
             raise ValueError(f"malformed reference {identifier}: {sender.name!r} did not make fork {fork_id}")
-        owner = self.agent.worker(reference.owner)
+        owner = self.agent.incarnation(reference.owner)
         accepting = self._accepting[sender.wire_id]
         if fork_id in accepting or len(accepting) >= MAX_ACCEPTING:
             problem = f"malformed reference {identifier}: fork {fork_id} is one too many"

@@ -176,6 +176,14 @@ class Links:
         end = link.end
         return {"state": link.state.value, "since": link.since, "reason": end.reason if end is not None else ""}
 
+    def forget(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+        """Makes a worker lost that has never been present here, without a report."""
+        link = self._links[peer.wire_id]
+        link.set_state(LinkState.LOST)
+        link.end = end
+        self.lost = {**self.lost, peer.wire_id: end}
+        self._set_absence(link, Absence(end, is_lost=True))
+
     # What transports report.
 
     def on_opened(self, peer: WorkerInfo) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -30,7 +30,9 @@ from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
 from ..execution.futures import Future, ReadAnswer
 from ..membership.addresses import ListenAddress
-from ..membership.members import Member, find_worker
+from ..membership.directory import Directory
+from ..membership.members import Member
+from ..membership.roster import Departed
 from ..membership.roster_log import RosterLog
 from ..transports.answer_reader import Completion
 from ..transports.base import Connecting, Transport, TransportClosedError
@@ -74,20 +76,20 @@ class Network:
             me: this worker.
             options: the agent's.
             group: the name of the group, unique among all groups.
-            roster: the members of a dynamic group; None in a static group.
+            roster: the log of joins and leaves; None in a group that nobody joins or leaves.
             executor: its threads read the sockets.
             wrap: wraps every transport.
             load_devices: returns what copies tensors from CUDA devices and to them, when that is first needed.
         """
         self.me = me
         self._roster = roster
+        self._is_dynamic = roster is not None and roster.dynamic
         self._newcomers = Newcomers(me, roster, executor) if roster is not None else None
         self._options = options
         self._executor = executor
         self._listener: NetworkListener  # given to `listen`, before which nothing is reported
         self._wrap = wrap
-        self._members: dict[int, Member] = {}
-        self._by_name: dict[str, WorkerInfo] = {}
+        self._directory = Directory()
         self._transports: dict[int, Transport] = {}
         self._closing = False
         self._endpoint = GrpcEndpoint(me.name, options.find_credentials())
@@ -103,9 +105,7 @@ class Network:
         memory = self._shared_memory = SharedMemoryChannel(loop, executor, channels)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)
-        bulk = BulkSockets(
-            loop, sockets, lambda peer: self._members[peer].info, self._is_on_this_host, self._send_frame
-        )
+        bulk = BulkSockets(loop, sockets, self._directory.incarnation, self._is_on_this_host, self._send_frame)
         self.cuda_ipc = CudaIpcChannel(loop, executor, memory, self._send_frame, self._options, load_devices)
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
         parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
@@ -149,10 +149,23 @@ class Network:
         port = self._events.run(self._endpoint.listen(format_address(where.bind, 0)))
         return format_address(where.advertised, port)
 
+    @property
+    def _members(self) -> Mapping[int, Member]:
+        return self._directory.members
+
     def open(self, members: Sequence[Member]) -> None:
         """Sets the members; none of them is let in before `admit`."""
+        if self._roster is not None:
+            self._add_departed(self._roster.departed().values())
         for member in sorted(members, key=lambda member: member.info.wire_id):
             self._add(member)
+
+    def _add_departed(self, departed: Iterable[Departed]) -> None:
+        """Adds former members of a static group that are unknown here, because there may be references to them."""
+        for each in () if self._is_dynamic else departed:
+            if each.member.info.wire_id not in self._members:
+                self._add(each.member)
+                self.links.forget(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
 
     def _open_channel(self, peer: int) -> Any:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
@@ -177,7 +190,6 @@ class Network:
 
     def _add(self, member: Member) -> None:
         identifier = member.info.wire_id
-        self._by_name[member.info.name] = member.info
         transport: Transport
         if identifier == self.me.wire_id:
             transport = LoopbackTransport(self.me, self)
@@ -185,22 +197,28 @@ class Network:
             transport = self._streams.add(member.info, member.address)
             self.links.add(member.info, member.address)
         self._transports[identifier] = self._wrap(transport, member.info, self._events.loop)
-        self._members = {**self._members, identifier: member}  # other threads may be walking through the old one
+        self._directory.add(member)
 
     def _let_in(self) -> None:
-        members = {identifier: member.info for identifier, member in self._members.items()}
-        self._handshake.open(members, self._roster.entries() if self._roster is not None else ())
+        self._handshake.open(self._directory.infos(), self._roster.entries() if self._roster is not None else ())
 
     async def _learn(self, entries: Sequence[str]) -> None:
-        """Learns the roster that a worker knows which says that it has joined a dynamic group."""
-        if self._roster is None or self._newcomers is None:
-            return
-        await self._newcomers.learn(entries)
-        # All that are unknown here: `leave` may have read some of them from the store before.
-        joined = [member for member in self._roster.members() if member.info.wire_id not in self._members]
+        """Learns the roster that a worker knows which says that it has joined the group."""
+        if self._newcomers is not None:
+            await self._newcomers.learn(entries)
+            self._follow_roster()
+
+    def _follow_roster(self) -> None:
+        """Takes in all changes of the roster that are unknown here: other threads may have read some of them."""
+        assert self._roster is not None
+        departed, joined = self._roster.departed(), self._directory.unknown(self._roster.members())
+        self._add_departed(departed.values())
         for member in joined:
             self._add(member)
         self._let_in()
+        for wire_id, each in departed.items():
+            if each.was_replaced and wire_id in self._members and wire_id != self.me.wire_id:
+                self.links.on_closed(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
         for member in joined:
             self._listener.on_peer_joined(member.info)
 
@@ -210,25 +228,29 @@ class Network:
         return self.links.lost
 
     def workers(self) -> list[WorkerInfo]:
-        """Returns all members by id; of a dynamic group, those that are not lost."""
-        everybody = sorted(member.info.wire_id for member in self._members.values())
-        if self._roster is not None:
-            everybody = [identifier for identifier in everybody if identifier not in self.lost]
-        return [self._members[identifier].info for identifier in everybody]
+        """Returns the latest incarnations of all members by id; of a dynamic group, those that are not lost."""
+        workers = self._directory.latest()
+        if self._is_dynamic:
+            workers = [worker for worker in workers if worker.wire_id not in self.lost]
+        return workers
 
     def worker(self, destination: object) -> WorkerInfo:
-        """Returns the member with this name, id or WorkerInfo.
+        """Returns the latest incarnation of the member with this name, id or WorkerInfo.
 
         Raises:
             UnknownWorkerError: there is no such member.
             ValueError: the destination is neither a name, an id nor a WorkerInfo.
         """
-        if type(destination) is str and (named := self._by_name.get(destination)) is not None:
+        if type(destination) is str and (named := self._directory.named(destination)) is not None:
             return named
-        found = find_worker(destination, self._members, self._by_name)
+        found = self._directory.find(destination)
         if found is None:
             raise UnknownWorkerError(destination, [worker.name for worker in self.workers()])
         return found
+
+    def incarnation(self, wire_id: int) -> WorkerInfo:
+        """Returns the worker, current or former, with this wire id. Raises UnknownWorkerError without one."""
+        return self._directory.incarnation(wire_id)
 
     def queued_bytes(self, worker: int) -> int:
         """Returns the bytes for a worker, except in shared memory, that the operating system has not taken yet."""
@@ -422,7 +444,7 @@ class Network:
 
     def leave(self) -> None:
         """Removes this worker from the roster of a dynamic group, unless the store is gone."""
-        if self._roster is not None and self.me.wire_id in self._members:
+        if self._roster is not None and self._is_dynamic and self.me.wire_id in self._members:
             self._roster.try_to_leave(self.me.wire_id)
 
     def disconnect(self, end: WorkerEnd) -> None:

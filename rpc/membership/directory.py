@@ -16,8 +16,7 @@ class Directory:
 
     def __init__(self) -> None:
         self.members: Mapping[int, Member] = {}
-        """All incarnations of all workers, by wire id. Replaced whenever one is added, since others may walk through
-        it."""
+        """All incarnations of all workers, by wire id. Never changed, but replaced: others may walk through it."""
         self._by_name: dict[str, WorkerInfo] = {}
         self._by_rank: dict[int, WorkerInfo] = {}
 

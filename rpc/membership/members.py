@@ -14,7 +14,7 @@ from ...c10d.user_sockets import UNIX_SCHEME
 from ...errors import WorkerNameError
 from ..contracts.worker import WorkerInfo
 
-__all__ = ["Member", "MemberCheck", "exchange_members", "introduce"]
+__all__ = ["Member", "MemberCheck", "exchange_members", "formed_group", "introduce"]
 
 MAX_ID = (1 << 31) - 1
 
@@ -151,3 +151,15 @@ def exchange_members(barrier: StartBarrier, me: Member, check: MemberCheck, seco
 
 def _members(records: Sequence[bytes]) -> list[Member]:
     return [Member.from_record(json.loads(record)) for record in records]
+
+
+def formed_group(barrier: StartBarrier) -> tuple[str, list[Member]] | None:
+    """Returns the name and the members of the group that has formed at a barrier last; None if none has."""
+    rounds = barrier.former_records()
+    try:
+        members = _members(next(rounds))
+        group = json.loads(next(rounds)[0])[0]
+    except (StopIteration, ValueError, TypeError, LookupError, RecursionError):
+        return None
+    is_sound = all(member.info.wire_id == member.info.id == rank for rank, member in enumerate(members))
+    return (str(group), members) if is_sound else None

@@ -37,6 +37,11 @@ class Departed:
     successor: int = -1
 
     @property
+    def was_replaced(self) -> bool:
+        """Whether it is lost, even if its process should live: it was evicted, or started again."""
+        return self.evicted or self.successor != -1
+
+    @property
     def why(self) -> str:
         """The end in words that go on with "worker 'a' is lost:"."""
         if self.evicted:
@@ -81,19 +86,20 @@ class Roster:
             RosterError: it is malformed, or no worker could append it: a member joins whose id or name another one
                 has, or a worker leaves that is no member.
         """
+        what = next(iter(entry), "")
         reason = entry.get("reason", "")
-        match entry:
-            case {"join": record, **others} if not others:
-                self._join(Member.from_record(record))
-            case {"leave" | "evict": int(wire_id), **others} if (
-                type(wire_id) is int
-                and wire_id in self.members
-                and others.keys() <= {"reason"}
-                and isinstance(reason, str)
-            ):
-                self._remove(wire_id, reason[:MAX_REASON], evicted="evict" in entry)
-            case _:
-                raise RosterError(f"it is neither a join nor the leave of a member: {str(entry)[:200]!r}")
+        if entry.keys() == {"join"}:
+            self._join(Member.from_record(entry["join"]))
+        elif (
+            what in ("leave", "evict")
+            and entry.keys() <= {what, "reason"}
+            and type(entry[what]) is int
+            and entry[what] in self.members
+            and isinstance(reason, str)
+        ):
+            self._remove(entry[what], reason[:MAX_REASON], evicted=what == "evict")
+        else:
+            raise RosterError(f"it is neither a join nor the leave of a member: {str(entry)[:200]!r}")
 
     def _join(self, member: Member) -> None:
         info = member.info

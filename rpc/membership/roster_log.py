@@ -37,24 +37,25 @@ log = logging.getLogger(__name__)
 class RosterLog:
     """One worker's copy of the log and the members that follow from it. Safe to use from any thread."""
 
-    def __init__(self, store: TorchStore, prefix: str = "rpc/dynamic", first: Sequence[Member] = ()) -> None:
+    def __init__(self, store: TorchStore, group: str = "") -> None:
         """Knows no entry yet.
 
         Args:
             store: has the log.
-            prefix: of its keys.
-            first: the members that have formed a static group; empty for a dynamic group.
+            group: the name of a static group; empty for a dynamic one.
         """
+        self.dynamic = not group
+        """Whether it is the log of a dynamic group."""
         self._store = store
-        self._prefix = prefix
+        self._prefix = f"rpc/static/{group}" if group else "rpc/dynamic"
         self._lock = threading.Lock()
         self._entries: list[str] = []
-        self._roster = Roster(first)
+        self._roster = Roster()
 
-    @property
-    def dynamic(self) -> bool:
-        """Whether it is the log of a dynamic group."""
-        return not self._roster.size
+    def begin(self, first: Sequence[Member]) -> None:
+        """Sets the members that have formed a static group, which the log begins with."""
+        with self._lock:
+            self._roster = Roster(first)
 
     @property
     def epoch(self) -> int:
