@@ -128,6 +128,7 @@ def send_call(
     mode: RPCExecMode = RPCExecMode.ASYNC,
     keep: object = None,
     name: str | None = None,
+    owner: WorkerInfo | None = None,
 ) -> Future[Any]:
     """Sends a call as `rpc_async` does, but `wait_all` does not wait for it.
 
@@ -140,9 +141,10 @@ def send_call(
         mode: the kind of call, for profiles.
         keep: an object that is kept alive until the call is answered.
         name: the function's name for people, if not its own.
+        owner: the incarnation of a worker that is called instead of the latest one.
     """
     agent = current_agent()
-    worker = agent.worker(to)
+    worker = agent.worker(to) if owner is None else owner
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
     request = Request(CALL, call, seconds, CALL_PARTS, None, keep)

@@ -183,6 +183,7 @@ class Links:
         link.end = end
         self.lost = {**self.lost, peer.wire_id: end}
         self._set_absence(link, Absence(end, is_lost=True))
+        self._loop.call_soon_threadsafe(self._owner.refuse, peer, end.reason)
 
     # What transports report.
 
