@@ -1,16 +1,15 @@
 """An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
 
 import asyncio
-import concurrent.futures
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import grpc
 
 from ...c10d.addresses import format_address
 from ...c10d.event_loop import acquire_event_loop
-from ...errors import LossCause, UnknownWorkerError, WorkerLostError, WorkerSuspectError
+from ...errors import EvictedError, LossCause, UnknownWorkerError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
@@ -21,20 +20,18 @@ from ..channels.cuda.runtime import DeviceRuntime
 from ..channels.cuda.torch_runtime import TorchDevices
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.payloads import is_inline, read_inline
-from ..channels.router import ChannelRouter, Collecting, PayloadWriter
+from ..channels.router import ChannelRouter, PayloadWriter
 from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
-from ..execution.futures import Future, ReadAnswer
+from ..execution.futures import ReadAnswer
 from ..membership.addresses import ListenAddress
 from ..membership.directory import Directory
 from ..membership.members import Member
 from ..membership.roster import Departed
 from ..membership.roster_log import RosterLog
-from ..transports.answer_reader import Completion
 from ..transports.base import Connecting, Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets
 from ..transports.grpc_calls import StreamParts
@@ -46,11 +43,14 @@ from ..transports.loopback import LoopbackTransport
 from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
 from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
 from .envelope_limit import LARGE_BYTES, check_size
+from .incoming import Incoming
 from .links import Absence, Links
-from .network_listener import NetworkListener, Pause
+from .network_listener import NetworkListener
 from .newcomers import Newcomers
 
 __all__ = ["Network"]
+
+log = logging.getLogger(__name__)
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
@@ -111,8 +111,9 @@ class Network:
         parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
         liveness = self._options.liveness
         self.links = Links(loop, liveness, self, self._endpoint)
+        self.incoming = Incoming(loop, self.links)
         heartbeats = Heartbeats(loop, liveness)
-        self._streams = GrpcStreams(StreamParts(loop, self._handshake, self, parts, heartbeats))
+        self._streams = GrpcStreams(StreamParts(loop, self._handshake, self.incoming, parts, heartbeats))
         chunks = ChunkedChannel(
             loop, self._handshake, self._open_channel, channels, self._streams.abort, self._streams.break_off
         )
@@ -142,6 +143,7 @@ class Network:
         """
         self._listener = listener
         self.links.listen(listener)
+        self.incoming.listen(self._router, listener)
         self._endpoint.reach = where.reach
         self._sockets.set_address(where.bind, where.advertised)
         if where.directory is not None:
@@ -192,7 +194,7 @@ class Network:
         identifier = member.info.wire_id
         transport: Transport
         if identifier == self.me.wire_id:
-            transport = LoopbackTransport(self.me, self)
+            transport = LoopbackTransport(self.me, self.incoming)
         else:
             transport = self._streams.add(member.info, member.address)
             self.links.add(member.info, member.address)
@@ -210,7 +212,8 @@ class Network:
 
     def _follow_roster(self) -> None:
         """Takes in all changes of the roster that are unknown here: other threads may have read some of them."""
-        assert self._roster is not None
+        if self._closing or self._roster is None:
+            return
         departed, joined = self._roster.departed(), self._directory.unknown(self._roster.members())
         self._add_departed(departed.values())
         for member in joined:
@@ -219,6 +222,8 @@ class Network:
         for wire_id, each in departed.items():
             if each.was_replaced and wire_id in self._members and wire_id != self.me.wire_id:
                 self.links.on_closed(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+        if (me := departed.get(self.me.wire_id)) is not None and me.was_replaced:
+            self.links.on_evicted(self.me, me.reason or me.why)
         for member in joined:
             self._listener.on_peer_joined(member.info)
 
@@ -325,7 +330,7 @@ class Network:
 
     def _absence_error(
         self, worker: WorkerInfo, error: TransportClosedError
-    ) -> WorkerLostError | WorkerSuspectError:
+    ) -> WorkerLostError | WorkerSuspectError | EvictedError:
         absence = self.absence(worker)
         if absence is None:  # the event loop is about to learn it
             end = WorkerEnd(LossCause.DISCONNECTED, str(error))
@@ -344,76 +349,6 @@ class Network:
             return False
         self._router.withdraw(worker.wire_id, payloads)
         return True
-
-    def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> Pause:
-        """Collects the payloads of an envelope that has arrived. Called by transports on any thread."""
-        if self.links.lost and source.wire_id in self.links.lost:
-            return None  # read after its loss has been handled, with which all that it had asked for has ended
-        if not envelope.tensors and envelope.body.HasField("inline"):
-            return self._listener.on_message(source, envelope, read_inline, announced=False, nbytes=nbytes)
-        try:
-            payloads, external_bytes = self._router.collect_now(source.wire_id, envelope)
-        except (ValueError, RuntimeError) as error:  # a refusal, or no memory
-            return self._listener.on_rejected(source, envelope, error)
-        nbytes += external_bytes
-        if payloads is not None and not isinstance(payloads, concurrent.futures.Future):
-            return self._listener.on_message(source, envelope, payloads, announced=False, nbytes=nbytes)
-        pause = self._listener.on_announced(source, envelope)
-        if payloads is None:
-            self._events.loop.call_soon_threadsafe(self._collect, source, envelope, nbytes)
-        else:
-            payloads.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
-        return pause
-
-    def completion(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
-    ) -> Completion | None:
-        """Returns what completes a future on the calling thread: see TransportListener."""
-        leases = None if (inline := is_inline(envelope)) else self._router.answer_leases(source.wire_id, envelope)
-        if source.wire_id in self.links.lost or not (inline or leases):
-            return None
-        return self._listener.completion(source, envelope, leases, future)
-
-    def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> None:
-        """Collects the payloads outside an envelope. Called on the loop."""
-        if source.wire_id in self.links.lost:
-            self._listener.on_dropped(source, envelope)
-            return
-        try:
-            arrived = self._router.collect(source.wire_id, envelope)
-        except Exception as error:  # a refusal, or no memory
-            self._listener.on_rejected(source, envelope, error)
-            return
-        if isinstance(arrived, asyncio.Future):
-            arrived.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
-        else:
-            self._listener.on_message(source, envelope, arrived, announced=True, nbytes=nbytes)
-
-    def _on_collected(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int, done: Collecting
-    ) -> None:
-        error = None if done.cancelled() else done.exception()
-        if isinstance(error, ValueError):
-            self._listener.on_rejected(source, envelope, error)
-        elif done.cancelled() or error is not None:
-            # The worker is lost, which fails what waits for this message.
-            self._listener.on_dropped(source, envelope)
-        else:
-            self._listener.on_message(source, envelope, done.result(), announced=True, nbytes=nbytes)
-
-    # What transports report on the loop.
-
-    def on_opened(self, peer: WorkerInfo) -> None:
-        """Handles a new connection to a worker."""
-        self.links.on_opened(peer)
-
-    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[int]) -> None:
-        """Handles a connection to a worker that broke, or cannot be made."""
-        self.links.on_broken(peer, end, unsent)
-
-    def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
-        """Handles the end of a worker, or of all connections to it."""
-        self.links.on_closed(peer, end)
 
     # What the links have done: see LinkOwner.
 
@@ -441,6 +376,27 @@ class Network:
                 channel.drop_peer(peer.wire_id, reason)
             else:
                 channel.drop_connection(peer.wire_id, reason)
+
+    def on_lease_over(self, peer: WorkerInfo, reason: str) -> None:
+        """Has a worker evicted that has not come back."""
+        self._executor.submit_urgent(self._read_roster, peer, reason)
+
+    def on_refused(self, peer: WorkerInfo) -> None:
+        """Finds out whether this worker has been evicted, when another one does not let it in."""
+        self._executor.submit_urgent(self._read_roster, peer, "")
+
+    def _read_roster(self, peer: WorkerInfo, evict_because: str) -> None:
+        """Evicts a worker if there is a reason, and takes in what has changed. Waits for the store."""
+        if self._roster is None or self._closing:
+            return
+        try:
+            self._roster.catch_up()
+            if evict_because and self.me.wire_id not in self._roster.departed():
+                self._roster.evict(peer.wire_id, evict_because)
+        except Exception as error:  # of the store: the others may see it differently
+            log.warning("the store cannot tell who is in the group, or that %s is not: %s", peer.name, error)
+            return
+        self._events.loop.call_soon_threadsafe(self._follow_roster)
 
     def leave(self) -> None:
         """Removes this worker from the roster of a dynamic group, unless the store is gone."""

@@ -25,9 +25,7 @@ Join = Callable[..., Worker]
 def join(rank: int, port: int, name: str = "", size: int = SIZE, **options: Any) -> None:
     store = TCPStore("127.0.0.1", port)
     settings = rpc.RpcBackendOptions(**{**OPTIONS, **options})
-    rpc.init_rpc(
-        name or f"w{rank}", rank=rank, world_size=size, rpc_backend_options=settings, store=store
-    )
+    rpc.init_rpc(name or f"w{rank}", rank=rank, world_size=size, rpc_backend_options=settings, store=store)
 
 
 @pytest.fixture

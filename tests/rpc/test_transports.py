@@ -171,19 +171,6 @@ def connect_as_nobody(address):
         return connection.recv(1)
 
 
-def test_a_socket_that_breaks_costs_the_connection(two_workers):
-    a, b = two_workers
-    a.run(transport_to, "worker1")
-
-    def cut():
-        network()._transports[1].outbox.socket._connection.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(WorkerLostError):
-            rpc.rpc_sync("worker1", time.sleep, (60,))
-
-    a.run(cut)
-    b.run(wait_until, lambda: "worker0" in rpc.debug_info()["lost_workers"])
-
-
 @pytest.mark.parametrize("transports", [(), "grpc", ("unix",), ("grpc", "carrier pigeon"), None, 3])
 def test_unknown_transports_are_refused(transports):
     with pytest.raises(ValueError, match="transports is"):
