@@ -145,7 +145,7 @@ class BackwardPass:
             seconds = self._deadline - time.monotonic() if part.timeout else None
             if seconds is not None and seconds <= 0:
                 raise RpcTimeoutError(
-                    self._agent.worker(part.awaited[message_id]).name,
+                    self._agent.incarnation(part.awaited[message_id]).name,
                     part.timeout,
                     f"a backward pass of autograd context {self._context_id}, in which worker "
                     f"{self._agent.info.name!r} waits for the gradients of its message {message_id} to worker",
@@ -255,10 +255,10 @@ class Passes:
         for worker in begun.needed_workers():
             if (end := self._agent.end_of(worker)) is not None:
                 self.end(begun)
-                raise end.as_error(self._agent.worker(worker).name)
+                raise end.as_error(self._agent.incarnation(worker).name)
             if (reason := self._agent.suspicion_of(worker)) is not None:
                 self.end(begun)
-                raise WorkerSuspectError(self._agent.worker(worker).name, reason)
+                raise WorkerSuspectError(self._agent.incarnation(worker).name, reason)
         return begun
 
     def end(self, running: BackwardPass) -> None:

@@ -99,7 +99,7 @@ class Contexts:
                 return None
             if creator != sender and creator not in self._connected:
                 # Without a connection the loss of the creator would not be noticed, and the part never released.
-                self._agent.connect(self._agent.worker(creator))
+                self._agent.connect(self._agent.incarnation(creator))
                 self._connected.add(creator)
             if self._agent.end_of(creator) is not None:  # `on_worker_lost` may have come before
                 self.release(identifier)

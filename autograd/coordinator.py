@@ -106,7 +106,8 @@ class PassCoordinator:
             return False
         timeout = request.timeout and request.timeout + EXTRA_TIMEOUT_S
         done = self._agent.request(
-            self._agent.worker(worker), Request(MessageType.BACKWARD, (tuple(request), gradients), timeout=timeout)
+            self._agent.incarnation(worker),
+            Request(MessageType.BACKWARD, (tuple(request), gradients), timeout=timeout),
         )
         self._parts.append(done)
         if not self._one_answer:
@@ -124,7 +125,7 @@ class PassCoordinator:
         self._context.passes.abort(self._id, aborted)
         for worker in self._workers:
             self._agent.control.send(
-                self._agent.worker(worker), "autograd.abort", (self._context.id, self._id, aborted)
+                self._agent.incarnation(worker), "autograd.abort", (self._context.id, self._id, aborted)
             )
 
     def fail_for(self, worker: int, error: Exception) -> None:

@@ -156,7 +156,7 @@ class Autograd(Extension):
                 problem = f"gradients that worker {self.agent.info.name!r} has sent it may be lost: {reason}"
                 lost = WorkerSuspectError(worker.name, problem)
                 payload = (context_id, (caller, number), lost)
-                self.agent.control.send(self.agent.worker(caller), "autograd.fail", payload)
+                self.agent.control.send(self.agent.incarnation(caller), "autograd.fail", payload)
 
     def live_objects(self) -> Mapping[str, int]:
         """Returns the number of contexts that this worker has a part in, and of those with a running pass."""
@@ -195,7 +195,7 @@ class Autograd(Extension):
     def _send_release(self, worker: int, context_id: int, told: Set[int]) -> None:
         """Tells a worker that a context has ended; `told` are the ids of workers that the creator tells itself."""
         self.agent.control.send(
-            self.agent.worker(worker),
+            self.agent.incarnation(worker),
             "autograd.release",
             (context_id, told),
             expected=(AutogradError,),  # none of this worker's messages may have arrived

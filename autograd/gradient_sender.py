@@ -44,7 +44,7 @@ def post_gradients(agent: RpcAgent, context_id: int, pass_id: PassId, send: Send
         header.context_id, header.message_id = context_id, message_id
         header.caller, header.pass_number = caller, number
 
-    agent.post(agent.worker(sender), MessageType.GRADIENTS, gradients, header=fill_header)
+    agent.post(agent.incarnation(sender), MessageType.GRADIENTS, gradients, header=fill_header)
 
 
 @final

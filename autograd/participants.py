@@ -54,7 +54,8 @@ def by_worker(sends: Iterable[SendId]) -> dict[int, list[int]]:
 def _ask(agent: RpcAgent, kind: MessageType.ValueType, requests: Mapping[int, object]) -> dict[int, Any]:
     """Sends a request to each of several workers at once; returns the answers by worker."""
     futures = {
-        worker: agent.request(agent.worker(worker), Request(kind, value)) for worker, value in requests.items()
+        worker: agent.request(agent.incarnation(worker), Request(kind, value))
+        for worker, value in requests.items()
     }
     with agent.blocking():
         return {worker: future.wait_alone() for worker, future in futures.items()}

@@ -66,7 +66,11 @@ class BarrierRounds:
 
     def key(self, *parts: object) -> str:
         """Returns a key of the current round."""
-        return "/".join((self._prefix, str(self.number), *map(str, parts)))
+        return self.key_of(self.number, *parts)
+
+    def key_of(self, number: int, *parts: object) -> str:
+        """Returns a key of a round."""
+        return "/".join((self._prefix, str(number), *map(str, parts)))
 
     def shared_key(self, *parts: object) -> str:
         """Returns a key that all rounds share."""

@@ -28,10 +28,13 @@ class GroupKind:
 
     key: part of the store's keys; may be empty.
     how_to_allow: how the caller allows addresses that are not loopback addresses, for messages.
+    may_rejoin: whether a process may have the rank of one that was in a group which has formed. It is not
+        registered then: the caller finds out what has become of the other one.
     """
 
     key: str = ""
     how_to_allow: str = "pass insecure=True"
+    may_rejoin: bool = False
 
 
 @final

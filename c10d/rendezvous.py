@@ -212,13 +212,14 @@ def _register(
     """Registers this worker in the store, and raises if another worker conflicts with it."""
     registration = Registration(name=name, rank=address.rank, world_size=address.world_size)
     barrier = StartBarrier(store, registration, kind)
+    is_dynamic = address.world_size == -1
     try:
-        barrier.register()
+        if is_dynamic or not kind.may_rejoin or barrier.predecessor() is None:
+            barrier.register()
     except RendezvousError:
         raise
     except RuntimeError as error:
         raise RendezvousError(f"{registration} cannot use {address.url}: {str(error).splitlines()[0]}") from error
-    is_dynamic = address.world_size == -1
     return Rendezvous(
         store, address.rank, None if is_dynamic else address.world_size, close, None if is_dynamic else barrier
     )

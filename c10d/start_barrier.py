@@ -5,7 +5,7 @@ given different world sizes. Then each member writes a record and waits for the 
 all records, or finds a conflict, publishes the outcome; all members read the same (see barrier_rounds.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn, final
 
@@ -59,6 +59,37 @@ class StartBarrier:
     def registration(self) -> Registration:
         """Who this member is."""
         return self._registration
+
+    def predecessor(self) -> Registration | None:
+        """Returns the process that had this member's rank in a group that has formed; None without one.
+
+        Raises:
+            RendezvousError: an earlier round has ended with a conflict that this process has not seen yet.
+        """
+        self._begin_round()
+        holder = self._registered_rank(self._registration.rank)
+        if holder is None or holder.process == self._registration.process:
+            return None
+        return None if self._store.check([self._rounds.key("present", holder.process)]) else holder
+
+    def former_records(self) -> Iterator[list[bytes]]:
+        """Yields the records of earlier rounds that were successful, by rank; those of the latest round first."""
+        size = self._registration.world_size
+        for number in reversed(range(self._rounds.number)):
+            keys = [self._rounds.key_of(number, "record", rank) for rank in range(size + 1)]
+            outcome = self._rounds.key_of(number, "outcome")
+            if not self._store.check([*keys[:size], outcome]) or self._store.check([keys[size]]):
+                continue  # nobody, or a group of another size
+            if not Outcome.from_json(self._store.get(outcome)).error:
+                yield self._rounds.read(keys[:size])
+
+    def succeed(self, predecessor: Registration) -> None:
+        """Registers this member for its rank in the place of a process that has ended, if that still has it."""
+        key = self._rank_key(self._registration.rank)
+        text = self._store.compare_set(key, _NONE, _NONE).decode()
+        if text != _NONE and Registration.from_json(text).process == predecessor.process:
+            self._store.compare_set(key, text, self._registration.to_json())
+            self._own_keys.add(key)
 
     def register(self) -> None:
         """Registers this member, and compares it with those that have registered.

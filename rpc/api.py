@@ -111,7 +111,7 @@ def init_rpc(
             credentials=credentials,
             dynamic=True,
             name=name,
-            kind=GroupKind("rpc", options.CONSENT),
+            kind=GroupKind("rpc", options.CONSENT, may_rejoin=True),
         )
         opened.callback(met.close)
         try:

@@ -146,6 +146,7 @@ def send_call(
     keep: object = None,
     name: str | None = None,
     idempotent: bool = False,
+    owner: WorkerInfo | None = None,
 ) -> Future[Any]:
     """Sends a call as `rpc_async` does, but `wait_all` does not wait for it.
 
@@ -159,9 +160,10 @@ def send_call(
         keep: an object that is kept alive until the call is answered.
         name: the function's name for people, if not its own.
         idempotent: see `rpc_async`.
+        owner: the incarnation of a worker that is called instead of the latest one.
     """
     agent = current_agent()
-    worker = agent.worker(to)
+    worker = agent.worker(to) if owner is None else owner
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
     request = Request(CALL, call, seconds, CALL_PARTS, None, keep, idempotent)

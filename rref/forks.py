@@ -255,7 +255,7 @@ class References(ReferenceExtension):
         if not self.agent.is_member(reference.owner):  # it has joined just now; the sender need not wait
             self._tell_accepted(sender, fork_id)
             raise RRefError(f"{self.agent.info.name!r} does not know the owner of {identifier} yet")
-        owner = self.agent.worker(reference.owner)
+        owner = self.agent.incarnation(reference.owner)
         if owner == self.agent.info:
             return self._accept_as_owner(sender, identifier, fork_id)
         fork = Fork(identifier, fork_id, owner)

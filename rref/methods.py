@@ -80,7 +80,8 @@ def send_with_values(handles: Sequence[Handle], function: Callable[..., Any], ar
     """Calls `function(values, *args)` on the worker that owns all values; returns a future of the result."""
     identifiers = [tuple(handle.id) for handle in handles]
     leases = [handle.lease for handle in handles]
-    return send_call(handles[0].owner, _call_with_values, (identifiers, function, args), keep=leases)
+    owner = handles[0].owner
+    return send_call(owner, _call_with_values, (identifiers, function, args), keep=leases, owner=owner)
 
 
 def _request(
@@ -100,6 +101,7 @@ def _request(
         mode=mode,
         keep=handle.lease,
         name=name,
+        owner=handle.owner,
     )
 
 

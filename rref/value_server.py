@@ -46,7 +46,7 @@ class ValueServer:
         if entry.is_created or entry.is_asked_for or entry.id.worker == self._agent.info.wire_id:
             return
         entry.is_asked_for = True
-        creator, identifier = self._agent.worker(entry.id.worker), entry.id
+        creator, identifier = self._agent.incarnation(entry.id.worker), entry.id
 
         def answered(error: Exception | None) -> None:
             entry.is_asked_for = False

@@ -13,7 +13,7 @@ from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
 from ..execution.scheduler import Scheduler, SerialThread, Task
-from ..membership.roster import RosterLog
+from ..membership.roster_log import RosterLog
 from .network import Network
 
 __all__ = ["AgentFactories", "DeadlinesFactory"]

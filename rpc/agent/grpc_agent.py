@@ -31,7 +31,7 @@ from ..execution.futures import Future
 from ..membership.addresses import ListenAddress
 from ..membership.connectable import Connectable
 from ..membership.members import Member
-from ..membership.roster import RosterLog
+from ..membership.roster_log import RosterLog
 from ..membership.worker_events import WorkerEvents
 from ..wire.pickling import Packer
 from .client import Client
@@ -82,7 +82,7 @@ class GrpcAgent(RpcAgent):
             info: this worker.
             options: how the agent behaves.
             group: the name of the group, unique among all groups.
-            roster: the members of a dynamic group; None in a static group.
+            roster: the log of joins and leaves; None in a group that nobody joins or leaves.
             extensions: make the extensions of the agent, in this order, when the members are known.
             factories: make the parts that can be exchanged.
         """
@@ -90,7 +90,7 @@ class GrpcAgent(RpcAgent):
         self.info = info
         self.options = options
         self.rpc_timeout = options.rpc_timeout
-        self._dynamic = roster is not None
+        self._dynamic = roster is not None and roster.dynamic
         self._extension_factories = extensions
         self._closed = False
         self._failures = FailureLog()
@@ -170,12 +170,13 @@ class GrpcAgent(RpcAgent):
         self._network.open(members)
         self._worker_events.open([member.info for member in members])
         if store is not None:
-            connectable = Connectable(members, insecure=self.options.insecure)
+            first = [member for member in members if member.info.wire_id == member.info.id]
+            connectable = Connectable(first, insecure=self.options.insecure)
             self._network.broadcasts.open(
                 BroadcastDependencies(
                     store=store,
                     control=self.control,
-                    worker=self.worker,
+                    worker=self.incarnation,
                     on_resend=self._codec.traffic.sent_again,
                     may_form=connectable,
                     insecure=self.options.insecure,
@@ -202,6 +203,10 @@ class GrpcAgent(RpcAgent):
     def worker(self, destination: Destination) -> WorkerInfo:
         """Returns the worker with this name, id or WorkerInfo."""
         return self._network.worker(destination)
+
+    def incarnation(self, wire_id: int) -> WorkerInfo:
+        """Returns the worker, current or former, with this wire id."""
+        return self._network.incarnation(wire_id)
 
     def workers(self) -> Sequence[WorkerInfo]:
         """Returns all workers of the group, by id."""
@@ -331,7 +336,7 @@ class GrpcAgent(RpcAgent):
             "agent.server_active_async_calls": self._server.deferred.in_flight,
             "executor_threads": self._executor.threads,
             "links": self._network.links.describe(),
-            "lost_workers": {self.worker(i).name: end.reason for i, end in dict(self._network.lost).items()},
+            "lost_workers": {self.incarnation(i).name: end.reason for i, end in dict(self._network.lost).items()},
             **self._codec.traffic.counts(),
             "refused_messages": dict(self._codec.refused),
             "audit": self._network.audit.counts(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, final
 
-from ...errors import LossCause, Outcome, WorkerLostError, WorkerSuspectError
+from ...errors import EvictedError, LossCause, Outcome, WorkerLostError, WorkerSuspectError
 from ..contracts.liveness import Liveness
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -63,16 +63,21 @@ class Absence:
     end: how it ended, or its connection did.
     is_lost: whether it will not come back.
     waits: whether calls wait for it.
+    evicted: the name of this worker, if it was evicted itself.
     """
 
     end: WorkerEnd
     is_lost: bool = False
     waits: bool = False
+    evicted: str = ""
 
-    def as_error(self, worker: str) -> WorkerLostError | WorkerSuspectError:
+    def as_error(self, worker: str) -> WorkerLostError | WorkerSuspectError | EvictedError:
         """Returns the error of a call to the worker with this name, which is not sent."""
-        error: WorkerLostError | WorkerSuspectError
-        error = self.end.as_error(worker) if self.is_lost else WorkerSuspectError(worker, self.end.reason)
+        error: WorkerLostError | WorkerSuspectError | EvictedError
+        if self.evicted:
+            error = EvictedError(self.evicted, self.end.reason)
+        else:
+            error = self.end.as_error(worker) if self.is_lost else WorkerSuspectError(worker, self.end.reason)
         error.outcome = Outcome.NOT_SENT
         return error
 
@@ -91,6 +96,12 @@ class LinkOwner(Protocol):
 
     def refuse(self, peer: WorkerInfo, reason: str) -> None:
         """Lets a worker in no more, which is told this reason."""
+
+    def on_lease_over(self, peer: WorkerInfo, reason: str) -> None:
+        """Handles a worker that has not come back in time; it is lost."""
+
+    def on_refused(self, peer: WorkerInfo) -> None:
+        """Handles a worker that does not let this one in; it is lost."""
 
     def drop_payloads(self, peer: WorkerInfo, reason: str, *, is_lost: bool) -> None:
         """Drops the payloads that were on their way."""
@@ -176,6 +187,15 @@ class Links:
         end = link.end
         return {"state": link.state.value, "since": link.since, "reason": end.reason if end is not None else ""}
 
+    def forget(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+        """Makes a worker lost that has never been present here, without a report."""
+        link = self._links[peer.wire_id]
+        link.set_state(LinkState.LOST)
+        link.end = end
+        self.lost = {**self.lost, peer.wire_id: end}
+        self._set_absence(link, Absence(end, is_lost=True))
+        self._loop.call_soon_threadsafe(self._owner.refuse, peer, end.reason)
+
     # What transports report.
 
     def on_opened(self, peer: WorkerInfo) -> None:
@@ -223,6 +243,15 @@ class Links:
         link.unsent |= {*unsent}
         if not self._is_closed and link.state is not LinkState.LOST:
             self._lose(link, end)
+            if end.cause is LossCause.REFUSED:
+                self._owner.on_refused(peer)
+
+    def on_evicted(self, me: WorkerInfo, reason: str) -> None:
+        """Handles the eviction of this worker: it can call nobody any more."""
+        for link in self._links.values():
+            if not self._is_closed and link.state is not LinkState.LOST:
+                self._lose(link, WorkerEnd(LossCause.REFUSED, f"this worker was evicted: {reason}"))
+            self._set_absence(link, Absence(WorkerEnd(LossCause.REFUSED, reason), is_lost=True, evicted=me.name))
 
     # Changes of state.
 
@@ -281,6 +310,7 @@ class Links:
         assert end is not None
         reason = f"it did not come back within {self._liveness.lease:g} s: {end.reason}"
         self._lose(link, WorkerEnd(LossCause.DISCONNECTED, reason))
+        self._owner.on_lease_over(link.peer, reason)
 
     async def _heal(self, link: _Link) -> None:
         """Connects to a worker again and again, until it is back or lost, which ends this."""

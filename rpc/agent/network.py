@@ -1,14 +1,15 @@
 """An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import grpc
 
 from ...c10d.addresses import format_address
 from ...c10d.event_loop import acquire_event_loop
-from ...errors import LossCause, UnknownWorkerError, WorkerLostError, WorkerSuspectError
+from ...errors import EvictedError, LossCause, UnknownWorkerError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
@@ -28,8 +29,10 @@ from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
 from ..execution.futures import ReadAnswer
 from ..membership.addresses import ListenAddress
-from ..membership.members import Member, find_worker
-from ..membership.roster import RosterLog
+from ..membership.directory import Directory
+from ..membership.members import Member
+from ..membership.roster import Departed
+from ..membership.roster_log import RosterLog
 from ..transports.base import Connecting, Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets
 from ..transports.grpc_calls import StreamParts
@@ -47,6 +50,8 @@ from .network_listener import NetworkListener
 from .newcomers import Newcomers
 
 __all__ = ["Network"]
+
+log = logging.getLogger(__name__)
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
@@ -72,20 +77,20 @@ class Network:
             me: this worker.
             options: the agent's.
             group: the name of the group, unique among all groups.
-            roster: the members of a dynamic group; None in a static group.
+            roster: the log of joins and leaves; None in a group that nobody joins or leaves.
             executor: its threads read the sockets.
             wrap: wraps every transport.
             load_devices: returns what copies tensors from CUDA devices and to them, when that is first needed.
         """
         self.me = me
         self._roster = roster
+        self._is_dynamic = roster is not None and roster.dynamic
         self._newcomers = Newcomers(me, roster, executor) if roster is not None else None
         self._options = options
         self._executor = executor
         self._listener: NetworkListener  # given to `listen`, before which nothing is reported
         self._wrap = wrap
-        self._members: dict[int, Member] = {}
-        self._by_name: dict[str, WorkerInfo] = {}
+        self._directory = Directory()
         self._transports: dict[int, Transport] = {}
         self._closing = False
         self._endpoint = GrpcEndpoint(me.name, options.find_credentials())
@@ -101,9 +106,7 @@ class Network:
         memory = self._shared_memory = SharedMemoryChannel(loop, executor, channels)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
         sockets = self._sockets = SocketListener(loop, kinds, self._endpoint.identity, self.audit)
-        bulk = BulkSockets(
-            loop, sockets, lambda peer: self._members[peer].info, self._is_on_this_host, self._send_frame
-        )
+        bulk = BulkSockets(loop, sockets, self._directory.incarnation, self._is_on_this_host, self._send_frame)
         self.cuda_ipc = CudaIpcChannel(loop, executor, memory, self._send_frame, self._options, load_devices)
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
         parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
@@ -149,10 +152,23 @@ class Network:
         port = self._events.run(self._endpoint.listen(format_address(where.bind, 0)))
         return format_address(where.advertised, port)
 
+    @property
+    def _members(self) -> Mapping[int, Member]:
+        return self._directory.members
+
     def open(self, members: Sequence[Member]) -> None:
         """Sets the members; none of them is let in before `admit`."""
+        if self._roster is not None:
+            self._add_departed(self._roster.departed().values())
         for member in sorted(members, key=lambda member: member.info.wire_id):
             self._add(member)
+
+    def _add_departed(self, departed: Iterable[Departed]) -> None:
+        """Adds former members of a static group that are unknown here, because there may be references to them."""
+        for each in () if self._is_dynamic else departed:
+            if each.member.info.wire_id not in self._members:
+                self._add(each.member)
+                self.links.forget(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
 
     def _open_channel(self, peer: int) -> Any:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
@@ -177,7 +193,6 @@ class Network:
 
     def _add(self, member: Member) -> None:
         identifier = member.info.wire_id
-        self._by_name[member.info.name] = member.info
         transport: Transport
         if identifier == self.me.wire_id:
             transport = LoopbackTransport(self.me, self.incoming)
@@ -185,22 +200,31 @@ class Network:
             transport = self._streams.add(member.info, member.address)
             self.links.add(member.info, member.address)
         self._transports[identifier] = self._wrap(transport, member.info, self._events.loop)
-        self._members = {**self._members, identifier: member}  # other threads may be walking through the old one
+        self._directory.add(member)
 
     def _let_in(self) -> None:
-        members = {identifier: member.info for identifier, member in self._members.items()}
-        self._handshake.open(members, self._roster.entries() if self._roster is not None else ())
+        self._handshake.open(self._directory.infos(), self._roster.entries() if self._roster is not None else ())
 
     async def _learn(self, entries: Sequence[str]) -> None:
-        """Learns the roster that a worker knows which says that it has joined a dynamic group."""
-        if self._roster is None or self._newcomers is None:
+        """Learns the roster that a worker knows which says that it has joined the group."""
+        if self._newcomers is not None:
+            await self._newcomers.learn(entries)
+            self._follow_roster()
+
+    def _follow_roster(self) -> None:
+        """Takes in all changes of the roster that are unknown here: other threads may have read some of them."""
+        if self._closing or self._roster is None:
             return
-        await self._newcomers.learn(entries)
-        # All that are unknown here: `leave` may have read some of them from the store before.
-        joined = [member for member in self._roster.members() if member.info.wire_id not in self._members]
+        departed, joined = self._roster.departed(), self._directory.unknown(self._roster.members())
+        self._add_departed(departed.values())
         for member in joined:
             self._add(member)
         self._let_in()
+        for wire_id, each in departed.items():
+            if each.was_replaced and wire_id in self._members and wire_id != self.me.wire_id:
+                self.links.on_closed(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+        if (me := departed.get(self.me.wire_id)) is not None and me.was_replaced:
+            self.links.on_evicted(self.me, me.reason or me.why)
         for member in joined:
             self._listener.on_peer_joined(member.info)
 
@@ -210,25 +234,29 @@ class Network:
         return self.links.lost
 
     def workers(self) -> list[WorkerInfo]:
-        """Returns all members by id; of a dynamic group, those that are not lost."""
-        everybody = sorted(member.info.wire_id for member in self._members.values())
-        if self._roster is not None:
-            everybody = [identifier for identifier in everybody if identifier not in self.lost]
-        return [self._members[identifier].info for identifier in everybody]
+        """Returns the latest incarnations of all members by id; of a dynamic group, those that are not lost."""
+        workers = self._directory.latest()
+        if self._is_dynamic:
+            workers = [worker for worker in workers if worker.wire_id not in self.lost]
+        return workers
 
     def worker(self, destination: object) -> WorkerInfo:
-        """Returns the member with this name, id or WorkerInfo.
+        """Returns the latest incarnation of the member with this name, id or WorkerInfo.
 
         Raises:
             UnknownWorkerError: there is no such member.
             ValueError: the destination is neither a name, an id nor a WorkerInfo.
         """
-        if type(destination) is str and (named := self._by_name.get(destination)) is not None:
+        if type(destination) is str and (named := self._directory.named(destination)) is not None:
             return named
-        found = find_worker(destination, self._members, self._by_name)
+        found = self._directory.find(destination)
         if found is None:
             raise UnknownWorkerError(destination, [worker.name for worker in self.workers()])
         return found
+
+    def incarnation(self, wire_id: int) -> WorkerInfo:
+        """Returns the worker, current or former, with this wire id. Raises UnknownWorkerError without one."""
+        return self._directory.incarnation(wire_id)
 
     def queued_bytes(self, worker: int) -> int:
         """Returns the bytes for a worker, except in shared memory, that the operating system has not taken yet."""
@@ -303,7 +331,7 @@ class Network:
 
     def _absence_error(
         self, worker: WorkerInfo, error: TransportClosedError
-    ) -> WorkerLostError | WorkerSuspectError:
+    ) -> WorkerLostError | WorkerSuspectError | EvictedError:
         absence = self.absence(worker)
         if absence is None:  # the event loop is about to learn it
             end = WorkerEnd(LossCause.DISCONNECTED, str(error))
@@ -350,9 +378,30 @@ class Network:
             else:
                 channel.drop_connection(peer.wire_id, reason)
 
+    def on_lease_over(self, peer: WorkerInfo, reason: str) -> None:
+        """Has a worker evicted that has not come back."""
+        self._executor.submit_urgent(self._read_roster, peer, reason)
+
+    def on_refused(self, peer: WorkerInfo) -> None:
+        """Finds out whether this worker has been evicted, when another one does not let it in."""
+        self._executor.submit_urgent(self._read_roster, peer, "")
+
+    def _read_roster(self, peer: WorkerInfo, evict_because: str) -> None:
+        """Evicts a worker if there is a reason, and takes in what has changed. Waits for the store."""
+        if self._roster is None or self._closing:
+            return
+        try:
+            self._roster.catch_up()
+            if evict_because and self.me.wire_id not in self._roster.departed():
+                self._roster.evict(peer.wire_id, evict_because)
+        except Exception as error:  # of the store: the others may see it differently
+            log.warning("the store cannot tell who is in the group, or that %s is not: %s", peer.name, error)
+            return
+        self._events.loop.call_soon_threadsafe(self._follow_roster)
+
     def leave(self) -> None:
         """Removes this worker from the roster of a dynamic group, unless the store is gone."""
-        if self._roster is not None and self.me.wire_id in self._members:
+        if self._roster is not None and self._is_dynamic and self.me.wire_id in self._members:
             self._roster.try_to_leave(self.me.wire_id)
 
     def disconnect(self, end: WorkerEnd) -> None:

@@ -7,7 +7,8 @@ from typing import final
 
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
-from ..membership.roster import RosterError, RosterLog
+from ..membership.roster import RosterError
+from ..membership.roster_log import RosterLog
 from ..transports.handshake import RefusedError
 
 __all__ = ["Newcomers"]

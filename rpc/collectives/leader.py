@@ -117,7 +117,7 @@ class RoundLeader:
             for member in sorted(open_round.answers, key=me.__eq__):
                 open_round.answers[member].set_result(result)
         for leader in askers:
-            self._agent.control.send(self._agent.worker(leader), TELL_RESULT, (key, result))
+            self._agent.control.send(self._agent.incarnation(leader), TELL_RESULT, (key, result))
 
     def discard_asker(self, key: RoundKey, leader: int) -> None:
         """Sends a leader no result that it has asked for, because it gets this worker's value instead."""
@@ -132,7 +132,7 @@ class RoundLeader:
             if open_round is not None:
                 open_round.asked |= open_round.missing
         for member in to_ask:
-            self._agent.control.send(self._agent.worker(member), ASK_RESULT, key)
+            self._agent.control.send(self._agent.incarnation(member), ASK_RESULT, key)
 
     def on_worker_lost(self, worker: WorkerInfo) -> None:
         """Completes the rounds in which only this worker's value was missing."""

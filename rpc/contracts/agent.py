@@ -53,12 +53,19 @@ class RpcAgent(ABC):
 
     @abstractmethod
     def worker(self, destination: Destination) -> WorkerInfo:
-        """Returns the worker with this name, id or WorkerInfo. Raises UnknownWorkerError."""
+        """Returns the worker with this name, id or WorkerInfo. Raises UnknownWorkerError.
+
+        Of a worker that has been started again in a static group, that is its latest incarnation.
+        """
+
+    @abstractmethod
+    def incarnation(self, wire_id: int) -> WorkerInfo:
+        """Returns the worker, current or former, with this wire id. Raises UnknownWorkerError without one."""
 
     def is_member(self, worker: int) -> bool:
-        """Returns whether a worker with this id is in the group, or has been."""
+        """Returns whether a worker with this wire id is in the group, or has been."""
         try:
-            self.worker(worker)
+            self.incarnation(worker)
         except (UnknownWorkerError, ValueError):
             return False
         return True

@@ -17,10 +17,16 @@ class Connectable:
     """
 
     def __init__(self, members: Sequence[Member], *, insecure: bool) -> None:
-        """Args: members: all workers. insecure: whether workers on several hosts may be connected all the same."""
+        """Knows nobody who joins later: they are in no process group.
+
+        Args:
+            members: those who have formed the group.
+            insecure: whether workers on several hosts may be connected all the same.
+        """
         self._networks = {member.info.wire_id: member.network for member in members}
         self._insecure = insecure
 
     def __call__(self, workers: Iterable[int]) -> bool:
         """Returns whether the workers with these ids may form a process group."""
-        return self._insecure or len({self._networks.get(worker) for worker in workers}) == 1
+        networks = {self._networks.get(worker) for worker in workers}
+        return None not in networks and (self._insecure or len(networks) == 1)

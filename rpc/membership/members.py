@@ -14,7 +14,7 @@ from ...c10d.user_sockets import UNIX_SCHEME
 from ...errors import WorkerNameError
 from ..contracts.worker import WorkerInfo
 
-__all__ = ["Member", "MemberCheck", "exchange_members", "find_worker", "introduce"]
+__all__ = ["Member", "MemberCheck", "exchange_members", "formed_group", "introduce"]
 
 MAX_ID = (1 << 31) - 1
 
@@ -153,27 +153,13 @@ def _members(records: Sequence[bytes]) -> list[Member]:
     return [Member.from_record(json.loads(record)) for record in records]
 
 
-def find_worker(
-    destination: object, members: Mapping[int, Member], by_name: Mapping[str, WorkerInfo]
-) -> WorkerInfo | None:
-    """Returns the member with this name, id or WorkerInfo; None if there is no such member.
-
-    Args:
-        destination: what to look for.
-        members: the members, by id.
-        by_name: the same, by name.
-
-    Raises:
-        ValueError: the destination is neither a name, an id nor a WorkerInfo.
-    """
-    name, identifier = destination, destination
-    if isinstance(destination, WorkerInfo):
-        name, identifier = destination.name, destination.wire_id
-    elif isinstance(destination, bool) or not isinstance(destination, str | int):
-        raise ValueError(f"destination is {destination!r}: give a worker's name, id or WorkerInfo")
-    if isinstance(identifier, int):
-        member = members.get(identifier)
-        found = member.info if member is not None else None
-    else:
-        found = by_name.get(str(name))
-    return None if isinstance(destination, WorkerInfo) and found != destination else found
+def formed_group(barrier: StartBarrier) -> tuple[str, list[Member]] | None:
+    """Returns the name and the members of the group that has formed at a barrier last; None if none has."""
+    rounds = barrier.former_records()
+    try:
+        members = _members(next(rounds))
+        group = json.loads(next(rounds)[0])[0]
+    except (StopIteration, ValueError, TypeError, LookupError, RecursionError):
+        return None
+    is_sound = all(member.info.wire_id == member.info.id == rank for rank, member in enumerate(members))
+    return (str(group), members) if is_sound else None

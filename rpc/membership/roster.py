@@ -1,36 +1,20 @@
-"""The members of a dynamic group, whose workers join and leave at any time.
+"""The members of a group after some number of joins and leaves: what follows from the log of these.
 
-They are kept as a log in the group's store: entry n is the n-th join or leave. A worker appends an entry by
-compare-and-set at the end of the log, knowing all entries before it. So every entry is valid at its position,
-and all workers that know the same number of entries agree on the members.
-
-A worker that joins informs the current members itself: its hello to each of them carries the log. Members do not
-poll the store, and go on when it is gone. But anybody may send a hello, so a member asks the store whether it has
-the entries that are new to it.
+Nothing here waits, or knows of stores and connections: see roster_log.py for those.
 """
 
-import contextlib
-import json
-import logging
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any, final
 
-from ...c10d.torch_types import TorchStore
 from ...errors import RendezvousError
 from ..contracts.worker import WorkerInfo
 from .members import Member
 
-__all__ = ["Roster", "RosterError", "RosterLog"]
+__all__ = ["Departed", "Roster", "RosterError"]
 
-LEAVE_TIMEOUT_S = 2.0
-"""Seconds that a worker which leaves waits for the store. Without it, others find out later that it is gone."""
-
-MAX_ENTRY_CHARACTERS = 64 << 10
-"""Characters of the longest entry; the device maps of a worker are in it."""
-
-log = logging.getLogger(__name__)
+MAX_REASON = 500
+"""Characters of the reason of a leave or an eviction that are kept."""
 
 
 class RosterError(RendezvousError):
@@ -38,16 +22,61 @@ class RosterError(RendezvousError):
 
 
 @final
-class Roster:
-    """The members after some number of entries of the log."""
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """An incarnation of a worker that is a member no longer.
 
-    def __init__(self) -> None:
-        self.members: dict[int, Member] = {}
-        """The current members by id."""
-        self.used_ids: set[int] = set()
-        """The ids of all members, current and former, of this epoch."""
+    member: the incarnation. evicted: whether the others have removed it because it did not answer.
+    successor: the wire id of the incarnation that has taken its place at its departure, or later; -1 without one.
+    reason: why it was removed; empty if it left.
+    """
+
+    member: Member
+    reason: str = ""
+    evicted: bool = False
+    successor: int = -1
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether it is lost, even if its process should live: it was evicted, or started again."""
+        return self.evicted or self.successor != -1
+
+    @property
+    def why(self) -> str:
+        """The end in words that go on with "worker 'a' is lost:"."""
+        if self.evicted:
+            return f"it was evicted: {self.reason}"
+        if self.successor != -1:
+            return "it has been started again"
+        return self.reason or "it has left"
+
+
+@final
+class Roster:
+    """The members after some number of entries of the log.
+
+    A dynamic group begins without members; names and ids are free as long as no member has them, and ids are not
+    used again. A static group begins with all its members, whose wire ids are their ranks. Who joins it later is a
+    new incarnation of one of them: it has its name and rank, and a wire id that nobody has had.
+    """
+
+    def __init__(self, first: Sequence[Member] = ()) -> None:
+        """Args: first: the members that have formed a static group; empty for a dynamic group."""
+        self.size = len(first)
+        """The number of ranks of a static group; 0 for a dynamic one."""
+        self.members: dict[int, Member] = {member.info.wire_id: member for member in first}
+        """The current members by wire id."""
+        self.departed: dict[int, Departed] = {}
+        """Those that are members no longer, by wire id."""
         self.epoch = 0
-        """The number of times that the last member has left. Each epoch is a new group with all ids free."""
+        """The number of times that the last member of a dynamic group has left. Each epoch is a new group with all
+        ids free."""
+        self._names = [member.info.name for member in first]
+
+    @property
+    def used_ids(self) -> set[int]:
+        """The wire ids of all members, current and former, of this epoch."""
+        return self.members.keys() | self.departed.keys()
 
     def apply(self, entry: Mapping[str, Any]) -> None:
         """Applies the next entry of the log.
@@ -57,165 +86,77 @@ class Roster:
             RosterError: it is malformed, or no worker could append it: a member joins whose id or name another one
                 has, or a worker leaves that is no member.
         """
+        what = next(iter(entry), "")
+        reason = entry.get("reason", "")
         if entry.keys() == {"join"}:
             self._join(Member.from_record(entry["join"]))
-        elif entry.keys() == {"leave"} and type(entry["leave"]) is int and entry["leave"] in self.members:
-            del self.members[entry["leave"]]
-            if not self.members:
-                self.epoch += 1
-                self.used_ids.clear()
+        elif (
+            what in ("leave", "evict")
+            and entry.keys() <= {what, "reason"}
+            and type(entry[what]) is int
+            and entry[what] in self.members
+            and isinstance(reason, str)
+        ):
+            self._remove(entry[what], reason[:MAX_REASON], evicted=what == "evict")
         else:
             raise RosterError(f"it is neither a join nor the leave of a member: {str(entry)[:200]!r}")
 
     def _join(self, member: Member) -> None:
-        if member.info.wire_id in self.used_ids or self.find(member.info.name) is not None:
-            raise RosterError(f"the id or name of {member.info} belongs to another worker")
-        self.members[member.info.wire_id] = member
-        self.used_ids.add(member.info.wire_id)
+        info = member.info
+        if info.wire_id in self.members or info.wire_id in self.departed:
+            raise RosterError(f"the id of {info} belongs to another worker")
+        if not self.size:
+            if self.find(info.name) is not None or info.wire_id != info.id:
+                raise RosterError(f"the id or name of {info} belongs to another worker")
+        elif info.id >= self.size or info.wire_id < self.size or info.name != self._names[info.id]:
+            raise RosterError(f"{info} is no new incarnation of a member")
+        else:
+            former = self.of_rank(info.id)
+            if former is not None:
+                self._remove(former.info.wire_id, "")
+            for wire_id, each in self.departed.items():
+                if each.member.info.id == info.id and each.successor == -1:
+                    self.departed[wire_id] = Departed(each.member, each.reason, each.evicted, info.wire_id)
+        self.members[info.wire_id] = member
+
+    def _remove(self, wire_id: int, reason: str, *, evicted: bool = False) -> None:
+        self.departed[wire_id] = Departed(self.members.pop(wire_id), reason, evicted)
+        if not self.members and not self.size:
+            self.epoch += 1
+            self.departed.clear()
 
     def find(self, name: str) -> Member | None:
         """Returns the member of this name; None without one."""
         return next((member for member in self.members.values() if member.info.name == name), None)
 
-
-@final
-class RosterLog:
-    """One worker's copy of the log and the members that follow from it. Safe to use from any thread."""
-
-    def __init__(self, store: TorchStore) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._entries: list[str] = []
-        self._roster = Roster()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in this copy of the log: the number of times that the last member has left."""
-        return self._roster.epoch
-
-    def entries(self) -> Sequence[str]:
-        """Returns the locally known prefix of the log, as JSON texts."""
-        with self._lock:
-            return tuple(self._entries)
-
-    def members(self) -> list[Member]:
-        """Returns the members after the locally known prefix of the log."""
-        with self._lock:
-            return list(self._roster.members.values())
-
-    def find(self, name: str) -> Member | None:
-        """Returns the member of this name after the locally known prefix of the log; None without one."""
-        with self._lock:
-            return self._roster.find(name)
-
-    def catch_up(self) -> None:
-        """Reads the store to the end of the log.
-
-        Raises:
-            RosterError: an entry in the store is none.
-            Exception: what the store raises.
-        """
-        while (text := self._read(position := len(self._entries))) is not None:
-            self._add(position, text)
-
-    def learn(self, entries: Sequence[str]) -> None:
-        """Appends the entries that are not known here yet, if the store has them. Waits for the store.
-
-        Args:
-            entries: a prefix of the log, as a worker says that has not been admitted.
-
-        Raises:
-            RosterError: they are not a prefix of the log, or the store cannot be asked.
-        """
-        known = self.entries()
-        if tuple(entries[: len(known)]) != known[: len(entries)]:
-            raise RosterError("its roster contradicts what is known here")
-        for position in range(len(known), len(entries)):
-            try:
-                stored = self._read(position)
-            except Exception as error:
-                raise RosterError(f"the store cannot tell entry {position} of its roster: {error}") from None
-            if stored != entries[position]:
-                raise RosterError(f"entry {position} of its roster is not in the store")
-            self._add(position, stored)
-
-    def _read(self, position: int) -> str | None:
-        """Returns an entry in the store; None if there is none yet."""
-        key = self._key(position)
-        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
-
-    def _add(self, position: int, text: str) -> None:
-        """Appends an entry of the store, unless it is known. Raises RosterError if it is none."""
-        with self._lock:
-            if position != len(self._entries):
-                return  # another thread has read it
-            try:
-                if len(text) > MAX_ENTRY_CHARACTERS:
-                    raise RosterError(f"it has {len(text)} characters, of {MAX_ENTRY_CHARACTERS} at most")
-                entry = json.loads(text)
-                self._roster.apply(entry if isinstance(entry, dict) else {})
-            except (RosterError, ValueError, RecursionError) as error:
-                raise RosterError(f"entry {position} of the roster is refused: {error}") from None
-            self._entries.append(text)
+    def of_rank(self, rank: int) -> Member | None:
+        """Returns the member of this rank; None without one."""
+        return next((member for member in self.members.values() if member.info.id == rank), None)
 
     def choose(self, name: str, rank: int) -> WorkerInfo:
-        """Returns the name and id with which a worker can join.
+        """Returns the identity with which a worker can join.
 
         Args:
             name: the name that it wants.
-            rank: the id that it wants; -1 for the lowest free one.
+            rank: the rank that it wants; -1, in a dynamic group, for the lowest free one.
 
         Raises:
-            RendezvousError: a member has the name, or a current or former member has the rank.
+            RendezvousError: another worker has the name or the rank.
         """
-        with self._lock:
-            holder = self._roster.find(name)
-            if holder is not None:
-                raise RendezvousError(
-                    f"worker name {name!r} is not unique: the member with id {holder.info.id} at "
-                    f"{holder.address} has it; give each worker a name of its own"
-                )
-            used = self._roster.used_ids
-            if rank in used:
-                raise RendezvousError(
-                    f"rank {rank} is taken: in a dynamic group no two workers have the same rank, even one after "
-                    f"the other; leave rank out, or take {max(used) + 1}"
-                )
-            return WorkerInfo(name, rank if rank != -1 else next(i for i in range(len(used) + 1) if i not in used))
-
-    def join(self, member: Member) -> bool:
-        """Appends a join to the log. Returns False, and learns of the entry, if another worker was faster."""
-        return self._append({"join": asdict(member)})
-
-    def leave(self, identifier: int) -> None:
-        """Appends a leave to the log, unless the member has left already. Raises what the store raises."""
-        while identifier in self._roster.members:
-            self._append({"leave": identifier})
-
-    def try_to_leave(self, identifier: int) -> None:
-        """Appends a leave as `leave` does, unless the store has gone or does not answer within LEAVE_TIMEOUT_S."""
-        thread = threading.Thread(
-            target=self._leave_if_possible, args=(identifier,), name="gradwire-leave", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter exits
-            self._leave_if_possible(identifier)
-        else:
-            thread.join(LEAVE_TIMEOUT_S)
-            if thread.is_alive():  # it ends when the store answers, gives up or is closed
-                log.warning("the store does not answer, so this worker leaves without its entry in the roster")
-
-    def _leave_if_possible(self, identifier: int) -> None:
-        with contextlib.suppress(Exception):  # of the store
-            self.leave(identifier)
-
-    def _append(self, entry: Mapping[str, Any]) -> bool:
-        text = json.dumps(entry)
-        position = len(self._entries)
-        stored = self._store.compare_set(self._key(position), "", text).decode(errors="replace")
-        self._add(position, stored)
-        return stored == text
-
-    def _key(self, position: int) -> str:
-        return f"rpc/dynamic/{position}"
+        used = self.used_ids
+        if self.size:
+            if not 0 <= rank < self.size or self._names[rank] != name:
+                raise RendezvousError(f"the group that has formed has no worker {name!r} with rank {rank}")
+            return WorkerInfo(name, rank, max(*used, self.size - 1) + 1)
+        holder = self.find(name)
+        if holder is not None:
+            raise RendezvousError(
+                f"worker name {name!r} is not unique: the member with id {holder.info.id} at "
+                f"{holder.address} has it; give each worker a name of its own"
+            )
+        if rank in used:
+            raise RendezvousError(
+                f"rank {rank} is taken: in a dynamic group no two workers have the same rank, even one after "
+                f"the other; leave rank out, or take {max(used) + 1}"
+            )
+        return WorkerInfo(name, rank if rank != -1 else next(i for i in range(len(used) + 1) if i not in used))

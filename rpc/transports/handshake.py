@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import grpc
@@ -71,7 +72,7 @@ class Handshake:
         Args:
             group: the name of the job, the same at all of its workers.
             me: this worker.
-            on_roster: awaited with the roster in the hello of an unknown worker of a dynamic group; calls `open`
+            on_roster: awaited with the roster in a hello that is longer than this worker's; calls `open`
                 if the roster names new members. Raises RefusedError if it is not that of the group. None in a
                 static group.
             endpoint: makes channels to peers, and knows who they are by their certificates.
@@ -176,8 +177,12 @@ class Handshake:
         if hello.group != self.hello.group:
             raise RefusedError(f"worker {self.me.name!r} belongs to another job than {name}")
         await self._is_open.wait()
-        if hello.worker_id not in self._members and hello.roster and self._on_roster is not None:
-            await self._on_roster(hello.roster)
+        if self._on_roster is not None:
+            if hello.worker_id not in self._members and hello.roster:
+                await self._on_roster(hello.roster)
+            elif len(hello.roster) > len(self.hello.roster):
+                with suppress(RefusedError):  # it is a member, even if the store cannot be asked
+                    await self._on_roster(hello.roster)
         worker = self._members.get(hello.worker_id)
         if worker is None or worker.name != hello.worker_name:
             raise RefusedError(f"worker {self.me.name!r} knows no {name} with id {hello.worker_id}")

@@ -112,6 +112,9 @@ class _Threads:
     def workers(self) -> list[WorkerInfo]:
         return list(self._members.values())
 
+    def incarnation(self, wire_id: int) -> WorkerInfo:
+        return self.worker(wire_id)
+
     def worker(self, destination: WorkerInfo | int) -> WorkerInfo:
         identifier = destination.id if isinstance(destination, WorkerInfo) else destination
         if identifier not in self._members:

@@ -13,7 +13,8 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.membership.members import Member
-from gradwire.rpc.membership.roster import RosterError, RosterLog
+from gradwire.rpc.membership.roster import RosterError
+from gradwire.rpc.membership.roster_log import RosterLog
 from gradwire.rpc.wire.pickling import Packer
 from gradwire.rpc.wire.value_readers import make_reader
 from hypothesis import strategies as st

@@ -8,7 +8,8 @@ from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
-from gradwire.rpc.membership.roster import RosterError, RosterLog
+from gradwire.rpc.membership.roster import RosterError
+from gradwire.rpc.membership.roster_log import RosterLog
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,0 +1,194 @@
+"""The log of joins and leaves of a group, in the group's store.
+
+Entry n is the n-th change. A worker appends an entry by compare-and-set at the end of the log, knowing all entries
+before it. So every entry is valid at its position, and all workers that know the same number of entries agree on
+the members.
+
+A worker that joins informs the current members itself: its hello to each of them carries the log. Members do not
+poll the store, and go on when it is gone. But anybody may send a hello, so a member asks the store whether it has
+the entries that are new to it.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, final
+
+from ...c10d.torch_types import TorchStore
+from ..contracts.worker import WorkerInfo
+from .members import Member
+from .roster import Departed, Roster, RosterError
+
+__all__ = ["RosterLog"]
+
+LEAVE_TIMEOUT_S = 2.0
+"""Seconds that a worker which leaves waits for the store. Without it, others find out later that it is gone."""
+
+MAX_ENTRY_CHARACTERS = 64 << 10
+"""Characters of the longest entry; the device maps of a worker are in it."""
+
+log = logging.getLogger(__name__)
+
+
+@final
+class RosterLog:
+    """One worker's copy of the log and the members that follow from it. Safe to use from any thread."""
+
+    def __init__(self, store: TorchStore, group: str = "") -> None:
+        """Knows no entry yet.
+
+        Args:
+            store: has the log.
+            group: the name of a static group; empty for a dynamic one.
+        """
+        self.dynamic = not group
+        """Whether it is the log of a dynamic group."""
+        self._store = store
+        self._prefix = f"rpc/static/{group}" if group else "rpc/dynamic"
+        self._lock = threading.Lock()
+        self._entries: list[str] = []
+        self._roster = Roster()
+
+    def begin(self, first: Sequence[Member]) -> None:
+        """Sets the members that have formed a static group, which the log begins with."""
+        with self._lock:
+            self._roster = Roster(first)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in this copy of the log: the number of times that the last member has left."""
+        return self._roster.epoch
+
+    def entries(self) -> Sequence[str]:
+        """Returns the locally known prefix of the log, as JSON texts."""
+        with self._lock:
+            return tuple(self._entries)
+
+    def members(self) -> list[Member]:
+        """Returns the members after the locally known prefix of the log."""
+        with self._lock:
+            return list(self._roster.members.values())
+
+    def departed(self) -> dict[int, Departed]:
+        """Returns those that are members no longer after the locally known prefix of the log, by wire id."""
+        with self._lock:
+            return dict(self._roster.departed)
+
+    def of_rank(self, rank: int) -> Member | None:
+        """Returns the member of this rank after the locally known prefix of the log; None without one."""
+        with self._lock:
+            return self._roster.of_rank(rank)
+
+    def find(self, name: str) -> Member | None:
+        """Returns the member of this name after the locally known prefix of the log; None without one."""
+        with self._lock:
+            return self._roster.find(name)
+
+    def catch_up(self) -> None:
+        """Reads the store to the end of the log.
+
+        Raises:
+            RosterError: an entry in the store is none.
+            Exception: what the store raises.
+        """
+        while (text := self._read(position := len(self._entries))) is not None:
+            self._add(position, text)
+
+    def learn(self, entries: Sequence[str]) -> None:
+        """Appends the entries that are not known here yet, if the store has them. Waits for the store.
+
+        Args:
+            entries: a prefix of the log, as a worker says that has not been admitted.
+
+        Raises:
+            RosterError: they are not a prefix of the log, or the store cannot be asked.
+        """
+        known = self.entries()
+        if tuple(entries[: len(known)]) != known[: len(entries)]:
+            raise RosterError("its roster contradicts what is known here")
+        for position in range(len(known), len(entries)):
+            try:
+                stored = self._read(position)
+            except Exception as error:
+                raise RosterError(f"the store cannot tell entry {position} of its roster: {error}") from None
+            if stored != entries[position]:
+                raise RosterError(f"entry {position} of its roster is not in the store")
+            self._add(position, stored)
+
+    def _read(self, position: int) -> str | None:
+        """Returns an entry in the store; None if there is none yet."""
+        key = self._key(position)
+        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
+
+    def _add(self, position: int, text: str) -> None:
+        """Appends an entry of the store, unless it is known. Raises RosterError if it is none."""
+        with self._lock:
+            if position != len(self._entries):
+                return  # another thread has read it
+            try:
+                if len(text) > MAX_ENTRY_CHARACTERS:
+                    raise RosterError(f"it has {len(text)} characters, of {MAX_ENTRY_CHARACTERS} at most")
+                entry = json.loads(text)
+                self._roster.apply(entry if isinstance(entry, dict) else {})
+            except (RosterError, ValueError, RecursionError) as error:
+                raise RosterError(f"entry {position} of the roster is refused: {error}") from None
+            self._entries.append(text)
+
+    def choose(self, name: str, rank: int) -> WorkerInfo:
+        """Returns the identity with which a worker can join: see `Roster.choose`."""
+        with self._lock:
+            return self._roster.choose(name, rank)
+
+    def join(self, member: Member) -> bool:
+        """Appends a join to the log. Returns False, and learns of the entry, if another worker was faster."""
+        return self._append({"join": asdict(member)})
+
+    def leave(self, identifier: int, reason: str = "") -> None:
+        """Appends a leave to the log, unless the member has left already. Raises what the store raises."""
+        while identifier in self._roster.members:
+            self._append({"leave": identifier, **({"reason": reason} if reason else {})})
+
+    def evict(self, identifier: int, reason: str) -> bool:
+        """Appends an eviction to the log, unless the worker is no member any more.
+
+        Returns:
+            Whether it was a member.
+
+        Raises:
+            Exception: what the store raises.
+        """
+        was_member = False
+        while identifier in self._roster.members:
+            was_member = self._append({"evict": identifier, "reason": reason})
+        return was_member
+
+    def try_to_leave(self, identifier: int) -> None:
+        """Appends a leave as `leave` does, unless the store has gone or does not answer within LEAVE_TIMEOUT_S."""
+        thread = threading.Thread(
+            target=self._leave_if_possible, args=(identifier,), name="gradwire-leave", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter exits
+            self._leave_if_possible(identifier)
+        else:
+            thread.join(LEAVE_TIMEOUT_S)
+            if thread.is_alive():  # it ends when the store answers, gives up or is closed
+                log.warning("the store does not answer, so this worker leaves without its entry in the roster")
+
+    def _leave_if_possible(self, identifier: int) -> None:
+        with contextlib.suppress(Exception):  # of the store
+            self.leave(identifier)
+
+    def _append(self, entry: Mapping[str, Any]) -> bool:
+        text = json.dumps(entry)
+        position = len(self._entries)
+        stored = self._store.compare_set(self._key(position), "", text).decode(errors="replace")
+        self._add(position, stored)
+        return stored == text
+
+    def _key(self, position: int) -> str:
+        return f"{self._prefix}/{position}"

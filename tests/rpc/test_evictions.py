@@ -1,0 +1,89 @@
+"""Workers that do not come back are evicted, and learn it when they do."""
+
+import os
+import signal
+
+import pytest
+from gradwire import rpc
+from gradwire.c10d import HashStore, TCPStore
+from gradwire.errors import EvictedError, RendezvousError, RpcError, WorkerLostError
+from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.membership.members import Member
+from gradwire.rpc.membership.roster_log import RosterLog
+
+from tests.remote_functions import add, wait_until
+
+LIVENESS = rpc.Liveness(heartbeat=0.1, suspect_after=0.5, lease=1.0)
+
+
+def call_until(error: type[Exception], name: str) -> str:
+    raised: list[Exception] = []
+
+    def fails() -> bool:
+        try:
+            rpc.rpc_sync(name, add, (1, 2))
+        except error as found:
+            raised.append(found)
+        except RpcError:
+            pass
+        return bool(raised)
+
+    wait_until(fails)
+    return str(raised[0])
+
+
+def join(rank: int, port: int) -> None:
+    options = rpc.RpcBackendOptions(init_timeout=50, liveness=LIVENESS)
+    store = TCPStore("127.0.0.1", port)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options, store=store)
+
+
+def test_a_stopped_worker_is_evicted_and_told_so_and_can_be_replaced(workers):
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        group = list(workers(3))
+        for each in [worker.start(join, rank, store.port) for rank, worker in enumerate(group)]:
+            each.result()
+        group[0].run(rpc.rpc_sync, "w1", add, (1, 2))
+        old = group[1]
+        os.kill(old.pid, signal.SIGSTOP)
+        try:
+            assert "did not come back" in group[0].run(call_until, WorkerLostError, "w1")
+            (group[1],) = workers(1)
+            group[1].run(join, 1, store.port)
+            for worker in (group[0], group[2]):
+                assert worker.run(rpc.rpc_sync, "w1", os.getpid) == group[1].pid
+        finally:
+            os.kill(old.pid, signal.SIGCONT)
+        assert "'w1', was evicted from its group: it did not come back" in old.run(call_until, EvictedError, "w0")
+        assert "was evicted" in old.run(call_until, EvictedError, "w2")
+        old.run(rpc.shutdown, graceful=False)
+        for each in [worker.start(rpc.shutdown) for worker in group]:
+            each.result()
+
+
+def test_of_two_evictions_one_counts():
+    store = HashStore()
+    logs = [RosterLog(store, "group") for _ in range(3)]
+    for log in logs:
+        log.begin([Member(WorkerInfo(f"w{rank}", rank), f"127.0.0.1:{rank + 1}", 0) for rank in range(3)])
+    assert logs[0].evict(1, "it was silent")
+    assert not logs[1].evict(1, "it was slow")
+    again = logs[2].choose("w1", 1)
+    logs[2].catch_up()
+    again = logs[2].choose("w1", 1)
+    assert again == WorkerInfo("w1", 1, 3)
+    assert logs[2].join(Member(again, "127.0.0.1:9", 0))
+    assert not logs[0].evict(1, "it was silent")
+    assert logs[0].of_rank(1) is None
+    logs[0].catch_up()
+    assert logs[0].of_rank(1).info == again
+    gone = logs[0].departed()[1]
+    assert (gone.evicted, gone.successor, gone.why) == (True, 3, "it was evicted: it was silent")
+
+
+@pytest.mark.parametrize("bad", [WorkerInfo("w1", 1, 1), WorkerInfo("w2", 1, 3), WorkerInfo("w3", 3, 3)])
+def test_who_joins_a_static_group_is_a_new_incarnation_of_a_member(bad):
+    log = RosterLog(HashStore(), "group")
+    log.begin([Member(WorkerInfo(f"w{rank}", rank), f"127.0.0.1:{rank + 1}", 0) for rank in range(3)])
+    with pytest.raises(RendezvousError, match="entry 0 of the roster is refused"):
+        log.join(Member(bad, "127.0.0.1:9", 0))
