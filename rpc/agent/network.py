@@ -167,7 +167,7 @@ class Network:
         for each in () if self._is_dynamic else departed:
             if each.member.info.wire_id not in self._members:
                 self._add(each.member)
-                self.links.forget(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+                self.links.add_lost(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
 
     def _open_channel(self, peer: int) -> Any:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
