@@ -11,11 +11,11 @@ from ..c10d.registration import GroupKind, Registration
 from ..c10d.start_barrier import StartBarrier
 from ..c10d.torch_types import TorchStore
 from .agent.grpc_agent import GrpcAgent
-from .joining.newcomer import greet, group_store, identity, listen_as_member, shut_down_on_error
-from .joining.rejoin import rejoin
 from .backend_registry import register_backend
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
+from .joining.newcomer import greet, group_store, identity, listen_as_member, shut_down_on_error
+from .joining.rejoin import rejoin
 from .membership.addresses import ListenAddress, choose_address, find_directory, unreachable_members
 from .membership.device_maps import check_device_maps, device_maps_as_text
 from .membership.members import Member, exchange_members, formed_group, introduce
