@@ -142,7 +142,6 @@ class Links:
         self,
         loop: asyncio.AbstractEventLoop,
         liveness: Liveness,
-        owner: LinkOwner,
         endpoint: GrpcEndpoint,
     ) -> None:
         """Has no links yet.
@@ -150,7 +149,6 @@ class Links:
         Args:
             loop: the event loop.
             liveness: how long workers are suspect, and what calls to them do.
-            owner: has the connections.
             endpoint: knows how to reach the addresses of workers.
         """
         self.absent: Mapping[int, Absence] = {}
@@ -159,15 +157,16 @@ class Links:
         """The ends of the lost workers, by id. Read by any thread."""
         self._loop = loop
         self._liveness = liveness
-        self._owner = owner
+        self._owner: LinkOwner
         self._endpoint = endpoint
         self._listener: NetworkListener
         self._links: dict[int, _Link] = {}
         self._is_closed = False
 
-    def listen(self, listener: NetworkListener) -> None:
-        """Reports to a listener from now on."""
+    def listen(self, listener: NetworkListener, owner: LinkOwner) -> None:
+        """Reports to a listener from now on; `owner` has the connections."""
         self._listener = listener
+        self._owner = owner
 
     def add(self, peer: WorkerInfo, address: str) -> None:
         """Adds the link to a worker that has not been connected."""

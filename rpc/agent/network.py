@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import grpc
@@ -31,6 +31,7 @@ from ..execution.futures import ReadAnswer
 from ..membership.addresses import ListenAddress
 from ..membership.directory import Directory
 from ..membership.members import Member
+from ..membership.roster import Departed
 from ..membership.roster_log import RosterLog
 from ..transports.base import Connecting, Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets
@@ -42,11 +43,12 @@ from ..transports.heartbeat import Heartbeats
 from ..transports.loopback import LoopbackTransport
 from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
 from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
+from .connections import Connections
 from .envelope_limit import LARGE_BYTES, check_size
 from .incoming import Incoming
 from .links import Absence, Links
 from .network_listener import NetworkListener
-from .roster_follower import RosterFollower
+from .newcomers import Newcomers
 
 __all__ = ["Network"]
 
@@ -84,6 +86,7 @@ class Network:
         self.me = me
         self._roster = roster
         self._is_dynamic = roster is not None and roster.dynamic
+        self._newcomers = Newcomers(me, roster, executor) if roster is not None else None
         self._options = options
         self._executor = executor
         self._listener: NetworkListener  # given to `listen`, before which nothing is reported
@@ -99,14 +102,7 @@ class Network:
     async def _build(self, group: str, load_devices: Callable[[], DeviceRuntime]) -> None:
         loop, executor, channels = self._events.loop, self._executor, self._options.channels
         executor.poller.forbid_waits_here()
-        liveness = self._options.liveness
-        self.links = Links(loop, liveness, self, self._endpoint)
-        self._follower: RosterFollower | None = None
-        if self._roster is not None:
-            self._follower = RosterFollower(
-                loop, self.me, self._roster, executor, self._directory, self.links, self._add, self._let_in
-            )
-        learn = self._follower.learn if self._follower is not None else None
+        learn = self._learn if self._roster is not None else None
         self._handshake = Handshake(group, self.me, learn, self._endpoint)
         memory = self._shared_memory = SharedMemoryChannel(loop, executor, channels)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
@@ -115,6 +111,8 @@ class Network:
         self.cuda_ipc = CudaIpcChannel(loop, executor, memory, self._send_frame, self._options, load_devices)
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
         parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
+        liveness = self._options.liveness
+        self.links = Links(loop, liveness, self._endpoint)
         self.incoming = Incoming(loop, self.links)
         heartbeats = Heartbeats(loop, liveness)
         self._streams = GrpcStreams(StreamParts(loop, self._handshake, self.incoming, parts, heartbeats))
@@ -146,9 +144,20 @@ class Network:
             The address at which other workers dial: see `Member.address`.
         """
         self._listener = listener
-        self.links.listen(listener)
-        if self._follower is not None:
-            self._follower.listen(listener)
+        self.links.listen(
+            listener,
+            Connections(
+                self.me,
+                self._events.loop,
+                self._executor,
+                self._streams,
+                self._transports,
+                self._wrap_transport,
+                self._router,
+                self._roster,
+                self._follow_roster,
+            ),
+        )
         self.incoming.listen(self._router, listener)
         self._endpoint.reach = where.reach
         self._sockets.set_address(where.bind, where.advertised)
@@ -163,10 +172,17 @@ class Network:
 
     def open(self, members: Sequence[Member]) -> None:
         """Sets the members; none of them is let in before `admit`."""
-        if self._follower is not None:
-            self._follower.add_departed()
+        if self._roster is not None:
+            self._add_departed(self._roster.departed().values())
         for member in sorted(members, key=lambda member: member.info.wire_id):
             self._add(member)
+
+    def _add_departed(self, departed: Iterable[Departed]) -> None:
+        """Adds former members of a static group that are unknown here, because there may be references to them."""
+        for each in () if self._is_dynamic else departed:
+            if each.member.info.wire_id not in self._members:
+                self._add(each.member)
+                self.links.mark_lost(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
 
     def _open_channel(self, peer: int) -> Any:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
@@ -197,11 +213,37 @@ class Network:
         else:
             transport = self._streams.add(member.info, member.address)
             self.links.add(member.info, member.address)
-        self._transports[identifier] = self._wrap(transport, member.info, self._events.loop)
+        self._transports[identifier] = self._wrap_transport(transport, member.info)
         self._directory.add(member)
+
+    def _wrap_transport(self, transport: Transport, peer: WorkerInfo) -> Transport:
+        return self._wrap(transport, peer, self._events.loop)
 
     def _let_in(self) -> None:
         self._handshake.open(self._directory.infos(), self._roster.entries() if self._roster is not None else ())
+
+    async def _learn(self, entries: Sequence[str]) -> None:
+        """Learns the roster that a worker knows which says that it has joined the group."""
+        if self._newcomers is not None:
+            await self._newcomers.learn(entries)
+            self._follow_roster()
+
+    def _follow_roster(self) -> None:
+        """Takes in all changes of the roster that are unknown here: other threads may have read some of them."""
+        if self._closing or self._roster is None:
+            return
+        departed, joined = self._roster.departed(), self._directory.unknown(self._roster.members())
+        self._add_departed(departed.values())
+        for member in joined:
+            self._add(member)
+        self._let_in()
+        for wire_id, each in departed.items():
+            if each.was_replaced and wire_id in self._members and wire_id != self.me.wire_id:
+                self.links.on_closed(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+        if (me := departed.get(self.me.wire_id)) is not None and me.was_replaced:
+            self.links.on_evicted(self.me, me.reason or me.why)
+        for member in joined:
+            self._listener.on_peer_joined(member.info)
 
     @property
     def lost(self) -> Mapping[int, WorkerEnd]:
@@ -326,43 +368,6 @@ class Network:
         self._router.withdraw(sent.destination.wire_id, payloads)
         return True
 
-    # What the links have done: see LinkOwner.
-
-    def renew_transport(self, peer: WorkerInfo) -> None:
-        """Replaces the transport to a worker by another one."""
-        transport = self._streams.renew(peer)
-        self._transports[peer.wire_id] = self._wrap(transport, peer, self._events.loop)
-
-    def connect_again(self, peer: WorkerInfo) -> None:
-        """Has the transport to a worker connect."""
-        self._streams.connect(peer.wire_id)
-
-    def break_off(self, peer: WorkerInfo, reason: str) -> None:
-        """Ends an attempt to connect."""
-        self._streams.break_off(peer.wire_id, reason)
-
-    def refuse(self, peer: WorkerInfo, reason: str) -> None:
-        """Lets a worker in no more."""
-        self._streams.refuse(peer.wire_id, reason)
-
-    def drop_payloads(self, peer: WorkerInfo, reason: str, *, is_lost: bool) -> None:
-        """Drops the payloads that were on their way to a worker, and from it."""
-        for channel in self._router.channels:
-            if is_lost:
-                channel.drop_peer(peer.wire_id, reason)
-            else:
-                channel.drop_connection(peer.wire_id, reason)
-
-    def on_lease_over(self, peer: WorkerInfo, reason: str) -> None:
-        """Has a worker evicted that has not come back."""
-        if self._follower is not None:
-            self._follower.evict(peer, reason)
-
-    def on_refused(self, peer: WorkerInfo) -> None:
-        """Finds out whether this worker has been evicted, when another one does not let it in."""
-        if self._follower is not None:
-            self._follower.read_roster(peer)
-
     def leave(self) -> None:
         """Removes this worker from the roster of a dynamic group, unless the store is gone."""
         if self._roster is not None and self._is_dynamic and self.me.wire_id in self._members:
@@ -375,8 +380,6 @@ class Network:
             end: how this worker ends, for the goodbye.
         """
         self._closing = True
-        if self._follower is not None:
-            self._follower.stop()
         self.broadcasts.stop()
         self._events.run(self._disconnect(end))
 

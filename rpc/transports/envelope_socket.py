@@ -25,6 +25,7 @@ from ..execution.poller import READABLE
 from ..execution.waiter import SocketWaiter
 from ..wire.parsing import SMALL_BYTES, check_envelope, parse_envelope
 from .answer_reader import Answer, AnswerReader, FindCompletion
+from .answer_search import find_answer
 from .base import BEGINNING_BYTES
 from .frame_writer import FrameWriter
 from .heartbeat import has_unread
@@ -45,13 +46,9 @@ CLOSED = "its connection closed without a goodbye; the process has died or was c
 MAX_DESCRIPTORS = 64
 """Descriptors that one read can bring, and that may wait for their frames."""
 
-MAX_LOOKED_AT = 8
-"""Frames among which a thread looks for the answer that it waits for; more of them are left to the executor."""
-
 _DESCRIPTOR = struct.Struct("i")
 _RECV_ARGS = ((READ_BYTES,),)
 _RECVMSG_ARGS = ((READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),)
-_ALL = slice(None)
 
 log = logging.getLogger(__name__)
 
@@ -224,44 +221,7 @@ class EnvelopeSocket:
         if not self.received:
             return None
         self._has_heard = True
-        data, rights = (self.received[0], ()) if self._segments is None else self.received[0][:2]
-        if rights:
-            return None
-        start, end = 0, len(data)
-        others = b""
-        returned: deque[int] | None = None
-        numbers: list[int] = []
-        for _ in range(MAX_LOOKED_AT):
-            content = start + HEADER.size
-            if content > end:
-                break
-            length, kind = HEADER.unpack_from(data, start)
-            after = content + length
-            if after > end:
-                break
-            if kind == FrameKind.ENVELOPE:
-                if length > SMALL_BYTES:
-                    check_envelope(data[content:after])
-                envelope = agent_pb2.Envelope.FromString(data[content:after])
-                completion = self._completion(envelope, future)
-                if completion is not None:
-                    others += data[after:]
-                    left = others if self._segments is None else (others, ())
-                    taking: list[tuple[Any, ...]] = [(self.received.__setitem__, _ALL, [left] if others else [])]
-                    if returned is not None:
-                        taking.append((returned.extend, numbers))
-                    return Answer(completion, taking)
-                others += data[start:after]
-            elif kind == FrameKind.RELEASED and self._segments is not None and not length % 8:
-                # Taken with the answer: the segments are free for the next call.
-                returned = self._segments.returned
-                if returned is None:
-                    break
-                numbers += numbers_in(data[content:after])
-            elif kind != FrameKind.HEARTBEAT:
-                break  # what it tells comes before the answer
-            start = after
-        return None
+        return find_answer(self.received, self._segments, self._completion, future)
 
     def take_heard(self) -> bool:
         """Returns whether something has come from the peer since the last call, or waits to be read."""
