@@ -127,7 +127,8 @@ def test_the_caller_is_told_that_it_has_not_begun(workers):
     a, b = group_with_one_thread(workers, 2)
 
     def call() -> None:
-        rpc.api.current_agent()._client._deadlines.add = lambda *_: None
+        agent = rpc.api.current_agent()
+        agent._client._deadlines.add = lambda *_: None
         remote_functions.kept.append(rpc.rpc_async("worker1", keep, ("late",), timeout=0.2))
 
     a.run(call)
