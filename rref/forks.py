@@ -292,9 +292,8 @@ class References(ReferenceExtension):
     def _tell_accepted(self, sender: WorkerInfo, fork: GlobalId) -> None:
         accepting = self._accepting[sender.wire_id]
         accepting.add(fork)
-        self.agent.control.send(
-            sender, "rref.accept", tuple(fork), lambda _: accepting.discard(fork), urgent=False
-        )
+        done = lambda _error: accepting.discard(fork)  # noqa: E731
+        self.agent.control.send(sender, "rref.accept", tuple(fork), done, urgent=False)
 
     # The life of a fork, on any thread.
 
@@ -326,7 +325,7 @@ class References(ReferenceExtension):
         if fork.is_confirmed or was_sent:
             payload = (tuple(fork.reference), tuple(fork.id))
             self.agent.control.send(
-                fork.owner, "rref.delete", payload, lambda _error: self._remove_fork(fork), urgent=False
+                fork.owner, "rref.delete", payload, lambda _: self._remove_fork(fork), urgent=False
             )
         else:
             self.agent.control.run(partial(self._remove_fork, fork), urgent=False)

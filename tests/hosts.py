@@ -62,6 +62,7 @@ class Network:
         self.hosts: list[list[Worker]] = []
         self._own = own
         (self._switch,) = workers(1)
+        self._switch.ends_last = True  # without it, goodbyes between hosts would get lost
         self._switch.run(separate, "switch", workers.folder, NETWORK)
         self._in_switch("ip", "link", "add", "bridge", "up", "type", "bridge")
         for number, count in enumerate(counts):

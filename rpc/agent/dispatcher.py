@@ -19,6 +19,7 @@ from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..membership.worker_events import WorkerEvents
 from ..transports.answer_reader import Completion
+from .control import RetryingControlMessages
 from .extensions import Extensions
 from .network_listener import Pause
 from .pending import PendingRequests
@@ -50,6 +51,7 @@ class Dispatcher:
         worker_events: WorkerEvents,
         executor: Executor,
         received: ReceivedRequests,
+        control: RetryingControlMessages,
         *,
         dynamic: bool,
     ) -> None:
@@ -64,6 +66,7 @@ class Dispatcher:
             worker_events: is told of workers that join, leave or do not answer.
             executor: runs what may block.
             received: counts the requests that wait for a thread.
+            control: is told of workers that are back.
             dynamic: whether the group is a dynamic one.
         """
         self._requests = requests
@@ -74,6 +77,7 @@ class Dispatcher:
         self._worker_events = worker_events
         self._executor = executor
         self._received = received
+        self._control = control
         self._dynamic = dynamic
         self._failed: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -160,13 +164,13 @@ class Dispatcher:
         concerned = self._requests.sent_to(worker, waits=waits)
         # By itself: callbacks of the futures may wait until the worker is back.
         self._executor.submit(self._requests.on_worker_suspect, worker, reason, concerned, unsent)
-        self._handle_change(worker, partial(self._extensions.on_worker_suspect, worker, reason))
+        self._handle_change(worker, partial(self._suspect, worker, reason))
 
     def on_peer_back(self, worker: WorkerInfo) -> None:
         """Handles a suspect worker that answers again."""
         self._worker_events.record_back(worker)
         self._executor.submit(self._waiting.send_to, worker)
-        self._handle_change(worker, partial(self._extensions.on_worker_back, worker))
+        self._handle_change(worker, partial(self._take_back, worker))
 
     def _handle_change(self, worker: WorkerInfo, change: Callable[[], None]) -> None:
         """Has a thread of the executor handle a change of a worker's state, after those before it."""
@@ -197,6 +201,14 @@ class Dispatcher:
                 changes.popleft()
                 if not changes:
                     return
+
+    def _suspect(self, worker: WorkerInfo, reason: str) -> None:
+        self._all_gathers.on_worker_suspect(worker)
+        self._extensions.on_worker_suspect(worker, reason)
+
+    def _take_back(self, worker: WorkerInfo) -> None:
+        self._control.on_worker_back(worker)
+        self._extensions.on_worker_back(worker)
 
     def _lose(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.

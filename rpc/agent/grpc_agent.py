@@ -151,6 +151,7 @@ class GrpcAgent(RpcAgent):
             self._worker_events,
             self._executor,
             self._received,
+            self._control,
             dynamic=self._dynamic,
         )
 

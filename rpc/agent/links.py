@@ -287,7 +287,9 @@ class Links:
         pause = FIRST_PAUSE_S
         while True:
             found = await probe(self._loop, self._endpoint.reach, link.address, PROBE_TIMEOUT_S)
-            if found is Reach.LISTENING and not await self._attempt(link):
+            if found is Reach.LISTENING:
+                if await self._attempt(link):
+                    return
                 # It may have ended just now, and listened a little longer than its connection stood.
                 found = await probe(self._loop, self._endpoint.reach, link.address, PROBE_TIMEOUT_S)
             if found is Reach.GONE:
@@ -300,10 +302,11 @@ class Links:
 
     async def _attempt(self, link: _Link) -> bool:
         """Returns whether an attempt to connect to a worker has succeeded."""
-        link.attempt = self._loop.create_future()
+        attempt: asyncio.Future[bool] = self._loop.create_future()
+        link.attempt = attempt
         self._owner.connect_again(link.peer)
-        try:
-            return await asyncio.wait_for(asyncio.shield(link.attempt), DIAL_TIMEOUT_S)
-        except TimeoutError:
-            self._owner.break_off(link.peer, "it does not answer")
-            return False
+        await asyncio.wait((attempt,), timeout=DIAL_TIMEOUT_S)
+        if attempt.done():
+            return attempt.result()
+        self._owner.break_off(link.peer, "it does not answer")
+        return False

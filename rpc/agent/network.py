@@ -1,9 +1,7 @@
 """An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
 
 import asyncio
-import concurrent.futures
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import grpc
@@ -21,19 +19,17 @@ from ..channels.cuda.runtime import DeviceRuntime
 from ..channels.cuda.torch_runtime import TorchDevices
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.payloads import is_inline, read_inline
-from ..channels.router import ChannelRouter, Collecting, PayloadWriter
+from ..channels.router import ChannelRouter, PayloadWriter
 from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.messages import Outgoing
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
-from ..execution.futures import Future, ReadAnswer
+from ..execution.futures import ReadAnswer
 from ..membership.addresses import ListenAddress
 from ..membership.members import Member, find_worker
 from ..membership.roster import RosterLog
-from ..transports.answer_reader import Completion
 from ..transports.base import Connecting, Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets
 from ..transports.grpc_calls import StreamParts
@@ -45,8 +41,9 @@ from ..transports.loopback import LoopbackTransport
 from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
 from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
 from .envelope_limit import LARGE_BYTES, check_size
+from .incoming import Incoming
 from .links import Absence, Links
-from .network_listener import NetworkListener, Pause
+from .network_listener import NetworkListener
 from .newcomers import Newcomers
 
 __all__ = ["Network"]
@@ -112,8 +109,9 @@ class Network:
         parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
         liveness = self._options.liveness
         self.links = Links(loop, liveness, self, self._endpoint)
+        self.incoming = Incoming(loop, self.links)
         heartbeats = Heartbeats(loop, liveness)
-        self._streams = GrpcStreams(StreamParts(loop, self._handshake, self, parts, heartbeats))
+        self._streams = GrpcStreams(StreamParts(loop, self._handshake, self.incoming, parts, heartbeats))
         chunks = ChunkedChannel(
             loop, self._handshake, self._open_channel, channels, self._streams.abort, self._streams.break_off
         )
@@ -143,6 +141,7 @@ class Network:
         """
         self._listener = listener
         self.links.listen(listener)
+        self.incoming.listen(self._router, listener)
         self._endpoint.reach = where.reach
         self._sockets.set_address(where.bind, where.advertised)
         if where.directory is not None:
@@ -181,7 +180,7 @@ class Network:
         self._by_name[member.info.name] = member.info
         transport: Transport
         if identifier == self.me.wire_id:
-            transport = LoopbackTransport(self.me, self)
+            transport = LoopbackTransport(self.me, self.incoming)
         else:
             transport = self._streams.add(member.info, member.address)
             self.links.add(member.info, member.address)
@@ -323,76 +322,6 @@ class Network:
             return False
         self._router.withdraw(sent.destination.wire_id, payloads)
         return True
-
-    def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> Pause:
-        """Collects the payloads of an envelope that has arrived. Called by transports on any thread."""
-        if self.links.lost and source.wire_id in self.links.lost:
-            return None  # read after its loss has been handled, with which all that it had asked for has ended
-        if not envelope.tensors and envelope.body.HasField("inline"):
-            return self._listener.on_message(source, envelope, read_inline, announced=False, nbytes=nbytes)
-        try:
-            payloads, external_bytes = self._router.collect_now(source.wire_id, envelope)
-        except (ValueError, RuntimeError) as error:  # a refusal, or no memory
-            return self._listener.on_rejected(source, envelope, error)
-        nbytes += external_bytes
-        if payloads is not None and not isinstance(payloads, concurrent.futures.Future):
-            return self._listener.on_message(source, envelope, payloads, announced=False, nbytes=nbytes)
-        pause = self._listener.on_announced(source, envelope)
-        if payloads is None:
-            self._events.loop.call_soon_threadsafe(self._collect, source, envelope, nbytes)
-        else:
-            payloads.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
-        return pause
-
-    def completion(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
-    ) -> Completion | None:
-        """Returns what completes a future on the calling thread: see TransportListener."""
-        leases = None if (inline := is_inline(envelope)) else self._router.answer_leases(source.wire_id, envelope)
-        if source.wire_id in self.links.lost or not (inline or leases):
-            return None
-        return self._listener.completion(source, envelope, leases, future)
-
-    def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> None:
-        """Collects the payloads outside an envelope. Called on the loop."""
-        if source.wire_id in self.links.lost:
-            self._listener.on_dropped(source, envelope)
-            return
-        try:
-            arrived = self._router.collect(source.wire_id, envelope)
-        except Exception as error:  # a refusal, or no memory
-            self._listener.on_rejected(source, envelope, error)
-            return
-        if isinstance(arrived, asyncio.Future):
-            arrived.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
-        else:
-            self._listener.on_message(source, envelope, arrived, announced=True, nbytes=nbytes)
-
-    def _on_collected(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int, done: Collecting
-    ) -> None:
-        error = None if done.cancelled() else done.exception()
-        if isinstance(error, ValueError):
-            self._listener.on_rejected(source, envelope, error)
-        elif done.cancelled() or error is not None:
-            # The worker is lost, which fails what waits for this message.
-            self._listener.on_dropped(source, envelope)
-        else:
-            self._listener.on_message(source, envelope, done.result(), announced=True, nbytes=nbytes)
-
-    # What transports report on the loop.
-
-    def on_opened(self, peer: WorkerInfo) -> None:
-        """Handles a new connection to a worker."""
-        self.links.on_opened(peer)
-
-    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
-        """Handles a connection to a worker that broke, or cannot be made."""
-        self.links.on_broken(peer, end, unsent)
-
-    def on_closed(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
-        """Handles the end of a worker, or of all connections to it."""
-        self.links.on_closed(peer, end, unsent)
 
     # What the links have done: see LinkOwner.
 

@@ -78,13 +78,14 @@ class WaitingCalls:
             identifiers = list(self._calls.get(worker.wire_id, ()))
         for identifier in identifiers:
             if (call := self._take(worker, identifier)) is not None:
+                # Before it is looked for: who takes it from now on does not count it as not sent.
+                call[0].waits_for_worker = False
                 self._send(*call)
 
     def _send(self, pending: PendingRequest, message: Outgoing) -> None:
         if pending.identifier not in self._requests.pending:
             self._abort(pending, message)
             return
-        pending.waits_for_worker = False
         pending.tell_timeout(message.envelope)
         try:
             self._codec.send_prepared(message)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
-from ...errors import RpcError, SendFailedError, WorkerLostError
+from ...errors import Outcome, RpcError, SendFailedError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import MessageType
@@ -248,7 +248,7 @@ class StreamConsumer:
         self._credit = agent_pb2.StreamHeader(stream_id=self.id, items=self._taken_items, nbytes=self._taken_bytes)
         credit = self._credit
         try:
-            with contextlib.suppress(WorkerLostError):
+            with contextlib.suppress(WorkerLostError, WorkerSuspectError):  # with which the stream fails anyway
                 self._agent.post(
                     self.producer,
                     MessageType.STREAM_CREDIT,
@@ -256,6 +256,7 @@ class StreamConsumer:
                     header=lambda envelope: envelope.stream.CopyFrom(credit),
                 )
         except SendFailedError as error:
+            error.outcome = Outcome.RAN  # of the stream, not of the credit
             return error
         return None
 

@@ -48,7 +48,6 @@ MAX_DESCRIPTORS = 64
 _DESCRIPTOR = struct.Struct("i")
 _RECV_ARGS = ((READ_BYTES,),)
 _RECVMSG_ARGS = ((READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),)
-_ALL = slice(None)
 
 log = logging.getLogger(__name__)
 
@@ -205,9 +204,8 @@ class EnvelopeSocket:
 
     def can_be_read(self) -> bool:
         """Returns whether what is read now begins with a new frame. Called with the lock."""
-        return (
-            not self._beginning and self._large is None and not (self.received or self._has_ended or self._paused)
-        )
+        is_between = not self._beginning and self._large is None and not self.received
+        return is_between and not self._has_ended and not self._paused
 
     def find_answer(self, future: Future[Any]) -> Answer | None:
         """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
@@ -237,7 +235,9 @@ class EnvelopeSocket:
                 if completion is not None:
                     others += data[after:]
                     left = others if self._segments is None else (others, ())
-                    taking: list[tuple[Any, ...]] = [(self.received.__setitem__, _ALL, [left] if others else [])]
+                    taking: list[tuple[Any, ...]] = [
+                        (self.received.__setitem__, slice(None), [left] if others else [])
+                    ]
                     if returned is not None:
                         taking.append((returned.extend, numbers))
                     return Answer(completion, taking)

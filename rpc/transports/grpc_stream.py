@@ -14,7 +14,6 @@ The stream then stands for the connection: goodbyes go by it, and it tells when 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
 from typing import Any, final
 
 from google.protobuf.message import DecodeError
@@ -42,14 +41,10 @@ from .grpc_calls import (
 )
 from .outbox import Outbox
 from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
-from .sockets import OfferedSocket
 from .stream_pulse import StreamPulse
-from .tls_socket import AnySocket
+from .stream_socket import StreamSocket
 
 __all__ = ["GrpcStream"]
-
-READ_OUT_TIMEOUT_S = 5.0
-"""Seconds in which what a peer sent by the socket, before its goodbye or its death, is read."""
 
 BROKEN_SOCKET_GRACE_S = 0.1
 """Seconds that a stream may stand after its socket broke; if the peer has died, the stream tells how."""
@@ -88,9 +83,7 @@ class GrpcStream:
         self._is_confirmed = False
         self._dialing: asyncio.Task[None] | None = None
         self._runner: asyncio.Task[Any] | None = None
-        self._offered: OfferedSocket | None = None
-        """The socket that the peer has been offered, until it says whether it uses it. No envelope goes before."""
-        self._socket_ended = asyncio.Event()
+        self._socket = StreamSocket(parts, peer, self.outbox, self._on_socket_end)
         self._pulse = StreamPulse(self.outbox, self._wake.set, self.break_off)
 
     @property
@@ -131,7 +124,7 @@ class GrpcStream:
     @property
     def has_read_out(self) -> bool:
         """Whether no thread reads its socket any more."""
-        return self._socket_ended.is_set()
+        return self._socket.has_ended
 
     def connect(self) -> Connecting:
         """Opens the stream if it is not open."""
@@ -184,7 +177,7 @@ class GrpcStream:
         """Returns whether the peer, which opens the stream of this number, says that this one is broken."""
         return self._state is StreamState.OPEN and number > self.number
 
-    def accept(self, number: int) -> bool:
+    def accept(self, number: int = 0) -> bool:
         """Returns whether the peer's stream is used: not if there is one, or this worker, of lower id, dials.
 
         Args:
@@ -202,20 +195,16 @@ class GrpcStream:
 
     async def welcome(self, read: Read, write: Write) -> None:
         """Accepts the stream that the peer has opened: offers it a socket, and runs the stream."""
-        sockets = self._parts.sockets
-        if sockets.kinds:
-            self._offered = sockets.listener.offer(self._peer, same_host=sockets.is_same_host(self._peer.wire_id))
+        offered = self._socket.offer()
         try:
             with contextlib.suppress(asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
                 # Before anything is read: gRPC cannot end a stream during a write.
-                await write(welcome_frame(self._offered, number=self.number))
+                await write(welcome_frame(offered, number=self.number))
                 await self.run(read, write, is_confirmed=not self.number)
         finally:
             if self._state is StreamState.OPEN:  # closed before it was accepted, which tells nothing of the peer
                 self._redial()
-            if self._offered is not None:
-                self._offered.withdraw()
-                self._offered = None
+            self._socket.withdraw()
 
     async def run(self, read: Read, write: Write, *, is_confirmed: bool = True) -> None:
         """Exchanges frames until either side says goodbye or the connection breaks.
@@ -242,7 +231,7 @@ class GrpcStream:
                 await writer
         except aio.AioRpcError as error:
             reason = f"its connection broke: {error.details()}"
-        except DecodeError as error:
+        except (DecodeError, ValueError) as error:
             reason, may_heal = f"it sent bytes that are no frame: {error}", False
             self._parts.handshake.audit.deny("agent", error, worker=self._peer.name)
         except (asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
@@ -254,7 +243,7 @@ class GrpcStream:
             if writer is not None:
                 writer.cancel()
             try:
-                await self._read_out_socket()
+                await self._socket.read_out()
             finally:  # gRPC may cancel this
                 end = SHUT_DOWN if self.goodbye else peer_end
                 broken = WorkerEnd(LossCause.DISCONNECTED, reason)
@@ -277,46 +266,18 @@ class GrpcStream:
             with self._pulse.reading():
                 frame = await deliver(self._parts.listener, self._peer, data)
             if frame.HasField("choice"):
-                await self._on_choice(frame.choice.kind)
+                await self._socket.on_choice(frame.choice.kind)
+                self._wake.set()
             self._parts.sockets.on_frame(self._peer.wire_id, frame)
             if frame.goodbye:
                 return WorkerEnd.from_proto(frame.departure)
         return None
 
-    async def _on_choice(self, kind: str) -> None:
-        """Handles the answer to the offer of a socket."""
-        offered = self._offered
-        if offered is not None and kind:
-            connection = await offered.connection()
-            if self._state is StreamState.CLOSED:
-                connection.close()
-            else:
-                self._use_socket(offered.offer.kind, connection)
-        elif offered is not None:
-            offered.withdraw()
-        self._offered = None  # not before: the stream carries envelopes from now on, unless the socket does
-        self._wake.set()
-
-    def _use_socket(self, kind: str, connection: AnySocket) -> None:
-        used = self._parts.sockets.make(kind, connection, self._peer, self._parts.listener, self._on_socket_end)
-        self.outbox.use_socket(used)
-        used.start()
-
-    def _on_socket_end(self, reason: str) -> None:
-        """Handles the end of the socket. Called on a thread of the executor."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._handle_socket_end, reason)
-
-    def _handle_socket_end(self, reason: str) -> None:
-        self._socket_ended.set()
-        if reason and self._state is StreamState.OPEN and not self.goodbye:
-            self._loop.call_later(BROKEN_SOCKET_GRACE_S, self.break_off, reason)
-
-    async def _read_out_socket(self) -> None:
-        """Waits until all that the peer has sent by the socket is read."""
-        if self.outbox.socket is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._socket_ended.wait(), READ_OUT_TIMEOUT_S)
+    def _on_socket_end(self, reason: str, is_malformed: bool) -> None:
+        """Handles the end of the socket: the stream ends too, unless it tells soon how the peer has ended."""
+        if self._state is StreamState.OPEN and not self.goodbye:
+            end = self.abort if is_malformed else self.break_off
+            self._loop.call_later(BROKEN_SOCKET_GRACE_S, end, reason)
 
     def _start_or_wake(self) -> None:
         if self._state is StreamState.IDLE and not self.goodbye:
@@ -362,7 +323,8 @@ class GrpcStream:
                 self._state = StreamState.OPEN  # whoever else says that he is the peer does not replace it
                 self._on_opened()
                 if welcome.welcome.sockets:
-                    await self._choose_socket(call, welcome.welcome.sockets)
+                    choice = await self._socket.choose(welcome.welcome.sockets)
+                    await write_frame(call, agent_pb2.Frame(choice=choice).SerializeToString())
                 elif self.number:
                     await write_frame(call, HEARTBEAT)  # confirms that this worker lives
                 await self.run(call.read, lambda data: write_frame(call, data))
@@ -371,14 +333,6 @@ class GrpcStream:
                 return True
             finally:
                 call.cancel()
-
-    async def _choose_socket(self, call: Any, offers: Sequence[agent_pb2.SocketOffer]) -> None:
-        """Connects the socket that the peer offers, and tells it."""
-        dialed = await self._parts.sockets.listener.dial(self._peer, offers)
-        choice = agent_pb2.SocketChoice(kind=dialed[0] if dialed is not None else "")
-        if dialed is not None:
-            self._use_socket(*dialed)
-        await write_frame(call, agent_pb2.Frame(choice=choice).SerializeToString())
 
     def _wait_for_peer(self) -> None:
         """Waits for the stream that the peer is opening; if none comes, opens one again."""
@@ -400,10 +354,10 @@ class GrpcStream:
     async def _write_frames(self, write: Write) -> None:
         try:
             while True:
-                if self._offered is None and (frame := self.outbox.next_frame()):
+                if not self._socket.is_offered and (frame := self.outbox.next_frame()):
                     await write(frame)
                     self._pulse.has_sent = True
-                elif self.goodbye and self._offered is None:
+                elif self.goodbye and not self._socket.is_offered:
                     if self.outbox.socket is not None:
                         self.outbox.socket.finish()
                     await write(self.goodbye)

@@ -368,6 +368,7 @@ class SocketParts:
         peer: WorkerInfo,
         listener: TransportListener,
         on_end: OnSocketEnd,
+        on_malformed: Callable[[Exception], None],
     ) -> EnvelopeSocket:
         """Returns what carries envelopes by a socket; it does not read before its `start`.
 
@@ -377,10 +378,10 @@ class SocketParts:
             peer: the worker at the other end.
             listener: gets the envelopes.
             on_end: called with the reason when the socket ends.
+            on_malformed: called before that with the error if the peer has sent bytes that are no message.
         """
         segments = self.segments(peer.wire_id) if kind == UNIX else None
         on_envelope, completion = partial(listener.on_envelope, peer), partial(listener.completion, peer)
-        on_malformed = partial(self.listener.audit.deny, kind, worker=peer.name)
         made = EnvelopeSocket(
             kind, connection, self.executor, on_envelope, on_end, segments, completion, on_malformed
         )

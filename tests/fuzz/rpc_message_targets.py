@@ -98,6 +98,9 @@ class _Threads:
         self.listener = listener
         return ""
 
+    def absence(self, _worker: WorkerInfo) -> None:
+        """Returns None: nobody is lost."""
+
     def open(self, members: Sequence[Member]) -> None:
         self._members = {member.info.id: member.info for member in members}
 

@@ -51,6 +51,6 @@ def assert_suspect(future: Any, outcome: Outcome = Outcome.UNKNOWN) -> None:
     assert caught.value.worker == "worker1"
 
 
-def hold_interpreter(seconds: float) -> None:
+def stall_threads(seconds: float) -> None:
     """Keeps all other threads from running."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))

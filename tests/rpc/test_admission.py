@@ -243,7 +243,10 @@ def test_a_stream_of_a_worker_that_was_connected_is_refused(agents, loop):
             await call.write(OPENING[EXCHANGE_METHOD])
             return await status_of(call), str(await call.details())
 
-    assert loop.run(open_again(), 30) == (grpc.StatusCode.FAILED_PRECONDITION, "it has shut down")
+    assert loop.run(open_again(), 30) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "it has given this worker up: it has shut down",
+    )
     with pytest.raises(WorkerLostError, match="it has shut down"):
         a.request(b.info, Request(MessageType.CALL, (identity, (1,), {}))).wait()
 

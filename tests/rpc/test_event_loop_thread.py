@@ -15,10 +15,10 @@ def test_workers_are_lost_while_debug_info_is_made(agents, monkeypatch):
     look_up = a._network.worker
 
     def look_up_and_lose(destination: object) -> object:
-        a._network.on_closed(c.info, WorkerEnd(LossCause.DISCONNECTED, "as the event loop learns just now"))
+        a._network.links.on_closed(c.info, WorkerEnd(LossCause.DISCONNECTED, "as the event loop learns just now"))
         return look_up(destination)
 
-    a._network.on_closed(b.info, WorkerEnd(LossCause.DISCONNECTED, "it was lost before"))
+    a._network.links.on_closed(b.info, WorkerEnd(LossCause.DISCONNECTED, "it was lost before"))
     monkeypatch.setattr(a._network, "worker", look_up_and_lose)
     assert a.debug_info()["lost_workers"] == {"agent1": "it was lost before"}
     assert a.debug_info()["lost_workers"].keys() == {"agent1", "agent2"}

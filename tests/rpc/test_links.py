@@ -186,7 +186,7 @@ def test_a_worker_whose_interpreter_is_held_is_suspect(workers):
     def check() -> None:
         links.record_events()
         links.call_for_ever("worker1")
-        rpc.rpc_async("worker1", links.hold_interpreter, (3.0,), timeout=0)
+        rpc.rpc_async("worker1", links.stall_threads, (3.0,), timeout=0)
         links.assert_suspect(links.futures[-1])
         wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
         assert rpc.rpc_sync("worker1", add, (1, 1)) == 2

@@ -54,7 +54,7 @@ def test_a_worker_that_announces_too_much_is_refused(agents):
     a, b, c = agents(3, channels=rpc.ChannelOptions(max_payload_bytes=MIB))
     network = a._network
     for number in range(1, 10):
-        network.on_envelope(b.info, announcement(number, MIB), 100)
+        network.incoming.on_envelope(b.info, announcement(number, MIB), 100)
     wait_until(lambda: network._router.announced.pending(b.info.id) == (4, 4 * MIB))
     wait_until(lambda: not a._server._received.figures(b.info)["received_requests"])
     wait_until(lambda: len(a._server.waiting) == 4)  # those that are refused are forgotten a moment later
@@ -108,7 +108,7 @@ def test_what_a_lost_worker_still_sends_is_dropped(agents):
     with holder.using(b):
         assert rpc.rpc_sync(a.info, torch.numel, (payload,)) == 8 * MIB  # by a stream that stays open
         end = WorkerEnd(LossCause.DISCONNECTED, "it was silent")
-        a._network.call_soon(a._network.on_closed, b.info, end)
+        a._network.call_soon(a._network.links.on_closed, b.info, end)
         wait_until(lambda: a.end_of(1) is not None)
         for _ in range(3):
             rpc.rpc_async(a.info, torch.numel, (payload,), timeout=0)
@@ -130,13 +130,13 @@ def test_answers_to_no_request_are_dropped(agents):
         for identifier in range(1000, 1050):
             envelope = answer(identifier)
             envelope.type = kind
-            a._network.on_envelope(b.info, envelope, 20)
+            a._network.incoming.on_envelope(b.info, envelope, 20)
     assert not served
     with holder.using(a):
         future = rpc.rpc_async(b.info, wait_for_release)
         identifier = max(a._requests.pending)
         for _ in range(50):
-            a._network.on_envelope(c.info, answer(identifier), 20)  # it was not asked
+            a._network.incoming.on_envelope(c.info, answer(identifier), 20)  # it was not asked
         assert not served
         assert not future.done()
         _release.set()
@@ -156,7 +156,7 @@ def test_an_answer_is_taken_once(agents):
         original = a._executor.submit_urgent
         a._executor.submit_urgent = lambda _task, *args: taken.append(args[1].id)
         for _ in range(50):
-            a._network.on_envelope(b.info, answer(identifier), 20)
+            a._network.incoming.on_envelope(b.info, answer(identifier), 20)
         assert taken == [identifier]
         a._executor.submit_urgent = original
         a._requests.on_answer(b.info, answer(identifier), lambda payload: payload.inline)
@@ -206,7 +206,7 @@ def test_a_flood_of_malformed_messages_pauses_reading(agents):
     a._executor.submit(hold.wait, 20)
     malformed = agent_pb2.Envelope(id=5, type=CALL)
     malformed.body.segment.number, malformed.body.segment.nbytes = 77, 5
-    pauses = [a._network.on_envelope(b.info, malformed, 20) for _ in range(10)]
+    pauses = [a._network.incoming.on_envelope(b.info, malformed, 20) for _ in range(10)]
     assert pauses[-1] is not None
     hold.set()
     pauses[-1].result(20)

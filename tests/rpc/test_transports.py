@@ -139,7 +139,7 @@ def test_a_stranger_is_shut_out(two_workers):
     connections = [socket.socket(socket.AF_UNIX) for _ in range(3)]
     silent, wrong, _ = connections
     for connection in connections:
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect(address)
     wrong.sendall(bytes(32))
     assert wrong.recv(1) == b""
@@ -166,22 +166,9 @@ def test_another_user_is_shut_out(two_workers, workers):
 def connect_as_nobody(address):
     os.seteuid(65534)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect(address)
         return connection.recv(1)
-
-
-def test_a_socket_that_breaks_costs_the_connection(two_workers):
-    a, b = two_workers
-    a.run(transport_to, "worker1")
-
-    def cut():
-        network()._transports[1].outbox.socket._connection.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(WorkerLostError):
-            rpc.rpc_sync("worker1", time.sleep, (60,))
-
-    a.run(cut)
-    b.run(wait_until, lambda: "worker0" in rpc.debug_info()["lost_workers"])
 
 
 @pytest.mark.parametrize("transports", [(), "grpc", ("unix",), ("grpc", "carrier pigeon"), None, 3])

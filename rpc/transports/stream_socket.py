@@ -1,0 +1,115 @@
+"""The socket that carries the envelopes of two workers in place of their gRPC stream, if they can connect one."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+from ...proto.v1 import agent_pb2
+from ..contracts.worker import WorkerInfo
+from .grpc_calls import StreamParts
+from .outbox import Outbox
+from .sockets import OfferedSocket
+from .tls_socket import AnySocket
+
+__all__ = ["StreamSocket"]
+
+READ_OUT_TIMEOUT_S = 5.0
+"""Seconds in which what a peer sent by the socket, before its goodbye or its death, is read."""
+
+
+@final
+class StreamSocket:
+    """Offers, dials and watches the socket of one stream. Used on the event loop only."""
+
+    def __init__(
+        self, parts: StreamParts, peer: WorkerInfo, outbox: Outbox, on_broken: Callable[[str, bool], None]
+    ) -> None:
+        """Has no socket yet.
+
+        Args:
+            parts: of the agent.
+            peer: the worker at the other end.
+            outbox: of the stream; gets the socket.
+            on_broken: called with the reason when the socket ends before the peer says that it does, and with
+                whether it is malformed what the peer has sent.
+        """
+        self._parts = parts
+        self._peer = peer
+        self._outbox = outbox
+        self._on_broken = on_broken
+        self._offered: OfferedSocket | None = None
+        self._ended = asyncio.Event()
+        self._is_malformed = False
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether the peer has been offered a socket, and not said whether it uses it. No envelope goes before."""
+        return self._offered is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is read from the socket any more."""
+        return self._ended.is_set()
+
+    def offer(self) -> OfferedSocket | None:
+        """Makes an offer to the peer; returns None if there is nothing to offer."""
+        sockets = self._parts.sockets
+        if sockets.kinds:
+            same_host = sockets.is_same_host(self._peer.wire_id)
+            self._offered = sockets.listener.offer(self._peer, same_host=same_host)
+        return self._offered
+
+    def withdraw(self) -> None:
+        """Withdraws the offer, if the peer has not said whether it uses it."""
+        if self._offered is not None:
+            self._offered.withdraw()
+            self._offered = None
+
+    async def on_choice(self, kind: str) -> None:
+        """Handles the answer to the offer. Raises TimeoutError if the peer says that it uses what there is not."""
+        offered = self._offered
+        if offered is not None and kind:
+            connection = await offered.connection()
+            if self._outbox.closed_reason is not None:
+                connection.close()
+            else:
+                self._use(offered.offer.kind, connection)
+            self._offered = None  # not before: the stream carries envelopes from now on, unless the socket does
+        else:
+            self.withdraw()
+
+    async def choose(self, offers: Sequence[agent_pb2.SocketOffer]) -> agent_pb2.SocketChoice:
+        """Connects the socket that the peer offers; returns what to tell the peer."""
+        dialed = await self._parts.sockets.listener.dial(self._peer, offers)
+        if dialed is None:
+            return agent_pb2.SocketChoice()
+        self._use(*dialed)
+        return agent_pb2.SocketChoice(kind=dialed[0])
+
+    async def read_out(self) -> None:
+        """Waits until all that the peer has sent by the socket is read."""
+        if self._outbox.socket is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), READ_OUT_TIMEOUT_S)
+
+    def _use(self, kind: str, connection: AnySocket) -> None:
+        sockets, on_malformed = self._parts.sockets, partial(self._on_malformed, kind)
+        used = sockets.make(kind, connection, self._peer, self._parts.listener, self._on_end, on_malformed)
+        self._outbox.use_socket(used)
+        used.start()
+
+    def _on_malformed(self, kind: str, error: Exception) -> None:
+        self._is_malformed = True
+        self._parts.handshake.audit.deny(kind, error, worker=self._peer.name)
+
+    def _on_end(self, reason: str) -> None:
+        """Handles the end of the socket. Called on a thread of the executor."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._parts.loop.call_soon_threadsafe(self._handle_end, reason)
+
+    def _handle_end(self, reason: str) -> None:
+        self._ended.set()
+        if reason:
+            self._on_broken(reason, self._is_malformed)
