@@ -9,7 +9,7 @@ from typing import final
 from ..channels.router import ChannelRouter
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
-from ..membership.roster import Roster
+from ..membership.roster_log import RosterLog
 from ..transports.base import Transport
 from ..transports.grpc_streams import GrpcStreams
 
@@ -31,7 +31,7 @@ class Connections:
         transports: dict[int, Transport],
         wrap: Callable[[Transport, WorkerInfo], Transport],
         router: ChannelRouter,
-        roster: Roster | None,
+        roster: RosterLog | None,
         on_roster: Callable[[], None],
     ) -> None:
         """Changes nothing by itself.
