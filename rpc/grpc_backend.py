@@ -14,13 +14,13 @@ from .agent.grpc_agent import GrpcAgent
 from .backend_registry import register_backend
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
-from .joining import greet, group_store, identity, listen_as_member, shut_down_on_error
+from .joining.newcomer import greet, group_store, identity, listen_as_member, shut_down_on_error
+from .joining.rejoin import rejoin
 from .membership.addresses import ListenAddress, choose_address, find_directory, unreachable_members
 from .membership.device_maps import check_device_maps, device_maps_as_text
 from .membership.members import Member, exchange_members, formed_group, introduce
 from .membership.presence import Presence, await_departure, presence_of
 from .membership.roster_log import RosterLog
-from .rejoining import rejoin
 
 __all__ = ["AgentFactory", "start_agent"]
 

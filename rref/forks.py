@@ -240,8 +240,7 @@ class References(ReferenceExtension):
         A value that the message was to create fails.
         """
         self.on_receive(message)
-        entry = message.state.get(References)
-        if entry is not None:
+        if (entry := message.state.get(References)) is not None:
             entry.fail(error)
 
     def _accept(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":

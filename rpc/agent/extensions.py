@@ -41,6 +41,11 @@ class Extensions:
         self._scope: Sequence[Callable[[Incoming], AbstractContextManager[None] | None]] = ()
         self._on_complete: Sequence[Callable[[int], None]] = ()
 
+    def add_handlers(self, control: Handler, of_collectives: Mapping[MessageType.ValueType, Handler]) -> None:
+        """Adds the handlers of messages that need no extension: control messages, greetings, and collectives."""
+        greeting = Handler(lambda _message: None, description="the announcement of a new worker to worker")
+        self.handlers.update({MessageType.CONTROL: control, MessageType.GREETING: greeting, **of_collectives})
+
     def add(self, extension: Extension) -> None:
         """Adds an extension: its handlers, and its hooks on messages that carry users' values."""
         self.handlers.update(extension.handlers())

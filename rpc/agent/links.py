@@ -186,7 +186,7 @@ class Links:
         end = link.end
         return {"state": link.state.value, "since": link.since, "reason": end.reason if end is not None else ""}
 
-    def forget(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+    def mark_lost(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """Makes a worker lost that has never been present here, without a report."""
         link = self._links[peer.wire_id]
         link.set_state(LinkState.LOST)

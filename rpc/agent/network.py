@@ -182,7 +182,7 @@ class Network:
         for each in () if self._is_dynamic else departed:
             if each.member.info.wire_id not in self._members:
                 self._add(each.member)
-                self.links.forget(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+                self.links.mark_lost(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
 
     def _open_channel(self, peer: int) -> Any:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
@@ -301,7 +301,7 @@ class Network:
 
     def answer_reader(self, worker: WorkerInfo) -> ReadAnswer | None:
         """Returns what has a thread wait for an answer of a worker and read it; None for this worker."""
-        return self._transports[worker.wire_id].read_answer if worker.wire_id != self.me.id else None
+        return self._transports[worker.wire_id].read_answer if worker.wire_id != self.me.wire_id else None
 
     def connect(self, worker: WorkerInfo) -> Connecting:
         """Connects to a worker now, so that its loss is noticed; see `Transport.connect`."""

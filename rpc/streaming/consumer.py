@@ -238,7 +238,10 @@ class StreamConsumer:
         self._on_closed(self)
         # A control message, which does not get lost. If the producer does not know the stream yet, it is sent when
         # STREAM_OPENED arrives.
-        if self._answer is not None and self._answer.cancel() and self.is_open_at_producer:
+        if (answer := self._answer) is None:
+            return
+        was_cut_off = answer.done() and isinstance(error_of(answer), WorkerSuspectError)
+        if was_cut_off or (answer.cancel() and self.is_open_at_producer):
             self._agent.control.send(self.producer, CLOSE, self.id)
 
     def _send_credit(self) -> SendFailedError | None:

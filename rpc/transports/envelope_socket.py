@@ -24,9 +24,9 @@ from ..execution.futures import Future
 from ..execution.poller import READABLE
 from ..execution.waiter import SocketWaiter
 from ..wire.parsing import SMALL_BYTES, check_envelope, parse_envelope
+from . import socket_frames
 from .answer_reader import Answer, AnswerReader, FindCompletion
 from .answer_search import find_answer
-from .base import BEGINNING_BYTES
 from .frame_writer import FrameWriter
 from .heartbeat import has_unread
 from .large_envelope import LargeEnvelope
@@ -146,7 +146,7 @@ class EnvelopeSocket:
 
     def withdraw(self, beginning: bytes) -> bool:
         """Removes an envelope with this beginning from the queue; returns False if some of it has been written."""
-        return self._writer.withdraw(partial(_is_envelope, beginning))
+        return self._writer.withdraw(partial(socket_frames.has_envelope, beginning))
 
     def send_behind(self, envelope: bytes, seconds: float) -> None:
         """Has an envelope written together with a later one. Raises BrokenPipeError as `send` does."""
@@ -176,11 +176,7 @@ class EnvelopeSocket:
 
     def _take_released(self) -> bytes:
         """Returns the frame that tells of segments which are not used any more."""
-        numbers: list[int] = []
-        with contextlib.suppress(IndexError):  # there are no more
-            while len(numbers) < MAX_NUMBERS:
-                numbers.append(self.released.popleft())
-        return numbers_frame(FrameKind.RELEASED, numbers)
+        return numbers_frame(FrameKind.RELEASED, socket_frames.take_numbers(self.released))
 
     def finish(self) -> None:
         """Tells the peer, after all that has been sent, that nothing more will come."""
@@ -188,17 +184,13 @@ class EnvelopeSocket:
         self._writer.put(HEADER.pack(0, FrameKind.END))
 
     def close(self) -> Collection[bytes]:
-        """Cuts the connection. The thread that reads it releases it, unless it has read the peer's end.
-
-        Returns:
-            The beginnings of the envelopes of which nothing has been written.
-        """
+        """Cuts the connection; returns the beginnings of the envelopes of which nothing has been written."""
         self._writer.cut()
         unsent = self._writer.take_unwritten()
         if self._has_ended:
             self.release()
         self._read_on()
-        return {frame[HEADER.size : HEADER.size + BEGINNING_BYTES] for frame in unsent}
+        return socket_frames.beginnings_in(unsent)
 
     def release(self) -> None:
         """Releases a connection that no thread reads any more, unless a thread is writing."""
@@ -370,8 +362,3 @@ class EnvelopeSocket:
         if reason or self._writer.is_broken:
             self.release()
         self._on_end(reason)
-
-
-def _is_envelope(beginning: bytes, frame: bytes) -> bool:
-    """Returns whether a frame has an envelope that begins like this."""
-    return frame.startswith(beginning, HEADER.size) and HEADER.unpack_from(frame)[1] == FrameKind.ENVELOPE

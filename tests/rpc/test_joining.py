@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from gradwire import rpc
 from gradwire.errors import RpcError
-from gradwire.rpc import joining
+from gradwire.rpc.joining import newcomer
 
 from tests.remote_functions import identity
 from tests.workers import Worker
@@ -21,7 +21,7 @@ def url(tmp_path):
 
 
 def join_soon(name: str, url: str) -> rpc.WorkerInfo:
-    joining.GREETING_TIMEOUT_S = 1.0
+    newcomer.GREETING_TIMEOUT_S = 1.0
     return join(name, url, init_timeout=55)
 
 

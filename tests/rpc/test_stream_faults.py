@@ -248,6 +248,19 @@ def test_the_producer_is_suspect(workers):
     a.run(start)
     with stopped(b):
         a.run(check)
+    b.run(lambda: wait_until(lambda: not rpc.debug_info()["num_produced_streams"]))
+
+
+def test_the_generator_is_closed_if_its_consumer_alone_has_suspected_it(agents):
+    """The producer may begin the stream after it has noticed, itself, that the connection broke."""
+    a, b = agents(2)
+    with holder.using(a):
+        stream = rpc.rpc_stream(b.info, count_to, (100,), timeout=0, window_items=8)
+        assert next(stream) == 0
+        a._requests.on_worker_suspect(b.info, "it does not answer", list(a._requests.pending), ())
+        with pytest.raises(WorkerSuspectError):
+            list(stream)
+    wait_until(lambda: not b.debug_info()["num_produced_streams"])
 
 
 async def collect(stream: rpc.RpcStream) -> list[Any]:

@@ -4,17 +4,17 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..c10d.registration import Registration
-from ..c10d.start_barrier import StartBarrier
-from ..c10d.torch_types import TorchStore
-from ..errors import RendezvousError
-from .agent.grpc_agent import GrpcAgent
-from .contracts.options import RpcBackendOptions
-from .joining import greet, group_store, listen_as_member, shut_down_on_error
-from .membership.addresses import choose_address, find_directory
-from .membership.members import Member
-from .membership.presence import Presence, await_departure, presence_of
-from .membership.roster_log import RosterLog
+from ...c10d.registration import Registration
+from ...c10d.start_barrier import StartBarrier
+from ...c10d.torch_types import TorchStore
+from ...errors import RendezvousError
+from ..agent.grpc_agent import GrpcAgent
+from ..contracts.options import RpcBackendOptions
+from ..membership.addresses import choose_address, find_directory
+from ..membership.members import Member
+from ..membership.presence import Presence, await_departure, presence_of
+from ..membership.roster_log import RosterLog
+from .newcomer import greet, group_store, listen_as_member, shut_down_on_error
 
 __all__ = ["rejoin"]
 

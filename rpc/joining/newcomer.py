@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..c10d.registration import Registration
-from ..c10d.stores.prefix import PrefixStore
-from ..c10d.torch_types import TorchStore
-from ..c10d.user_sockets import SocketDirectory
-from ..c10d.waiting import wait_with_warnings
-from ..errors import LossCause, RendezvousError, WorkerLostError
-from .agent.grpc_agent import GrpcAgent
-from .contracts.messages import MessageType, Request
-from .contracts.options import RpcBackendOptions
-from .contracts.worker import WorkerInfo
-from .execution.futures import Future
-from .membership.addresses import ListenAddress, unreachable_members
-from .membership.device_maps import check_device_maps, device_maps_as_text
-from .membership.members import Member
-from .membership.presence import Presence, presence_of
-from .membership.roster_log import RosterLog
+from ...c10d.registration import Registration
+from ...c10d.stores.prefix import PrefixStore
+from ...c10d.torch_types import TorchStore
+from ...c10d.user_sockets import SocketDirectory
+from ...c10d.waiting import wait_with_warnings
+from ...errors import LossCause, RendezvousError, WorkerLostError
+from ..agent.grpc_agent import GrpcAgent
+from ..contracts.messages import MessageType, Request
+from ..contracts.options import RpcBackendOptions
+from ..contracts.worker import WorkerInfo
+from ..execution.futures import Future
+from ..membership.addresses import ListenAddress, unreachable_members
+from ..membership.device_maps import check_device_maps, device_maps_as_text
+from ..membership.members import Member
+from ..membership.presence import Presence, presence_of
+from ..membership.roster_log import RosterLog
 
 __all__ = ["greet", "group_store", "identity", "listen_as_member", "shut_down_on_error"]
 
