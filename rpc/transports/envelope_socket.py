@@ -48,6 +48,7 @@ MAX_DESCRIPTORS = 64
 _DESCRIPTOR = struct.Struct("i")
 _RECV_ARGS = ((READ_BYTES,),)
 _RECVMSG_ARGS = ((READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),)
+_ALL = slice(None)
 
 log = logging.getLogger(__name__)
 
@@ -215,8 +216,7 @@ class EnvelopeSocket:
         data, rights = (self.received[0], ()) if self._segments is None else self.received[0][:2]
         if rights:
             return None
-        start, end = 0, len(data)
-        others = b""
+        start, end, others = 0, len(data), b""
         returned: deque[int] | None = None
         numbers: list[int] = []
         for _ in range(MAX_LOOKED_AT):
@@ -235,9 +235,7 @@ class EnvelopeSocket:
                 if completion is not None:
                     others += data[after:]
                     left = others if self._segments is None else (others, ())
-                    taking: list[tuple[Any, ...]] = [
-                        (self.received.__setitem__, slice(None), [left] if others else [])
-                    ]
+                    taking: list[tuple[Any, ...]] = [(self.received.__setitem__, _ALL, [left] if others else [])]
                     if returned is not None:
                         taking.append((returned.extend, numbers))
                     return Answer(completion, taking)
