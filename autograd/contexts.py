@@ -85,7 +85,7 @@ class Contexts:
             The part; None if the context has ended already.
 
         Raises:
-            AutogradError: no worker can have created it.
+            AutogradError: no worker can have created it, or the one that has is lost.
             LimitReachedError: the sender has brought too many.
         """
         context = self._contexts.get(identifier)
@@ -94,6 +94,7 @@ class Contexts:
                 return None
             if not self._agent.is_member(creator):
                 raise AutogradError(f"there is no worker {creator} to create autograd context {identifier}")
+            self.check_creator(identifier)
             context = self._join(identifier, creator, sender)
             if context is None:
                 return None
@@ -103,9 +104,24 @@ class Contexts:
                 self._connected.add(creator)
             if self._agent.end_of(creator) is not None:  # `on_worker_lost` may have come before
                 self.release(identifier)
+                self.check_creator(identifier)
                 return None
         context.senders.add(sender)
         return context
+
+    def check_creator(self, identifier: int) -> None:
+        """Raises AutogradError if a context has ended here because its creator is lost.
+
+        Unless it has left, other workers may not have lost it. What ran here without the context would be missing
+        in the gradients that they compute, and nobody would notice.
+        """
+        creator = creator_of(identifier)
+        if (end := self._agent.end_of(creator)) is not None and not end.orderly:
+            name = self._agent.worker(creator).name
+            raise AutogradError(
+                f"autograd context {identifier} has ended on worker {self._agent.info.name!r}, for which its "
+                f"creator {name!r} is lost: {end.reason}"
+            )
 
     def _join(self, identifier: int, creator: int, sender: int) -> Context | None:
         with self._lock:

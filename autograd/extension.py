@@ -66,7 +66,11 @@ class Autograd(Extension):
         }
 
     def on_send(self, message: Outgoing) -> None:
-        """Adds the autograd header to a message of a context, and records its differentiable tensors as a send."""
+        """Adds the autograd header to a message of a context, and records its differentiable tensors as a send.
+
+        Raises:
+            AutogradError: the context has ended, because its creator is lost.
+        """
         if message.reply_to is None:
             context = current_context()
             if context is None or context.agent is not self.agent:
@@ -81,9 +85,11 @@ class Autograd(Extension):
             tensors = [message.tensors[index] for index in indices]
             new_send = context.add_send(tensors, message.destination.wire_id)
             if new_send is None:
+                self.contexts.check_creator(context.id)
                 return  # the context has ended
             _fill_header(header, new_send, indices)
         elif not context.reach(message.destination.wire_id):
+            self.contexts.check_creator(context.id)
             return  # the context has ended
         header.context_id = context.id
         if message.reply_to is None and (anomaly := AnomalyMode.if_enabled()) is not None:

@@ -7,10 +7,11 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.autograd import backward_pass, contexts
 from gradwire.autograd.extension import Autograd
-from gradwire.errors import AutogradError, LimitReachedError
+from gradwire.errors import AutogradError, LimitReachedError, LossCause
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Request
+from gradwire.rpc.contracts.worker_end import WorkerEnd
 
 from tests.remote_functions import identity
 
@@ -89,6 +90,55 @@ def test_who_ends_contexts_of_others_beforehand_ends_them_for_himself(agents):
     assert len(contexts_of(b)) == 0
     call_in(identifier, a, b)
     assert len(contexts_of(b)) == 1
+
+
+def lose(monkeypatch, agent, lost) -> None:
+    """Has one agent take another for lost, which the others do not."""
+    end = WorkerEnd(LossCause.DISCONNECTED, "its connection broke")
+    ends = {lost.info.wire_id: end}
+    monkeypatch.setattr(agent, "end_of", ends.get)
+    agent.extension(Autograd).on_worker_lost(lost.info, end)
+
+
+def test_a_call_in_a_context_of_a_lost_worker_fails(agents, monkeypatch):
+    """It would run outside of the context, and its gradients would be missing without an error."""
+    a, b, c = agents(3)
+    identifier = a.info.wire_id << 48 | 5
+    call_in(identifier, c, b)
+    lose(monkeypatch, b, a)
+    for number in (5, 6):
+        with pytest.raises(AutogradError, match="has ended on worker 'agent1', .* creator 'agent0' is lost: its"):
+            call_in(a.info.wire_id << 48 | number, c, b)
+    assert len(contexts_of(b)) == 0
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_an_answer_in_a_context_whose_creator_is_lost_meanwhile_has_gradients_or_fails(
+    agents, monkeypatch, requires_grad
+):
+    a, b, c = agents(3)
+    identifier = a.info.wire_id << 48 | 5
+
+    def fill(envelope: agent_pb2.Envelope) -> None:
+        envelope.autograd.context_id = identifier
+
+    monkeypatch.setitem(globals(), "during_call", lambda: lose(monkeypatch, b, a))
+    answer = c.request(b.info, Request(MessageType.CALL, (leaf_after_loss, (requires_grad,), {}), header=fill))
+    if requires_grad:
+        with pytest.raises(AutogradError, match="creator 'agent0' is lost"):
+            answer.wait()
+    else:
+        assert torch.equal(answer.wait(), torch.ones(3))
+    assert len(contexts_of(b)) == 0
+
+
+def during_call() -> None:
+    """What a call does, for a test."""
+
+
+def leaf_after_loss(requires_grad: bool) -> torch.Tensor:
+    during_call()
+    return torch.ones(3, requires_grad=requires_grad)
 
 
 def test_a_pass_is_aborted_by_its_caller(agents, monkeypatch):
