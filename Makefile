@@ -14,7 +14,7 @@ LOOSE  := $(filter-out __init__.py,$(wildcard *.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types-tests coverage matrix bench throughput conformance programs graphs schedules all_gathers stores \
-    fuzz operations huge proto changelog hooks clean
+    fuzz chaos operations huge proto changelog hooks clean
 
 help:            ## this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -75,6 +75,9 @@ stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations
 
 fuzz: $(READY)        ## parsers of bytes from others: 1,000,000 random inputs
 	$(BIN)/python -m tests.fuzz
+
+chaos: $(READY)       ## workers under load while they, their networks and stores fail: 10 minutes, with a random seed
+	$(BIN)/python -m tests.chaos
 
 operations: $(READY)  ## every collective on every engine, with every dtype
 	$(BIN)/python -m tests.c10d.operations

@@ -105,6 +105,7 @@ __all__ = [
     "WorkerNameError",
     "WorkerSuspectError",
     "rebuild_exception",
+    "set_outcome",
 ]
 
 
@@ -143,6 +144,15 @@ class RpcError(GradwireError):
         text = super().__str__()
         outcome = self.__dict__.get("outcome")  # not that of the class, whose text says it
         return text if outcome in (None, Outcome.RAN) else f"{text} ({outcome.text})"
+
+
+def set_outcome(error: BaseException, outcome: Outcome) -> None:
+    """Notes in the error of a call, and in the RemoteError that is its cause, what became of the call."""
+    cause = error.__cause__
+    if isinstance(error, RpcError) and error.outcome is not outcome:
+        error.outcome = outcome
+    if isinstance(cause, RemoteError) and cause.outcome is not outcome:
+        cause.outcome = outcome
 
 
 class NotInitializedError(RpcError):

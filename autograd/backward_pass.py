@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from ..errors import AutogradError, LimitReachedError, RpcTimeoutError, UnknownContextError
+from ..errors import AutogradError, LimitReachedError, RpcTimeoutError, UnknownContextError, WorkerSuspectError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.execution.kept_errors import copy_error
 from .closure import SendId
@@ -209,6 +209,8 @@ class Passes:
         self._passes: dict[PassId, BackwardPass] = {}
         """Those that have not ended here, and those that have failed: more messages of them may arrive."""
         self._running: BackwardPass | None = None
+        self._receivers: dict[int, tuple[int, set[int]]] = {}
+        """By caller, the number of its last pass here, and the workers that were sent gradients of it."""
 
     @property
     def is_running(self) -> bool:
@@ -236,6 +238,7 @@ class Passes:
             UnknownContextError: the context has ended.
             AutogradError: another pass of the context is running, or this one has failed on another worker.
             WorkerLostError: a worker that the pass needs is lost.
+            WorkerSuspectError: a worker that the pass needs does not answer.
         """
         with self._lock:
             if self._is_closed:
@@ -248,11 +251,14 @@ class Passes:
             begun = self._get(identifier)
             begun.start(part)
             self._running = begun
-        # A worker that is lost from now on makes `on_worker_lost` abort the pass.
+        # A worker that is lost or suspect from now on makes `fail_without` abort the pass.
         for worker in begun.needed_workers():
             if (end := self._agent.end_of(worker)) is not None:
                 self.end(begun)
                 raise end.as_error(self._agent.incarnation(worker).name)
+            if (reason := self._agent.suspicion_of(worker)) is not None:
+                self.end(begun)
+                raise WorkerSuspectError(self._agent.incarnation(worker).name, reason)
         return begun
 
     def end(self, running: BackwardPass) -> None:
@@ -280,11 +286,28 @@ class Passes:
             receiving = self._get(identifier)
         receiving.set_gradients(message_id, gradients)
 
-    def on_worker_lost(self, worker: int, error: Exception) -> None:
+    def fail_without(self, worker: int, error: Exception) -> None:
         """Aborts the running pass if it cannot go on without a worker."""
         with self._lock:
             if self._running is not None and worker in self._running.needed_workers():
                 self._running.abort(error)
+
+    def note_receiver(self, identifier: PassId, worker: int) -> None:
+        """Notes that gradients of a pass of another worker are about to be sent to a worker."""
+        caller, number = identifier
+        with self._lock:
+            last, receivers = self._receivers.get(caller, (number, set()))
+            if last != number:
+                receivers = set()
+            receivers.add(worker)
+            self._receivers[caller] = number, receivers
+
+    def sent_to(self, worker: int) -> list[PassId]:
+        """Returns the passes of which gradients were sent to a worker. They may have ended since."""
+        with self._lock:
+            return [
+                (caller, number) for caller, (number, receivers) in self._receivers.items() if worker in receivers
+            ]
 
     def close(self) -> None:
         """Aborts the running pass and refuses others, because the context has ended."""

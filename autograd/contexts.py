@@ -11,6 +11,7 @@ import torch
 from ..errors import AutogradError, LimitReachedError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
 from .context import Context, creator_of
+from .gradient_sender import PassId
 from .gradients import GradSwapLock
 
 __all__ = ["Contexts"]
@@ -159,10 +160,27 @@ class Contexts:
     def on_worker_lost(self, worker: int, error: Exception) -> None:
         """Aborts the passes that need a lost worker, and ends the contexts that it created."""
         for context in self.all():
-            context.passes.on_worker_lost(worker, error)
+            context.passes.fail_without(worker, error)
             if context.creator == worker:
                 self.release(context.id)
         self._left.pop(worker, None)
+
+    def on_worker_suspect(self, worker: int, error: Exception) -> list[tuple[int, PassId]]:
+        """Aborts the passes that need a worker which does not answer.
+
+        Returns:
+            The contexts and passes of other workers of which this one has sent gradients to that worker. They may
+            not have arrived.
+        """
+        unsure = []
+        for context in self.all():
+            context.passes.fail_without(worker, error)
+            unsure += [(context.id, pass_id) for pass_id in context.passes.sent_to(worker)]
+        return unsure
+
+    def has_ended(self, identifier: int) -> bool:
+        """Returns whether this worker had a part in a context, and has ended it."""
+        return identifier in self._ended[creator_of(identifier)]
 
     def _make(self, identifier: int) -> Context:
         return Context(self._agent, identifier, self._dummy, self._swap_lock)

@@ -128,6 +128,12 @@ class PassCoordinator:
                 self._agent.incarnation(worker), "autograd.abort", (self._context.id, self._id, aborted)
             )
 
+    def fail_for(self, worker: int, error: Exception) -> None:
+        """Ends the pass as a worker asks for. Raises AutogradError if that takes no part in it."""
+        if worker not in self._workers:
+            raise AutogradError(f"worker {worker} takes no part in backward pass {self._id}")
+        self.fail(error)
+
     def collect(self) -> None:
         """Waits for the gradients in the answer of the one other worker; else they are told of when they arrive.
 

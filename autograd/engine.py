@@ -7,12 +7,13 @@ workers take part, has them run their parts, and runs its own.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import AutogradError, PolicyError
+from ..errors import AutogradError, PolicyError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Incoming, UnwantedMessageError
 from ..rpc.execution.kept_errors import text_of, without_frames
@@ -70,6 +71,8 @@ class Engine:
         self._anomaly = anomaly
         self._replicas = Replicas()
         self._pass_numbers = itertools.count(1)
+        self._coordinators: dict[PassId, PassCoordinator] = {}
+        """Those of the passes that this worker has begun and that have not ended."""
         self.one_root_at_a_time = False
         """Run all graphs as those with nodes on several devices are; for tests on the CPU."""
 
@@ -106,12 +109,22 @@ class Engine:
             },
             one_answer=len(message_ids) == 1 and not part.enters_gates and not timeout,
         )
-        coordinator.start(soon={node.sender for node in graph.receives})
+        self._coordinators[pass_id] = coordinator
         try:
-            self._run(context, part, pass_id, coordinator, retain_graph, timeout, coordinator.collect)
-        except Exception as error:
-            coordinator.fail(error)
-        coordinator.wait()
+            coordinator.start(soon={node.sender for node in graph.receives})
+            try:
+                self._run(context, part, pass_id, coordinator, retain_graph, timeout, coordinator.collect)
+            except Exception as error:
+                coordinator.fail(error)
+            coordinator.wait()
+        finally:
+            del self._coordinators[pass_id]
+
+    def fail_pass(self, pass_id: PassId, worker: int, error: Exception) -> None:
+        """Fails a pass that this worker has begun and that has not ended, as one that takes part asks for."""
+        coordinator = self._coordinators.get(pass_id)
+        if coordinator is not None:
+            coordinator.fail_for(worker, error)
 
     # Handlers of messages.
 
@@ -131,7 +144,7 @@ class Engine:
         if first is not None:
             message_id, compressed = first
             context.set_gradients(caller, pass_id, message_id, decompress(compressed))
-        sender = AnsweringSender(self._agent, context.id, pass_id)
+        sender = AnsweringSender(self._agent, context.id, pass_id, partial(context.passes.note_receiver, pass_id))
         part = self._part(context, [], Graph(), message_ids)
         if anomaly is None:
             self._run(context, part, pass_id, sender, retain_graph, timeout)
@@ -183,7 +196,11 @@ class Engine:
     def serve_sends(self, message: Incoming) -> tuple[list[int], list[int]]:
         """Returns the sends of this worker, and the workers it has reached: the handler of SENDS."""
         context = self._contexts.find(message.value)
-        return context.sends() if context is not None else ([], [])
+        if context is not None:
+            return context.sends()
+        if self._contexts.has_ended(message.value):  # else no message of it has arrived
+            raise UnknownContextError(message.value, self._agent.info.name)
+        return [], []
 
     # This worker's part.
 

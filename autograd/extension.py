@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 
-from ..errors import AutogradError
+from ..errors import AutogradError, WorkerSuspectError
 from ..proto.v1 import agent_pb2
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.extension import Extension
@@ -32,7 +32,7 @@ __all__ = ["Autograd"]
 class Autograd(Extension):
     """The autograd extension of one agent; owns its contexts and the engine that runs backward passes."""
 
-    control_kinds = ("autograd.abort", "autograd.release")
+    control_kinds = ("autograd.abort", "autograd.fail", "autograd.release")
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
@@ -41,6 +41,7 @@ class Autograd(Extension):
         self.engine = Engine(agent, self.contexts, self._anomaly)
         agent.control.on("autograd.release", self._on_release)
         agent.control.on("autograd.abort", self._on_abort)
+        agent.control.on("autograd.fail", self._on_fail)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of backward passes, of gradients, and of queries for sends and closures.
@@ -88,6 +89,10 @@ class Autograd(Extension):
         if message.reply_to is None and (anomaly := AnomalyMode.if_enabled()) is not None:
             header.anomaly = True
             header.anomaly_check_nan = anomaly.check_nan
+
+    def may_repeat(self) -> bool:
+        """Returns False inside a context: another thread is not in it."""
+        return current_context() is None
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Undoes `on_send`: drops the gate of a message that was not sent."""
@@ -142,6 +147,16 @@ class Autograd(Extension):
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Aborts the passes that need a lost worker, and ends the contexts that the lost worker created."""
         self.contexts.on_worker_lost(worker.wire_id, end.as_error(worker.name))
+
+    def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
+        """Aborts the passes that need a suspect worker. Has those failed whose gradients it may not have got."""
+        error = WorkerSuspectError(worker.name, reason)
+        for context_id, (caller, number) in self.contexts.on_worker_suspect(worker.wire_id, error):
+            if caller != worker.wire_id:
+                problem = f"gradients that worker {self.agent.info.name!r} has sent it may be lost: {reason}"
+                lost = WorkerSuspectError(worker.name, problem)
+                payload = (context_id, (caller, number), lost)
+                self.agent.control.send(self.agent.incarnation(caller), "autograd.fail", payload)
 
     def live_objects(self) -> Mapping[str, int]:
         """Returns the number of contexts that this worker has a part in, and of those with a running pass."""
@@ -202,6 +217,13 @@ class Autograd(Extension):
             raise AutogradError(f"{sender.name!r} cannot abort a pass of worker {reprlib.repr(caller)}")
         if (context := self.contexts.find(context_id)) is not None:
             context.passes.abort(pass_id, error)
+
+    def _on_fail(self, sender: WorkerInfo, payload: Any) -> None:
+        """Handles the control message that a pass of this worker cannot succeed."""
+        _, (caller, number), error = payload
+        if caller != self.agent.info.wire_id or type(number) is not int or not isinstance(error, Exception):
+            raise AutogradError(f"{sender.name!r} cannot fail a pass of worker {reprlib.repr(caller)}")
+        self.engine.fail_pass((caller, number), sender.wire_id, error)
 
 
 def _differentiable_indices(message: Outgoing) -> list[int]:

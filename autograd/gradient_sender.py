@@ -1,5 +1,6 @@
 """How the gradients of a running backward pass leave a worker."""
 
+from collections.abc import Callable
 from typing import Protocol, final
 
 from ..proto.v1 import agent_pb2
@@ -50,17 +51,21 @@ def post_gradients(agent: RpcAgent, context_id: int, pass_id: PassId, send: Send
 class AnsweringSender:
     """Sends the gradients of a part that another worker has asked for; its last ones travel with the answer."""
 
-    def __init__(self, agent: RpcAgent, context_id: int, pass_id: PassId) -> None:
+    def __init__(
+        self, agent: RpcAgent, context_id: int, pass_id: PassId, note_receiver: Callable[[int], None]
+    ) -> None:
         """Makes the sender of one part.
 
         Args:
             agent: this worker's.
             context_id: the id of the context.
             pass_id: the pass.
+            note_receiver: called with the id of each worker before gradients are sent to it.
         """
         self._agent = agent
         self._context_id = context_id
         self._pass_id = pass_id
+        self._note_receiver = note_receiver
         self._kept: MessageGradients | None = None
 
     def send(self, send: SendId, gradients: Compressed, *, is_last: bool) -> None:
@@ -71,6 +76,7 @@ class AnsweringSender:
         if is_last and sender == caller and is_on_cpu(gradients):
             self._kept = message_id, gradients
         else:
+            self._note_receiver(sender)
             post_gradients(self._agent, self._context_id, self._pass_id, send, gradients)
 
     def flush(self) -> None:
@@ -78,6 +84,7 @@ class AnsweringSender:
         if (kept := self.take()) is not None:
             message_id, gradients = kept
             caller, _ = self._pass_id
+            self._note_receiver(caller)
             post_gradients(self._agent, self._context_id, self._pass_id, (caller, message_id), gradients)
 
     def take(self) -> MessageGradients | None:

@@ -38,6 +38,8 @@ async def call(
     args: tuple[*Ts],
     kwargs: None = None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -48,6 +50,8 @@ async def call(
     args: tuple[()] | None = None,
     kwargs: None = None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -58,6 +62,8 @@ async def call(
     args: list[Any],
     kwargs: None = None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -68,6 +74,8 @@ async def call(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -79,6 +87,7 @@ async def call(
     *,
     kwargs: Mapping[str, Any],
     timeout: float = ...,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -88,13 +97,15 @@ async def call(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    idempotent: bool = False,
 ) -> Any:
     """Runs a function on a worker and returns its result. Takes and raises what `rpc_sync` does.
 
     Cancelling the task that awaits it cancels the call: see `Future.cancel`. While more is in flight than
     FlowControlOptions allow, only this task waits, while `rpc_async` in a coroutine raises SendQueueFullError.
     """
-    return await (await send_call_async(to, func, args, kwargs, timeout))
+    return await (await send_call_async(to, func, args, kwargs, timeout, idempotent=idempotent))
 
 
 async def wait(future: torch.futures.Future[R]) -> R:

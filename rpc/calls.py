@@ -42,6 +42,8 @@ def rpc_async(
     args: tuple[*Ts],
     kwargs: None = None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> Future[R]: ...
 
 
@@ -52,6 +54,8 @@ def rpc_async(
     args: tuple[()] | None = None,
     kwargs: None = None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> Future[R]: ...
 
 
@@ -62,6 +66,8 @@ def rpc_async(
     args: list[Any],
     kwargs: None = None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> Future[R]: ...
 
 
@@ -72,6 +78,8 @@ def rpc_async(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> Future[R]: ...
 
 
@@ -83,6 +91,7 @@ def rpc_async(
     *,
     kwargs: Mapping[str, Any],
     timeout: float = ...,
+    idempotent: bool = ...,
 ) -> Future[R]: ...
 
 
@@ -93,8 +102,13 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    idempotent: bool = False,
 ) -> Future[Any]:
     """Runs a function on a worker and returns a future of its result at once.
+
+    The function runs at most once, unless the call is idempotent. An error says what became of the call: see
+    `RpcError.outcome`.
 
     Args:
         to: a worker's name, id or WorkerInfo; this worker itself too.
@@ -103,6 +117,9 @@ def rpc_async(
             so do not change them until the future is done.
         kwargs: its named arguments.
         timeout: seconds, 0 for none. By default that of the options.
+        idempotent: whether the function may run more than once. Then the call is sent again when its connection
+            fails, to the worker that has the callee's name by then, until the timeout is over; without a timeout
+            it waits for such a worker for 60 s. Inside an autograd context it is sent once.
 
     Returns:
         A torch future of the result. It fails with the exception that the function raised, whose `__cause__` is a
@@ -113,7 +130,7 @@ def rpc_async(
         SendQueueFullError: nothing was sent, as too much is in flight, and FlowControlOptions or an event loop on
             this thread do not allow to wait.
     """
-    future = send_call(to, func, args, kwargs, timeout)
+    future = send_call(to, func, args, kwargs, timeout, idempotent=idempotent)
     note_future(future)
     return future
 
@@ -128,6 +145,7 @@ def send_call(
     mode: RPCExecMode = RPCExecMode.ASYNC,
     keep: object = None,
     name: str | None = None,
+    idempotent: bool = False,
     owner: WorkerInfo | None = None,
 ) -> Future[Any]:
     """Sends a call as `rpc_async` does, but `wait_all` does not wait for it.
@@ -141,13 +159,14 @@ def send_call(
         mode: the kind of call, for profiles.
         keep: an object that is kept alive until the call is answered.
         name: the function's name for people, if not its own.
+        idempotent: see `rpc_async`.
         owner: the incarnation of a worker that is called instead of the latest one.
     """
     agent = current_agent()
     worker = agent.worker(to) if owner is None else owner
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
-    request = Request(CALL, call, seconds, CALL_PARTS, None, keep)
+    request = Request(CALL, call, seconds, CALL_PARTS, None, keep, idempotent)
     if profiler_enabled():
         with profiled_call(agent, mode, func, worker):
             future = agent.request(worker, request)
@@ -163,11 +182,14 @@ async def send_call_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    idempotent: bool = False,
 ) -> Future[Any]:
     """Sends a call as `rpc_async` does, but does not block an event loop while too much is in flight."""
     agent = current_agent()
     worker = agent.worker(to)
-    request = Request(CALL, check_call(func, args, kwargs), check_timeout(timeout), CALL_PARTS)
+    seconds = check_timeout(timeout)
+    request = Request(CALL, check_call(func, args, kwargs), seconds, CALL_PARTS, idempotent=idempotent)
     with profiled_call(agent, RPCExecMode.ASYNC, func, worker) if profiler_enabled() else nullcontext():
         future = await agent.request_async(worker, request)
     future.describe = lambda: f"rpc_async {name_of(func)}"
@@ -182,6 +204,8 @@ def rpc_sync(
     args: tuple[*Ts],
     kwargs: None = None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -192,6 +216,8 @@ def rpc_sync(
     args: tuple[()] | None = None,
     kwargs: None = None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -202,6 +228,8 @@ def rpc_sync(
     args: list[Any],
     kwargs: None = None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -212,6 +240,8 @@ def rpc_sync(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float = ...,
+    *,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -223,6 +253,7 @@ def rpc_sync(
     *,
     kwargs: Mapping[str, Any],
     timeout: float = ...,
+    idempotent: bool = ...,
 ) -> R: ...
 
 
@@ -233,9 +264,12 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    idempotent: bool = False,
 ) -> Any:
     """Runs a function on a worker and returns its result. Takes and raises what `rpc_async` does."""
-    return send_call(to, func, args, kwargs, timeout, mode=RPCExecMode.SYNC).wait_alone()
+    mode = RPCExecMode.SYNC
+    return send_call(to, func, args, kwargs, timeout, mode=mode, idempotent=idempotent).wait_alone()
 
 
 @overload

@@ -205,8 +205,8 @@ class _FaultyTransport:
     def flush(self) -> None:
         self._transport.flush()
 
-    def withdraw(self, ticket: int) -> bool:
-        return ticket != DELAYED_TICKET and self._transport.withdraw(ticket)
+    def withdraw(self, ticket: int, beginning: bytes) -> bool:
+        return ticket != DELAYED_TICKET and self._transport.withdraw(ticket, beginning)
 
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         self._transport.read_answer(future, waiter)

@@ -20,7 +20,7 @@ docs/rref.md draws the states of a fork.
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
@@ -40,6 +40,7 @@ from .handles import CreationCall, Fork, Lease, OwnerHandle, ReferenceExtension,
 from .ids import GlobalId, IdSource
 from .message_types import RREF_CREATE, RREF_FETCH
 from .owner_table import OwnedValue, OwnerTable
+from .passed_on import PASSED_ON_KINDS, PassedOn
 from .rref import RRef
 from .value_server import ValueServer
 
@@ -59,7 +60,7 @@ MAX_ACCEPTING = 1 << 18
 class References(ReferenceExtension):
     """The references of one worker: those it holds, and those that others hold to its values."""
 
-    control_kinds = ("rref.accept", "rref.await", "rref.delete", "rref.fork")
+    control_kinds = (*PASSED_ON_KINDS, "rref.await", "rref.delete", "rref.fork")
     reference_type = RRef
 
     def __init__(self, agent: RpcAgent) -> None:
@@ -69,21 +70,17 @@ class References(ReferenceExtension):
         self._ids = IdSource(agent.info.wire_id)
         self._forks: set[Fork] = set()
         """The forks that this worker holds."""
-        self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
-        """For each fork that this worker has made for another: its own handle, kept until the owner has confirmed
-        the fork, and the id of the other worker."""
+        self._passed_on = PassedOn(agent, self.table, self._arrived)
         self._accepting: defaultdict[int, set[GlobalId]] = defaultdict(set)
         """By sender, the forks that have arrived and of which it has not acknowledged that they are accepted."""
         self._fork_deleted = threading.Condition()
         """Notified when the owner of a dropped fork has removed it."""
         self._creating: set[GlobalId] = set()
         """The values that `remote` has created here and whose leases live, by creating messages in flight too."""
-        self._is_closed = False
         flow = agent.options.flow_control
         self._can_wait = min(flow.max_in_flight, flow.max_total_in_flight) >= MIN_WAITING_CALLS
         agent.control.on("rref.fork", self._on_fork)
         agent.control.on("rref.await", self._on_await)
-        agent.control.on("rref.accept", self._on_accept)
         agent.control.on("rref.delete", self._on_delete)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
@@ -210,24 +207,27 @@ class References(ReferenceExtension):
             if isinstance(handle, OwnerHandle):
                 self.table.add_fork(handle.id, fork, message.destination.wire_id)
             else:
-                self._children[fork] = (handle, message.destination.wire_id)
-            message.envelope.references.append(_to_proto(handle.id, fork, handle.owner.wire_id))
+                self._passed_on.add(fork, handle, message.destination.wire_id)
+            message.envelope.references.append(handle.id.to_reference(fork, handle.owner.wire_id))
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Removes the forks of a message that was not sent."""
         for reference in message.envelope.references:
-            fork = GlobalId.from_proto(reference.fork)
-            if self._children.pop(fork, None) is None:
-                self.table.remove_fork(GlobalId.from_proto(reference.reference), fork, message.destination.wire_id)
+            value, fork = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
+            self._passed_on.remove(value, fork, message.destination.wire_id)
 
     def on_receive(self, message: Incoming) -> None:
         """Accepts the forks of a message, whether or not it can be unpickled afterwards."""
-        if message.envelope.references:
-            message.references.extend(
-                RRef._of(self._accept(message.source, reference)) for reference in message.envelope.references
-            )
+        refused: RRefError | None = None
+        for reference in message.envelope.references:
+            try:
+                message.references.append(RRef._of(self._accept(message.source, reference)))
+            except RRefError as error:
+                refused = error
         if message.envelope.HasField("created"):
             message.state[References] = self.values.begin_creation(message)
+        if refused is not None:
+            raise refused
 
     def scope(self, message: Incoming) -> AbstractContextManager[None] | None:
         """Returns the context manager in which a value is created."""
@@ -240,22 +240,26 @@ class References(ReferenceExtension):
         A value that the message was to create fails.
         """
         self.on_receive(message)
-        entry = message.state.get(References)
-        if entry is not None:
+        if (entry := message.state.get(References)) is not None:
             entry.fail(error)
 
     def _accept(self, sender: WorkerInfo, reference: agent_pb2.Reference) -> "OwnerHandle | UserHandle":
         identifier, fork_id = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
         if fork_id.worker != sender.wire_id:
             raise ValueError(f"malformed reference {identifier}: {sender.name!r} did not make fork {fork_id}")
-        owner = self.agent.incarnation(reference.owner)
         accepting = self._accepting[sender.wire_id]
         if fork_id in accepting or len(accepting) >= MAX_ACCEPTING:
             problem = f"malformed reference {identifier}: fork {fork_id} is one too many"
             raise LimitReachedError(problem, f"MAX_ACCEPTING={MAX_ACCEPTING}")
+        if not self.agent.is_member(reference.owner):  # it has joined just now; the sender need not wait
+            self._tell_accepted(sender, fork_id)
+            raise RRefError(f"{self.agent.info.name!r} does not know the owner of {identifier} yet")
+        owner = self.agent.incarnation(reference.owner)
         if owner == self.agent.info:
             return self._accept_as_owner(sender, identifier, fork_id)
-        fork = Fork(identifier, fork_id, owner, is_confirmed=sender == owner)
+        fork = Fork(identifier, fork_id, owner)
+        self._forks.add(fork)  # before it is looked whether it is late
+        fork.is_confirmed = sender == owner and not self._passed_on.is_late(fork_id)
         if not fork.is_confirmed:
             accepting.add(fork_id)
 
@@ -279,6 +283,10 @@ class References(ReferenceExtension):
         else:
             self._tell_accepted(sender, fork_id)
         return OwnerHandle(self.agent, entry)
+
+    def _arrived(self, sender: int) -> Set[GlobalId]:
+        """Returns the forks that are here, of those that a worker has made for this one."""
+        return self._accepting[sender] | {fork.id for fork in self._forks.copy()}
 
     def _tell_accepted(self, sender: WorkerInfo, fork: GlobalId) -> None:
         accepting = self._accepting[sender.wire_id]
@@ -316,7 +324,7 @@ class References(ReferenceExtension):
         if fork.is_confirmed or was_sent:
             payload = (tuple(fork.reference), tuple(fork.id))
             self.agent.control.send(
-                fork.owner, "rref.delete", payload, lambda _error: self._remove_fork(fork), urgent=False
+                fork.owner, "rref.delete", payload, lambda _: self._remove_fork(fork), urgent=False
             )
         else:
             self.agent.control.run(partial(self._remove_fork, fork), urgent=False)
@@ -329,8 +337,7 @@ class References(ReferenceExtension):
     # Control messages.
 
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
-        identifier, fork = payload
-        value, fork_id = GlobalId.from_payload(identifier), GlobalId.from_payload(fork)
+        value, fork_id = map(GlobalId.from_payload, payload)
         self.values.ask_creator(self.table.add_fork(value, fork_id, sender.wire_id))
 
     def _on_await(self, sender: WorkerInfo, payload: Any) -> None:
@@ -340,13 +347,6 @@ class References(ReferenceExtension):
     def _on_delete(self, sender: WorkerInfo, payload: Any) -> None:
         identifier, fork = payload
         self.table.remove_fork(GlobalId.from_payload(identifier), GlobalId.from_payload(fork), sender.wire_id)
-
-    def _on_accept(self, sender: WorkerInfo, payload: Any) -> None:
-        fork = GlobalId.from_payload(payload)
-        _, destination = self._children.get(fork, (None, sender.wire_id))
-        if destination != sender.wire_id:
-            raise RRefError(f"fork {fork} was not made for {sender.name!r}")
-        self._children.pop(fork, None)
 
     # The agent.
 
@@ -368,12 +368,18 @@ class References(ReferenceExtension):
                 owners = sorted({fork.owner.name for fork in list(self._forks)})
                 raise RpcTimeoutError(", ".join(owners), timeout, "deleting references to values of")
 
+    def on_worker_suspect(self, worker: WorkerInfo, _reason: str) -> None:
+        """Notes which references a suspect worker may not have got."""
+        self._passed_on.on_worker_suspect(worker.wire_id)
+
+    def on_worker_back(self, worker: WorkerInfo) -> None:
+        """Finds out which of them it has not got."""
+        self._passed_on.on_worker_back(worker)
+
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Removes the forks of a lost worker, and what is kept until it has accepted others."""
         self.table.remove_worker(worker.wire_id, end.reason)
-        for fork, (_, destination) in self._children.copy().items():
-            if destination == worker.wire_id:
-                self._children.pop(fork, None)
+        self._passed_on.on_worker_lost(worker.wire_id)
 
     def live_objects(self) -> Mapping[str, int]:
         """Returns counts of references: held by others to values of this worker, held by it, and passed on."""
@@ -383,17 +389,12 @@ class References(ReferenceExtension):
             "num_awaited_rrefs": self.table.awaited_count(),
             "num_user_rrefs": len(self._forks),
             "num_pending_users": sum(not (f.is_confirmed or f.error) for f in list(self._forks)),
-            "num_pending_children": len(self._children),
+            "num_pending_children": len(self._passed_on),
             "num_pending_futures": self.agent.control.pending(),
         }
 
     def close(self) -> None:
         """Drops all values, and ends all waiting for values and confirmations."""
-        self._is_closed = True
         self.agent.control.run(self._fail_unconfirmed)
         self.table.clear(WorkerLostError(self.agent.info.name, "it has shut down its RPC agent"))
-        self._children.clear()
-
-
-def _to_proto(identifier: GlobalId, fork: GlobalId, owner: int) -> agent_pb2.Reference:
-    return agent_pb2.Reference(reference=identifier.to_proto(), fork=fork.to_proto(), owner=owner)
+        self._passed_on.clear()

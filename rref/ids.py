@@ -22,6 +22,10 @@ class GlobalId(NamedTuple):
         """Returns the id as a protobuf message."""
         return agent_pb2.GlobalId(worker_id=self.worker, number=self.number)
 
+    def to_reference(self, fork: "GlobalId", owner: int) -> agent_pb2.Reference:
+        """Returns, as a protobuf message, a fork of the reference with this id. `owner` is the owner's wire id."""
+        return agent_pb2.Reference(reference=self.to_proto(), fork=fork.to_proto(), owner=owner)
+
     @classmethod
     def from_payload(cls, payload: object) -> "GlobalId":
         """Returns the id that another worker has sent as a tuple. Raises ValueError if it is none."""

@@ -217,6 +217,16 @@ class OwnerTable:
                     raise RRefError(f"fork {fork} of reference {identifier} belongs to another worker")
                 self._remove_fork(entry, fork)
 
+    def forks_made_here(self, holder: int) -> list[tuple[GlobalId, GlobalId]]:
+        """Returns the ids of the values and forks that this worker has passed on and that a worker still has."""
+        with self._lock:
+            return [
+                (entry.id, fork)
+                for entry in self._forked.values()
+                for fork, worker in entry.forks.items()
+                if worker == holder and fork.worker == self._worker
+            ]
+
     def fail_awaited(self, identifier: GlobalId, error: RRefError) -> bool:
         """Fails an entry whose creating message will not arrive; returns False if it has arrived by now."""
         with self._lock:

@@ -29,6 +29,7 @@ if str(ROOT) not in sys.path:
 from tests import ports  # noqa: E402
 from tests.c10d.members import join_all  # noqa: E402
 from tests.hosts import Network, why_unavailable  # noqa: E402
+from tests.interpreters import Python  # noqa: E402
 from tests.remote_functions import assert_clean  # noqa: E402
 from tests.workers import Worker, Workers  # noqa: E402
 
@@ -90,6 +91,14 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
     started = Workers(tmp_path)
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[Python]:
+    """Runs programs without the seconds that a new interpreter takes: `python.run("-m", "gradwire")`."""
+    made = Python()
+    yield made
+    made.close()
 
 
 @pytest.fixture

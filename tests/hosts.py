@@ -11,6 +11,7 @@ unknown on the others, as on a fresh Debian. All hosts share the PID namespace, 
 The kernel removes a namespace with the last process in it, so nothing is left however a test ends.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -39,7 +40,11 @@ _BIND, _REC, _PRIVATE = 0x1000, 0x4000, 0x40000
 _SET_INTERFACE, _TAP = 0x400454CA, 0x1002
 """TUNSETIFF, and IFF_TAP with IFF_NO_PI, of linux/if_tun.h."""
 
-Frames = queue.SimpleQueue[tuple[float, bytes]]
+NOBODY = "02:00:00:00:00:99"
+"""An address of the link layer that no host has."""
+
+Frames = queue.SimpleQueue[tuple[float, bytes] | None]
+"""Frames and when they are due; None at the end."""
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -55,7 +60,9 @@ class Network:
 
     def __init__(self, workers: Workers, counts: tuple[int, ...], own: frozenset[str] = NETWORK | MEMORY) -> None:
         self.hosts: list[list[Worker]] = []
+        self._own = own
         (self._switch,) = workers(1)
+        self._switch.ends_last = True  # without it, goodbyes between hosts would get lost
         self._switch.run(separate, "switch", workers.folder, NETWORK)
         self._in_switch("ip", "link", "add", "bridge", "up", "type", "bridge")
         for number, count in enumerate(counts):
@@ -86,9 +93,36 @@ class Network:
         """Cuts the host off: from now on all packets to it and from it are lost."""
         self._in_switch("ip", "link", "set", f"port{host}", "down")
 
+    def plug(self, host: int) -> None:
+        """Connects a host again that was cut off."""
+        self._in_switch("ip", "link", "set", f"port{host}", "up")
+
+    def block(self, source: int, target: int) -> None:
+        """Loses all packets from one host to another; those in the other direction arrive."""
+        self.run_on(
+            source,
+            *("ip", "neigh", "replace", self.address(target), "lladdr", NOBODY),
+            "nud",
+            "permanent",
+            "dev",
+            "eth0",
+        )
+
+    def unblock(self, source: int, target: int) -> None:
+        """Has packets from one host to another arrive again."""
+        self.run_on(source, "ip", "neigh", "del", self.address(target), "dev", "eth0")
+
     def delay(self, host: int, seconds: float) -> None:
         """Adds a latency, in seconds, to each packet to the host and to each from it."""
         self._switch.run(_add_latency, f"port{host}", seconds)
+
+    def end_delay(self, host: int) -> None:
+        """Removes the latency of a host. Packets that are on their way are lost."""
+        self._switch.run(_remove_latency, f"port{host}")
+
+    def enter(self, host: int, worker: Worker) -> None:
+        """Moves a worker to a host, before it does anything else."""
+        worker.run(_enter, self.hosts[host][0].pid, self._own)
 
     def add_route(self, host: int) -> None:
         """Gives a host a default route."""
@@ -153,17 +187,25 @@ def _enter(pid: int, own: frozenset[str]) -> None:
 def _add_latency(port: str, seconds: float) -> None:
     """Puts two interfaces between a port and the bridge, with threads that carry frames between them, delayed."""
     near, far = _tap(f"{port}-near"), _tap(f"{port}-far")
-    for command in (
-        f"link add {port}-slow up type bridge",
-        f"link set {port} master {port}-slow",
-        f"link set {port}-near master {port}-slow up",
-        f"link set {port}-far master bridge up",
-    ):
-        subprocess.run(["ip", *command.split()], check=True)
+    _ip(f"link add {port}-slow up type bridge")
+    _ip(f"link set {port} master {port}-slow")
+    _ip(f"link set {port}-near master {port}-slow up")
+    _ip(f"link set {port}-far master bridge up")
     for source, target in ((near, far), (far, near)):
         frames: Frames = queue.SimpleQueue()
         threading.Thread(target=_read_frames, args=(source, frames, seconds), daemon=True).start()
         threading.Thread(target=_write_frames, args=(target, frames), daemon=True).start()
+
+
+def _remove_latency(port: str) -> None:
+    """Puts a port to the bridge again. The threads end, since their interfaces are gone."""
+    _ip(f"link set {port} master bridge")
+    for suffix in ("near", "far", "slow"):
+        _ip(f"link del {port}-{suffix}")
+
+
+def _ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True)
 
 
 def _tap(name: str) -> int:
@@ -174,16 +216,22 @@ def _tap(name: str) -> int:
 
 
 def _read_frames(source: int, frames: Frames, seconds: float) -> None:
-    while True:
-        frame = os.read(source, 2**16)
-        frames.put((time.monotonic() + seconds, frame))
+    try:
+        while True:
+            frame = os.read(source, 2**16)
+            frames.put((time.monotonic() + seconds, frame))
+    except OSError:
+        frames.put(None)
 
 
 def _write_frames(target: int, frames: Frames) -> None:
-    while True:
-        due, frame = frames.get()
+    """Writes frames when they are due. Closes the interface when the other one is gone, since it writes last."""
+    while (entry := frames.get()) is not None:
+        due, frame = entry
         time.sleep(max(0.0, due - time.monotonic()))
-        os.write(target, frame)
+        with contextlib.suppress(OSError):
+            os.write(target, frame)
+    os.close(target)
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -37,6 +37,8 @@ EXAMPLE = "examples.parameter_server"
 MAX_TORCH_RUNS = 5
 """Runs of a program on torch's agent at most: it prints the same each time."""
 
+Python = Callable[..., subprocess.CompletedProcess[str]]
+
 RUN_TIMEOUT_S = 100.0
 """Seconds that a run may take before it is killed."""
 
@@ -63,12 +65,17 @@ class Report:
         self.lines.update(_shape(line) for line in stderr.splitlines() if line.strip())
 
 
-def quiet_runs(program: str, agent: str, runs: int) -> Report:
-    """Runs a program `runs` times, its processes forked from one that has it loaded."""
+def new_interpreter(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in the folder of the tests."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+
+
+def quiet_runs(program: str, agent: str, runs: int, python: Python = new_interpreter) -> Report:
+    """Runs a program `runs` times, its processes forked from one that has it loaded, which `python` runs."""
     report = Report(program, agent, runs)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __spec__.name, "--serve", program, agent, str(runs), folder]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        done = python("-m", __spec__.name, "--serve", program, agent, str(runs), folder)
         report.add(done.stderr)
         for output in Path(folder).glob("*.stderr"):
             report.add(output.read_text(errors="replace"))

@@ -2,8 +2,6 @@
 
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,14 +86,9 @@ def test_the_names_for_another_ca(run):
     assert run("names", "worker0").split() == ["gradwire.invalid", worker_host_name("worker0")]
 
 
-def test_as_a_program(tmp_path: Path):
-    command = [sys.executable, "-m", "gradwire.certs"]
-    done = subprocess.run(
-        [*command, "ca", tmp_path / "x"], capture_output=True, text=True, check=False, timeout=110
-    )
+def test_as_a_program(python, tmp_path: Path):
+    done = python.run("-m", "gradwire.certs", "ca", tmp_path / "x")
     assert (done.returncode, done.stderr) == (0, "")
-    again = subprocess.run(
-        [*command, "ca", tmp_path / "x"], capture_output=True, text=True, check=False, timeout=110
-    )
+    again = python.run("-m", "gradwire.certs", "ca", tmp_path / "x")
     assert (again.returncode, again.stdout) == (1, "")
     assert again.stderr.startswith("gradwire.certs: ")

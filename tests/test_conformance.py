@@ -2,9 +2,6 @@
 
 import functools
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,20 +12,24 @@ from tests.conformance.fork_server import Outcome
 from tests.conformance.report import Report
 from tests.conformance.suites import gpus_needed
 
-ROOT = Path(__file__).parent.parent
-
 
 def outcome(test: str, kind: str, text: str = "") -> Outcome:
     return Outcome(test, kind, text, "", 0.1)
 
 
+@pytest.fixture
+def conformance(python, monkeypatch, request):
+    """Runs `python -m tests.conformance`."""
+    monkeypatch.chdir(request.config.rootpath)
+    return functools.partial(python.run, "-m", "tests.conformance")
+
+
 @pytest.mark.parametrize("options", [(), ("--transports", "tcp,grpc")], ids=["as it is", "TLS"])
-def test_a_test_of_torch_runs_on_gradwire(monkeypatch, options):
+def test_a_test_of_torch_runs_on_gradwire(conformance, monkeypatch, options):
     if options:
         monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
-    command = [sys.executable, "-m", "tests.conformance", "--module", "tensorpipe", "-v", *options]
-    command += ["-k", "RpcTest.test_py_raise_in_user_func_escaped"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+    words = ["-k", "RpcTest.test_py_raise_in_user_func_escaped"]
+    done = conformance("--module", "tensorpipe", "-v", *options, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "RpcTest.test_py_raise_in_user_func_escaped_str" in done.stdout
     # In the traceback that the callee prints, torch's own agent has a frame of its own.
@@ -37,14 +38,11 @@ def test_a_test_of_torch_runs_on_gradwire(monkeypatch, options):
     assert "1 tests in" in done.stdout
 
 
-def test_tests_for_one_gpu_are_listed_and_say_why_they_are_skipped():
-    command = [sys.executable, "-m", "tests.conformance", "--module", "cuda"]
-    listed = subprocess.run(
-        [*command, "--list"], capture_output=True, text=True, check=True, cwd=ROOT, timeout=110
-    )
-    assert len(listed.stdout.split()) == 42  # one of them needs no GPU
-    needy = [*command, "-k", "CudaDistAutogradTest.test_gpu_simple", "-k", "test_device_map_cpu_to_gpu_default"]
-    done = subprocess.run(needy, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+def test_tests_for_one_gpu_are_listed_and_say_why_they_are_skipped(conformance):
+    listed = conformance("--module", "cuda", "--list")
+    assert len(listed.stdout.split()) == 42, listed.stderr  # one of them needs no GPU
+    words = ["-k", "CudaDistAutogradTest.test_gpu_simple", "-k", "test_device_map_cpu_to_gpu_default"]
+    done = conformance("--module", "cuda", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     if not torch.cuda.is_available():
         # Of CUDA, or of an accelerator in newer releases of torch.
@@ -61,10 +59,8 @@ def test_how_many_gpus_a_test_needs():
     assert gpus_needed(functools.wraps(skip_if_lt_x_gpu(4)(print))(wrapper)) == 4
 
 
-def test_the_workers_of_a_test_that_fails_are_heard():
-    command = [sys.executable, "-m", "tests.conformance", "--module", "tensorpipe", "--timeout", "30"]
-    command += ["-k", "RpcTest.test_shutdown_errors"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=110)
+def test_the_workers_of_a_test_that_fails_are_heard(conformance):
+    done = conformance("--module", "tensorpipe", "--timeout", "30", "-k", "RpcTest.test_shutdown_errors")
     assert "FAILED" in done.stdout
     assert "RuntimeError not raised" in done.stdout  # the worker's traceback
     assert done.returncode == 0  # this one is excepted

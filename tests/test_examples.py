@@ -3,31 +3,32 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
 
 from examples import parameter_server
 from tests.certificates import TOKEN, make_authority, write
+from tests.interpreters import Python
 
 PARAMETER_SERVER = parameter_server.__file__
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch) -> Iterator[None]:
+def nothing_is_left(python, monkeypatch) -> Iterator[None]:
     """No process, and so no listening port, and no shared segment outlives an example."""
     mark = uuid.uuid4().hex
-    monkeypatch.setenv("GRADWIRE_TEST", mark)  # processes inherit it
+    monkeypatch.setenv("GRADWIRE_TEST", mark)  # new interpreters inherit it
     before = set(os.listdir("/dev/shm"))
     yield
-    left = [process for process in psutil.process_iter() if _has(process, mark)]
-    _, alive = psutil.wait_procs(left, timeout=10)  # multiprocessing's own end a moment after the program
+    left = [process for process in psutil.process_iter() if _has(process, mark) or _is_of(process, python)]
+    _, alive = psutil.wait_procs(left, timeout=20)  # multiprocessing's own end a moment after the program
     assert alive == []
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "gradwire" in name]
 
@@ -39,15 +40,18 @@ def _has(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+def _is_of(process: psutil.Process, python: Python) -> bool:
+    try:
+        return os.getsid(process.pid) in python.sessions
+    except ProcessLookupError:
+        return False
 
 
-def test_the_parameter_server_trains(tmp_path, monkeypatch):
+def test_the_parameter_server_trains(python, tmp_path, monkeypatch):
     """With a token, which is not told; the tests below start it without, or by torchrun."""
     monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
     picture = tmp_path / "deep" / "curve.png"
-    done = run(sys.executable, PARAMETER_SERVER, "--epochs", "5", "--plot", str(picture))
+    done = python.run(PARAMETER_SERVER, "--epochs", "5", "--plot", str(picture))
     assert done.returncode == 0, done.stdout + done.stderr
     accuracies = [float(text) for text in re.findall(r"test accuracy ([\d.]+)%", done.stdout)]
     assert len(accuracies) == 5
@@ -59,8 +63,9 @@ def test_the_parameter_server_trains(tmp_path, monkeypatch):
     assert TOKEN not in done.stdout + done.stderr
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("credentials", ["token", "certificates"])
-def test_it_runs_under_torchrun(tmp_path, monkeypatch, credentials):
+def test_it_runs_under_torchrun(python, tmp_path, monkeypatch, credentials):
     program = PARAMETER_SERVER
     if credentials == "token":
         monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
@@ -71,7 +76,8 @@ def test_it_runs_under_torchrun(tmp_path, monkeypatch, credentials):
         program = str(tmp_path / "program.py")
         Path(program).write_text(WITH_CERTIFICATES.format(folder=tmp_path, program=PARAMETER_SERVER))
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    done = run(torchrun, "--nproc-per-node", "3", program, "--epochs", "2", "--quiet")
+    options = ["--nproc-per-node", "3"]
+    done = python.run(torchrun, *options, program, "--epochs", "2", "--quiet", timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "epoch  2" in done.stdout
 
@@ -85,29 +91,29 @@ runpy.run_path("{program}", run_name="__main__")
 """Runs a program with a certificate for each rank."""
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> str:
+def read_until(printed: IO[str], text: str) -> str:
     """Returns what the program prints up to a line with this text; fails if the program ends before."""
     seen = ""
-    for line in process.stdout:
+    for line in printed:
         seen += line
         if text in line:
             return seen
     raise AssertionError(f"the program ended without {text!r}:\n{seen}")
 
 
-def test_a_killed_server_is_named_and_nothing_hangs():
-    command = [sys.executable, PARAMETER_SERVER, "--epochs", "1000", "--quiet"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            seen = read_until(process, "epoch  1")
+def test_a_killed_server_is_named_and_nothing_hangs(python):
+    reading, writing = os.pipe()
+    with open(reading) as printed, open(writing, "w") as output:
+        arguments = [PARAMETER_SERVER, "--epochs", "1000", "--quiet"]
+        with python.start(*arguments, stdout=output, stderr=output) as program:
+            output.close()
+            seen = read_until(printed, "epoch  1")
             os.kill(int(re.search(r"server (\d+)", seen)[1]), signal.SIGKILL)
             killed = time.monotonic()
-            read_until(process, "coordinator: worker 'server' is lost")
+            read_until(printed, "coordinator: worker 'server' is lost")
             print(f"reported after {time.monotonic() - killed:.2f} s")
-            assert process.wait(60) == 1
+            assert program.wait(60) == 1
             print(f"all processes ended after {time.monotonic() - killed:.2f} s")
-        finally:
-            process.kill()
 
 
 def test_help_explains_every_flag(monkeypatch, capsys):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,8 +18,6 @@ from gradwire.errors import CredentialsError, StoreError, WorkerLostError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from tests.certificates import OTHER_TOKEN, TOKEN, make_authority, write
-
-ROOT = Path(__file__).parent.parent
 
 
 def call_around(rank: int, folder: Path) -> None:
@@ -135,8 +132,8 @@ def test_rpc_and_groups_of_gradwire_and_torch_start_in_the_same_processes(tmp_pa
 
 
 def test_each_job_has_a_token_of_its_own_which_is_told_nobody(tmp_path):
-    for _ in range(2):
-        launch.spawn(look_for_the_token, 2, (tmp_path, os.getpid()))
+    for method in ("spawn", "forkserver"):
+        launch.spawn(look_for_the_token, 2, (tmp_path, os.getpid()), start_method=method)
     found = [json.loads(text) for text in texts(tmp_path).values()]
     assert len(found) == 4
     tokens = {each["token"] for each in found}
@@ -163,12 +160,19 @@ def test_a_token_in_the_environment_is_the_one_of_the_store(tmp_path, monkeypatc
     assert json.loads(texts(tmp_path)["0"])[2:] == ["let in", "let in"]
 
 
-def test_certificates_in_the_environment_are_those_of_the_store(tmp_path, monkeypatch):
+def test_certificates_in_the_environment_are_those_of_the_store(python, tmp_path, monkeypatch):
     credentials = write(tmp_path / "of-job", make_authority(), None)
     for name in ("ca", "certificate", "key"):
         monkeypatch.setenv(f"GRADWIRE_{name.upper()}", str(getattr(credentials, name)))
     (tmp_path / "results").mkdir()
-    launch.spawn(reduce_in_a_group, 2, (tmp_path / "results",))
+    program = f"""
+from pathlib import Path
+from gradwire import launch
+from tests.test_launch import reduce_in_a_group
+launch.spawn(reduce_in_a_group, 2, (Path({str(tmp_path)!r}, "results"),), start_method="fork")
+"""
+    done = python.run("-c", program)
+    assert done.returncode == 0, done.stderr
     assert texts(tmp_path / "results") == {"0": "1", "1": "1"}
 
 
@@ -190,7 +194,7 @@ def test_credentials_that_are_not_valid_are_refused(monkeypatch):
         launch.spawn(call_around, 2)
 
 
-def test_processes_can_be_forked_again_and_again(tmp_path):
+def test_processes_can_be_forked_again_and_again(python, tmp_path):
     """In a process of its own: that of the tests has used gRPC, and must not be forked."""
     program = f"""
 from pathlib import Path
@@ -201,7 +205,8 @@ for number in range(2):
     folder.mkdir()
     launch.spawn(call_around, 2, (folder,), start_method="fork")
 """
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=110)
+    done = python.run("-c", program)
+    assert done.returncode == 0, done.stderr
     assert [texts(tmp_path / str(number)).keys() for number in range(2)] == [{"0", "1"}] * 2
 
 

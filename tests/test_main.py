@@ -1,8 +1,6 @@
 """`python -m gradwire` lists versions, engines and commands."""
 
 import re
-import subprocess
-import sys
 
 import gradwire
 import pytest
@@ -14,10 +12,8 @@ from gradwire.c10d.backends import BUILTIN_ENGINES
 from gradwire.errors import ProcessGroupError
 
 
-def test_the_command_tells_versions_engines_and_commands():
-    done = subprocess.run(
-        [sys.executable, "-m", "gradwire"], capture_output=True, text=True, timeout=110, check=False
-    )
+def test_the_command_tells_versions_engines_and_commands(python):
+    done = python.run("-m", "gradwire")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"gradwire {gradwire.__version__} in ")
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", done.stdout, re.M)
@@ -27,11 +23,9 @@ def test_the_command_tells_versions_engines_and_commands():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_exist(command):
+def test_the_commands_exist(python, command):
     module = re.match(r"python -m (\S+)", command)[1]
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=110, check=False
-    )
+    done = python.run("-m", module, "--help")
     assert done.returncode == 0, done.stderr
     assert module in done.stdout
 

@@ -3,9 +3,7 @@
 import subprocess
 import sys
 
-import pytest
-
-BEGIN = """
+PROGRAM = """
 import sys, uuid, warnings
 
 import torch
@@ -18,9 +16,8 @@ def deprecated(function, *args):
     with warnings.catch_warnings():  # those are for who calls torch.jit
         warnings.simplefilter("ignore")
         return function(*args)
-"""
 
-CALLS = """
+# Calls
 rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting()))
 layer = torch.nn.Linear(2, 1)
 with autograd.context() as context:
@@ -31,9 +28,8 @@ with autograd.context() as context:
     optim.DistributedOptimizer(torch.optim.SGD, references, lr=0.1).step(context)
 assert rpc.remote("alone", torch.add, (torch.ones(1), 1)).to_here() == 2
 rpc.shutdown()
-"""
 
-GROUPS = """
+# Groups
 for backend in "shm", "gloo", None:
     c10d.init_process_group(backend, meeting(), rank=0, world_size=1)
     tensor = torch.ones(2)
@@ -41,9 +37,8 @@ for backend in "shm", "gloo", None:
     part = c10d.new_group([0])
     c10d.barrier(part)
     c10d.destroy_process_group()
-"""
 
-SCRIPTS = """
+# TorchScript
 def double(x: torch.Tensor):
     return x * 2
 
@@ -63,9 +58,8 @@ assert rpc.rpc_sync("alone", torch.nn.Module.__call__, (module, torch.ones(1))) 
 there = nn.RemoteModule("alone", Double, _module_interface_cls=Interface)
 assert there(torch.ones(1)) == 2
 rpc.shutdown()
-"""
 
-COMPAT = """
+# gradwire.compat
 from gradwire import compat
 
 compat.install()
@@ -78,10 +72,9 @@ torch_rpc.shutdown()
 """
 
 
-@pytest.mark.parametrize("program", [CALLS, GROUPS, SCRIPTS, COMPAT], ids=["calls", "groups", "scripts", "compat"])
-def test_a_program_without_warnings(program, tmp_path):
+def test_a_program_without_warnings(tmp_path):
     path = tmp_path / "program.py"  # torch.jit compiles what it can read in a file
-    path.write_text(BEGIN + program)
+    path.write_text(PROGRAM)
     command = [sys.executable, "-W", "error", str(path), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

@@ -2,12 +2,13 @@
 
 import pytest
 
-from tests.quiet_runs import PROGRAMS, Report, new_lines, quiet_runs
+from tests.quiet_runs import PROGRAMS, ROOT, Report, new_lines, quiet_runs
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_are_quiet(program):
-    report = quiet_runs(program, "gradwire", 2)
+def test_programs_are_quiet(python, monkeypatch, program):
+    monkeypatch.chdir(ROOT)
+    report = quiet_runs(program, "gradwire", 2, python.run)
     assert report.failed == []
     assert report.lines == {}
 

@@ -3,10 +3,7 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -18,9 +15,8 @@ from gradwire.launch import Backoff
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.multiprocessing.spawn import ProcessException
 
+from tests.interpreters import Program
 from tests.remote_functions import set_event, wait_for, wait_until
-
-ROOT = Path(__file__).parent.parent
 
 ENDS = {
     "raises": (ProcessRaisedException, "ValueError: the reason\nand more", "raised ValueError: the reason"),
@@ -208,38 +204,35 @@ launch.spawn(announce, 2, start_method="fork", restarts=3)
 """
 
 
-@contextmanager
-def launcher() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+@pytest.fixture
+def launcher(python, tmp_path) -> Iterator[tuple[Program, list[psutil.Process]]]:
     """A launcher in a process group of its own, and its processes, one of which has been restarted."""
-    with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process, [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
-        finally:
-            process.kill()
+    reading, writing = os.pipe()
+    with (
+        open(reading) as printed,
+        open(writing, "w") as output,
+        (tmp_path / "errors").open("w") as errors,
+        python.start("-c", LAUNCHER, stdout=output, stderr=errors) as program,
+    ):
+        output.close()
+        yield program, [psutil.Process(int(printed.readline())) for _ in range(2)]
 
 
 def have_ended(processes: list[psutil.Process]) -> bool:
     return all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in processes)
 
 
-def test_all_processes_die_with_the_launcher():
-    with launcher() as (process, processes):
-        process.kill()
-        wait_until(lambda: have_ended(processes))
+def test_all_processes_die_with_the_launcher(launcher):
+    program, processes = launcher
+    os.kill(program.pid, signal.SIGKILL)
+    wait_until(lambda: have_ended(processes))
 
 
-def test_ctrl_c_ends_all_processes():
-    with launcher() as (process, processes):
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == -signal.SIGINT
-        assert errors.rstrip().endswith("KeyboardInterrupt")
-        assert errors.count("started again") == 1
-        wait_until(lambda: have_ended(processes))
+def test_ctrl_c_ends_all_processes(launcher, tmp_path):
+    program, processes = launcher
+    os.killpg(program.pid, signal.SIGINT)
+    assert program.wait() == -signal.SIGINT
+    wait_until(lambda: have_ended(processes))
+    errors = (tmp_path / "errors").read_text()
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert errors.count("started again") == 1

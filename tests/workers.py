@@ -60,6 +60,9 @@ RESULT_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 2.0
 """Seconds that workers may take to exit after a test, before they are killed."""
 
+BUSY_EXIT_TIMEOUT_S = 0.3
+"""The same for workers that have not answered the test by then: most of them wait for what never comes."""
+
 TRANSPORTS = os.environ.get("GRADWIRE_TEST_TRANSPORTS", "unix,tcp,grpc").split(",")
 """What may carry the messages of workers, unless a test says otherwise."""
 
@@ -102,8 +105,10 @@ class Worker:
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log = log
+        self.ends_last = False  # whether the other workers of the test need it until they have ended
         self._stopped = False
         self._numbers = itertools.count()
+        self._unanswered = 0
         self._answers: dict[int, tuple[bool, Any, str]] = {}
         self._connection, theirs = _context.Pipe()
         self.process: BaseProcess = _context.Process(
@@ -122,6 +127,7 @@ class Worker:
         """Has the worker run `function(*args, **kwargs)` after what it was given before. Returns at once."""
         number = next(self._numbers)
         self._connection.send_bytes(pickle.dumps((number, cloudpickle.dumps((function, args, kwargs)))))
+        self._unanswered += 1
         return Pending(self, number)
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -138,9 +144,10 @@ class Worker:
         with contextlib.suppress(OSError):
             self._connection.send_bytes(b"")
 
-    def stop(self, deadline: float) -> None:
-        """Waits for the worker to exit, and kills it at `deadline`, a time of the monotonic clock."""
-        self.process.join(max(0.0, deadline - time.monotonic()))
+    def stop(self, began: float) -> None:
+        """Waits for the worker to exit, and kills it if it takes too long since `began` of the monotonic clock."""
+        limit = BUSY_EXIT_TIMEOUT_S if self._is_busy() else EXIT_TIMEOUT_S
+        self.process.join(max(0.0, began + limit - time.monotonic()))
         if self.process.is_alive():
             self.kill()
         self._connection.close()
@@ -164,6 +171,14 @@ class Worker:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return f"({state})\n{text[-20_000:]}"
 
+    def _is_busy(self) -> bool:
+        """Returns whether it still runs a function that it was given."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._unanswered and self._connection.poll(0):
+                self._connection.recv_bytes()
+                self._unanswered -= 1
+        return self._unanswered > 0
+
     def _has_answer(self, number: int) -> bool:
         while number not in self._answers and self._connection.poll(0):
             self._receive()
@@ -183,6 +198,7 @@ class Worker:
         except (EOFError, ConnectionResetError):
             self.process.join(5)
             raise WorkerDiedError(f"{self.name} died {self.describe()}") from None
+        self._unanswered -= 1
         self._answers[number] = (ok, value, text)
 
 
@@ -230,11 +246,13 @@ class Workers:
 
     def stop(self) -> None:
         """Ends all of them, at once: some end together only, such as the ranks of MPI."""
-        for worker in self.all:
-            worker.ask_to_exit()
-        deadline = time.monotonic() + EXIT_TIMEOUT_S
-        for worker in self.all:
-            worker.stop(deadline)
+        for ends_last in False, True:
+            ending = [worker for worker in self.all if worker.ends_last == ends_last]
+            for worker in ending:
+                worker.ask_to_exit()
+            began = time.monotonic()
+            for worker in ending:
+                worker.stop(began)
 
 
 def _init_rpc(name: str, rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:

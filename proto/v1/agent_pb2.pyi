@@ -629,6 +629,8 @@ class Envelope(google.protobuf.message.Message):
     DEPTH_FIELD_NUMBER: builtins.int
     ANSWER_CAN_WAIT_FIELD_NUMBER: builtins.int
     GRADIENTS_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    NOT_BEGUN_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the request's id; 0 if it has no answer"""
     type: Global___MessageType.ValueType
@@ -636,6 +638,12 @@ class Envelope(google.protobuf.message.Message):
     """In a request: how many calls it is inside of, as 1 for one that a remote function makes."""
     answer_can_wait: builtins.bool
     """in a request: its answer may wait some milliseconds for a message to travel with"""
+    timeout_ms: builtins.int
+    """In a request: milliseconds after its arrival when its caller waits for it no longer, and it is not to begin to run. 0
+    for never.
+    """
+    not_begun: builtins.bool
+    """in an ERROR: the request has not begun to run, and will not"""
     @property
     def body(self) -> Global___Payload:
         """the pickle, with tensors and references replaced by placeholders"""
@@ -683,10 +691,12 @@ class Envelope(google.protobuf.message.Message):
         depth: builtins.int = ...,
         answer_can_wait: builtins.bool = ...,
         gradients: Global___GradientsHeader | None = ...,
+        timeout_ms: builtins.int = ...,
+        not_begun: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "gradients", b"gradients", "profile", b"profile", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope

@@ -1,7 +1,6 @@
 """The requests that this worker has sent, until they are answered."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from functools import partial
@@ -9,15 +8,25 @@ from typing import Any, final
 
 import torch
 
-from ...errors import RpcCancelledError, RpcTimeoutError, SendFailedError, WorkerLostError, WorkerSuspectError
+from ...errors import (
+    Outcome,
+    RpcCancelledError,
+    RpcTimeoutError,
+    SendFailedError,
+    UnknownWorkerError,
+    WorkerLostError,
+    WorkerSuspectError,
+    set_outcome,
+)
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.sending import Broadcast
 from ..contracts.devices import DeviceMap
-from ..contracts.messages import CANCEL, CONTROL, Outgoing, Request
+from ..contracts.messages import CONTROL, Outgoing, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
 from ..execution.futures import Future
+from ..execution.kept_errors import copy_error
 from ..wire.device_maps import device_map_to_proto
 from ..wire.pickling import Packed
 from ..wire.tensors import bytes_of
@@ -28,13 +37,12 @@ from .finalizer_calls import FinalizerCalls
 from .flow_control import FlowControl, Waiter
 from .network import Network
 from .pending import PendingRequest, PendingRequests
+from .retries import Retries, Retry
 from .stats import CallCounter
 from .waiting_calls import WaitingCalls
+from .withdrawals import Withdrawals
 
 __all__ = ["Client"]
-
-MAX_KEPT_BYTES = 1024
-"""Bytes of the body and tensors of a pending request that may stay in its envelope; larger ones are removed."""
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +85,10 @@ class Client:
         self._flow_control = flow_control
         self._nesting = flow_control.nesting
         self._finalizer_calls = FinalizerCalls(executor, network.call_soon)
+        self._withdrawals = Withdrawals(requests, network, flow_control, extensions, executor)
+        self._retries = Retries(executor, network.call_soon, calls, self._find_present, self._send_again)
         self.waiting = WaitingCalls(
-            requests, codec, network, extensions, executor, self._keep_if_cancellable, self._release_unsent
+            requests, codec, network, extensions, executor, self._withdrawals.keep, self._release_unsent
         )
         """The calls that wait for workers that do not answer."""
         self._ids = itertools.count(1)
@@ -102,23 +112,25 @@ class Client:
             return self._finalizer_calls.send(send, worker.name, operation)
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack(request.value, request.label, worker, device_map)
-        return self.send_packed(worker, request, timeout, packed, packed.tensors, device_map)
+        retry = self._retry(worker, request, timeout) if request.idempotent else None
+        return self.send_packed(worker, request, timeout, packed, packed.tensors, device_map, retry=retry)
 
     async def send_async(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
         """Sends a request as `send` does, but awaits capacity for it instead of blocking."""
         device_map = self._codec.device_map(worker)
         packed = self._codec.pack(request.value, request.label, worker, device_map)
+        retry = self._retry(worker, request, timeout) if request.idempotent else None
         identifier, waiter = next(self._ids), None
         try:
             pending, message = self._begin(
-                identifier, worker, request, timeout, packed, packed.tensors, device_map
+                identifier, worker, request, timeout, packed, packed.tensors, device_map, retry
             )
             if message.user_values and (waiter := self._admit(pending, message, blocks=False)) is not None:
                 await asyncio.wrap_future(waiter.woken)
-            is_to_be_sent = waiter is None or self._is_to_be_sent(pending)
+            is_to_be_sent = waiter is None or self._is_to_be_sent(pending, message)
             is_sent = is_to_be_sent and self._send_or_wait(pending, message)
         except BaseException as error:
-            if not self._roll_back(identifier, worker, error):
+            if not self._roll_back(identifier, worker, error, retry):
                 raise
         else:
             self._note_sent(pending, message, waiter, is_sent=is_sent)
@@ -133,6 +145,8 @@ class Client:
         tensors: list[torch.Tensor],
         device_map: DeviceMap,
         broadcast: Broadcast | None = None,
+        *,
+        retry: Retry | None = None,
     ) -> Future[Any]:
         """Sends a request whose value is pickled.
 
@@ -144,21 +158,24 @@ class Client:
             tensors: those of the value, in a list that extensions may change.
             device_map: which the value was pickled for.
             broadcast: what the message shares with messages to other workers.
+            retry: sends it again if it may run more than once.
         """
         identifier, waiter = next(self._ids), None
         try:
-            pending, message = self._begin(identifier, worker, request, timeout, packed, tensors, device_map)
+            pending, message = self._begin(
+                identifier, worker, request, timeout, packed, tensors, device_map, retry
+            )
             if message.user_values and (waiter := self._admit(pending, message)) is not None:
                 with self._executor.blocking():
                     waiter.woken.result()
-            is_to_be_sent = waiter is None or self._is_to_be_sent(pending)
+            is_to_be_sent = waiter is None or self._is_to_be_sent(pending, message)
             is_sent = is_to_be_sent and self._send_or_wait(pending, message, broadcast)
             if broadcast is not None and not is_sent:
                 broadcast.not_sent(worker.wire_id)
         except BaseException as error:
             if broadcast is not None:
                 broadcast.not_sent(worker.wire_id)
-            if not self._roll_back(identifier, worker, error):
+            if not self._roll_back(identifier, worker, error, retry):
                 raise
         else:
             self._note_sent(pending, message, waiter, is_sent=is_sent)
@@ -173,6 +190,7 @@ class Client:
         packed: Packed,
         tensors: list[torch.Tensor],
         device_map: DeviceMap,
+        retry: Retry | None,
     ) -> tuple[PendingRequest, Outgoing]:
         """Makes the message of a request, and registers it: the answer may arrive before `send` returns."""
         handler = self._extensions.handlers[request.kind]
@@ -192,17 +210,22 @@ class Client:
             device_map,
             packed.leaves,
         )
-        cancel = partial(self.cancel, identifier) if handler.cancellable else None
-        read_answer = self._network.answer_reader(worker)
-        future: Future[Any] = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
+        if retry is not None and retry.attempts:
+            future = retry.future
+        else:
+            cancel = partial(self.cancel, identifier) if handler.cancellable else None
+            read_answer = self._network.answer_reader(worker)
+            future = Future(self._executor, cancel, worker.name, handler.operation, read_answer)
         if handler.user_values:
             self._calls.begin_request(identifier)
         depth = self._nesting.depth
         if depth:
             envelope.depth = depth
-        pending = self._requests.pending[identifier] = PendingRequest(
-            identifier, future, worker, handler, timeout, depth
-        )
+        pending = PendingRequest(identifier, future, worker, handler, timeout, depth)
+        pending.tell_timeout(envelope)
+        if retry is not None:
+            self._note_attempt(pending, retry)
+        self._requests.pending[identifier] = pending
         if request.keep is not None:
             self._requests.kept[identifier] = worker.wire_id, request.keep
         return pending, message
@@ -226,6 +249,7 @@ class Client:
         waiter = self._flow_control.admit(pending.worker, pending.identifier, nbytes, blocks=blocks)
         if waiter is not None:
             pending.is_waiting = True
+            pending.begin_wait(waiter.wake)
             # Its timeout, the loss of its worker and shutdown fail the call, which ends the wait.
             pending.future.add_done_callback(waiter.wake)
             if pending.timeout:
@@ -234,10 +258,11 @@ class Client:
                 waiter.wake()
         return waiter
 
-    def _is_to_be_sent(self, pending: PendingRequest) -> bool:
+    def _is_to_be_sent(self, pending: PendingRequest, message: Outgoing) -> bool:
         """Returns whether a call that has waited for capacity has not failed meanwhile."""
         pending.is_waiting = False
         if pending.identifier in self._requests.pending:
+            pending.tell_timeout(message.envelope)
             return True
         self._release_unsent(pending.identifier, pending.worker)
         return False
@@ -250,21 +275,11 @@ class Client:
         self, pending: PendingRequest, message: Outgoing, waiter: Waiter | None, *, is_sent: bool
     ) -> None:
         if is_sent:
-            self._keep_if_cancellable(pending, message)
+            self._withdrawals.keep(pending, message)
         if pending.timeout and waiter is None:
             self._deadlines.add(pending.identifier, pending.timeout)
 
-    def _keep_if_cancellable(self, pending: PendingRequest, message: Outgoing) -> None:
-        """Keeps what is needed to take a request back: not its value."""
-        if not pending.handler.cancellable:
-            return
-        if message.nbytes > MAX_KEPT_BYTES:
-            message.envelope.ClearField("body")
-            message.envelope.ClearField("tensors")
-        message.body, message.tensors, message.references = b"", [], []
-        pending.sent = message
-
-    def _roll_back(self, identifier: int, worker: WorkerInfo, error: BaseException) -> bool:
+    def _roll_back(self, identifier: int, worker: WorkerInfo, error: BaseException, retry: Retry | None) -> bool:
         """Undoes `_begin` and `_admit` for a request that was not sent, however far they have come.
 
         Returns:
@@ -274,9 +289,12 @@ class Client:
         pending = self._requests.take(identifier)  # None if the loss of its worker has completed it
         if isinstance(error, SendFailedError) and pending is not None:
             error = SendFailedError(worker.name, error.reason, pending.handler.description)
-        if isinstance(error, WorkerLostError | WorkerSuspectError | SendFailedError):
-            self._requests.fail(pending, error)
+        if isinstance(error, WorkerLostError | WorkerSuspectError | SendFailedError) or (
+            isinstance(error, Exception) and retry is not None and retry.attempts > 1
+        ):
+            self._requests.fail(pending, error, Outcome.NOT_SENT)
             return True
+        set_outcome(error, Outcome.NOT_SENT)
         self._calls.end_request(identifier)
         return False
 
@@ -285,11 +303,50 @@ class Client:
         pending = self._requests.take(identifier)
         if pending is None:
             return False
-        if pending.sent is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it what was queued
-                self._network.call_soon(self._withdraw, pending.worker, pending.sent)
-        self._requests.fail(pending, RpcCancelledError(pending.worker.name))
+        self._withdrawals.take_back(pending)
+        self._requests.fail(pending, RpcCancelledError(pending.worker.name), pending.outcome_without())
         return True
+
+    # Calls that may run more than once.
+
+    def _retry(self, worker: WorkerInfo, request: Request, timeout: float) -> Retry | None:
+        """Returns what sends a request again; None if this thread has something that another one lacks."""
+        if not self._extensions.may_repeat():
+            return None
+        return Retry(self._retries, worker, request, timeout, self._nesting.depth)
+
+    def _note_attempt(self, pending: PendingRequest, retry: Retry) -> None:
+        if not retry.attempts:
+            retry.future = pending.future
+            retry.future.set_cancel(partial(self._cancel_attempts, retry))
+        retry.attempts += 1
+        retry.identifier = pending.identifier
+        pending.retry = retry
+
+    def _cancel_attempts(self, retry: Retry) -> bool:
+        retry.is_cancelled = True  # for an attempt that begins at this moment
+        if self.cancel(retry.identifier) or self._retries.cancel(retry):
+            return True
+        return not retry.future.is_completing
+
+    def _find_present(self, name: str) -> WorkerInfo | None:
+        try:
+            worker = self._network.worker(name)
+        except UnknownWorkerError:
+            return None
+        absence = self._network.absence(worker)
+        return worker if absence is None or absence.waits else None
+
+    def _send_again(self, worker: WorkerInfo, retry: Retry) -> None:
+        """Sends a call once more. Raises what keeps it from being sent at all."""
+        request = retry.request
+        with self._nesting.at(retry.depth):
+            device_map = self._codec.device_map(worker)
+            packed = self._codec.pack(request.value, request.label, worker, device_map)
+            timeout = retry.seconds_left()
+            self.send_packed(worker, request, timeout, packed, packed.tensors, device_map, retry=retry)
+        if retry.is_cancelled:
+            self.cancel(retry.identifier)
 
     def stop_deadlines(self) -> None:
         """Ends the clock: no request times out from now on."""
@@ -299,7 +356,9 @@ class Client:
         """Fails all requests that are pending, and those that are sent from now on."""
         self._finalizer_calls.close()
         for identifier in list(self._requests.pending):
-            self._requests.fail(self._requests.take(identifier), error)
+            if (pending := self._requests.take(identifier)) is not None:
+                self._requests.fail(pending, copy_error(error), pending.outcome_without())
+        self._retries.close(error)
         self._flow_control.close()  # last: those that wait have failed, so they are not sent
         self._requests.kept.clear()
 
@@ -309,19 +368,15 @@ class Client:
         self._executor.submit(self._time_out, identifier)
 
     def _time_out(self, identifier: int) -> None:
+        if (pending := self._requests.pending.get(identifier)) is not None:
+            then = partial(self._executor.submit, self._fail_timed_out, identifier)
+            self._withdrawals.take_back(pending, then)
+
+    def _fail_timed_out(self, identifier: int) -> None:
         if (pending := self._requests.take(identifier)) is not None:
             activity = pending.handler.description
             if pending.is_waiting:
                 activity = f"not sent, because too much is in flight: {activity}"
-            self._requests.fail(pending, RpcTimeoutError(pending.worker.name, pending.timeout, activity))
-
-    def _withdraw(self, worker: WorkerInfo, sent: Outgoing) -> None:
-        """Takes a request back, or asks its worker not to begin it. Called on the event loop."""
-        if self._network.withdraw(worker, sent.ticket, sent.payloads):
-            self._requests.kept.pop(sent.envelope.id, None)
-            self._flow_control.release(worker.wire_id, sent.envelope.id)
-            self._executor.submit(self._extensions.on_send_aborted, sent)
-            return
-        cancel = agent_pb2.Envelope(id=sent.envelope.id, type=CANCEL)
-        with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
-            self._network.send(worker, cancel.SerializeToString())
+            seconds = pending.timeout if pending.retry is None else pending.retry.timeout
+            error = RpcTimeoutError(pending.worker.name, seconds, activity)
+            self._requests.fail(pending, error, pending.outcome_without())

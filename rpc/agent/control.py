@@ -16,33 +16,31 @@ import itertools
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
 
-from ...c10d.security import printable
 from ...errors import (
     AnswerFailedError,
-    LimitReachedError,
     NotInitializedError,
-    RpcError,
     RpcTimeoutError,
     SendFailedError,
     WorkerLostError,
+    WorkerSuspectError,
 )
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent, holder
 from ..contracts.control import ControlHandler, OnSettled
-from ..contracts.messages import Handler, Incoming, MessageType, PiggybackedAnswer, Request
+from ..contracts.messages import Handler, MessageType, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.futures import error_of
 from ..execution.kept_errors import printable_text
 from ..execution.scheduler import Scheduler, SerialThread, Task
-from ..wire.failures import encode_failure
+from .control_inbox import WINDOW, ControlInbox, OnRefused
 
 __all__ = ["RetryingControlMessages"]
 
@@ -62,15 +60,6 @@ RETRY_AFTER_S = 0.001
 
 MAX_BATCH = 256
 """Messages that travel together, at most."""
-
-WINDOW = 1 << 14
-"""Numbers, from the first that is not acknowledged, with which messages are sent to a worker, or accepted."""
-
-MAX_FAILURE_BYTES = 8 << 10
-"""Bytes of an outcome that is kept."""
-
-OnRefused = Callable[[WorkerInfo, Exception], None]
-"""Takes the sender of a control message, and the error that its handler has raised."""
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +91,8 @@ class _Peer:
         """Whether messages wait until some that have been sent are acknowledged."""
         self.unacknowledged: dict[int, _Unacknowledged] = {}
         """Messages that have been sent, in the order of their numbers."""
+        self.paused: list[_Batch] = []
+        """Batches that have failed and will be sent again. Used on the control thread."""
         self.sending = threading.Lock()
         """Held by the thread that sends messages and numbers them. No thread waits for it."""
 
@@ -111,7 +102,7 @@ class _Peer:
         return queued + len(self.unacknowledged)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Messages to one worker that travel together."""
 
@@ -131,16 +122,6 @@ class _Batch:
         return self.peer.next_number + len(self.messages) > first + WINDOW
 
 
-@dataclass(slots=True)
-class _Inbox:
-    """Control messages received from one worker, by number."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    floor: int = 0
-    outcomes: dict[int, bytes | None] = field(default_factory=dict)
-    """The encoded error of each handler that has raised one."""
-
-
 @final
 class RetryingControlMessages:
     """Sends control messages until they are acknowledged, and processes each that arrives once.
@@ -152,21 +133,18 @@ class RetryingControlMessages:
         self.waiting: dict[int, float] = {}
         """Since when messages wait, by worker id. Who sends another message calls `piggyback` if any do."""
         self._agent = agent
-        self._on_refused: OnRefused = lambda _source, _error: None
-        self._handlers: dict[str, Callable[[WorkerInfo, Any], None]] = {}
+        self._inbox = ControlInbox()
         self._peers: dict[int, _Peer] = {}
         """By worker id."""
-        self._received: dict[int, _Inbox] = defaultdict(_Inbox)
-        self._received_lock = threading.Lock()
         self._scheduler = scheduler(f"gradwire-control-{agent.info.name}", lambda: holder.bind_thread(agent))
 
     def on(self, kind: str, handle: ControlHandler) -> None:
         """Registers what a kind of message does."""
-        self._handlers[kind] = handle
+        self._inbox.handlers[kind] = handle
 
     def kinds(self) -> Collection[str]:
         """Returns the registered kinds."""
-        return self._handlers.keys()
+        return self._inbox.handlers.keys()
 
     def send(
         self,
@@ -201,8 +179,13 @@ class RetryingControlMessages:
 
     def handler(self, on_refused: OnRefused) -> Handler:
         """Returns the handler of CONTROL messages, which calls `on_refused` when that of a kind has raised."""
-        self._on_refused = on_refused
-        return Handler(self._handle, description="a control message to worker", is_quick=True)
+        self._inbox.on_refused = on_refused
+        return Handler(self._inbox.process, description="a control message to worker", is_quick=True)
+
+    def on_worker_back(self, worker: WorkerInfo) -> None:
+        """Sends at once what was not acknowledged while a worker was suspect."""
+        if (peer := self._peers.get(worker.wire_id)) is not None:
+            self._scheduler.submit(partial(self._send_paused, peer))
 
     def close(self) -> None:
         """Ends the control thread; messages that are not acknowledged are dropped."""
@@ -311,9 +294,10 @@ class RetryingControlMessages:
 
     def _attempted(self, batch: _Batch, done: "torch.futures.Future[dict[int, bytes] | None]") -> None:
         error = error_of(done)
-        if isinstance(error, RpcTimeoutError | SendFailedError | AnswerFailedError):
+        if isinstance(error, RpcTimeoutError | SendFailedError | AnswerFailedError | WorkerSuspectError):
             pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(batch.attempts - 1, 16))
-            self._scheduler.call_later(pause, partial(self._attempt, batch))
+            batch.peer.paused.append(batch)
+            self._scheduler.call_later(pause, partial(self._send_again, batch))
         elif error is not None:
             self._fail(batch, error)
         else:
@@ -323,6 +307,19 @@ class RetryingControlMessages:
                 failed = self._agent.decode_failure(batch.peer.worker, failure) if failure else None
                 self._settle(batch.peer, sent, failed)
         self._resume(batch.peer)
+
+    def _send_again(self, batch: _Batch) -> None:
+        """Sends a batch again at the end of its pause, unless the worker was back before."""
+        if batch in batch.peer.paused:
+            batch.peer.paused.remove(batch)
+            self._attempt(batch)
+
+    def _send_paused(self, peer: _Peer) -> None:
+        """Sends everything again whose pause has not ended."""
+        paused, peer.paused = peer.paused, []
+        for batch in paused:
+            batch.attempts = 0
+            self._attempt(batch)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
         """Settles messages that cannot be sent or read together: each by itself, if one may be to blame."""
@@ -348,49 +345,3 @@ class RetryingControlMessages:
                 sent.done(error)
             except Exception:  # which must not keep others from being settled
                 log.exception("the end of control message %s to %s cannot be handled", sent.kind, peer.worker.name)
-
-    # Receiving: on the executor's threads.
-
-    def _handle(self, message: Incoming) -> dict[int, bytes] | PiggybackedAnswer | None:
-        """Processes control messages; returns the encoded errors of those that failed, by index."""
-        failures = self._process_all(message)
-        return PiggybackedAnswer(failures) if message.envelope.answer_can_wait else failures
-
-    def _process_all(self, message: Incoming) -> dict[int, bytes] | None:
-        header, payloads = message.envelope.control, message.value
-        if len(header.messages) != len(payloads):
-            raise ValueError(f"{len(header.messages)} control messages with {len(payloads)} payloads")
-        with self._received_lock:
-            received = self._received[message.source.wire_id]
-        failures = {}
-        with received.lock:
-            if header.acknowledged_below > received.floor:
-                received.floor = header.acknowledged_below
-                for number in [n for n in received.outcomes if n < received.floor]:
-                    del received.outcomes[number]
-            if any(each.number >= received.floor + WINDOW for each in header.messages):
-                raise LimitReachedError(
-                    f"control messages with numbers from {received.floor + WINDOW} on are refused",
-                    f"WINDOW={WINDOW}",
-                )
-            for index, (each, payload) in enumerate(zip(header.messages, payloads, strict=True)):
-                if each.number < received.floor:
-                    continue  # a straggler of a message that was acknowledged long ago
-                if each.number not in received.outcomes:
-                    received.outcomes[each.number] = self._process(message.source, each.kind, payload)
-                if (failure := received.outcomes[each.number]) is not None:
-                    failures[index] = failure
-        return failures or None
-
-    def _process(self, source: WorkerInfo, kind: str, payload: Any) -> bytes | None:
-        try:
-            self._handlers[kind](source, payload)
-        except Exception as error:
-            problem = printable_text(error)
-            log.info("control message %s of worker %s is refused: %s", printable(kind), source.name, problem)
-            self._on_refused(source, error)
-            failure = encode_failure(error)
-            if len(failure) > MAX_FAILURE_BYTES:
-                failure = encode_failure(RpcError(f"{type(error).__name__}: {str(error)[:1000]}"))
-            return failure
-        return None

@@ -19,6 +19,7 @@ from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..membership.worker_events import WorkerEvents
 from ..transports.answer_reader import Completion
+from .control import RetryingControlMessages
 from .extensions import Extensions
 from .network_listener import Pause
 from .pending import PendingRequests
@@ -50,6 +51,7 @@ class Dispatcher:
         worker_events: WorkerEvents,
         executor: Executor,
         received: ReceivedRequests,
+        control: RetryingControlMessages,
         *,
         dynamic: bool,
     ) -> None:
@@ -64,6 +66,7 @@ class Dispatcher:
             worker_events: is told of workers that join, leave or do not answer.
             executor: runs what may block.
             received: counts the requests that wait for a thread.
+            control: is told of workers that are back.
             dynamic: whether the group is a dynamic one.
         """
         self._requests = requests
@@ -74,6 +77,7 @@ class Dispatcher:
         self._worker_events = worker_events
         self._executor = executor
         self._received = received
+        self._control = control
         self._dynamic = dynamic
         self._failed: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -92,7 +96,7 @@ class Dispatcher:
 
     def on_dropped(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
         """Handles a message whose payloads will not arrive."""
-        self._server.cancellable.discard(source, envelope)
+        self._server.waiting.discard(source, envelope)
 
     def on_message(
         self,
@@ -107,7 +111,7 @@ class Dispatcher:
         kind = envelope.type
         if kind == CANCEL:
             # Here and now: in the executor's queue it would come after the calls that wait for a thread.
-            self._server.cancellable.cancel(source, envelope)
+            self._server.waiting.cancel(source, envelope)
         elif kind in ANSWERS:
             if payloads is read_inline and self._requests.is_quick(envelope):
                 self._requests.on_answer(source, envelope, payloads)
@@ -115,7 +119,7 @@ class Dispatcher:
                 self._executor.submit_urgent(self._requests.on_answer, source, envelope, payloads)
         else:
             if not announced:
-                self._server.on_announced(source, envelope)
+                self._server.on_announced(source, envelope, waits=self._executor.is_busy)
             pause = self._received.add(source, nbytes)
             self._executor.submit(self._server.serve, source, envelope, payloads)
             return pause
@@ -146,26 +150,27 @@ class Dispatcher:
         """Handles a worker that has joined the dynamic group."""
         self._worker_events.record_joined(worker)
 
-    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the loss of a worker."""
+        self._server.waiting.drop_worker(worker)  # here and now: `_lose` waits for a thread as they do
         self._worker_events.record_left(worker, end.reason)
-        self._handle_change(worker, partial(self._lose, worker, end))
+        self._handle_change(worker, partial(self._lose, worker, end, unsent))
 
-    def on_peer_suspect(self, worker: WorkerInfo, reason: str, unsent: Collection[int], *, waits: bool) -> None:
+    def on_peer_suspect(self, worker: WorkerInfo, reason: str, unsent: Collection[bytes], *, waits: bool) -> None:
         """Handles a worker that does not answer: see NetworkListener."""
         self._worker_events.record_suspect(worker, reason)
         # Here and now: what comes by the next connection is not concerned.
-        self._server.cancellable.cancel_all(worker)
+        self._server.waiting.cancel_all(worker)
         concerned = self._requests.sent_to(worker, waits=waits)
         # By itself: callbacks of the futures may wait until the worker is back.
         self._executor.submit(self._requests.on_worker_suspect, worker, reason, concerned, unsent)
-        self._handle_change(worker, partial(self._extensions.on_worker_suspect, worker, reason))
+        self._handle_change(worker, partial(self._suspect, worker, reason))
 
     def on_peer_back(self, worker: WorkerInfo) -> None:
         """Handles a suspect worker that answers again."""
         self._worker_events.record_back(worker)
         self._executor.submit(self._waiting.send_to, worker)
-        self._handle_change(worker, partial(self._extensions.on_worker_back, worker))
+        self._handle_change(worker, partial(self._take_back, worker))
 
     def _handle_change(self, worker: WorkerInfo, change: Callable[[], None]) -> None:
         """Has a thread of the executor handle a change of a worker's state, after those before it."""
@@ -197,13 +202,21 @@ class Dispatcher:
                 if not changes:
                     return
 
-    def _lose(self, worker: WorkerInfo, end: WorkerEnd) -> None:
+    def _suspect(self, worker: WorkerInfo, reason: str) -> None:
+        self._all_gathers.on_worker_suspect(worker)
+        self._extensions.on_worker_suspect(worker, reason)
+
+    def _take_back(self, worker: WorkerInfo) -> None:
+        self._control.on_worker_back(worker)
+        self._extensions.on_worker_back(worker)
+
+    def _lose(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
         has_failed = not end.orderly and not (self._dynamic and end.cause is LossCause.UNREACHABLE)
         level = logging.WARNING if has_failed else logging.INFO
         log.log(level, "worker %s is lost: %s", worker.name, end.reason)
         if has_failed:  # not known before it is logged: a shutdown says that it goes without this worker
             self._failed[worker.wire_id] = end.reason
-        self._requests.on_worker_lost(worker, end)
+        self._requests.on_worker_lost(worker, end, unsent)
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)

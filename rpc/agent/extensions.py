@@ -41,6 +41,11 @@ class Extensions:
         self._scope: Sequence[Callable[[Incoming], AbstractContextManager[None] | None]] = ()
         self._on_complete: Sequence[Callable[[int], None]] = ()
 
+    def add_handlers(self, control: Handler, of_collectives: Mapping[MessageType.ValueType, Handler]) -> None:
+        """Adds the handlers of messages that need no extension: control messages, greetings, and collectives."""
+        greeting = Handler(lambda _message: None, description="the announcement of a new worker to worker")
+        self.handlers.update({MessageType.CONTROL: control, MessageType.GREETING: greeting, **of_collectives})
+
     def add(self, extension: Extension) -> None:
         """Adds an extension: its handlers, and its hooks on messages that carry users' values."""
         self.handlers.update(extension.handlers())
@@ -117,6 +122,10 @@ class Extensions:
         """Calls `on_receive` of the extensions, which read the headers of a message before it is unpickled."""
         for on_receive in self._on_receive:
             on_receive(message)
+
+    def may_repeat(self) -> bool:
+        """Returns whether a request that this thread sends may be sent again by another one."""
+        return all(extension.may_repeat() for extension in self._extensions)
 
     def on_decode_error(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Calls `on_decode_error` of the extensions for a message that will not be decoded; logs what they raise.

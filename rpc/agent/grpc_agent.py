@@ -23,7 +23,7 @@ from ..channels.broadcast.channel import BroadcastDependencies
 from ..collectives.all_gather import AllGatherService
 from ..contracts.agent import Destination, RpcAgent, holder
 from ..contracts.extension import ExtensionFactory
-from ..contracts.messages import Handler, Incoming, MessageType, Outgoing, Request
+from ..contracts.messages import Incoming, MessageType, Outgoing, Request
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
@@ -133,14 +133,8 @@ class GrpcAgent(RpcAgent):
             PostponedRequests(options.flow_control, self._network),
         )
         self._all_gather_service = AllGatherService(self, self._codec)
-        self._extensions.handlers.update(
-            {
-                MessageType.CONTROL: self._control.handler(self._codec.record_refusal),
-                MessageType.GREETING: Handler(
-                    lambda _message: None, description="the announcement of a new worker to worker"
-                ),
-                **self._all_gather_service.handlers(),
-            }
+        self._extensions.add_handlers(
+            self._control.handler(self._codec.record_refusal), self._all_gather_service.handlers()
         )
         self._dispatcher = Dispatcher(
             self._requests,
@@ -151,6 +145,7 @@ class GrpcAgent(RpcAgent):
             self._worker_events,
             self._executor,
             self._received,
+            self._control,
             dynamic=self._dynamic,
         )
 

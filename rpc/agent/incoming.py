@@ -100,10 +100,10 @@ class Incoming:
         """Handles a new connection to a worker. Called on the loop."""
         self._links.on_opened(peer)
 
-    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[int]) -> None:
+    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         """Handles a connection to a worker that broke, or cannot be made. Called on the loop."""
         self._links.on_broken(peer, end, unsent)
 
-    def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+    def on_closed(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the end of a worker, or of all connections to it. Called on the loop."""
-        self._links.on_closed(peer, end)
+        self._links.on_closed(peer, end, unsent)

@@ -120,8 +120,8 @@ class _Link:
         """How the connection broke, while there is none."""
         self.broke_at = 0.0
         """When it did, by the clock of the event loop."""
-        self.unsent: set[int] = set()
-        """The tickets of envelopes that were queued then."""
+        self.unsent: set[bytes] = set()
+        """The beginnings of the envelopes that were queued then."""
         self.check: asyncio.TimerHandle | None = None
         """Has the worker suspected."""
         self.lease: asyncio.TimerHandle | None = None
@@ -142,7 +142,6 @@ class Links:
         self,
         loop: asyncio.AbstractEventLoop,
         liveness: Liveness,
-        owner: LinkOwner,
         endpoint: GrpcEndpoint,
     ) -> None:
         """Has no links yet.
@@ -150,7 +149,6 @@ class Links:
         Args:
             loop: the event loop.
             liveness: how long workers are suspect, and what calls to them do.
-            owner: has the connections.
             endpoint: knows how to reach the addresses of workers.
         """
         self.absent: Mapping[int, Absence] = {}
@@ -159,15 +157,16 @@ class Links:
         """The ends of the lost workers, by id. Read by any thread."""
         self._loop = loop
         self._liveness = liveness
-        self._owner = owner
+        self._owner: LinkOwner
         self._endpoint = endpoint
         self._listener: NetworkListener
         self._links: dict[int, _Link] = {}
         self._is_closed = False
 
-    def listen(self, listener: NetworkListener) -> None:
-        """Reports to a listener from now on."""
+    def listen(self, listener: NetworkListener, owner: LinkOwner) -> None:
+        """Reports to a listener from now on; `owner` has the connections."""
         self._listener = listener
+        self._owner = owner
 
     def add(self, peer: WorkerInfo, address: str) -> None:
         """Adds the link to a worker that has not been connected."""
@@ -187,7 +186,7 @@ class Links:
         end = link.end
         return {"state": link.state.value, "since": link.since, "reason": end.reason if end is not None else ""}
 
-    def add_lost(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+    def mark_lost(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """Makes a worker lost that has never been present here, without a report."""
         link = self._links[peer.wire_id]
         link.set_state(LinkState.LOST)
@@ -215,7 +214,7 @@ class Links:
         log.warning("worker %s is back after %.1f s", peer.name, self._loop.time() - link.broke_at)
         self._listener.on_peer_back(peer)
 
-    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[int]) -> None:
+    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         """Handles a connection to a worker that broke, or could not be made."""
         link = self._links[peer.wire_id]
         if self._is_closed or link.state is LinkState.LOST:
@@ -237,9 +236,10 @@ class Links:
         link.check = self._loop.call_later(CHECK_S, self._check, link)
         link.healing = self._loop.create_task(self._heal(link))
 
-    def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+    def on_closed(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the end of a worker, or of all connections to it."""
         link = self._links[peer.wire_id]
+        link.unsent |= {*unsent}
         if not self._is_closed and link.state is not LinkState.LOST:
             self._lose(link, end)
             if end.cause is LossCause.REFUSED:
@@ -277,7 +277,8 @@ class Links:
         self._set_absence(link, Absence(end, is_lost=True))
         self._owner.refuse(link.peer, end.reason)
         self._owner.drop_payloads(link.peer, end.reason, is_lost=True)
-        self._listener.on_peer_lost(link.peer, end)
+        self._listener.on_peer_lost(link.peer, end, frozenset(link.unsent))
+        link.unsent.clear()
 
     def _set_absence(self, link: _Link, absence: Absence | None) -> None:
         absent = {**self.absent}
@@ -315,7 +316,9 @@ class Links:
         pause = FIRST_PAUSE_S
         while True:
             found = await probe(self._loop, self._endpoint.reach, link.address, PROBE_TIMEOUT_S)
-            if found is Reach.LISTENING and not await self._attempt(link):
+            if found is Reach.LISTENING:
+                if await self._attempt(link):
+                    return
                 # It may have ended just now, and listened a little longer than its connection stood.
                 found = await probe(self._loop, self._endpoint.reach, link.address, PROBE_TIMEOUT_S)
             if found is Reach.GONE:
@@ -328,10 +331,11 @@ class Links:
 
     async def _attempt(self, link: _Link) -> bool:
         """Returns whether an attempt to connect to a worker has succeeded."""
-        link.attempt = self._loop.create_future()
+        attempt: asyncio.Future[bool] = self._loop.create_future()
+        link.attempt = attempt
         self._owner.connect_again(link.peer)
-        try:
-            return await asyncio.wait_for(asyncio.shield(link.attempt), DIAL_TIMEOUT_S)
-        except TimeoutError:
-            self._owner.break_off(link.peer, "it does not answer")
-            return False
+        await asyncio.wait((attempt,), timeout=DIAL_TIMEOUT_S)
+        if attempt.done():
+            return attempt.result()
+        self._owner.break_off(link.peer, "it does not answer")
+        return False

@@ -22,6 +22,7 @@ from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
 from ..channels.router import ChannelRouter, PayloadWriter
 from ..channels.shared_memory.channel import SharedMemoryChannel
+from ..contracts.messages import Outgoing
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -42,6 +43,7 @@ from ..transports.heartbeat import Heartbeats
 from ..transports.loopback import LoopbackTransport
 from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
 from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
+from .connections import Connections
 from .envelope_limit import LARGE_BYTES, check_size
 from .incoming import Incoming
 from .links import Absence, Links
@@ -110,7 +112,7 @@ class Network:
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
         parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
         liveness = self._options.liveness
-        self.links = Links(loop, liveness, self, self._endpoint)
+        self.links = Links(loop, liveness, self._endpoint)
         self.incoming = Incoming(loop, self.links)
         heartbeats = Heartbeats(loop, liveness)
         self._streams = GrpcStreams(StreamParts(loop, self._handshake, self.incoming, parts, heartbeats))
@@ -142,7 +144,20 @@ class Network:
             The address at which other workers dial: see `Member.address`.
         """
         self._listener = listener
-        self.links.listen(listener)
+        self.links.listen(
+            listener,
+            Connections(
+                self.me,
+                self._events.loop,
+                self._executor,
+                self._streams,
+                self._transports,
+                self._wrap_transport,
+                self._router,
+                self._roster,
+                self._follow_roster,
+            ),
+        )
         self.incoming.listen(self._router, listener)
         self._endpoint.reach = where.reach
         self._sockets.set_address(where.bind, where.advertised)
@@ -167,7 +182,7 @@ class Network:
         for each in () if self._is_dynamic else departed:
             if each.member.info.wire_id not in self._members:
                 self._add(each.member)
-                self.links.add_lost(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+                self.links.mark_lost(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
 
     def _open_channel(self, peer: int) -> Any:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
@@ -198,8 +213,11 @@ class Network:
         else:
             transport = self._streams.add(member.info, member.address)
             self.links.add(member.info, member.address)
-        self._transports[identifier] = self._wrap(transport, member.info, self._events.loop)
+        self._transports[identifier] = self._wrap_transport(transport, member.info)
         self._directory.add(member)
+
+    def _wrap_transport(self, transport: Transport, peer: WorkerInfo) -> Transport:
+        return self._wrap(transport, peer, self._events.loop)
 
     def _let_in(self) -> None:
         self._handshake.open(self._directory.infos(), self._roster.entries() if self._roster is not None else ())
@@ -283,7 +301,7 @@ class Network:
 
     def answer_reader(self, worker: WorkerInfo) -> ReadAnswer | None:
         """Returns what has a thread wait for an answer of a worker and read it; None for this worker."""
-        return self._transports[worker.wire_id].read_answer if worker.wire_id != self.me.id else None
+        return self._transports[worker.wire_id].read_answer if worker.wire_id != self.me.wire_id else None
 
     def connect(self, worker: WorkerInfo) -> Connecting:
         """Connects to a worker now, so that its loss is noticed; see `Transport.connect`."""
@@ -341,62 +359,14 @@ class Network:
         """Calls a function on the event loop, after everything that has been queued before."""
         self._events.loop.call_soon_threadsafe(function, *args)
 
-    def withdraw(self, worker: WorkerInfo, ticket: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
-        """Takes a message back if nothing of it, envelope and payloads, is on its way. Called on the loop."""
+    def withdraw(self, sent: Outgoing, payloads: Sequence[agent_pb2.Payload] = ()) -> bool:
+        """Takes an envelope and its payloads back if nothing is on its way; on the loop if there are any."""
         # All or nothing: a payload without its envelope would hold up those after it.
-        can = self._router.can_withdraw(worker.wire_id, payloads)
-        if not can or not self._transports[worker.wire_id].withdraw(ticket):
+        can = self._router.can_withdraw(sent.destination.wire_id, payloads)
+        if not can or not self._transports[sent.destination.wire_id].withdraw(sent.ticket, sent.beginning()):
             return False
-        self._router.withdraw(worker.wire_id, payloads)
+        self._router.withdraw(sent.destination.wire_id, payloads)
         return True
-
-    # What the links have done: see LinkOwner.
-
-    def renew_transport(self, peer: WorkerInfo) -> None:
-        """Replaces the transport to a worker by another one."""
-        transport = self._streams.renew(peer)
-        self._transports[peer.wire_id] = self._wrap(transport, peer, self._events.loop)
-
-    def connect_again(self, peer: WorkerInfo) -> None:
-        """Has the transport to a worker connect."""
-        self._streams.connect(peer.wire_id)
-
-    def break_off(self, peer: WorkerInfo, reason: str) -> None:
-        """Ends an attempt to connect."""
-        self._streams.break_off(peer.wire_id, reason)
-
-    def refuse(self, peer: WorkerInfo, reason: str) -> None:
-        """Lets a worker in no more."""
-        self._streams.refuse(peer.wire_id, reason)
-
-    def drop_payloads(self, peer: WorkerInfo, reason: str, *, is_lost: bool) -> None:
-        """Drops the payloads that were on their way to a worker, and from it."""
-        for channel in self._router.channels:
-            if is_lost:
-                channel.drop_peer(peer.wire_id, reason)
-            else:
-                channel.drop_connection(peer.wire_id, reason)
-
-    def on_lease_over(self, peer: WorkerInfo, reason: str) -> None:
-        """Has a worker evicted that has not come back."""
-        self._executor.submit_urgent(self._read_roster, peer, reason)
-
-    def on_refused(self, peer: WorkerInfo) -> None:
-        """Finds out whether this worker has been evicted, when another one does not let it in."""
-        self._executor.submit_urgent(self._read_roster, peer, "")
-
-    def _read_roster(self, peer: WorkerInfo, evict_because: str) -> None:
-        """Evicts a worker if there is a reason, and takes in what has changed. Waits for the store."""
-        if self._roster is None or self._closing:
-            return
-        try:
-            self._roster.catch_up()
-            if evict_because:
-                self._roster.evict(peer.wire_id, evict_because, self.me.wire_id)
-        except Exception as error:  # of the store: the others may see it differently
-            log.warning("the store cannot tell who is in the group, or that %s is not: %s", peer.name, error)
-            return
-        self._events.loop.call_soon_threadsafe(self._follow_roster)
 
     def leave(self) -> None:
         """Removes this worker from the roster of a dynamic group, unless the store is gone."""

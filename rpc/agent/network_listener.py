@@ -71,18 +71,24 @@ class NetworkListener(Protocol):
     def on_peer_joined(self, worker: WorkerInfo) -> None:
         """Handles a worker that has joined the dynamic group after this one. Called once for each."""
 
-    def on_peer_suspect(self, worker: WorkerInfo, reason: str, unsent: Collection[int], *, waits: bool) -> None:
+    def on_peer_suspect(self, worker: WorkerInfo, reason: str, unsent: Collection[bytes], *, waits: bool) -> None:
         """Handles a worker that does not answer; `on_peer_back` or `on_peer_lost` follows. Called on the loop.
 
         Args:
             worker: the worker.
             reason: how that was noticed, in words.
-            unsent: the tickets of the envelopes that have not left this process, and will not.
+            unsent: the beginnings of the envelopes that have not left this process, and will not.
             waits: whether calls that have not been sent, and those that follow, wait for the worker.
         """
 
     def on_peer_back(self, worker: WorkerInfo) -> None:
         """Handles a suspect worker that answers again. Called on the event loop."""
 
-    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Handles the loss of a worker. Called once for each."""
+    def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
+        """Handles the loss of a worker. Called once for each.
+
+        Args:
+            worker: the worker.
+            end: how it ended.
+            unsent: see `on_peer_suspect`.
+        """

@@ -1,12 +1,13 @@
 """The requests that this worker has sent, or is about to send, until they are answered."""
 
 import logging
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from ...errors import AnswerFailedError, Outcome, WorkerSuspectError
+from ...errors import AnswerFailedError, Outcome, WorkerSuspectError, set_outcome
 from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
@@ -19,12 +20,16 @@ from ..execution.futures import Future
 from .codec import Codec
 from .extensions import Extensions
 from .flow_control import FlowControl
+from .retries import Retry
 from .stats import CallCounter
 
 __all__ = ["PendingRequest", "PendingRequests"]
 
 MAX_ORPHANS = 1 << 16
 """Requests that have failed because their worker was suspect, and whose answers may still come."""
+
+MAX_TIMEOUT_MS = (1 << 32) - 1
+"""The longest timeout that a request tells its receiver; 50 days."""
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +47,40 @@ class PendingRequest:
     """How many calls it is inside of."""
     is_waiting: bool = False
     """Whether it waits for capacity, and nothing of it has been sent."""
+    abandon: Callable[[], None] | None = None
+    """Ends its wait for capacity, or for a worker that does not answer."""
+    waits_since: float = 0.0
+    """The time of `time.monotonic` at which it began to wait for that; 0 if it did not."""
     waits_for_worker: bool = False
     """Whether it waits for a worker that does not answer, and nothing of it has been sent."""
     sent: Outgoing | None = None
     """Set once it is sent, if it can be cancelled."""
+    is_withdrawn: bool = False
+    """Whether it was taken back before anything of it was sent."""
+    retry: Retry | None = None
+    """Sends it again if it may run more than once."""
+
+    def begin_wait(self, abandon: Callable[[], None]) -> None:
+        """Notes that it waits before it is sent, and what ends the wait."""
+        self.abandon = abandon
+        self.waits_since = self.waits_since or time.monotonic()
+
+    def tell_timeout(self, envelope: agent_pb2.Envelope) -> None:
+        """Has its envelope say how long it may take until it begins to run."""
+        if self.timeout and self.handler.user_values:
+            waited = time.monotonic() - self.waits_since if self.waits_since else 0.0
+            envelope.timeout_ms = max(1, int(min(1000 * (self.timeout - waited), MAX_TIMEOUT_MS)))
+
+    def outcome_without(self, unsent: Collection[bytes] = ()) -> Outcome:
+        """Returns what has become of it if it gets no answer.
+
+        Args:
+            unsent: the beginnings of the envelopes that were queued when its connection broke.
+        """
+        is_unsent = self.is_waiting or self.waits_for_worker or self.is_withdrawn
+        if is_unsent or (unsent and self.sent is not None and self.sent.beginning() in unsent):
+            return Outcome.NOT_SENT
+        return Outcome.UNKNOWN
 
 
 @final
@@ -88,9 +123,25 @@ class PendingRequests:
         """Takes a request out of `pending`; None if it is complete."""
         return self.pending.pop(identifier, None)
 
-    def fail(self, pending: PendingRequest | None, error: Exception) -> None:
-        """Completes a request that was taken with an error."""
+    def fail(self, pending: PendingRequest | None, error: Exception, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        """Completes a request that was taken with an error.
+
+        Args:
+            pending: the request.
+            error: no other request may fail with it.
+            outcome: what has become of the request.
+        """
         if pending is not None:
+            if pending.handler.user_values:
+                if pending.retry is not None:
+                    if pending.retry.take_over(error, outcome):
+                        if pending.abandon is not None:
+                            pending.abandon()
+                        self._tell_complete(pending)
+                        self._count_end(pending)
+                        return
+                    outcome = pending.retry.outcome_with(outcome)
+                set_outcome(error, outcome)
             self._tell_complete(pending)
             with self._nesting.at(pending.depth):  # of the calls that callbacks make
                 pending.future.set_exception(error)
@@ -143,7 +194,7 @@ class PendingRequests:
             value = self._codec.unpack(message)
             del message  # a thread that gets the value may take over the memory of its tensors
         except Exception as error:
-            self.fail(pending, error)
+            self.fail(pending, error, _outcome_of(envelope))
             return
         if pending is not None:
             self._set_result(pending, value)
@@ -168,14 +219,20 @@ class PendingRequests:
         self._flow_control.release(source.wire_id, envelope.id)
         if isinstance(error, PayloadLostError):
             error = AnswerFailedError(source.name, str(error))
-        self.fail(self.take(envelope.id), error)
+        self.fail(self.take(envelope.id), error, _outcome_of(envelope))
 
-    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
-        """Fails the requests to a worker that is lost."""
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
+        """Fails the requests to a worker that is lost.
+
+        Args:
+            worker: the worker.
+            end: how it ended.
+            unsent: see `on_worker_suspect`.
+        """
         self._flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
         for identifier, pending in self.pending.copy().items():
             if pending.worker.wire_id == worker.wire_id:
-                self.fail(self.take(identifier), end.as_error(worker.name))
+                self.fail(self.take(identifier), end.as_error(worker.name), pending.outcome_without(unsent))
         for identifier, (destination, _) in self.kept.copy().items():
             if destination == worker.wire_id:
                 self.kept.pop(identifier, None)
@@ -197,7 +254,7 @@ class PendingRequests:
         ]
 
     def on_worker_suspect(
-        self, worker: WorkerInfo, reason: str, concerned: Collection[int], unsent: Collection[int]
+        self, worker: WorkerInfo, reason: str, concerned: Collection[int], unsent: Collection[bytes]
     ) -> None:
         """Fails requests to a worker that does not answer.
 
@@ -205,7 +262,7 @@ class PendingRequests:
             worker: the worker.
             reason: how that was noticed.
             concerned: the ids of the requests.
-            unsent: the tickets of the envelopes that have not left this process.
+            unsent: the beginnings of the envelopes that have not left this process.
         """
         self._flow_control.drop_worker(worker.wire_id)  # first: callbacks may make calls that wait for capacity
         for identifier in concerned:
@@ -213,16 +270,10 @@ class PendingRequests:
             self.kept.pop(identifier, None)
             if pending is None:
                 continue
-            error = WorkerSuspectError(worker.name, reason)
-            was_sent = not (
-                pending.is_waiting
-                or pending.waits_for_worker
-                or (pending.sent is not None and pending.sent.ticket in unsent)
-            )
-            if was_sent:
+            outcome = pending.outcome_without(unsent)
+            if outcome is Outcome.UNKNOWN:
                 self._orphans[identifier] = worker.wire_id
-            error.outcome = Outcome.UNKNOWN if was_sent else Outcome.NOT_SENT
-            self.fail(pending, error)
+            self.fail(pending, WorkerSuspectError(worker.name, reason), outcome)
         while len(self._orphans) > MAX_ORPHANS:
             self._orphans.popitem(last=False)
 
@@ -312,3 +363,8 @@ class PendingRequests:
     def _count_end(self, pending: PendingRequest) -> None:
         if pending.handler.user_values:
             self._calls.end_request(pending.identifier)
+
+
+def _outcome_of(answer: agent_pb2.Envelope) -> Outcome:
+    """Returns what has become of a request that an error answers, or another answer that cannot be read."""
+    return Outcome.NOT_SENT if answer.not_begun else Outcome.RAN

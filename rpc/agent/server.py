@@ -10,8 +10,11 @@ from typing import Any, cast, final
 from ...errors import (
     AnswerFailedError,
     LimitReachedError,
+    PolicyError,
+    RemoteError,
     RpcCancelledError,
     RpcError,
+    RpcTimeoutError,
     SendFailedError,
     WorkerLostError,
     WorkerSuspectError,
@@ -33,13 +36,13 @@ from ..contracts.messages import (
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from ..wire.failures import encode_failure
-from .cancellation import CancellableRequests
 from .codec import Codec
 from .extensions import Extensions
 from .flow_control import Nesting
 from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
 from .received_requests import ReceivedRequests
 from .stats import CallCounter
+from .waiting_requests import NotBegun, WaitingRequests
 
 __all__ = ["Server"]
 
@@ -73,7 +76,8 @@ class Server:
             received: is told of requests that begin to run.
             postponed: postpones the calls of workers for which too much is queued.
         """
-        self.cancellable = CancellableRequests()
+        self.waiting = WaitingRequests()
+        """The users' requests that have not begun to run."""
         self.deferred = CallCounter()
         """Requests that are to be answered later."""
         self.answering = CallCounter()
@@ -87,11 +91,17 @@ class Server:
         self._received = received
         self.postponed = postponed
 
-    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Notes a request whose payloads have not arrived yet. Called on the event loop."""
+    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope, *, waits: bool = True) -> None:
+        """Notes a request that has arrived. Called on any thread.
+
+        Args:
+            source: the caller.
+            envelope: the request's.
+            waits: whether it may take a while until it begins: for a thread, or for its payloads.
+        """
         handler = self._extensions.handlers.get(envelope.type)
-        if handler is not None and handler.cancellable:
-            self.cancellable.add(source, envelope)
+        if handler is not None and handler.user_values and envelope.id:
+            self.waiting.add(source, envelope, waits=waits)
 
     def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Runs a request and answers it. Runs on a thread of the executor."""
@@ -106,10 +116,8 @@ class Server:
             and self._postpone(source, envelope, payloads, nbytes)
         ):
             pass
-        elif handler.cancellable and not self.cancellable.begin(source, envelope):
-            cancelled = RpcCancelledError(self._me.name)
-            self._extensions.on_decode_error(source, envelope, cancelled)
-            self._answer_error(source, envelope, cancelled)  # so that its caller knows that it is over
+        elif handler.user_values and envelope.id and (reason := self.waiting.begin(source, envelope)) is not None:
+            self._drop(source, envelope, handler, reason)
         elif not handler.user_values:
             self._nesting.depth = envelope.depth + 1  # hooks of a backward pass may make calls
             try:
@@ -144,14 +152,29 @@ class Server:
         self._received.add(source, nbytes)
         self._executor.submit(self.serve, source, envelope, payloads)
 
+    def _drop(self, source: WorkerInfo, envelope: agent_pb2.Envelope, handler: Handler, reason: NotBegun) -> None:
+        """Answers a request that does not begin, so that its caller knows that it is over."""
+        error: RpcError
+        if reason is NotBegun.CANCELLED:
+            error = RpcCancelledError(self._me.name)
+        elif reason is NotBegun.EXPIRED:
+            activity = f"its time was up before it began: {handler.description}"
+            error = RpcTimeoutError(self._me.name, envelope.timeout_ms / 1000, activity)
+        else:
+            error = WorkerLostError(
+                source.name, f"this was noticed before a request of it began on {self._me.name!r}"
+            )
+        self._extensions.on_decode_error(source, envelope, error)
+        self._answer_error(source, envelope, error, has_begun=False)
+
     def reject(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
         """Answers a request that cannot be read with an error."""
-        self.cancellable.discard(source, envelope)
+        self.waiting.discard(source, envelope)
         if not isinstance(error, LimitReachedError):  # which `_answer_error` records
             self._codec.record_refusal(source, error)
         if isinstance(error, PayloadLostError):
             error = SendFailedError(self._me.name, str(error))
-        self._answer_error(source, envelope, error)
+        self._answer_error(source, envelope, error, has_begun=False)
 
     def _run(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, handler: Handler
@@ -161,6 +184,7 @@ class Server:
         Returns:
             Whether the answer is deferred.
         """
+        has_begun = False
         try:
             message = self._codec.read(source, envelope, payloads, user_values=handler.user_values)
             try:
@@ -170,13 +194,15 @@ class Server:
                     return self._run_in_scope(message, handler)
             finally:
                 message.error = None  # its traceback leads back to this frame
+                has_begun = message.has_begun
         except BaseException as error:
-            self._answer_error(source, envelope, error)
+            self._answer_error(source, envelope, error, has_begun=has_begun)
             return False
 
     def _run_in_scope(self, message: Incoming, handler: Handler) -> bool:
         try:
             message.value = self._codec.unpack(message)
+            message.has_begun = True
             result = handler.run(message)
             # Memory that the sender shares with this worker goes back to it with the answer.
             message.value, message.body = None, b""
@@ -201,7 +227,7 @@ class Server:
                 self._send_answer(answer)
         except BaseException as error:
             message.error = error  # which scopes look at when they end
-            self._answer_error(message.source, message.envelope, error)
+            self._answer_error(message.source, message.envelope, error, has_begun=message.has_begun)
         return False
 
     def _pack_answer(self, request: Incoming, value: object, handler: Handler) -> Outgoing:
@@ -270,7 +296,9 @@ class Server:
 
         return on_done
 
-    def _answer_error(self, source: WorkerInfo, request: agent_pb2.Envelope, error: BaseException) -> None:
+    def _answer_error(
+        self, source: WorkerInfo, request: agent_pb2.Envelope, error: BaseException, *, has_begun: bool = True
+    ) -> None:
         if isinstance(error, LimitReachedError):
             self._codec.record_refusal(source, error)
         if not request.id:
@@ -279,6 +307,15 @@ class Server:
             else:
                 log.error("a message from worker %s failed", source.name, exc_info=error)
             return
-        envelope = agent_pb2.Envelope(id=request.id, type=ERROR)
+        not_begun = not has_begun or _is_refusal(error)
+        envelope = agent_pb2.Envelope(id=request.id, type=ERROR, not_begun=not_begun)
         with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
             self._send(Outgoing(source, envelope, encode_failure(error)))
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Returns whether a handler has refused its request, before it has run anything of the program."""
+    is_of_another_call = isinstance(error, RpcError) and (
+        error.outcome is not None or isinstance(error.__cause__, RemoteError)
+    )
+    return isinstance(error, PolicyError | LimitReachedError) and not is_of_another_call

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from ...errors import WorkerSuspectError
+from ...errors import Outcome, WorkerSuspectError
 from ..contracts.messages import Outgoing
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
@@ -61,6 +61,7 @@ class WaitingCalls:
 
     def add(self, pending: PendingRequest, message: Outgoing) -> None:
         """Has a call wait until its worker is back or lost, or the call has failed otherwise."""
+        pending.begin_wait(partial(self._drop, pending))
         self._put(pending, message)
         pending.future.add_done_callback(lambda _: self._drop(pending))
         # Its worker's state may have changed before it was there to be found.
@@ -69,7 +70,7 @@ class WaitingCalls:
             self._executor.submit(self.send_to, pending.worker)
         elif not absence.waits:
             error = absence.as_error(pending.worker.name)
-            self._requests.fail(self._requests.take(pending.identifier), error)
+            self._requests.fail(self._requests.take(pending.identifier), error, Outcome.NOT_SENT)
 
     def send_to(self, worker: WorkerInfo) -> None:
         """Sends the calls to a worker that is back. Runs on a thread of the executor."""
@@ -77,20 +78,22 @@ class WaitingCalls:
             identifiers = list(self._calls.get(worker.wire_id, ()))
         for identifier in identifiers:
             if (call := self._take(worker, identifier)) is not None:
+                # Before it is looked for: who takes it from now on does not count it as not sent.
+                call[0].waits_for_worker = False
                 self._send(*call)
 
     def _send(self, pending: PendingRequest, message: Outgoing) -> None:
         if pending.identifier not in self._requests.pending:
             self._abort(pending, message)
             return
-        pending.waits_for_worker = False
+        pending.tell_timeout(message.envelope)
         try:
             self._codec.send_prepared(message)
         except WorkerSuspectError:  # again: what is told of that comes later
             self._put(pending, message)
         except Exception as error:
             self._abort(pending, message)
-            self._requests.fail(self._requests.take(pending.identifier), error)
+            self._requests.fail(self._requests.take(pending.identifier), error, Outcome.NOT_SENT)
         else:
             self._on_sent(pending, message)
 

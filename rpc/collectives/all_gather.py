@@ -15,7 +15,7 @@ marked as a round that was tried before. Two rules ensure that all living member
   that has the result answers at once; one that gets it later answers then.
 
 A value that was lost on its way to a leader that lives, or whose answer was, is sent again in the same round: the
-others wait for it there.
+others wait for it there. So is one for a leader that is suspect, until that is back or lost.
 
 Members need not agree on who is lost: if two of them lose each other, the second one may lead a round of its own,
 while the others, which are connected to both, go to the first one. So a leader that is not the first of all
@@ -44,6 +44,7 @@ from ...errors import (
     SerializationError,
     UnknownWorkerError,
     WorkerLostError,
+    WorkerSuspectError,
 )
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Handler, MessageType, Request
@@ -59,8 +60,8 @@ WARN_INTERVAL_S = 10.0
 """Seconds after which a waiting worker first logs which members are missing, and the interval of later log
 lines."""
 
-RESENT_AFTER = (SendFailedError, AnswerFailedError, UnknownWorkerError)
-"""The errors after which a value is sent again: the leader lives, and may or may not have it.
+RESENT_AFTER = (SendFailedError, AnswerFailedError, UnknownWorkerError, WorkerSuspectError)
+"""The errors after which a value is sent again: the leader is not lost, and may or may not have it.
 
 A leader that does not know one of the members is about to: that one is just joining the group.
 """
@@ -137,9 +138,13 @@ class AllGatherService:
         """Returns the handlers of the requests between members and leader."""
         return self._leader.handlers()
 
+    def on_worker_suspect(self, worker: WorkerInfo) -> None:
+        """Has rounds with a suspect worker go on by messages, which are sent again until it is back or lost."""
+        self._group_rounds.end_groups_of(worker.wire_id)
+
     def on_worker_lost(self, worker: WorkerInfo) -> None:
         """Stops all rounds from waiting for a lost worker."""
-        self._group_rounds.on_worker_lost(worker.wire_id)
+        self._group_rounds.end_groups_of(worker.wire_id)
         self._leader.on_worker_lost(worker)
 
     def all_gather(
@@ -324,7 +329,7 @@ class AllGatherService:
         left, name = round_.seconds_left(), round_.workers[leader].name
         if left is not None and left <= RESEND_PAUSE_S:
             raise RpcTimeoutError(name, round_.timeout) from error
-        log.info("worker %s sends its value for a collective again to %s: %s", self._agent.info.name, name, error)
+        log.debug("worker %s sends its value for a collective again to %s: %s", self._agent.info.name, name, error)
         with self._agent.blocking():
             time.sleep(RESEND_PAUSE_S)
 

@@ -267,8 +267,8 @@ class GroupRounds:
         if is_used:
             self.abandon(members)
 
-    def on_worker_lost(self, worker: int) -> None:
-        """Ends the groups that a lost worker is in."""
+    def end_groups_of(self, worker: int) -> None:
+        """Ends the groups that a worker is in, which is lost or does not answer. Later rounds may form others."""
         with self._lock:
             broken = [members for members in self._sets if worker in members]
         for members in broken:

@@ -54,6 +54,13 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def on_send_aborted(self, message: Outgoing) -> None:
         """Undoes `on_send`: the message was not sent. Its tensors and references may be missing."""
 
+    def may_repeat(self) -> bool:
+        """Returns whether a request that this thread sends may be sent again by another one.
+
+        Not if `on_send` adds something of the thread to it.
+        """
+        return True
+
     def on_receive(self, message: Incoming) -> None:
         """Reads the headers of a message before it is unpickled; may replace tensors, and fills in references."""
 

@@ -58,6 +58,7 @@ class Request:
     label: the value's name in a SerializationError; for a tuple, the name of each of its items.
     header: fills in headers of the envelope.
     keep: an object that is kept alive until the request is answered, even after its timeout, or never can be.
+    idempotent: whether it may run more than once: then it is sent again if the connection fails.
     """
 
     kind: MessageType.ValueType
@@ -66,6 +67,7 @@ class Request:
     label: str | Sequence[str] = "the value"
     header: Callable[[agent_pb2.Envelope], None] | None = None
     keep: object = None
+    idempotent: bool = False
 
 
 @dataclass(slots=True)
@@ -87,6 +89,8 @@ class Incoming:
     """The exception that unpickling or handling the message raised."""
     state: dict[type, Any] = field(default_factory=dict)
     """What an extension keeps about this message, under the extension's class."""
+    has_begun: bool = False
+    """Whether its handler has begun to run."""
 
 
 @dataclass(slots=True)
@@ -113,6 +117,10 @@ class Outgoing:
     """The payloads that are not in the envelope."""
     nbytes: int = 0
     """Bytes of the body and the tensors."""
+
+    def beginning(self) -> bytes:
+        """Returns the first bytes of the envelope of a request: no other envelope begins with them."""
+        return agent_pb2.Envelope(id=self.envelope.id, type=self.envelope.type).SerializeToString()
 
 
 class LaterAnswer:

@@ -113,6 +113,11 @@ class Executor:
         return self._thread.is_worker
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a task that is submitted now may have to wait for a thread."""
+        return bool(self._running or self._tasks)
+
+    @property
     def queued(self) -> int:
         """The number of tasks that wait for a thread."""
         return len(self._tasks) + len(self._urgent)

@@ -94,6 +94,10 @@ class Future(torch.futures.Future[T]):
         """
         return self._cancel is not None and self._cancel()
 
+    def set_cancel(self, cancel: Callable[[], bool]) -> None:
+        """Sets what cancels the call: see the constructor."""
+        self._cancel = cancel
+
     def __repr__(self) -> str:
         if not self.done():
             state = "pending"

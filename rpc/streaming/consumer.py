@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
-from ...errors import RpcError, SendFailedError, WorkerLostError
+from ...errors import Outcome, RpcError, SendFailedError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import MessageType
@@ -238,7 +238,10 @@ class StreamConsumer:
         self._on_closed(self)
         # A control message, which does not get lost. If the producer does not know the stream yet, it is sent when
         # STREAM_OPENED arrives.
-        if self._answer is not None and self._answer.cancel() and self.is_open_at_producer:
+        if (answer := self._answer) is None:
+            return
+        was_cut_off = answer.done() and isinstance(error_of(answer), WorkerSuspectError)
+        if was_cut_off or (answer.cancel() and self.is_open_at_producer):
             self._agent.control.send(self.producer, CLOSE, self.id)
 
     def _send_credit(self) -> SendFailedError | None:
@@ -248,7 +251,7 @@ class StreamConsumer:
         self._credit = agent_pb2.StreamHeader(stream_id=self.id, items=self._taken_items, nbytes=self._taken_bytes)
         credit = self._credit
         try:
-            with contextlib.suppress(WorkerLostError):
+            with contextlib.suppress(WorkerLostError, WorkerSuspectError):  # with which the stream fails anyway
                 self._agent.post(
                     self.producer,
                     MessageType.STREAM_CREDIT,
@@ -256,6 +259,7 @@ class StreamConsumer:
                     header=lambda envelope: envelope.stream.CopyFrom(credit),
                 )
         except SendFailedError as error:
+            error.outcome = Outcome.RAN  # of the stream, not of the credit
             return error
         return None
 

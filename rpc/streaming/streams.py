@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
-from ...errors import LimitReachedError, NotInitializedError, WorkerLostError
+from ...errors import LimitReachedError, NotInitializedError, Outcome, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
 from ..contracts.arguments import CALL_PARTS
@@ -170,8 +170,10 @@ class Streams(Extension):
         except BaseException:
             self.agent.submit(producer.close)
             raise
-        if self.agent.end_of(producer.consumer.wire_id) is not None:
-            producer.close()  # `on_worker_lost` may have run before the producer was registered
+        # `on_worker_lost` or `on_worker_suspect` may have run before the producer was registered.
+        consumer = producer.consumer.wire_id
+        if self.agent.end_of(consumer) is not None or self.agent.suspicion_of(consumer) is not None:
+            producer.close()
         self.agent.submit(producer.advance)
         return Deferred(producer.done)
 
@@ -208,14 +210,22 @@ class Streams(Extension):
         def fill_header(envelope: agent_pb2.Envelope) -> None:
             envelope.stream.stream_id = request.envelope.id
 
-        with contextlib.suppress(WorkerLostError):
+        with contextlib.suppress(WorkerLostError, WorkerSuspectError):
             self.agent.post(request.source, MessageType.STREAM_OPENED, None, header=fill_header)
 
     # Both.
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Ends the streams from and to a lost worker."""
-        error = end.as_error(worker.name)
+        self._end_streams(worker, end.as_error(worker.name))
+
+    def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
+        """Ends the streams from and to a suspect worker, of which items may be lost."""
+        error = WorkerSuspectError(worker.name, reason)
+        error.outcome = Outcome.UNKNOWN
+        self._end_streams(worker, error)
+
+    def _end_streams(self, worker: WorkerInfo, error: Exception) -> None:
         for consumer in list(self._consumers.values()):
             if consumer.producer == worker:
                 consumer.fail(error)

@@ -20,7 +20,10 @@ from ..execution.poller import Poller, SharedDescriptor
 from ..execution.waiter import SocketWaiter
 from .tls_socket import TlsSocket
 
-__all__ = ["Answer", "AnswerReader", "AnswerSource", "Completion", "FindCompletion"]
+__all__ = ["MAX_LOOKED_AT", "Answer", "AnswerReader", "AnswerSource", "Completion", "FindCompletion"]
+
+MAX_LOOKED_AT = 8
+"""Frames among which a thread looks for the answer that it waits for; more of them are left to the executor."""
 
 
 class Completion(NamedTuple):

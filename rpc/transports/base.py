@@ -11,8 +11,11 @@ from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
 from .answer_reader import Completion
 
-__all__ = ["Connecting", "Transport", "TransportClosedError", "TransportListener"]
+__all__ = ["BEGINNING_BYTES", "Connecting", "Transport", "TransportClosedError", "TransportListener"]
 
+
+BEGINNING_BYTES = 11
+"""Bytes of the beginning of an envelope, by which it is known among all that a worker sends: its id and type."""
 
 Connecting = concurrent.futures.Future[None]
 """Done when there is a connection, and known how it carries envelopes; or when there can be none."""
@@ -29,8 +32,8 @@ class Transport(Protocol):
       connection; a transport reports that loss to its listener, and does not connect again: another one does.
     - Connecting: at the first `send` or `connect`, or when the peer connects. Before that, a transport has neither
       socket nor thread. If both workers connect at the same moment, one of the two connections remains.
-    - Threads: `send`, `send_behind`, `flush` and `connect` are called from any thread, all else on the agent's
-      event loop. Envelopes are handed to the listener on any thread.
+    - Threads: `send`, `send_behind`, `flush`, `withdraw` and `connect` are called from any thread, all else on the
+      agent's event loop. Envelopes are handed to the listener on any thread.
     - Blocking: no method waits for the peer, except `close`, which does not block the loop.
     - Ownership: the agent's Network makes a transport for each peer, and another one when its connection has
       broken. It calls `close` of the last one once, even if the connection is lost already. Sockets and threads
@@ -74,8 +77,12 @@ class Transport(Protocol):
     def flush(self) -> None:
         """Sends the envelopes that wait for the next one. Does nothing if there are none."""
 
-    def withdraw(self, ticket: int) -> bool:
+    def withdraw(self, ticket: int, beginning: bytes) -> bool:
         """Removes an envelope from the queue, if nothing of it has been sent.
+
+        Args:
+            ticket: what `send` has returned.
+            beginning: the first BEGINNING_BYTES of the envelope.
 
         Returns:
             Whether it was removed. If not, the peer may receive it.
@@ -141,7 +148,7 @@ class TransportListener(Protocol):
         Called at most once for each transport, before the first `on_envelope`.
         """
 
-    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[int]) -> None:
+    def on_broken(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         """Handles a connection that broke, or cannot be made, while the peer may live. Called on the event loop.
 
         Called instead of `on_closed`, and as that. Has to replace the transport before it returns.
@@ -149,10 +156,10 @@ class TransportListener(Protocol):
         Args:
             peer: the worker at the other end.
             end: how the connection broke.
-            unsent: the tickets of the envelopes that were queued and will not be sent.
+            unsent: the beginnings of the envelopes that were queued and will not be sent.
         """
 
-    def on_closed(self, peer: WorkerInfo, end: WorkerEnd) -> None:
+    def on_closed(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the end of a peer, or of all connections to it. Called on the event loop.
 
         Called at most once for each transport. Except where the connection was cut by this worker, the last
@@ -163,4 +170,5 @@ class TransportListener(Protocol):
         Args:
             peer: the worker at the other end.
             end: what the peer's goodbye says, or why the peer cannot be connected again.
+            unsent: see `on_broken`.
         """

@@ -12,7 +12,8 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
@@ -23,7 +24,9 @@ from ..execution.futures import Future
 from ..execution.poller import READABLE
 from ..execution.waiter import SocketWaiter
 from ..wire.parsing import SMALL_BYTES, check_envelope, parse_envelope
+from . import socket_frames
 from .answer_reader import Answer, AnswerReader, FindCompletion
+from .answer_search import find_answer
 from .frame_writer import FrameWriter
 from .heartbeat import has_unread
 from .large_envelope import LargeEnvelope
@@ -43,13 +46,9 @@ CLOSED = "its connection closed without a goodbye; the process has died or was c
 MAX_DESCRIPTORS = 64
 """Descriptors that one read can bring, and that may wait for their frames."""
 
-MAX_LOOKED_AT = 8
-"""Frames among which a thread looks for the answer that it waits for; more of them are left to the executor."""
-
 _DESCRIPTOR = struct.Struct("i")
 _RECV_ARGS = ((READ_BYTES,),)
 _RECVMSG_ARGS = ((READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),)
-_ALL = slice(None)
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +144,10 @@ class EnvelopeSocket:
             frame = self._take_released() + frame  # in one write, for which the peer wakes up once
         self._writer.put(frame)
 
+    def withdraw(self, beginning: bytes) -> bool:
+        """Removes an envelope with this beginning from the queue; returns False if some of it has been written."""
+        return self._writer.withdraw(partial(socket_frames.has_envelope, beginning))
+
     def send_behind(self, envelope: bytes, seconds: float) -> None:
         """Has an envelope written together with a later one. Raises BrokenPipeError as `send` does."""
         if self._writer.is_broken:
@@ -173,23 +176,21 @@ class EnvelopeSocket:
 
     def _take_released(self) -> bytes:
         """Returns the frame that tells of segments which are not used any more."""
-        numbers: list[int] = []
-        with contextlib.suppress(IndexError):  # there are no more
-            while len(numbers) < MAX_NUMBERS:
-                numbers.append(self.released.popleft())
-        return numbers_frame(FrameKind.RELEASED, numbers)
+        return numbers_frame(FrameKind.RELEASED, socket_frames.take_numbers(self.released))
 
     def finish(self) -> None:
         """Tells the peer, after all that has been sent, that nothing more will come."""
         self.flush()
         self._writer.put(HEADER.pack(0, FrameKind.END))
 
-    def close(self) -> None:
-        """Cuts the connection. The thread that reads it releases it, unless it has read the peer's end."""
+    def close(self) -> Collection[bytes]:
+        """Cuts the connection; returns the beginnings of the envelopes of which nothing has been written."""
         self._writer.cut()
+        unsent = self._writer.take_unwritten()
         if self._has_ended:
             self.release()
         self._read_on()
+        return socket_frames.beginnings_in(unsent)
 
     def release(self) -> None:
         """Releases a connection that no thread reads any more, unless a thread is writing."""
@@ -212,44 +213,7 @@ class EnvelopeSocket:
         if not self.received:
             return None
         self._has_heard = True
-        data, rights = (self.received[0], ()) if self._segments is None else self.received[0][:2]
-        if rights:
-            return None
-        start, end = 0, len(data)
-        others = b""
-        returned: deque[int] | None = None
-        numbers: list[int] = []
-        for _ in range(MAX_LOOKED_AT):
-            content = start + HEADER.size
-            if content > end:
-                break
-            length, kind = HEADER.unpack_from(data, start)
-            after = content + length
-            if after > end:
-                break
-            if kind == FrameKind.ENVELOPE:
-                if length > SMALL_BYTES:
-                    check_envelope(data[content:after])
-                envelope = agent_pb2.Envelope.FromString(data[content:after])
-                completion = self._completion(envelope, future)
-                if completion is not None:
-                    others += data[after:]
-                    left = others if self._segments is None else (others, ())
-                    taking: list[tuple[Any, ...]] = [(self.received.__setitem__, _ALL, [left] if others else [])]
-                    if returned is not None:
-                        taking.append((returned.extend, numbers))
-                    return Answer(completion, taking)
-                others += data[start:after]
-            elif kind == FrameKind.RELEASED and self._segments is not None and not length % 8:
-                # Taken with the answer: the segments are free for the next call.
-                returned = self._segments.returned
-                if returned is None:
-                    break
-                numbers += numbers_in(data[content:after])
-            elif kind != FrameKind.HEARTBEAT:
-                break  # what it tells comes before the answer
-            start = after
-        return None
+        return find_answer(self.received, self._segments, self._completion, future)
 
     def take_heard(self) -> bool:
         """Returns whether something has come from the peer since the last call, or waits to be read."""

@@ -15,17 +15,21 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any, final
 
 from ..execution.executor import Executor
 from ..execution.poller import WRITABLE
-from .tls_socket import AnySocket
+from .tls_socket import AnySocket, TlsSocket
 
 __all__ = ["FrameWriter"]
 
 MAX_BEHIND = 32
 """Frames that wait for another one, at most."""
+
+BEGINNING_BYTES = 64
+"""Bytes of a frame that are kept to know it by, when it will not be written."""
 
 MAX_WRITE_BYTES = 1 << 20
 MAX_WRITE_FRAMES = 64
@@ -80,6 +84,8 @@ class FrameWriter:
         self._is_watched = False
         self._is_waiting = False
         self._is_to_be_released = False
+        self._unwritten: list[bytes] = []
+        """The beginnings of the frames that were in the queue when the connection broke."""
         self.is_broken = False
         """Whether nothing can be sent any more."""
         self.has_sent = False
@@ -137,6 +143,58 @@ class FrameWriter:
             self._queue.append(frame)
         self._flush_if_possible()
 
+    def withdraw(self, is_wanted: Callable[[bytes], bool]) -> bool:
+        """Removes a frame from the queue, if nothing of it has been written.
+
+        Args:
+            is_wanted: returns whether a frame is the one to remove.
+
+        Returns:
+            False if there is no such frame, or another thread is writing.
+        """
+        if not self._writing.acquire(blocking=False):
+            return False
+        try:
+            first = self._count_begun()
+            for index, frame in enumerate(list(self._queue)[first:], first):
+                if is_wanted(frame):
+                    del self._queue[index]
+                    return True
+            return False
+        finally:
+            self._writing.release()
+            if self._is_to_be_released:
+                self.release()
+            else:
+                self._flush()  # a thread may have found the lock held
+
+    def take_unwritten(self) -> list[bytes]:
+        """Returns the beginnings of the frames of which nothing has been written. Called once, after `cut`."""
+        if self._writing.acquire(blocking=False):
+            self._drop_queue()
+            self._writing.release()
+            if self._is_to_be_released:
+                self.release()
+        unwritten, self._unwritten = self._unwritten, []
+        return unwritten
+
+    def _count_begun(self) -> int:
+        """Returns how many frames at the beginning of the queue are being written. Called with the lock."""
+        current = self._current
+        if current is None:
+            return 0
+        # TLS may have encrypted what it has not written.
+        if current.sent or not isinstance(current.data, bytes) or isinstance(self._connection, TlsSocket):
+            return current.count
+        self._current = None  # nothing of it has been written
+        return 0
+
+    def _drop_queue(self) -> None:
+        """Drops what will not be written any more. Called with the lock."""
+        self._unwritten += [frame[:BEGINNING_BYTES] for frame in list(self._queue)[self._count_begun() :]]
+        self._current = None
+        self._queue.clear()
+
     def cut(self) -> None:
         """Cuts the connection: nothing is sent any more, and the thread that reads finds its end."""
         self.is_broken = True
@@ -151,6 +209,7 @@ class FrameWriter:
         self.cut()
         self._is_to_be_released = True
         if self._writing.acquire(blocking=False):
+            self._drop_queue()
             self._executor.poller.unwatch(self._writable)
             os.close(self._writable)
             self._connection.close()
@@ -183,8 +242,7 @@ class FrameWriter:
             self._wait_for_writable()
             return True
         except OSError:
-            self._current = None
-            self._queue.clear()
+            self._drop_queue()
             self.cut()
             return True
         finally:

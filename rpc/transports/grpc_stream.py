@@ -112,9 +112,9 @@ class GrpcStream:
         """Sends what waits for the next envelope."""
         self.outbox.flush()
 
-    def withdraw(self, ticket: int) -> bool:
+    def withdraw(self, ticket: int, beginning: bytes) -> bool:
         """Removes an envelope from the queue, if it is there."""
-        return self.outbox.withdraw(ticket)
+        return self.outbox.withdraw(ticket, beginning)
 
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Has the calling thread read the socket, if there is one."""
@@ -152,7 +152,7 @@ class GrpcStream:
 
     def abort(self, reason: str) -> None:
         """Ends the stream for good, because the peer cannot be used. Called on the loop."""
-        self._cut(WorkerEnd(LossCause.DISCONNECTED, reason), may_heal=False)
+        self._cut(WorkerEnd(LossCause.DISCONNECTED, reason))
 
     def break_off(self, reason: str) -> None:
         """Ends the stream, after which the peer may be connected again. Called on the loop."""
@@ -160,10 +160,10 @@ class GrpcStream:
 
     def refuse(self, reason: str) -> None:
         """Lets the peer in no more, which is told this. Called on the loop."""
-        self._finish(WorkerEnd(LossCause.REFUSED, reason), report=False)
+        self._cut(WorkerEnd(LossCause.REFUSED, reason), report=False)
 
-    def _cut(self, end: WorkerEnd, *, may_heal: bool) -> None:
-        self._finish(end, may_heal=may_heal)
+    def _cut(self, end: WorkerEnd, *, report: bool = True, may_heal: bool = False) -> None:
+        self._finish(end, report=report, may_heal=may_heal)
         for task in (self._runner, self._dialing):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
@@ -378,4 +378,4 @@ class GrpcStream:
         if report and may_heal:
             self._parts.listener.on_broken(self._peer, end, unsent)
         elif report:
-            self._parts.listener.on_closed(self._peer, end)
+            self._parts.listener.on_closed(self._peer, end, unsent)

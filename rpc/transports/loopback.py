@@ -47,7 +47,7 @@ class LoopbackTransport:
     def flush(self) -> None:
         """Does nothing: nothing waits."""
 
-    def withdraw(self, ticket: int) -> bool:  # noqa: ARG002
+    def withdraw(self, ticket: int, beginning: bytes) -> bool:  # noqa: ARG002
         """Returns False: there is no queue."""
         return False
 

@@ -8,7 +8,7 @@ from typing import final
 
 from ...proto.v1 import agent_pb2
 from ..wire.framing import bytes_field
-from .base import Connecting, TransportClosedError
+from .base import BEGINNING_BYTES, Connecting, TransportClosedError
 from .envelope_socket import CLOSED, EnvelopeSocket
 
 __all__ = ["Outbox"]
@@ -108,10 +108,14 @@ class Outbox:
         self._frames.append(frame)
         return True
 
-    def withdraw(self, ticket: int) -> bool:
-        """Removes an envelope from the queue, if it is there."""
+    def withdraw(self, ticket: int, beginning: bytes) -> bool:
+        """Removes an envelope from the queue, or from that of the socket, if it is there: see Transport."""
         with self._lock:
-            return self._queue.pop(ticket, None) is not None
+            # The connection may be another one than that by which it was sent.
+            if self._queue.get(ticket, b"").startswith(beginning):
+                del self._queue[ticket]
+                return True
+        return self.socket is not None and self.socket.withdraw(beginning)
 
     def use_socket(self, connection: EnvelopeSocket) -> None:
         """Sends by a socket from now on, beginning with what is queued."""
@@ -143,14 +147,14 @@ class Outbox:
                     self._queue.popitem(last=False)
         return b"".join(taken)
 
-    def close(self, reason: str) -> Collection[int]:
-        """Drops what is queued, and cuts the socket. Returns the tickets of the envelopes that were queued."""
+    def close(self, reason: str) -> Collection[bytes]:
+        """Drops what is queued, and cuts the socket. Returns the beginnings of the envelopes that were queued."""
         with self._lock:
             self.closed_reason = reason
-            dropped = list(self._queue)
+            dropped = {envelope[:BEGINNING_BYTES] for envelope in self._queue.values()}
             self._queue.clear()
         if self.socket is not None:
-            self.socket.close()
+            dropped.update(self.socket.close())
         self._set_connected()
         return dropped
 

@@ -1,10 +1,24 @@
 """The frames of an envelope socket: a header, with the length and the kind of the content, and the content."""
 
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 
-__all__ = ["HEADER", "MAX_NUMBERS", "MAX_SIDE_FRAME_BYTES", "SEGMENT", "FrameKind", "numbers_frame", "numbers_in"]
+from .base import BEGINNING_BYTES
+
+__all__ = [
+    "HEADER",
+    "MAX_NUMBERS",
+    "MAX_SIDE_FRAME_BYTES",
+    "SEGMENT",
+    "FrameKind",
+    "beginnings_in",
+    "has_envelope",
+    "numbers_frame",
+    "numbers_in",
+    "take_numbers",
+]
 
 MAX_NUMBERS = 1024
 """Numbers of segments in a frame."""
@@ -41,3 +55,25 @@ def numbers_in(content: bytes) -> Sequence[int]:
     if len(content) % 8:
         raise ValueError("numbers of segments of another length")
     return struct.unpack(f"<{len(content) // 8}Q", content)
+
+
+def take_numbers(numbers: deque[int]) -> Sequence[int]:
+    """Takes numbers of segments for a frame out of a queue, which other threads may take from, too."""
+    taken: list[int] = []
+    try:
+        while len(taken) < MAX_NUMBERS:
+            taken.append(numbers.popleft())
+    except IndexError:  # there are no more
+        pass
+    return taken
+
+
+def has_envelope(beginning: bytes, frame: bytes) -> bool:
+    """Returns whether a frame has an envelope that begins like this."""
+    return frame.startswith(beginning, HEADER.size) and HEADER.unpack_from(frame)[1] == FrameKind.ENVELOPE
+
+
+def beginnings_in(frames: Sequence[bytes]) -> Collection[bytes]:
+    """Returns the beginnings of the envelopes in frames, of which the first bytes suffice."""
+    envelopes = [frame for frame in frames if HEADER.unpack_from(frame)[1] == FrameKind.ENVELOPE]
+    return {frame[HEADER.size : HEADER.size + BEGINNING_BYTES] for frame in envelopes}

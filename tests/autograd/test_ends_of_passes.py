@@ -201,7 +201,7 @@ RELEASED_BY: list[str] = []
 
 def note_releases() -> None:
     control = current_agent().control
-    end = control._handlers["autograd.release"]
+    end = control._inbox.handlers["autograd.release"]
 
     def note_and_end(sender: rpc.WorkerInfo, payload: object) -> None:
         end(sender, payload)

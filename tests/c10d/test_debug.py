@@ -7,7 +7,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -165,7 +164,7 @@ def hang(folder: Path) -> Path | None:
     return path
 
 
-def test_the_report_says_which_rank_is_stuck_where(workers, group, tmp_path):
+def test_the_report_says_which_rank_is_stuck_where(python, workers, group, tmp_path):
     members = group()
     paths = workers.each(members, hang, tmp_path / "dumps")
     assert len(set(paths)) == SIZE
@@ -174,12 +173,8 @@ def test_the_report_says_which_rank_is_stuck_where(workers, group, tmp_path):
     assert re.search(r"rank 1: went on after collective 1, all_reduce", text)
     assert re.search(r"and in recv rank 0 of 0 bytes at .*test_debug.py:\d+, since", text)
     assert re.search(r"rank 1 has not called collective 2; others have called all_reduce at .*test_debug", text)
-    done = subprocess.run(
-        [sys.executable, "-m", "gradwire.c10d.debug.report", str(paths[0]), str(paths[1])],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python.run("-m", "gradwire.c10d.debug.report", paths[0], paths[1])
+    assert done.returncode == 0, done.stderr
     assert "no file of rank 2: it may have died" in done.stdout
 
 

@@ -5,8 +5,6 @@ import fcntl
 import os
 import resource
 import stat
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -239,7 +237,7 @@ def test_a_worker_that_exits_closes_the_store(path, workers):
     assert not path.exists()
 
 
-def test_a_script_that_does_not_close_its_store_exits_without_errors(path):
+def test_a_script_that_does_not_close_its_store_exits_without_errors(path, python):
     script = (
         "from gradwire.c10d import FileStore, PrefixStore, TCPStore\n"
         f"file = PrefixStore('p', FileStore({str(path)!r}))\n"
@@ -248,7 +246,7 @@ def test_a_script_that_does_not_close_its_store_exits_without_errors(path):
         "client = TCPStore('127.0.0.1', master.port)\n"
         "client.set('k', 'v')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = python.run("-c", script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not path.exists()
 

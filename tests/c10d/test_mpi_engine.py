@@ -320,19 +320,17 @@ assert number == 2
 """
 
 
-def test_scripts_exit_cleanly(tmp_path):
+def test_scripts_exit_cleanly(tmp_path, python):
     # Unlike the workers of these tests, scripts run the exit handlers of C libraries.
     url = f"file://{tmp_path}/store"
-    command = [sys.executable, "-c", SCRIPT, url]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context((tmp_path / "said").open("w"))
+        ranks = [
+            stack.enter_context(python.start("-c", SCRIPT, url, rank, stdout=said, stderr=said))
+            for rank in range(2)
+        ]
         for rank in ranks:
-            _, said = rank.communicate(timeout=60)
-            assert rank.returncode == 0, said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+            assert rank.wait(60) == 0, (tmp_path / "said").read_text()
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def test_closing_ends_a_wait_in_torchs_store(capfd):
     waiting = threading.Thread(target=wait)
     waiting.start()
     view.close()
-    waiting.join(10)
+    waiting.join(60)
     assert errors
     del master
     assert capfd.readouterr().err == ""

@@ -22,7 +22,7 @@ def test_a_task_without_a_waiter_runs_on_the_queues_thread():
     names = []
     task = queue.submit(lambda: names.append(threading.current_thread().name), needs_thread=True)
     task.on_done(ran.set)
-    assert ran.wait(10)
+    assert ran.wait(60)
     assert names == ["test"]
     assert task.done()
     queue.close()
@@ -36,7 +36,7 @@ def test_a_caller_that_waits_with_a_timeout_does_not_run_the_task():
 
     def run() -> None:
         threads.append(threading.current_thread().name)
-        go_on.wait(10)
+        go_on.wait(60)
 
     task = queue.submit(run, needs_thread=False)
     with pytest.raises(TimeoutError):
@@ -54,7 +54,7 @@ def test_only_an_empty_queue_can_be_acquired():
     ran = threading.Event()
     queue.submit(ran.set, needs_thread=False)
     queue.release()  # the queue's thread runs the task submitted meanwhile
-    assert ran.wait(10)
+    assert ran.wait(60)
     queue.close()
 
 
@@ -78,12 +78,12 @@ def test_a_task_can_be_waited_for_while_another_thread_runs_the_first():
 
     def block() -> None:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
 
     first = queue.submit(block, needs_thread=False)
     runner = threading.Thread(target=first.wait, args=(None,))
     runner.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     second = queue.submit(lambda: 7, needs_thread=False)
     with pytest.raises(TimeoutError):
         second.wait(0.01)
@@ -111,12 +111,12 @@ def test_an_error_reaches_every_waiter_and_the_next_task_runs():
 def test_callbacks_of_a_future_can_wait_for_the_queue():
     queue = SerialQueue("test")
     go_on = threading.Event()
-    first = queue.submit(lambda: go_on.wait(10) and None, needs_thread=True)
+    first = queue.submit(lambda: go_on.wait(60) and None, needs_thread=True)
     work = GroupWork("first", ["value"], first)
 
     def then(future):
         second = queue.submit(lambda: 3, needs_thread=False)
-        second.wait(10)
+        second.wait(60)
         return future.wait(), second.source()
 
     result = work.get_future().then(then)

@@ -5,8 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -448,18 +446,21 @@ def test_workers_meet_there(workers, restartable, by):
         each.result()
 
 
-def test_the_command(path):
+def test_the_command(path, python):
     arguments = ["-m", "gradwire.store", "--log", path, "--port", "0", "--sync"]
-    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = process.stdout.readline()
-            port = int(line.removeprefix("store on 127.0.0.1:").partition(",")[0])
-            with TCPStore("127.0.0.1", port) as store:
-                store.set("key", "value")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
+    reading, writing = os.pipe()
+    with (
+        open(reading) as printed,
+        open(writing, "w") as output,
+        python.start(*arguments, stdout=output, stderr=output) as program,
+    ):
+        output.close()
+        line = printed.readline()
+        port = int(line.removeprefix("store on 127.0.0.1:").partition(",")[0])
+        with TCPStore("127.0.0.1", port) as store:
+            store.set("key", "value")
+        os.kill(program.pid, signal.SIGTERM)
+        assert program.wait(60) == 0
     assert Path(path).stat().st_mode & 0o777 == 0o600
     store = opened(path)
     assert [list(change.keys) for change in contents(store)] == [["key"]]

@@ -356,7 +356,7 @@ def test_world_sizes_that_differ(workers, tmp_path):
     started = workers(2)
 
     def join(rank: int, world_size: int) -> None:
-        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meet", init_timeout=2)
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meet", init_timeout=60)
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
 
     pending = [w.start(join, rank, 2 + rank) for rank, w in enumerate(started)]

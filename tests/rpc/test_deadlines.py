@@ -1,12 +1,26 @@
-"""Timeouts expire in the order of their times, and only those of pending calls."""
+"""Timeouts expire in the order of their times, only those of pending calls, and keep calls from beginning."""
 
+import os
 import queue
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import psutil
+import pytest
+from gradwire import rpc
+from gradwire.errors import Outcome, RpcTimeoutError
+from gradwire.rpc.agent.server import Server
+from gradwire.rpc.agent.waiting_requests import WaitingRequests
+from gradwire.rpc.execution import stalls
 from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
 
-from tests.remote_functions import wait_until
+from tests import remote_functions
+from tests.remote_functions import add, assert_clean, keep, set_event, wait_for, wait_until
+from tests.workers import Worker
 
 
 @contextmanager
@@ -53,3 +67,151 @@ def test_nothing_is_kept_of_many_different_timeouts():
         for identifier in range(3 * MAX_SETTLED_ENTRIES):
             timeouts.add(identifier, 1000 + identifier / 7)
         assert len(timeouts._queues) <= MAX_SETTLED_ENTRIES + 1
+
+
+def never_add_threads() -> None:
+    """Has calls wait for a thread of this worker, however long that takes."""
+    stalls.STALL_TIMEOUT_S = stalls.MAX_STALL_TIMEOUT_S = 3600.0
+
+
+def start_waiting() -> None:
+    remote_functions.kept.append(rpc.rpc_async("worker1", wait_for, ("release",), timeout=0))
+
+
+def wait_for_file(path: Path) -> None:
+    wait_until(path.exists)
+
+
+def waiting_requests() -> WaitingRequests:
+    return rpc.api.current_agent()._server.waiting
+
+
+def is_queued(count: int) -> bool:
+    return rpc.debug_info()["agent.num_pending_requests"] == count
+
+
+def group_with_one_thread(workers, count: int) -> list[Worker]:
+    """Starts a group whose worker1 has one thread, which runs a call of worker0 until "release" is set."""
+    started = workers(count)
+    started[1].run(never_add_threads)
+    workers.join_rpc(started, num_worker_threads=1)
+    started[0].run(start_waiting)
+    started[1].run(wait_until, lambda: rpc.debug_info()["agent.server_active_calls"] == 1)
+    return started
+
+
+def test_a_call_that_has_timed_out_does_not_begin(workers):
+    a, b = group_with_one_thread(workers, 2)
+
+    def call() -> None:
+        late = rpc.rpc_async("worker1", keep, ("late",), timeout=0.2)
+        reference = rpc.remote("worker1", keep, ("late, too",), timeout=0.2)
+        in_time = rpc.rpc_async("worker1", keep, ("in time",), timeout=60)
+        with pytest.raises(RpcTimeoutError, match="a call to worker 'worker1'"):
+            late.wait()
+        with pytest.raises(RpcTimeoutError):
+            reference._get_future().wait()
+        remote_functions.kept.append(in_time)
+
+    a.run(call)
+    b.run(set_event, "release")
+    assert a.run(lambda: remote_functions.kept[1].wait()) == 1
+    assert b.run(lambda: remote_functions.kept) == ["in time"]
+    a.run(lambda: wait_until(lambda: not rpc.debug_info()["flow_control"]["worker1"]["calls_in_flight"]))
+    a.run(assert_clean)
+    b.run(assert_clean)
+
+
+def test_the_caller_is_told_that_it_has_not_begun(workers):
+    """Its own clock is behind here."""
+    a, b = group_with_one_thread(workers, 2)
+
+    def call() -> None:
+        agent = rpc.api.current_agent()
+        agent._client._deadlines.add = lambda *_: None
+        remote_functions.kept.append(rpc.rpc_async("worker1", keep, ("late",), timeout=0.2))
+
+    a.run(call)
+    b.run(wait_until, lambda: is_queued(1))
+    b.run(wait_until, lambda: time.monotonic() > max(waiting_requests()._deadlines.values()))
+    b.run(set_event, "release")
+
+    def check() -> None:
+        with pytest.raises(RpcTimeoutError, match="before it began.*it has not run") as caught:
+            remote_functions.kept[1].wait()
+        assert caught.value.outcome is Outcome.NOT_SENT
+
+    a.run(check)
+    assert b.run(lambda: remote_functions.kept) == []
+
+
+def test_calls_of_a_lost_worker_do_not_begin(workers):
+    a, b, c = group_with_one_thread(workers, 3)
+
+    def call_three_times() -> None:
+        for index in range(3):
+            remote_functions.kept.append(rpc.rpc_async("worker1", keep, (f"of the dead {index}",)))
+        remote_functions.kept.append(rpc.remote("worker1", keep, ("its reference",)))
+
+    c.run(call_three_times)
+    b.run(wait_until, lambda: is_queued(4))
+    c.kill()
+    b.run(wait_until, lambda: rpc.debug_info()["lost_workers"])
+    b.run(set_event, "release")
+    assert a.run(rpc.rpc_sync, "worker1", keep, ("of the living",)) == 1
+    assert b.run(lambda: remote_functions.kept) == ["of the living"]
+    a.run(lambda: remote_functions.kept.clear())
+    b.run(assert_clean)
+
+
+def test_the_time_that_a_call_waits_for_capacity_counts(workers, tmp_path):
+    a, b = workers.rpc(2, flow_control=rpc.FlowControlOptions(max_in_flight=1))
+
+    def note_timeouts() -> None:
+        announce = Server.on_announced
+
+        def note(self, source, envelope, **options) -> None:
+            remote_functions.kept.append(envelope.timeout_ms)
+            announce(self, source, envelope, **options)
+
+        Server.on_announced = note
+
+    def age_the_call_that_waits() -> None:
+        pending = rpc.api.current_agent()._requests.pending
+        wait_until(lambda: any(request.is_waiting for request in list(pending.values())))
+        (waiting,) = [request for request in pending.values() if request.is_waiting]
+        waiting.waits_since -= 20  # as if it had begun to wait so long ago
+        release.touch()
+
+    def call() -> None:
+        first = rpc.rpc_async("worker1", wait_for_file, (release,), timeout=0)
+        threading.Thread(target=age_the_call_that_waits).start()
+        assert rpc.rpc_sync("worker1", add, (1, 1), timeout=50) == 2
+        first.wait()
+
+    release = tmp_path / "release"
+    b.run(note_timeouts)
+    a.run(call)
+    unlimited, limited = b.run(lambda: remote_functions.kept)
+    assert unlimited == 0
+    assert 1 <= limited <= 30_000
+
+
+def test_calls_in_the_socket_of_a_stopped_worker_do_not_begin(workers):
+    """They have timed out, and are called off, when it goes on."""
+    a, b = workers.rpc(2)
+
+    def call(pid: int) -> None:
+        assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        futures = [rpc.rpc_async("worker1", keep, (f"late {index}",), timeout=0.2) for index in range(3)]
+        for future in futures:
+            with pytest.raises(RpcTimeoutError):
+                future.wait()
+
+    a.run(call, b.pid)
+    os.kill(b.pid, signal.SIGCONT)
+    assert a.run(rpc.rpc_sync, "worker1", add, (1, 1)) == 2
+    assert len(b.run(lambda: remote_functions.kept)) <= 1  # whose thread read it before the others
+    a.run(assert_clean)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -152,7 +151,7 @@ def test_processes_of_torchs_launcher(tmp_path):
         ("sys.exit('no bread')", "it exited without calling shutdown"),
     ],
 )
-def test_scripts(workers, tmp_path, last, why):
+def test_scripts(workers, python, tmp_path, last, why):
     """Scripts end when the interpreter exits."""
     (survivor,) = workers(1)
     script = f"""
@@ -163,7 +162,7 @@ def test_scripts(workers, tmp_path, last, why):
         {last}
     """
     joining = survivor.start(join, "worker0", 0, 2, f"file://{tmp_path}/rendezvous")
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, check=False)
+    done = python.run("-c", textwrap.dedent(script))
     assert done.returncode != 0
     joining.result()
     survivor.run(wait_until, lambda: rpc.debug_info()["lost_workers"] == {"worker1": why})

@@ -43,7 +43,7 @@ def test_no_more_threads_than_needed(executor):
     for _ in range(50):
         done = threading.Event()
         executor.submit(done.set)
-        assert done.wait(10)
+        assert done.wait(60)
     assert executor.threads <= 2
 
 
@@ -51,7 +51,7 @@ def test_no_more_threads_than_needed(executor):
 def test_waiting_tasks_do_not_starve_others(executor, declared):
     resume, started = start_blocked_tasks(executor, 10, declared=declared)
     for _ in range(10):
-        assert started.acquire(timeout=10)
+        assert started.acquire(timeout=60)
     resume.set()
 
 
@@ -67,7 +67,7 @@ def test_a_task_that_waits_for_the_next_one():
 
         executor.submit(wait)
         executor.submit(resume.set)
-        assert done.wait(10)
+        assert done.wait(60)
     assert executor.close(10)
 
 
@@ -75,14 +75,14 @@ def test_blocking_has_no_effect_on_other_threads(executor):
     with executor.blocking():
         done = threading.Event()
         executor.submit(done.set)
-        assert done.wait(10)
+        assert done.wait(60)
     assert executor.threads == 2  # one ran the task, one waits for the next
 
 
 def test_surplus_threads_end(executor):
     resume, started = start_blocked_tasks(executor, 8, declared=True)
     for _ in range(8):
-        assert started.acquire(timeout=10)
+        assert started.acquire(timeout=60)
     threads = [t for t in threading.enumerate() if t.name.startswith("test-executor-") and "stalls" not in t.name]
     assert len(threads) == executor.threads >= 8
     resume.set()
@@ -97,7 +97,7 @@ def test_a_task_that_raises_is_logged_and_the_thread_goes_on(executor, caplog):
     executor.submit(fail)
     done = threading.Event()
     executor.submit(done.set)
-    assert done.wait(10)
+    assert done.wait(60)
     assert executor.close(10)
     assert "on purpose" in caplog.text
 
@@ -105,7 +105,7 @@ def test_a_task_that_raises_is_logged_and_the_thread_goes_on(executor, caplog):
 def test_close_drops_what_is_queued():
     executor = Executor(1, "test-close")
     resume, started = start_blocked_tasks(executor, 1)
-    assert started.acquire(timeout=10)
+    assert started.acquire(timeout=60)
     ran = threading.Event()
     executor.submit(ran.set)
     assert not executor.close(0)
@@ -126,7 +126,7 @@ def test_it_can_be_closed_from_one_of_its_threads():
         done.set()
 
     executor.submit(close)
-    assert done.wait(10)
+    assert done.wait(60)
     assert result == [True]
 
 
@@ -145,7 +145,7 @@ def test_threads_are_woken_without_the_lock(executor, monkeypatch):
     monkeypatch.setattr(executor.poller, "wake", take_the_lock_and_wake)
     done = threading.Event()
     executor.submit(done.set)
-    assert done.wait(10)
+    assert done.wait(60)
     monkeypatch.undo()
     assert could_lock
     assert all(could_lock)
@@ -162,7 +162,7 @@ def test_what_the_last_call_of_a_task_submits_needs_no_other_thread(executor, mo
         executor.submit(lambda: None)
     wait_until(lambda: executor.idle == 2)
     executor.submit(task)
-    assert done.wait(10)
+    assert done.wait(60)
     monkeypatch.undo()
     assert not woken
 

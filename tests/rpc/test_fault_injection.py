@@ -170,8 +170,10 @@ def test_a_stream_ends_with_the_message_that_is_failed(workers, message):
 
     def check() -> None:
         stream = rpc.rpc_stream("worker1", range_iterator, (20,), window_items=4)
-        with pytest.raises(SendFailedError, match=f"fault injection failed the {message} message"):
+        with pytest.raises(SendFailedError, match=f"fault injection failed the {message} message") as caught:
             list(stream)
+        if message == "STREAM_CREDIT":
+            assert caught.value.outcome is rpc.Outcome.RAN
         assert next(stream, None) is None
         assert list(rpc.rpc_stream("worker1", range_iterator, (20,), window_items=4)) == list(range(20))
 

@@ -173,7 +173,7 @@ def test_calls_that_time_out_stay_in_flight(workers):
         texts = []
         for _ in range(8):
             with pytest.raises(RpcTimeoutError, match=r"a call to worker 'worker1'") as caught:
-                rpc.rpc_sync("worker1", identity, (bytes(100 * KIB),), timeout=0.1)
+                rpc.rpc_sync("worker1", identity, (bytes(KIB),), timeout=0.1)
             texts.append(str(caught.value))
         assert ["not sent, because too much is in flight" in text for text in texts] == [False] * 4 + [True] * 4
         assert figures()["calls_in_flight"] == 4

@@ -87,7 +87,7 @@ def test_a_worker_abandons_its_group_if_the_others_have_another(both, present, p
 
 def test_another_group_takes_twice_as_many_rounds(both):
     first = both[0]
-    first.on_worker_lost(1)
+    first.end_groups_of(1)
     ready = []
     for number in range(3, 7):
         ready.append(first.status((0, 1)).is_ready)

@@ -6,8 +6,15 @@ import threading
 from typing import Any
 
 import pytest
-from gradwire import rpc
-from gradwire.errors import LimitReachedError, RemoteError, RpcTimeoutError, SerializationError, WorkerLostError
+from gradwire import Outcome, rpc
+from gradwire.errors import (
+    LimitReachedError,
+    RemoteError,
+    RpcTimeoutError,
+    SerializationError,
+    WorkerLostError,
+    WorkerSuspectError,
+)
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
@@ -15,6 +22,7 @@ from gradwire.rpc.streaming.streams import Streams
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, event, set_event, wait_until
+from tests.rpc import links
 from tests.rpc.generators import (
     after_event,
     count_to,
@@ -215,6 +223,44 @@ def test_the_producer_dies(workers):
     waiting = a.start(check)
     b.kill()
     waiting.result()
+
+
+def test_the_producer_is_suspect(workers):
+    """The credit for what is taken then cannot be sent, but the stream has run."""
+    liveness = rpc.Liveness(heartbeat=0.2, suspect_after=0.5)
+    a, b = workers.rpc(2, rpc_timeout=0, liveness=liveness)
+
+    def start() -> None:
+        stream = rpc.rpc_stream("worker1", count_to, (100,), window_items=8)
+        remote_functions.keep(stream)
+        wait_until(lambda: len(stream._consumer._buffer) == 8)
+        links.call_for_ever("worker1")
+
+    def check() -> None:
+        links.assert_suspect(links.futures.pop())
+        taken = []
+        with pytest.raises(WorkerSuspectError) as caught:
+            for item in remote_functions.kept[-1]:
+                taken.append(item)
+        assert taken == list(range(8))
+        assert caught.value.outcome is Outcome.UNKNOWN
+
+    a.run(start)
+    with stopped(b):
+        a.run(check)
+    b.run(lambda: wait_until(lambda: not rpc.debug_info()["num_produced_streams"]))
+
+
+def test_the_generator_is_closed_if_its_consumer_alone_has_suspected_it(agents):
+    """The producer may begin the stream after it has noticed, itself, that the connection broke."""
+    a, b = agents(2)
+    with holder.using(a):
+        stream = rpc.rpc_stream(b.info, count_to, (100,), timeout=0, window_items=8)
+        assert next(stream) == 0
+        a._requests.on_worker_suspect(b.info, "it does not answer", list(a._requests.pending), ())
+        with pytest.raises(WorkerSuspectError):
+            list(stream)
+    wait_until(lambda: not b.debug_info()["num_produced_streams"])
 
 
 async def collect(stream: rpc.RpcStream) -> list[Any]:

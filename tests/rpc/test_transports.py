@@ -139,7 +139,7 @@ def test_a_stranger_is_shut_out(two_workers):
     connections = [socket.socket(socket.AF_UNIX) for _ in range(3)]
     silent, wrong, _ = connections
     for connection in connections:
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect(address)
     wrong.sendall(bytes(32))
     assert wrong.recv(1) == b""
@@ -166,7 +166,7 @@ def test_another_user_is_shut_out(two_workers, workers):
 def connect_as_nobody(address):
     os.seteuid(65534)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect(address)
         return connection.recv(1)
 

@@ -362,7 +362,7 @@ class Schedule(World):
         return [
             f"{machine.info.name} remembers {len(received.outcomes)} control messages of worker{sender}"
             for machine in self.alive
-            for sender, received in machine.agent.control._received.items()
+            for sender, received in machine.agent.control._inbox.received.items()
             if len(received.outcomes) > 1 and sender not in self.killed
         ]
 

@@ -29,7 +29,7 @@ from gradwire.rpc.agent.links import Absence
 from gradwire.rpc.agent.network_listener import NetworkListener
 from gradwire.rpc.channels.payloads import read_inline
 from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.messages import MessageType, Outgoing
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import WorkerEnd
@@ -316,8 +316,8 @@ class SimulatedNetwork:
     def call_soon(self, function: Task, *args: Any) -> None:
         self._machine.tasks.append(partial(function, *args))
 
-    def withdraw(self, worker: WorkerInfo, ticket: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
-        return self._world.withdraw(self._world.machines[worker.id], ticket)
+    def withdraw(self, sent: Outgoing, _payloads: object = ()) -> bool:
+        return self._world.withdraw(self._world.machines[sent.destination.id], sent.ticket)
 
 
 class World:

@@ -73,7 +73,7 @@ def test_a_reference_to_a_remote_result(three_workers):
     def check() -> None:
         rref = rpc.remote("worker1", add, (1, 2))
         assert isinstance(rref, rpc.RRef)
-        assert rref.to_here() == rref.to_here(timeout=10) == 3
+        assert rref.to_here() == rref.to_here(timeout=60) == 3
         assert not rref.is_owner()
         assert rref.owner() == rpc.get_worker_info("worker1")
         assert rref.owner_name() == "worker1"
@@ -214,7 +214,7 @@ def test_proxies(three_workers):
             with pytest.raises(LookupError, match="no such thing"):
                 counter.rpc_sync().fail()
             with pytest.raises(AttributeError, match="nothing"):
-                counter.rpc_sync(timeout=5).nothing()
+                counter.rpc_sync(timeout=30).nothing()
         assert rpc.remote("worker1", Counter).rpc_async().add(5).wait() == 5
         assert rpc.remote("worker1", Counter).remote().add(5).to_here() == 5
 

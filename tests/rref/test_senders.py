@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from gradwire import rpc
-from gradwire.errors import LimitReachedError, RRefError
+from gradwire.errors import LimitReachedError, RRefError, UnknownWorkerError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
@@ -67,12 +67,12 @@ def test_a_fork_is_accepted_by_whom_it_was_made_for(agents):
     with holder.using(owner):
         rref = rpc.RRef(1)
     fork = GlobalId(user.info.id, 77)
-    references(user)._children[fork] = (rref._handle, owner.info.id)
+    references(user)._passed_on.add(fork, rref._handle, owner.info.id)
     error = tell(third, user, "rref.accept", tuple(fork))
     assert isinstance(error, RRefError)
-    assert fork in references(user)._children
+    assert len(references(user)._passed_on) == 1
     assert tell(owner, user, "rref.accept", tuple(fork)) is None
-    assert not references(user)._children
+    assert len(references(user)._passed_on) == 0
 
 
 @pytest.mark.parametrize("worker", [7, 1 << 40, -1])
@@ -137,6 +137,31 @@ def test_a_reference_in_a_message_has_a_fork_of_its_sender(agents):
     with pytest.raises(ValueError, match="malformed reference .* 'agent1' did not make fork"):
         user.request(third.info, request).wait()
     assert not any(references(third).live_objects().values())
+
+
+def test_the_owner_of_a_reference_is_not_known_yet(agents, monkeypatch):
+    """Others know a worker that joins some moments earlier. The reference is refused, and nobody keeps it."""
+    owner, user, third = agents(3)
+    find = type(third).worker
+
+    def find_unless_new(agent, destination):
+        if agent is third and destination == owner.info.id:
+            raise UnknownWorkerError(destination, [])
+        return find(agent, destination)
+
+    monkeypatch.setattr(type(third), "worker", find_unless_new)
+    with holder.using(user):
+        rref, mine = rpc.remote(owner.info, add, (1, 2)), rpc.RRef(1)
+        with pytest.raises(RRefError, match="'agent2' does not know the owner of"):
+            rpc.rpc_sync(third.info, hold, ([mine, rref, mine],))
+        assert rref.to_here() == 3
+        del rref, mine
+
+    def is_clean() -> bool:
+        gc.collect()
+        return not any(any(references(agent).live_objects().values()) for agent in (owner, user, third))
+
+    wait_until(is_clean)
 
 
 def test_references_whose_acceptance_is_not_acknowledged_are_bounded(agents, monkeypatch):

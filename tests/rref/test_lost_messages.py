@@ -1,0 +1,154 @@
+"""References in messages that are lost with a connection are released, and those that have arrived are kept."""
+
+import pytest
+from gradwire import rpc
+from gradwire.errors import RpcTimeoutError, RRefError
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rref.forks import References
+
+from tests.remote_functions import add, wait_until
+from tests.rref.test_senders import tell
+
+kept: list[rpc.RRef] = []
+
+
+def keep(rref: rpc.RRef) -> None:
+    kept.append(rref)
+
+
+@pytest.fixture(autouse=True)
+def drop_kept():
+    yield
+    kept.clear()
+
+
+class CallsOnTheWay:
+    """Keeps back the calls that an agent sends, as a connection does that breaks while they are on their way."""
+
+    def __init__(self, agent: GrpcAgent) -> None:
+        self._network = agent._network
+        self._kept: list[tuple[rpc.WorkerInfo, bytes]] = []
+        agent._codec._network = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._network, name)
+
+    def send(self, worker: rpc.WorkerInfo, data: bytes) -> int:
+        if agent_pb2.Envelope.FromString(data).type == MessageType.CALL:
+            self._kept.append((worker, data))
+            return 0
+        return self._network.send(worker, data)
+
+    def arrive(self) -> None:
+        for worker, data in self._kept:
+            self._network.send(worker, data)
+
+
+def interrupt(sender: GrpcAgent, receiver: GrpcAgent) -> None:
+    """Does to an agent's references what a broken connection and its return do."""
+    references = sender.extension(References)
+    references.on_worker_suspect(receiver.info, "its connection broke")
+    references.on_worker_back(receiver.info)
+
+
+def send_in_vain(sender: GrpcAgent, receiver: GrpcAgent, rref: rpc.RRef) -> None:
+    with holder.using(sender), pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync(receiver.info, keep, (rref,), timeout=0.1)
+
+
+def count(agent: GrpcAgent, name: str) -> int:
+    return int(agent.debug_info()[name])
+
+
+def test_an_owner_releases_what_was_lost(agents):
+    owner, user = agents(2)
+    CallsOnTheWay(owner)
+    with holder.using(owner):
+        rref = rpc.RRef([1])
+    send_in_vain(owner, user, rref)
+    assert count(owner, "num_forks") == 1
+    interrupt(owner, user)
+    wait_until(lambda: count(owner, "num_forks") == 0)
+
+
+def test_a_user_releases_what_was_lost(agents):
+    owner, user, third = agents(3)
+    CallsOnTheWay(user)
+    with holder.using(user):
+        rref = rpc.RRef([1])
+    with holder.using(owner):
+        rref = rpc.remote(user.info, add, (1, 2))
+        assert rref.to_here() == 3
+    CallsOnTheWay(owner)
+    send_in_vain(owner, third, rref)
+    assert count(owner, "num_pending_children") == 1
+    interrupt(owner, third)
+    wait_until(lambda: count(owner, "num_pending_children") == 0)
+    with holder.using(owner):
+        assert rref.to_here() == 3
+    del rref
+    wait_until(lambda: count(user, "num_forks") == 0)
+
+
+def test_what_has_arrived_is_kept(agents):
+    owner, user, third = agents(3)
+    with holder.using(owner):
+        mine = rpc.RRef([1])
+        rpc.rpc_sync(user.info, keep, (mine,))
+        theirs = rpc.remote(user.info, add, (1, 2))
+        rpc.rpc_sync(third.info, keep, (theirs,))
+    for sender in (owner, user, third):
+        for receiver in (owner, user, third):
+            if sender is not receiver:
+                interrupt(sender, receiver)
+    wait_until(lambda: all(agent.control.pending() == 0 for agent in (owner, user, third)))
+    del mine, theirs
+    with holder.using(user):
+        assert kept[0].to_here() == [1]
+    with holder.using(third):
+        assert kept[1].to_here() == 3
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["kept", "gone"])
+def test_what_arrives_late_is_counted_anew(agents, is_gone):
+    owner, user = agents(2)
+    network = CallsOnTheWay(owner)
+    with holder.using(owner):
+        rref = rpc.RRef([1])
+    send_in_vain(owner, user, rref)
+    interrupt(owner, user)
+    wait_until(lambda: count(owner, "num_forks") == 0)
+    if is_gone:
+        del rref
+    network.arrive()
+    wait_until(lambda: kept)
+    with holder.using(user):
+        if is_gone:
+            with pytest.raises(RRefError, match="is gone: its owner has deleted the value"):
+                kept[0].to_here()
+        else:
+            assert kept[0].to_here() == [1]
+            wait_until(lambda: count(owner, "num_forks") == 1)
+    kept.clear()
+    wait_until(lambda: count(owner, "num_forks") == 0)
+    wait_until(lambda: count(user, "num_user_rrefs") == 0)
+
+
+def test_others_cannot_be_asked_about(agents):
+    owner, user, third = agents(3)
+    with holder.using(owner):
+        rref = rpc.RRef([1])
+        rpc.rpc_sync(user.info, keep, (rref,))
+    (value,) = [entry.id for entry in owner.extension(References).table._forked.values()]
+    (fork,) = owner.extension(References).table.forks_made_here(user.info.wire_id)
+    pair = (tuple(value), tuple(fork[1]))
+    assert isinstance(tell(third, owner, "rref.missing", [pair]), RRefError)
+    assert isinstance(tell(third, user, "rref.check", [pair]), RRefError)
+    for payload in (None, 3, (), [1], [((1, 2),)], [pair] * 2000):
+        for kind in ("rref.missing", "rref.check"):
+            assert isinstance(tell(third, owner, kind, payload), Exception), (kind, payload)
+    with holder.using(user):
+        assert kept[0].to_here() == [1]
