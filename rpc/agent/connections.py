@@ -96,8 +96,8 @@ class Connections:
             return
         try:
             self._roster.catch_up()
-            if evict_because and self._me.wire_id not in self._roster.departed():
-                self._roster.evict(peer.wire_id, evict_because)
+            if evict_because:
+                self._roster.evict(peer.wire_id, evict_because, self._me.wire_id)
         except Exception as error:  # of the store: the others may see it differently
             log.warning("the store cannot tell who is in the group, or that %s is not: %s", peer.name, error)
             return

@@ -151,19 +151,26 @@ class RosterLog:
         while identifier in self._roster.members:
             self._append({"leave": identifier, **({"reason": reason} if reason else {})})
 
-    def evict(self, identifier: int, reason: str) -> bool:
-        """Appends an eviction to the log, unless the worker is no member any more.
+    def evict(self, identifier: int, reason: str, by: int) -> bool:
+        """Appends an eviction to the log, unless one of the two workers is no member any more.
+
+        So of two workers that want to evict each other, the faster one stays.
+
+        Args:
+            identifier: the worker that does not answer.
+            reason: why it is evicted.
+            by: the worker that evicts it, which is this one.
 
         Returns:
-            Whether it was a member.
+            Whether this worker has evicted it.
 
         Raises:
             Exception: what the store raises.
         """
-        was_member = False
-        while identifier in self._roster.members:
-            was_member = self._append({"evict": identifier, "reason": reason})
-        return was_member
+        has_evicted = False
+        while {identifier, by} <= self._roster.members.keys():
+            has_evicted = self._append({"evict": identifier, "reason": reason})
+        return has_evicted
 
     def try_to_leave(self, identifier: int) -> None:
         """Appends a leave as `leave` does, unless the store has gone or does not answer within LEAVE_TIMEOUT_S."""

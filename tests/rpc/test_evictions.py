@@ -66,19 +66,32 @@ def test_of_two_evictions_one_counts():
     logs = [RosterLog(store, "group") for _ in range(3)]
     for log in logs:
         log.begin([Member(WorkerInfo(f"w{rank}", rank), f"127.0.0.1:{rank + 1}", 0) for rank in range(3)])
-    assert logs[0].evict(1, "it was silent")
-    assert not logs[1].evict(1, "it was slow")
+    assert logs[0].evict(1, "it was silent", 0)
+    assert not logs[2].evict(1, "it was slow", 2)
     again = logs[2].choose("w1", 1)
     logs[2].catch_up()
     again = logs[2].choose("w1", 1)
     assert again == WorkerInfo("w1", 1, 3)
     assert logs[2].join(Member(again, "127.0.0.1:9", 0))
-    assert not logs[0].evict(1, "it was silent")
+    assert not logs[0].evict(1, "it was silent", 0)
     assert logs[0].of_rank(1) is None
     logs[0].catch_up()
     assert logs[0].of_rank(1).info == again
     gone = logs[0].departed()[1]
     assert (gone.evicted, gone.successor, gone.why) == (True, 3, "it was evicted: it was silent")
+
+
+def test_of_two_workers_that_evict_each_other_one_stays():
+    store = HashStore()
+    logs = [RosterLog(store, "group") for _ in range(3)]
+    for log in logs:
+        log.begin([Member(WorkerInfo(f"w{rank}", rank), f"127.0.0.1:{rank + 1}", 0) for rank in range(3)])
+        log.catch_up()
+    assert logs[0].evict(1, "it was silent", 0)
+    assert not logs[1].evict(0, "it was silent", 1)  # it learns of its own eviction when it writes
+    logs[2].catch_up()
+    for log in logs[1:]:
+        assert [member.info.name for member in log.members()] == ["w0", "w2"]
 
 
 @pytest.mark.parametrize("bad", [WorkerInfo("w1", 1, 1), WorkerInfo("w2", 1, 3), WorkerInfo("w3", 3, 3)])
