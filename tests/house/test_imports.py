@@ -49,6 +49,7 @@ RPC_ARROWS = {
         "transports",
         "wire",
     },
+    "joining": {"agent", "contracts", "execution", "membership"},
 }
 """The folders of rpc, which import no loose file of rpc. Loose files import all folders."""
 

@@ -29,7 +29,8 @@ from gradwire.rref.forks import References
 from gradwire.rref.handles import OwnerHandle
 from gradwire.rref.ids import GlobalId
 
-from tests.rref.simulation import Chance, Machine, World
+from tests.rref.chance import Chance
+from tests.rref.simulation import Machine, World
 
 MAX_ACTIONS = 60
 """Of one program."""

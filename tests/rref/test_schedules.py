@@ -20,6 +20,7 @@ from gradwire.rref.forks import References
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.rref.chance import Chance
 from tests.rref.schedules import (
     RefusedToMakeError,
     Schedule,
@@ -31,7 +32,7 @@ from tests.rref.schedules import (
     receive,
     run_schedule,
 )
-from tests.rref.simulation import Chance, Machine, wait_for_value
+from tests.rref.simulation import Machine, wait_for_value
 
 SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "250"))
 COLLECT_EVERY = 50
