@@ -207,6 +207,8 @@ class OwnerTable:
     def remove_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> None:
         """Removes a fork. Does nothing if it was removed together with a lost holder.
 
+        If it is that of the creator, and the creating message has not arrived by now, then it is lost.
+
         Raises:
             RRefError: another worker holds the fork.
         """
@@ -216,6 +218,9 @@ class OwnerTable:
                 if entry.forks[fork] != holder:
                     raise RRefError(f"fork {fork} of reference {identifier} belongs to another worker")
                 self._remove_fork(entry, fork)
+        if identifier.worker == fork.worker == holder and identifier in self._awaited:
+            problem = f"reference {identifier} was never created: its creating message was lost"
+            self.fail_awaited(identifier, RRefError(problem))
 
     def forks_made_here(self, holder: int) -> list[tuple[GlobalId, GlobalId]]:
         """Returns the ids of the values and forks that this worker has passed on and that a worker still has."""

@@ -142,14 +142,14 @@ def test_a_reference_in_a_message_has_a_fork_of_its_sender(agents):
 def test_the_owner_of_a_reference_is_not_known_yet(agents, monkeypatch):
     """Others know a worker that joins some moments earlier. The reference is refused, and nobody keeps it."""
     owner, user, third = agents(3)
-    find = type(third).worker
+    find = type(third).incarnation
 
     def find_unless_new(agent, destination):
         if agent is third and destination == owner.info.id:
             raise UnknownWorkerError(destination, [])
         return find(agent, destination)
 
-    monkeypatch.setattr(type(third), "worker", find_unless_new)
+    monkeypatch.setattr(type(third), "incarnation", find_unless_new)
     with holder.using(user):
         rref, mine = rpc.remote(owner.info, add, (1, 2)), rpc.RRef(1)
         with pytest.raises(RRefError, match="'agent2' does not know the owner of"):
