@@ -221,7 +221,11 @@ def test_idle_and_busy_workers_are_not_suspect(workers, transports):
 
 
 def test_a_connection_with_tls_heals(workers):
-    options = {"host": "127.0.0.1", "credentials": Credentials(token=secrets.token_hex(32)), "transports": ("tcp", "grpc")}
+    options = {
+        "host": "127.0.0.1",
+        "credentials": Credentials(token=secrets.token_hex(32)),
+        "transports": ("tcp", "grpc"),
+    }
     a, b = workers.rpc(2, liveness=LIVENESS, **options)
 
     def cut() -> None:
