@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gradwire import Outcome, rpc
-from gradwire.errors import WorkerSuspectError
+from gradwire.errors import RpcError, WorkerSuspectError
 from gradwire.rpc.transports.tls_socket import TlsSocket
 
 from tests.remote_functions import add, wait_for
@@ -42,6 +42,15 @@ def cut(peer: int) -> None:
         (connection._socket if isinstance(connection, TlsSocket) else connection).shutdown(socket.SHUT_RDWR)
     else:
         network().call_soon(stream._runner.cancel)
+
+
+def error_of_call(name: str) -> Exception | None:
+    """Returns what a call to a worker fails with."""
+    try:
+        rpc.rpc_sync(name, add, (1, 1))
+    except RpcError as error:
+        return error
+    return None
 
 
 def assert_suspect(future: Any, outcome: Outcome = Outcome.UNKNOWN) -> None:

@@ -1,6 +1,7 @@
 """Links that break and heal: a worker is suspect while it does not answer, and what it holds stays."""
 
 import os
+import secrets
 import signal
 import threading
 import time
@@ -8,11 +9,13 @@ import time
 import pytest
 import torch
 from gradwire import Outcome, rpc
-from gradwire.errors import RpcTimeoutError, WorkerLostError, WorkerSuspectError
+from gradwire.c10d import Credentials
+from gradwire.errors import EvictedError, RpcTimeoutError, WorkerLostError, WorkerSuspectError
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_until
 from tests.rpc import links
+from tests.rpc.test_several_hosts import join_all
 
 TRANSPORTS = [("unix", "tcp", "grpc"), ("tcp", "grpc"), ("grpc",)]
 LIVENESS = rpc.Liveness(heartbeat=0.2, suspect_after=1.0, lease=60.0)
@@ -26,6 +29,7 @@ def test_a_connection_that_is_cut_heals(workers, transports):
         links.record_events()
         keep(rpc.remote("worker1", torch.ones, (3,)))
         assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
+        wait_until(remote_functions.kept[-1].confirmed_by_owner)
         mine = rpc.RRef(torch.zeros(2))
         rpc.rpc_sync("worker1", keep, (mine,))
         links.call_for_ever("worker1")
@@ -60,6 +64,7 @@ def test_a_stopped_worker_is_suspect_and_comes_back(workers, transports):
         links.record_events()
         keep(rpc.remote("worker1", torch.ones, (3,)))
         assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
+        wait_until(remote_functions.kept[-1].confirmed_by_owner)
         links.call_for_ever("worker1")
 
     def while_stopped() -> None:
@@ -126,8 +131,7 @@ def test_the_lease_of_a_worker_ends(workers):
     def find_out() -> None:
         set_event("never")
         wait_until(lambda: links.state_of("worker0") == "lost")
-        with pytest.raises(WorkerLostError, match="it has given this worker up"):
-            rpc.rpc_sync("worker0", add, (1, 1))
+        wait_until(lambda: isinstance(links.error_of_call("worker0"), EvictedError))
 
     a.run(begin)
     os.kill(b.pid, signal.SIGSTOP)
@@ -214,3 +218,69 @@ def test_idle_and_busy_workers_are_not_suspect(workers, transports):
 
     a.run(check)
     assert b.run(links.state_of, "worker0") == "connected"
+
+
+def test_a_connection_with_tls_heals(workers):
+    options = {
+        "host": "127.0.0.1",
+        "credentials": Credentials(token=secrets.token_hex(32)),
+        "transports": ("tcp", "grpc"),
+    }
+    a, b = workers.rpc(2, liveness=LIVENESS, **options)
+
+    def cut() -> None:
+        links.record_events()
+        links.call_for_ever("worker1")
+        assert rpc.debug_info()["transports"]["worker1"] == "tcp"
+        links.cut(1)
+        links.assert_suspect(links.futures[-1])
+        wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
+        assert torch.equal(rpc.rpc_sync("worker1", identity, (torch.ones(1 << 20),)), torch.ones(1 << 20))
+        assert rpc.debug_info()["transports"]["worker1"] == "tcp"
+        links.call_for_ever("worker1", "later")
+
+    a.run(cut)
+    os.kill(b.pid, signal.SIGSTOP)
+    try:
+        a.run(lambda: links.assert_suspect(links.futures[-1]))
+    finally:
+        os.kill(b.pid, signal.SIGCONT)
+    a.run(lambda: wait_until(lambda: links.state_of("worker1") == "connected"))
+    assert a.run(rpc.rpc_sync, "worker1", add, (1, 1)) == 2
+    for event in ("never", "later"):
+        b.run(set_event, event)
+
+
+@pytest.mark.parametrize("transports", [("tcp", "grpc"), ("grpc",)])
+def test_hosts_that_are_parted_for_a_while(hosts, transports):
+    net = hosts(1, 1)
+    a, b = net.workers
+    variables = {"MASTER_ADDR": net.address(0), "MASTER_PORT": "29500"}
+    liveness = rpc.Liveness(heartbeat=0.2, suspect_after=1.0)
+    for pending in join_all([a, b], variables, insecure=True, liveness=liveness, transports=transports):
+        pending.result()
+
+    def begin() -> None:
+        links.record_events()
+        keep(rpc.remote("worker1", torch.ones, (3,)))
+        assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
+        wait_until(remote_functions.kept[-1].confirmed_by_owner)
+        links.call_for_ever("worker1")
+
+    def while_parted() -> None:
+        links.assert_suspect(links.futures[-1])
+        wait_until(lambda: links.seen == [("suspect", "worker1")])
+
+    def after() -> None:
+        wait_until(lambda: links.state_of("worker1") == "connected")
+        assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
+        wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
+
+    a.run(begin)
+    net.unplug(1)
+    a.run(while_parted)
+    b.run(lambda: wait_until(lambda: links.state_of("worker0") == "suspect"))
+    net.plug(1)
+    a.run(after)
+    b.run(set_event, "never")
+    assert b.run(rpc.rpc_sync, "worker0", add, (1, 1)) == 2
