@@ -31,7 +31,7 @@ PEER = worker_name(1)
 
 MARKED = [
     ("gradwire.rpc.agent.codec", "Codec", "pack"),
-    ("gradwire.rpc.agent.codec", "Codec", "send"),
+    ("gradwire.rpc.agent.codec", "Codec", "try_to_send"),
     ("gradwire.rpc.agent.codec", "Codec", "unpack"),
     ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "send"),
     ("gradwire.rpc.transports.envelope_socket", "EnvelopeSocket", "_read"),
@@ -45,7 +45,7 @@ CALLER, CALLEE = 0, 1
 STEPS = [
     (CALLER, "Codec.pack begins", "look the worker up, check the arguments, make the request"),
     (CALLER, "Codec.pack ends", "pickle the call"),
-    (CALLER, "Codec.send begins", "make the envelope, the future, the entry for the answer"),
+    (CALLER, "Codec.try_to_send begins", "make the envelope, the future, the entry for the answer"),
     (CALLER, "EnvelopeSocket.send begins", "hooks of the extensions, serialize the envelope"),
     (CALLEE, "EnvelopeSocket._read begins", "write into the socket; the callee's thread finds it readable"),
     (CALLEE, "Server.serve begins", "read the socket, parse the envelope, dispatch"),

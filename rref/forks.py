@@ -14,8 +14,6 @@ It is that of PyTorch's design note "Remote Reference Protocol", with acknowledg
 * An owner that receives the name of a value before its creating message asks the creator whether it will arrive:
   after the loss of a worker, a message may name a value that has been created and deleted.
 * The forks of a lost worker are removed by the owner, and no worker keeps anything for it.
-
-docs/rref.md draws the states of a fork.
 """
 
 import threading
@@ -40,7 +38,7 @@ from .handles import CreationCall, Fork, Lease, OwnerHandle, ReferenceExtension,
 from .ids import GlobalId, IdSource
 from .message_types import RREF_CREATE, RREF_FETCH
 from .owner_table import OwnedValue, OwnerTable
-from .passed_on import PASSED_ON_KINDS, PassedOn
+from .passed_on import PASSED_ON_KINDS, PassedOn, is_unsure
 from .rref import RRef
 from .value_server import ValueServer
 
@@ -106,8 +104,6 @@ class References(ReferenceExtension):
         """Returns the entry of a value that this worker owns. Raises RRefError as `OwnerTable.get`."""
         return self.values.entry(identifier)
 
-    # Creating values.
-
     def own(self, value: Any) -> OwnerHandle:
         """Returns a handle to a value that is given to this worker."""
         entry = self.table.create(self._ids.next())
@@ -129,7 +125,7 @@ class References(ReferenceExtension):
             self._remove_fork(fork)
             raise
         # Of a message that was not sent this is known at once, so that the reference is not passed on.
-        fork.creation.call_when_done(lambda done: self._confirm(fork, error_of(done)))
+        fork.creation.call_when_done(lambda done: self._on_created(fork, error_of(done)))
         return handle
 
     def _create_here(
@@ -303,6 +299,14 @@ class References(ReferenceExtension):
             self._creating.discard(fork.reference)
         self._delete_if_due(fork)
 
+    def _on_created(self, fork: Fork, error: Exception | None) -> None:
+        """Handles the end of the request that creates a value."""
+        if is_unsure(error):
+            self._creating.discard(fork.reference)  # if it has not arrived, it will not
+            self._passed_on.make_sure(fork, partial(self._confirm, fork))
+        else:
+            self._confirm(fork, error)
+
     def _confirm(self, fork: Fork, error: Exception | None) -> None:
         """Handles the owner's answer: it has counted the fork, or never will."""
         fork.settle(error)
@@ -334,8 +338,6 @@ class References(ReferenceExtension):
             self._forks.discard(fork)
             self._fork_deleted.notify_all()
 
-    # Control messages.
-
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
         value, fork_id = map(GlobalId.from_payload, payload)
         self.values.ask_creator(self.table.add_fork(value, fork_id, sender.wire_id))
@@ -348,12 +350,8 @@ class References(ReferenceExtension):
         identifier, fork = payload
         self.table.remove_fork(GlobalId.from_payload(identifier), GlobalId.from_payload(fork), sender.wire_id)
 
-    # The agent.
-
     def release_all(self, timeout: float) -> None:
         """Deletes all forks that this worker holds, and waits until their owners have removed them.
-
-        References that the program still has cannot be used any more.
 
         Args:
             timeout: seconds.

@@ -11,14 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from typing import Any, final
 
-from ..errors import RRefError
+from ..errors import Outcome, RRefError, WorkerSuspectError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.worker import WorkerInfo
-from .handles import UserHandle
+from .handles import Fork, UserHandle
 from .ids import GlobalId
 from .owner_table import OwnerTable
 
-__all__ = ["PASSED_ON_KINDS", "PassedOn"]
+__all__ = ["PASSED_ON_KINDS", "PassedOn", "is_unsure"]
 
 PASSED_ON_KINDS = ("rref.accept", "rref.check", "rref.missing")
 """The kinds of control messages about references in messages."""
@@ -88,6 +88,12 @@ class PassedOn:
         """Returns whether this worker has told that a fork, which arrives now, was lost."""
         return bool(self._late) and self._late.pop(fork, self) is None
 
+    def make_sure(self, fork: Fork, on_settled: Callable[[Exception | None], None]) -> None:
+        """Has the owner count the fork of a creation, if it has arrived: its answer will not."""
+        fork.creation = None
+        payload = (tuple(fork.reference), tuple(fork.id))
+        self._agent.control.send(fork.owner, "rref.fork", payload, on_settled, urgent=False)
+
     def on_worker_suspect(self, worker: int) -> None:
         """Notes which forks a worker may not have got."""
         children = [
@@ -143,6 +149,11 @@ class PassedOn:
     def _on_missing(self, sender: WorkerInfo, payload: Any) -> None:
         for value, fork in _checked(payload):
             self.remove(value, fork, sender.wire_id)
+
+
+def is_unsure(error: Exception | None) -> bool:
+    """Returns whether a request may have arrived that has failed like this."""
+    return isinstance(error, WorkerSuspectError) and error.outcome is not Outcome.NOT_SENT
 
 
 def _checked(payload: Any) -> Sequence[Passed]:

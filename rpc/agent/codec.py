@@ -181,7 +181,7 @@ class Codec:
 
     def _put(self, message: Outgoing, broadcast: Broadcast | None) -> None:
         """Puts the payloads of a message into channels, and its envelope into the transport."""
-        envelope, tensors = message.envelope, message.tensors
+        envelope = message.envelope
         nbytes = len(message.body)
         if not message.tensors and nbytes < self._inline_threshold:
             envelope.body.inline = message.body
@@ -192,6 +192,7 @@ class Codec:
                 return
             message.ticket = self._network.send(message.destination, envelope.SerializeToString())
             return
+        tensors = message.tensors if message.reply_to is None else []  # of an answer, which is not sent again
         writer = self._network.writer(message.destination, broadcast)
         try:
             writer.put_body(message.body, envelope.body)

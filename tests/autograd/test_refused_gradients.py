@@ -132,7 +132,7 @@ def test_gradients_of_others_are_not_unpickled(agents, monkeypatch):
         x = torch.ones(3, requires_grad=True)
         rpc.rpc_sync(b.info, torch.mul, (x, 2))
         errors: list[BaseException] = []
-        a._server._answer_error = lambda _source, _request, error: errors.append(error)
+        a._server._answer_error = lambda _source, _request, error, **_: errors.append(error)
         for sender, wrong in (
             (c, {"context_id": identifier}),
             (b, {"context_id": identifier, "message_id": 7}),

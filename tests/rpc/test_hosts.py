@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gradwire import rpc
-from gradwire.errors import WorkerLostError
+from gradwire.errors import WorkerSuspectError
 from gradwire.rpc.transports import settings
 
 from tests.hosts import Network
@@ -56,20 +56,20 @@ def test_calls_and_broadcasts_between_hosts(hosts):
     assert first.run(call_each, MIB) == [MIB, MIB]
 
 
-def lost_while_waiting_for(worker: str) -> str:
-    with pytest.raises(WorkerLostError) as caught:
+def suspect_while_waiting_for(worker: str) -> str:
+    with pytest.raises(WorkerSuspectError) as caught:
         rpc.rpc_sync(worker, wait_for, ("an event that nobody sets",), timeout=0)
     return caught.value.worker
 
 
-def test_workers_of_a_host_that_vanishes_are_lost(hosts):
+def test_workers_of_a_host_that_vanishes_are_suspect(hosts):
     net = hosts(1, 1, 1)
     for worker in net.workers:
         worker.run(notice_quickly)
     start_on(net)
     first = net.workers[0]
     assert first.run(rpc.rpc_sync, "worker2", add, (1, 2)) == 3
-    waiting = first.start(lost_while_waiting_for, "worker2")
+    waiting = first.start(suspect_while_waiting_for, "worker2")
     net.unplug(2)
     assert waiting.result() == "worker2"
     assert first.run(rpc.rpc_sync, "worker1", add, (1, 2)) == 3

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from gradwire import rpc
-from gradwire.errors import RpcError
+from gradwire.errors import RendezvousError
 from gradwire.rpc.joining import newcomer
 
 from tests.remote_functions import identity
@@ -74,7 +74,7 @@ def test_one_that_cannot_reach_a_member_does_not_evict_it(workers, url):
     b.run(join, "b", url)
     c.run(make_unreachable, b.pid)
     c.run(join_soon, "c", url)
-    with pytest.raises(RpcError, match="name 'b' is not unique"):
+    with pytest.raises(RendezvousError, match="name 'b' is not unique"):
         d.run(join_soon, "b", url)
     assert a.run(rpc.rpc_sync, "b", os.getpid) == b.pid
 

@@ -16,7 +16,7 @@ from gradwire import rpc
 from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.c10d.stores.file import FileStore
 from gradwire.c10d.user_sockets import SocketDirectory
-from gradwire.errors import RendezvousError, RpcError, WorkerLostError
+from gradwire.errors import RendezvousError, RpcError, WorkerSuspectError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.messages import MessageType
@@ -267,7 +267,7 @@ def test_a_forged_tcp_address_is_not_dialled(workers, tmp_path, foreign):
 
 
 def call_b() -> str:
-    with pytest.raises(WorkerLostError) as caught:
+    with pytest.raises(WorkerSuspectError) as caught:
         rpc.rpc_sync("b", add, (1, 2))
     return str(caught.value)
 
@@ -319,7 +319,7 @@ def test_a_forged_entry_of_a_dynamic_group_is_not_dialled(workers, tmp_path, for
         (real,) = log.members()
         forged = Member(rpc.WorkerInfo(name, 7), f"127.0.0.1:{port}", directory=real.directory)
         assert log.join(forged)
-    text = "some have unix sockets, and others" if name == "eve" else "worker name 'b' is not unique"
+    text = "some have unix sockets, and others" if name == "eve" else "'b' cannot take its place"
     with pytest.raises(RendezvousError, match=text):
         b.run(join_dynamic, "b", url)
     assert is_untouched()

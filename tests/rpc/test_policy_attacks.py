@@ -260,5 +260,6 @@ def test_the_sender_learns_what_to_do(attacked):
     assert str(caught.value) == (
         f"worker 'worker1' refuses a message of worker 'worker0': it names '{name}', which is not exposed: "
         "decorate it with rpc.expose in a module that this worker imports, or "
-        f"list '{name}' in `exposed` of the rpc.Policy in this worker's RpcBackendOptions"
+        f"list '{name}' in `exposed` of the rpc.Policy in this worker's RpcBackendOptions "
+        "(not sent: it has not run)"
     )

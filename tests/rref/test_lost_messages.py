@@ -28,7 +28,8 @@ def drop_kept():
 class CallsOnTheWay:
     """Keeps back the calls that an agent sends, as a connection does that breaks while they are on their way."""
 
-    def __init__(self, agent: GrpcAgent) -> None:
+    def __init__(self, agent: GrpcAgent, kind: int = MessageType.CALL) -> None:
+        self._kind = kind
         self._network = agent._network
         self._kept: list[tuple[rpc.WorkerInfo, bytes]] = []
         agent._codec._network = self  # type: ignore[assignment]
@@ -37,7 +38,7 @@ class CallsOnTheWay:
         return getattr(self._network, name)
 
     def send(self, worker: rpc.WorkerInfo, data: bytes) -> int:
-        if agent_pb2.Envelope.FromString(data).type == MessageType.CALL:
+        if agent_pb2.Envelope.FromString(data).type == self._kind:
             self._kept.append((worker, data))
             return 0
         return self._network.send(worker, data)
@@ -135,6 +136,24 @@ def test_what_arrives_late_is_counted_anew(agents, is_gone):
     kept.clear()
     wait_until(lambda: count(owner, "num_forks") == 0)
     wait_until(lambda: count(user, "num_user_rrefs") == 0)
+
+
+def test_a_value_whose_creating_message_is_lost_is_not_awaited_for_ever(agents):
+    owner, user, third = agents(3)
+    CallsOnTheWay(user, MessageType.RREF_CREATE)
+    with holder.using(user):
+        rref = rpc.remote(owner.info, add, (1, 2))
+        rpc.rpc_sync(third.info, keep, (rref,))
+    wait_until(lambda: count(owner, "num_awaited_rrefs") == 1)
+    user._dispatcher.on_peer_suspect(owner.info, "its connection broke", (), waits=False)
+    user._dispatcher.on_peer_back(owner.info)
+    del rref
+    wait_until(lambda: count(owner, "num_awaited_rrefs") == 0)
+    with holder.using(third), pytest.raises(RRefError, match="is gone"):
+        kept[0].to_here()
+    kept.clear()
+    wait_until(lambda: count(owner, "num_forks") == 0)
+    wait_until(lambda: count(third, "num_user_rrefs") == 0)
 
 
 def test_others_cannot_be_asked_about(agents):
