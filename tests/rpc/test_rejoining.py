@@ -167,24 +167,25 @@ def restart_count() -> int:
 def lose_and_get_back(rank: int, folder: Path) -> None:
     """worker0 kills worker1, and calls the one that is started in its place."""
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=SIZE)
+
+    def is_back() -> bool:
+        try:
+            return rpc.rpc_sync("worker1", restart_count) == 1
+        except WorkerLostError:
+            return False
+
     if rank == 0:
         first = rpc.rpc_sync("worker1", os.getpid)
         os.kill(first, signal.SIGKILL)
         fail_to_call("worker1")
-
-        def is_back() -> bool:
-            try:
-                return rpc.rpc_sync("worker1", restart_count) == 1
-            except WorkerLostError:
-                return False
-
         wait_until(is_back)
         assert rpc.rpc_sync("worker1", os.getpid) != first
         (folder / "done").touch()
     if restart_count() or rank != 1:
-        wait_until((folder / "done").exists)
+        wait_until((folder / "done").exists, 60)
     else:
         signal.pause()
+    wait_until(is_back)  # in a barrier with the one before, this worker would wait for others that know of it
     rpc.barrier()
     rpc.shutdown()
 
