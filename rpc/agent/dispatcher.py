@@ -152,7 +152,8 @@ class Dispatcher:
 
     def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the loss of a worker."""
-        self._server.waiting.drop_worker(worker)  # here and now: `_lose` waits for a thread as they do
+        if not end.orderly:  # who has left on purpose has sent its last calls on purpose, too
+            self._server.waiting.drop_worker(worker)  # here and now: `_lose` waits for a thread as they do
         self._worker_events.record_left(worker, end.reason)
         self._handle_change(worker, partial(self._lose, worker, end, unsent))
 

@@ -42,7 +42,7 @@ def wait_and_interrupt(rounds: int) -> int:
 
     def interrupt(_: int, frame: types.FrameType | None) -> None:
         nonlocal left
-        if left and frame is not None and frame.f_code is not wait_and_interrupt.__code__:
+        if left and frame is not None and frame.f_code not in (wait_and_interrupt.__code__, interrupt.__code__):
             left = 0 if sends else left - 1  # a send is rolled back, which a second signal may interrupt
             raise AlarmError
 
@@ -96,7 +96,12 @@ def interrupt_large_answers(rounds: int) -> int:
 
     def interrupt(_: int, frame: types.FrameType | None) -> None:
         nonlocal left
-        if waits and left and frame is not None and frame.f_code is not interrupt_large_answers.__code__:
+        if (
+            waits
+            and left
+            and frame is not None
+            and frame.f_code not in (interrupt_large_answers.__code__, interrupt.__code__)
+        ):
             left -= 1
             raise AlarmError
 
