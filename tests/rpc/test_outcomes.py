@@ -189,7 +189,8 @@ def test_calls_that_time_out_in_the_send_queue_are_taken_back(workers, transport
 
 def test_timeouts(two_workers):
     def check() -> None:
-        late = rpc.rpc_async("worker1", wait_for, ("late",), timeout=0.1)
+        assert rpc.rpc_sync("worker1", add, (1, 1)) == 2  # so that they are connected
+        late = rpc.rpc_async("worker1", wait_for, ("late",), timeout=2)
         assert outcome_of(lambda: late, RpcTimeoutError, match=UNKNOWN) is Outcome.UNKNOWN
         rpc.rpc_sync("worker1", set_event, ("late",))
 
@@ -200,7 +201,8 @@ def test_calls_that_wait_for_capacity(workers):
     a, _ = workers.rpc(2, flow_control=rpc.FlowControlOptions(max_in_flight=1))
 
     def check() -> None:
-        first = rpc.rpc_async("worker1", wait_for, ("first",), timeout=0.5)
+        assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
+        first = rpc.rpc_async("worker1", wait_for, ("first",), timeout=3)
         second = lambda: rpc.rpc_async("worker1", add, (1, 1), timeout=0.1)  # noqa: E731
         assert outcome_of(second, RpcTimeoutError, match=f"too much is in flight.*{NOT_SENT}") is Outcome.NOT_SENT
         assert outcome_of(lambda: first, RpcTimeoutError, match=UNKNOWN) is Outcome.UNKNOWN
