@@ -204,8 +204,12 @@ class Poller:
             thread.reads_here = source, held
             held.extend(map(source.reading.acquire, (False,)))
             if held[0] and source.can_be_read() and source.descriptor in self._on_ready:
-                self._epoll.modify(source.descriptor, select.EPOLLONESHOT)  # no other thread looks at it
-                use(held)
+                try:
+                    self._epoll.modify(source.descriptor, select.EPOLLONESHOT)  # no other thread looks at it
+                except FileNotFoundError:  # `watch` is about to register it
+                    pass
+                else:
+                    use(held)
         finally:
             thread.reads_here = outer
             # From here on, one C function in each block: a signal interrupts none of them.
