@@ -9,8 +9,25 @@ from .rpc.contracts.extension import Extension
 from .rpc.profiling.extension import Profiling
 from .rpc.streaming.streams import Streams
 from .rref.forks import References
+from .tracing.group_profile import GroupProfile
+from .tracing.open_telemetry import OpenTelemetry
+from .view.extension import Viewing
+from .view.page import Page
+from .view.statistics import CallStatistics
 
 __all__ = ["DEFAULT_EXTENSIONS"]
 
-DEFAULT_EXTENSIONS: Sequence[type[Extension]] = (Profiling, Calls, Streams, References, Autograd, ModuleReducers)
+DEFAULT_EXTENSIONS: Sequence[type[Extension]] = (
+    Profiling,
+    Calls,
+    Streams,
+    References,
+    Autograd,
+    ModuleReducers,
+    Viewing,
+    Page,
+    GroupProfile,
+    OpenTelemetry,  # after those whose handlers it traces
+    CallStatistics,  # the last: it measures the handlers of the others
+)
 """The extensions, in the order in which their hooks run."""

@@ -86,6 +86,8 @@ __all__ = [
     "quantized",
     "quantized_per_channel",
     "register_group_backend",
+    "rpc_class_reducers",
+    "rpc_pickler_in_use",
     "run_backward",
     "save_script",
     "script_function_from_graph",
@@ -290,3 +292,18 @@ def set_profiler_node_id(node: int) -> None:
     """Sets the worker id that torch's legacy profiler records in its events from now on."""
     if torch.distributed.rpc.is_available():
         torch._C._distributed_rpc._set_profiler_node_id(node)
+
+
+def rpc_pickler_in_use() -> Any:
+    """Returns the pickler that torch's `_use_rpc_pickler` has set for this process; None if it is torch's own."""
+    api, internal = (sys.modules[f"torch.distributed.rpc.{name}"] for name in ("api", "internal"))
+    pickler = api._default_pickler
+    return None if pickler is internal._internal_rpc_pickler else pickler
+
+
+def rpc_class_reducers() -> dict[type, Callable[[Any], Any]]:
+    """Returns the reducers that the program has registered with torch's own RPC pickler, by class."""
+    reducers: dict[type, Callable[[Any], Any]] = sys.modules[
+        "torch.distributed.rpc.internal"
+    ]._internal_rpc_pickler._class_reducer_dict
+    return reducers

@@ -6,6 +6,7 @@ part of its own, until the one that opened the context ends it.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -15,14 +16,18 @@ import torch
 from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from .backward_pass import BackwardPass, Passes
-from .closure import MAX_HEADER_SENDS, NOTHING, Closure
+from .closure import MAX_HEADER_SENDS, NOTHING, Closure, SendId
 from .compression import TensorGradients
 from .functions import receive, send
 from .gradient_sender import PassId
 from .gradients import GradSwapLock, LeafGradients
 from .graph import Graph, small_closure, start_node
 
-__all__ = ["Context", "NewSend", "creator_of", "current_context", "inside", "set_current_context"]
+__all__ = ["Context", "Exchanged", "NewSend", "creator_of", "current_context", "inside", "set_current_context"]
+
+Exchanged = tuple[dict[int, int], list[SendId], list[int]]
+"""What one worker has exchanged with others in a context: the receivers of the messages that it has sent, by
+message id; the messages that have arrived there; and the ids of the workers that it has sent any messages."""
 
 
 class _ThreadState(threading.local):
@@ -93,6 +98,8 @@ class Context:
         self.agent = agent
         self.id = identifier
         self.creator = creator_of(identifier)
+        self.since = time.time()
+        """When this worker has got its part, in seconds since 1970."""
         self.senders: set[int] = set()
         """The ids of the workers from which messages of the context have come."""
         self.dummy = dummy
@@ -160,10 +167,11 @@ class Context:
                 self._receives[sender, message_id] = received[0].grad_fn
         return received
 
-    def sends(self) -> tuple[list[int], list[int]]:
-        """Returns the ids of all messages with gates, and of the workers that this one has sent messages to."""
+    def exchanged(self) -> Exchanged:
+        """Returns all messages with gates, and all that have arrived."""
         with self._lock:
-            return list(self._gates), list(self._reached)
+            sends = {number: self._destinations[number] for number in self._gates}
+            return sends, list(self._receives), list(self._reached)
 
     @property
     def reached(self) -> set[int]:

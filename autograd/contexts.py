@@ -1,8 +1,6 @@
 """The contexts that a worker has a part in."""
 
-import itertools
 import threading
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Set
 from typing import final
 
@@ -10,14 +8,13 @@ import torch
 
 from ..errors import AutogradError, LimitReachedError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.worker_end import WorkerEnd
 from .context import Context, creator_of
+from .ended import EndedContexts, OpenContexts
 from .gradient_sender import PassId
 from .gradients import GradSwapLock
 
 __all__ = ["Contexts"]
-
-MAX_REMEMBERED_CONTEXTS = 4096
-"""How many ended contexts of each other worker a worker remembers, to recognise late messages."""
 
 MAX_JOINED_CONTEXTS = 1 << 14
 """Contexts that have not ended and that messages of one other worker have brought to a worker."""
@@ -27,24 +24,29 @@ MAX_JOINED_CONTEXTS = 1 << 14
 class Contexts:
     """The contexts that this worker has a part in, by id. Safe to use from any thread."""
 
-    def __init__(self, agent: RpcAgent, send_release: Callable[[int, int, Set[int]], None]) -> None:
+    def __init__(
+        self,
+        agent: RpcAgent,
+        send_release: Callable[[int, int, Set[int], str], None],
+        ask_for_open: Callable[[int], None],
+    ) -> None:
         """Makes them.
 
         Args:
             agent: this worker's.
             send_release: tells a worker that a context has ended. Takes the ids of the worker and the context, and
-                the workers that the context's creator tells.
+                the workers that the context's creator tells, and how the creator was lost, if that is why.
+            ask_for_open: asks a worker, by its id, which of its contexts are open: see `learn_open`.
         """
         self._agent = agent
         self._send_release = send_release
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._swap_lock = GradSwapLock()
-        self._ended: dict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
-        """The contexts that have ended, by creator."""
-        self._left: dict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
-        """The contexts of which another worker has told that they have ended, by that worker."""
-        self._numbers = itertools.count(1)
+        self._ended = EndedContexts(ask_for_open)
+        """Those of others. Used with the lock."""
+        self._next = agent.info.wire_id << 48 | 1
+        """The id of the next context."""
         self._connected: set[int] = set()
         """The ids of the creators of contexts that this worker has connected to."""
         with torch.inference_mode(mode=False):
@@ -59,9 +61,21 @@ class Contexts:
 
     def open(self) -> Context:
         """Returns a new context, created by this worker."""
-        identifier = self._agent.info.wire_id << 48 | next(self._numbers)
-        context = self._contexts[identifier] = self._make(identifier)
+        with self._lock:
+            context = self._contexts[self._next] = self._make(self._next)
+            self._next += 1
         return context
+
+    def opened_here(self) -> OpenContexts:
+        """Returns which contexts that this worker has created are open."""
+        me = self._agent.info.wire_id
+        with self._lock:
+            return OpenContexts.of([each for each in self._contexts if creator_of(each) == me], self._next)
+
+    def learn_open(self, creator: int, opened: OpenContexts) -> None:
+        """Learns which contexts of a worker are open. Late messages of others open none of them again."""
+        with self._lock:
+            self._ended.learn(creator, opened)
 
     def get(self, identifier: int) -> Context:
         """Returns this worker's part of a context. Raises UnknownContextError if it has none."""
@@ -102,25 +116,26 @@ class Contexts:
                 # Without a connection the loss of the creator would not be noticed, and the part never released.
                 self._agent.connect(self._agent.incarnation(creator))
                 self._connected.add(creator)
-            if self._agent.end_of(creator) is not None:  # `on_worker_lost` may have come before
-                self.release(identifier)
+            if (end := self._agent.end_of(creator)) is not None:  # `on_worker_lost` may have come before
+                self.release(identifier, lost="" if end.orderly else end.reason)
                 self.check_creator(identifier)
                 return None
         context.senders.add(sender)
         return context
 
     def check_creator(self, identifier: int) -> None:
-        """Raises AutogradError if a context has ended here because its creator is lost.
+        """Raises AutogradError if a context has ended here because its creator is lost, here or for who told it.
 
         Unless it has left, other workers may not have lost it. What ran here without the context would be missing
         in the gradients that they compute, and nobody would notice.
         """
-        creator = creator_of(identifier)
-        if (end := self._agent.end_of(creator)) is not None and not end.orderly:
-            name = self._agent.worker(creator).name
+        end = self._agent.end_of(creator_of(identifier))
+        reason = end.reason if end is not None and not end.orderly else self._ended.why_cut(identifier)
+        if reason is not None:
+            name = self._agent.incarnation(creator_of(identifier)).name
             raise AutogradError(
                 f"autograd context {identifier} has ended on worker {self._agent.info.name!r}, for which its "
-                f"creator {name!r} is lost: {end.reason}"
+                f"creator {name!r} is lost: {reason}"
             )
 
     def _join(self, identifier: int, creator: int, sender: int) -> Context | None:
@@ -128,7 +143,7 @@ class Contexts:
             context = self._contexts.get(identifier)
             if context is not None:
                 return context
-            if identifier in self._ended[creator] or identifier in self._left[sender]:
+            if identifier in self._ended or self._ended.has_left(sender, identifier):
                 return None
             if len(self._contexts) >= MAX_JOINED_CONTEXTS:
                 count = sum(sender in each.senders for each in self._contexts.values())
@@ -139,9 +154,12 @@ class Contexts:
                     )
             context = self._contexts[identifier] = self._make(identifier)
             context.senders.add(sender)
+            self._ended.know(creator)
             return context
 
-    def release(self, identifier: int, *, sender: int | None = None, told: Set[int] = frozenset()) -> None:
+    def release(
+        self, identifier: int, *, sender: int | None = None, told: Set[int] = frozenset(), lost: str = ""
+    ) -> None:
         """Ends a context here, and tells the workers that it reached from here.
 
         Args:
@@ -149,6 +167,7 @@ class Contexts:
             sender: the id of the worker that has told this one, if one has.
             told: the ids of the workers that the context's creator tells, so that this one need not. If the
                 creator is lost before, they end its contexts by themselves.
+            lost: how the creator was lost for the sender, if that is why. Then later calls in the context fail.
 
         Raises:
             AutogradError: the sender has neither created the context nor sent a message of it.
@@ -157,12 +176,16 @@ class Contexts:
         with self._lock:
             context = self._contexts.get(identifier)
             if sender is not None and sender != creator:
-                _remember(self._left[sender], identifier)
+                if creator != self._agent.info.wire_id:
+                    self._ended.leave(sender, identifier)
                 if context is None:
                     return
                 if creator == self._agent.info.wire_id or sender not in context.senders:
                     raise AutogradError(f"worker {sender} cannot end autograd context {identifier}")
-            _remember(self._ended[creator], identifier)
+            if creator != self._agent.info.wire_id:
+                self._ended.add(identifier)
+                if lost and sender not in (None, creator):
+                    self._ended.cut(identifier, lost)
             self._contexts.pop(identifier, None)
         if context is None:
             return
@@ -171,15 +194,16 @@ class Contexts:
         if context.creator == self._agent.info.wire_id:
             told = reached | {context.creator}
         for worker in to_tell:
-            self._send_release(worker, identifier, told)
+            self._send_release(worker, identifier, told, lost)
 
-    def on_worker_lost(self, worker: int, error: Exception) -> None:
+    def on_worker_lost(self, worker: int, end: WorkerEnd, error: Exception) -> None:
         """Aborts the passes that need a lost worker, and ends the contexts that it created."""
         for context in self.all():
             context.passes.fail_without(worker, error)
             if context.creator == worker:
-                self.release(context.id)
-        self._left.pop(worker, None)
+                self.release(context.id, lost="" if end.orderly else end.reason)
+        with self._lock:
+            self._ended.discard(worker)
 
     def on_worker_suspect(self, worker: int, error: Exception) -> list[tuple[int, PassId]]:
         """Aborts the passes that need a worker which does not answer.
@@ -196,7 +220,10 @@ class Contexts:
 
     def has_ended(self, identifier: int) -> bool:
         """Returns whether this worker had a part in a context, and has ended it."""
-        return identifier in self._ended[creator_of(identifier)]
+        if creator_of(identifier) == self._agent.info.wire_id:
+            return identifier < self._next and identifier not in self._contexts
+        with self._lock:
+            return identifier in self._ended
 
     def _make(self, identifier: int) -> Context:
         return Context(self._agent, identifier, self._dummy, self._swap_lock)
@@ -211,9 +238,3 @@ class Contexts:
             contexts, self._contexts = self._contexts, {}
         for context in contexts.values():
             context.close()
-
-
-def _remember(ended: OrderedDict[int, None], identifier: int) -> None:
-    ended[identifier] = None
-    while len(ended) > MAX_REMEMBERED_CONTEXTS:
-        ended.popitem(last=False)

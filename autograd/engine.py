@@ -21,7 +21,7 @@ from .anomaly import AnomalyMode, AnomalyScopes
 from .backward_pass import PassPart
 from .closure import Closure
 from .compression import decompress
-from .context import Context, inside
+from .context import Context, Exchanged, inside
 from .contexts import Contexts
 from .coordinator import PassCoordinator, PassRequest
 from .gradient_sender import AnsweringSender, GradientSender, MessageGradients, PassId
@@ -193,14 +193,14 @@ class Engine:
         context_id, message_ids = message.value
         return self._contexts.get(context_id).closure_of_sends(message_ids)
 
-    def serve_sends(self, message: Incoming) -> tuple[list[int], list[int]]:
-        """Returns the sends of this worker, and the workers it has reached: the handler of SENDS."""
+    def serve_sends(self, message: Incoming) -> Exchanged:
+        """Returns what this worker has sent and received in a context: the handler of SENDS."""
         context = self._contexts.find(message.value)
         if context is not None:
-            return context.sends()
+            return context.exchanged()
         if self._contexts.has_ended(message.value):  # else no message of it has arrived
             raise UnknownContextError(message.value, self._agent.info.name)
-        return [], []
+        return {}, [], []
 
     # This worker's part.
 

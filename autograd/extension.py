@@ -23,6 +23,7 @@ from .anomaly import AnomalyMode, AnomalyScopes
 from .closure import NOTHING, Closure, closure_from_proto, closure_to_proto, union
 from .context import Context, NewSend, current_context, inside
 from .contexts import Contexts
+from .ended import OpenContexts
 from .engine import Engine, check_roots
 
 __all__ = ["Autograd"]
@@ -32,14 +33,16 @@ __all__ = ["Autograd"]
 class Autograd(Extension):
     """The autograd extension of one agent; owns its contexts and the engine that runs backward passes."""
 
-    control_kinds = ("autograd.abort", "autograd.fail", "autograd.release")
+    control_kinds = ("autograd.abort", "autograd.fail", "autograd.release", "autograd.ask_open", "autograd.open")
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self.contexts = Contexts(agent, self._send_release)
+        self.contexts = Contexts(agent, self._send_release, self._ask_for_open)
         self._anomaly = AnomalyScopes()
         self.engine = Engine(agent, self.contexts, self._anomaly)
         agent.control.on("autograd.release", self._on_release)
+        agent.control.on("autograd.ask_open", self._on_ask_open)
+        agent.control.on("autograd.open", self._on_open)
         agent.control.on("autograd.abort", self._on_abort)
         agent.control.on("autograd.fail", self._on_fail)
 
@@ -152,7 +155,7 @@ class Autograd(Extension):
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Aborts the passes that need a lost worker, and ends the contexts that the lost worker created."""
-        self.contexts.on_worker_lost(worker.wire_id, end.as_error(worker.name))
+        self.contexts.on_worker_lost(worker.wire_id, end, end.as_error(worker.name))
 
     def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
         """Aborts the passes that need a suspect worker. Has those failed whose gradients it may not have got."""
@@ -198,22 +201,35 @@ class Autograd(Extension):
         with self.agent.blocking():
             self.engine.backward(context, [root], retain_graph=retain_graph)
 
-    def _send_release(self, worker: int, context_id: int, told: Set[int]) -> None:
-        """Tells a worker that a context has ended; `told` are the ids of workers that the creator tells itself."""
+    def _send_release(self, worker: int, context_id: int, told: Set[int], lost: str) -> None:
+        """Tells a worker that a context has ended: see `Contexts`."""
         self.agent.control.send(
             self.agent.incarnation(worker),
             "autograd.release",
-            (context_id, told),
+            (context_id, told, lost),
             expected=(AutogradError,),  # none of this worker's messages may have arrived
             urgent=False,
         )
 
     def _on_release(self, sender: WorkerInfo, payload: Any) -> None:
         """Handles the control message that a context has ended."""
-        context_id, told = payload
-        if type(context_id) is not int or not isinstance(told, Set):
+        context_id, told, lost = payload
+        if type(context_id) is not int or not isinstance(told, Set) or type(lost) is not str:
             raise ValueError("malformed message: it ends no context")
-        self.contexts.release(context_id, sender=sender.wire_id, told=told)
+        self.contexts.release(context_id, sender=sender.wire_id, told=told, lost=lost)
+
+    def _ask_for_open(self, creator: int) -> None:
+        """Asks a worker which of its contexts are open."""
+        self.agent.control.send(self.agent.incarnation(creator), "autograd.ask_open", None, urgent=False)
+
+    def _on_ask_open(self, sender: WorkerInfo, _payload: Any) -> None:
+        """Handles the control message that asks which contexts of this worker are open."""
+        opened = self.contexts.opened_here()
+        self.agent.control.send(sender, "autograd.open", (opened.below, opened.ids), urgent=False)
+
+    def _on_open(self, sender: WorkerInfo, payload: Any) -> None:
+        """Handles the control message that tells which contexts of its sender are open."""
+        self.contexts.learn_open(sender.wire_id, OpenContexts.from_payload(payload, sender.wire_id))
 
     def _on_abort(self, sender: WorkerInfo, payload: Any) -> None:
         """Handles the control message that a pass has failed on another worker."""

@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
+from ..errors import AutogradError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType, Request
 from .closure import Closure, SendId
-from .context import Context
+from .context import Context, Exchanged
 
 __all__ = ["all_sends", "by_worker", "complete_closure"]
 
@@ -29,18 +30,30 @@ def complete_closure(agent: RpcAgent, context: Context, closure: Closure) -> Set
 
 
 def all_sends(agent: RpcAgent, context: Context) -> Set[SendId]:
-    """Returns all sends of a context (FAST mode). Asks all workers that the context has reached."""
+    """Returns all sends of a context (FAST mode). Asks all workers that the context has reached.
+
+    Raises:
+        AutogradError: a message has not arrived. The roots cannot depend on it, so its gradients would be waited
+            for in vain.
+    """
     me = agent.info.wire_id
-    message_ids, reached = context.sends()
-    sends = {(me, message_id) for message_id in message_ids}
-    wanted, asked = set(reached), {me}
-    while wanted := wanted - asked:
-        asked |= wanted
-        answers = _ask(agent, MessageType.SENDS, dict.fromkeys(wanted, context.id))
-        for worker, (message_ids, reached) in answers.items():
-            sends.update((worker, message_id) for message_id in message_ids)
-            wanted.update(reached)
-    return sends
+    answers: dict[int, Exchanged] = {me: context.exchanged()}
+    wanted = set(answers[me][2])
+    while wanted := wanted - answers.keys():
+        found = _ask(agent, MessageType.SENDS, dict.fromkeys(wanted, context.id))
+        answers.update(found)
+        wanted = {each for _, _, reached in found.values() for each in reached}
+    sends = {(worker, number): to for worker, (sent, _, _) in answers.items() for number, to in sent.items()}
+    arrived = {(send, worker) for worker, (_, received, _) in answers.items() for send in received}
+    if missing := sends.items() - arrived:
+        (worker, number), to = min(missing)
+        sender, receiver = agent.incarnation(worker).name, agent.incarnation(to).name
+        raise AutogradError(
+            f"the backward pass of autograd context {context.id} cannot end in FAST mode: message {number} of "
+            f"worker {sender!r} to worker {receiver!r} has not arrived there, because its call failed or is still "
+            "waited for"
+        )
+    return sends.keys()
 
 
 def by_worker(sends: Iterable[SendId]) -> dict[int, list[int]]:

@@ -39,6 +39,7 @@ from .contracts.options import (
     RpcBackendOptions,
 )
 from .contracts.policy import Policy
+from .contracts.view import View
 from .contracts.worker import WorkerInfo
 from .contracts.worker_events import WorkerBack, WorkerEventHandle, WorkerJoined, WorkerLeft, WorkerSuspect
 from .execution.futures import Future
@@ -68,6 +69,7 @@ __all__ = [
     "RpcAgent",
     "RpcBackendOptions",
     "RpcStream",
+    "View",
     "WorkerBack",
     "WorkerEventHandle",
     "WorkerInfo",

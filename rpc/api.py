@@ -45,6 +45,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+E = TypeVar("E", bound=WorkerEvent)
 
 LEAVE_PRIORITY = 110
 """The priority of leaving at interpreter exit: before process groups and stores are closed, whose numbers are
@@ -74,9 +75,9 @@ def init_rpc(
     join and leave at any time, and it blocks until the current members know the new one. Long waits are logged
     as warnings that name the missing workers, after 10 seconds and then at doubling intervals.
 
-    If the workers are on several hosts, all of them need
-    `rpc_backend_options=rpc.RpcBackendOptions(insecure=True)`, and a MASTER_ADDR or `init_method` at which they
-    reach rank 0. The option `host` is for hosts with several addresses (docs/hosts.md).
+    If the workers are on several hosts, all of them need credentials, such as GRADWIRE_TOKEN in the environment
+    (docs/security.md), and a MASTER_ADDR or `init_method` at which they reach rank 0. The option `host` is for
+    hosts with several addresses (docs/hosts.md).
 
     Args:
         name: the name of this worker, unique in the group.
@@ -84,7 +85,8 @@ def init_rpc(
         rank: 0 to world_size - 1. By default RANK of the environment, or the rank in the URL. In a dynamic group
             any number that no worker has had; by default a free one.
         world_size: the number of workers. By default WORLD_SIZE of the environment, or the size in the URL.
-            Without any of these the group is dynamic.
+            Without any of these the group is dynamic. With env:// and neither, what srun, mpiexec or Kubernetes
+            says counts (docs/launch.md).
         rpc_backend_options: see RpcBackendOptions.
         store: any torch store, for rendezvous instead of the options' `init_method`. It is not closed.
 
@@ -199,12 +201,7 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> WorkerEventHan
         NotInitializedError: this process is no worker.
         TypeError: the callback is not callable.
     """
-
-    def on_event(event: WorkerEvent) -> None:
-        if isinstance(event, WorkerJoined):
-            callback(event.worker)
-
-    return _subscribe(callback, on_event)
+    return _subscribe(callback, WorkerJoined, lambda event: callback(event.worker))
 
 
 def on_worker_left(callback: Callable[[WorkerInfo, str], object]) -> WorkerEventHandle:
@@ -225,12 +222,7 @@ def on_worker_left(callback: Callable[[WorkerInfo, str], object]) -> WorkerEvent
         NotInitializedError: this process is no worker.
         TypeError: the callback is not callable.
     """
-
-    def on_event(event: WorkerEvent) -> None:
-        if isinstance(event, WorkerLeft):
-            callback(event.worker, event.reason)
-
-    return _subscribe(callback, on_event)
+    return _subscribe(callback, WorkerLeft, lambda event: callback(event.worker, event.reason))
 
 
 def on_worker_suspect(callback: Callable[[WorkerInfo, str], object]) -> WorkerEventHandle:
@@ -249,12 +241,7 @@ def on_worker_suspect(callback: Callable[[WorkerInfo, str], object]) -> WorkerEv
         NotInitializedError: this process is no worker.
         TypeError: the callback is not callable.
     """
-
-    def on_event(event: WorkerEvent) -> None:
-        if isinstance(event, WorkerSuspect):
-            callback(event.worker, event.reason)
-
-    return _subscribe(callback, on_event)
+    return _subscribe(callback, WorkerSuspect, lambda event: callback(event.worker, event.reason))
 
 
 def on_worker_back(callback: Callable[[WorkerInfo], object]) -> WorkerEventHandle:
@@ -272,17 +259,18 @@ def on_worker_back(callback: Callable[[WorkerInfo], object]) -> WorkerEventHandl
         NotInitializedError: this process is no worker.
         TypeError: the callback is not callable.
     """
-
-    def on_event(event: WorkerEvent) -> None:
-        if isinstance(event, WorkerBack):
-            callback(event.worker)
-
-    return _subscribe(callback, on_event)
+    return _subscribe(callback, WorkerBack, lambda event: callback(event.worker))
 
 
-def _subscribe(callback: object, on_event: Callable[[WorkerEvent], object]) -> WorkerEventHandle:
+def _subscribe(callback: object, kind: type[E], pass_on: Callable[[E], object]) -> WorkerEventHandle:
+    """Has the events of one kind passed on to a callback. Raises TypeError if that is none."""
     if not callable(callback):
         raise TypeError(f"callback is {callback!r}, which cannot be called")
+
+    def on_event(event: WorkerEvent) -> None:
+        if isinstance(event, kind):
+            pass_on(event)
+
     return current_agent().worker_events.subscribe(on_event)
 
 

@@ -26,6 +26,7 @@ from typing import Any, final
 from ..c10d.torch_types import TorchStore
 from ..errors import SendFailedError
 from ..proto.v1 import agent_pb2
+from .agent import evictions
 from .agent.factories import AgentFactories
 from .agent.grpc_agent import GrpcAgent
 from .agent.network import Network
@@ -52,7 +53,7 @@ def control_kinds() -> Sequence[str]:
     """Returns the kinds of control messages that an agent with the default extensions sends."""
     from ..extensions import DEFAULT_EXTENSIONS  # here, because the extensions are built on this package
 
-    kinds = [*all_gather.CONTROL_KINDS, *broadcast.CONTROL_KINDS]
+    kinds = [*all_gather.CONTROL_KINDS, *broadcast.CONTROL_KINDS, *evictions.CONTROL_KINDS]
     return sorted([*kinds, *(kind for extension in DEFAULT_EXTENSIONS for kind in extension.control_kinds)])
 
 

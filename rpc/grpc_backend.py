@@ -16,10 +16,11 @@ from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
 from .joining.newcomer import greet, group_store, identity, listen_as_member, shut_down_on_error
 from .joining.rejoin import rejoin
-from .membership.addresses import ListenAddress, choose_address, find_directory, unreachable_members
+from .joining.vacancy import Vacancy
+from .membership.addresses import choose_address, find_directory, unreachable_members
 from .membership.device_maps import check_device_maps, device_maps_as_text
 from .membership.members import Member, exchange_members, formed_group, introduce
-from .membership.presence import Presence, await_departure, presence_of
+from .membership.presence import Presence, presence_of
 from .membership.roster_log import RosterLog
 
 __all__ = ["AgentFactory", "start_agent"]
@@ -110,9 +111,16 @@ def _join_dynamic(
     where = choose_address(options, store, find_directory(options), None)
     group = store.compare_set("rpc/dynamic/group", "", uuid.uuid4().hex).decode()
     log = RosterLog(store)
-    while True:
+
+    def find() -> Member | None:
         log.catch_up()
-        _await_name(log, name, where, max(0.0, deadline - time.monotonic()))
+        return log.find(name)
+
+    vacancy = Vacancy(log, find, where, options, name, lambda: f"dynamic/{group}/{log.epoch}")
+    while True:
+        namesake = vacancy.wait(max(0.0, deadline - time.monotonic()))
+        if namesake is not None and presence_of(namesake, where) is Presence.GONE:  # as before a restart
+            log.leave(namesake.info.wire_id, "its process has ended")
         epoch = log.epoch
         agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
         with shut_down_on_error(agent):
@@ -122,21 +130,6 @@ def _join_dynamic(
                 greet(agent, log, where, deadline)
                 return agent
         agent.shutdown(graceful=False, timeout=0)
-
-
-def _await_name(log: RosterLog, name: str, where: ListenAddress, seconds: float) -> None:
-    """Waits until a member of this name that does not answer is evicted, and removes it if its process has ended.
-
-    Such as this worker before a restart.
-    """
-
-    def find() -> Member | None:
-        log.catch_up()
-        return log.find(name)
-
-    namesake = await_departure(find, where, seconds, repr(name))
-    if namesake is not None and presence_of(namesake, where) is Presence.GONE:
-        log.leave(namesake.info.wire_id, "its process has ended")
 
 
 @contextmanager

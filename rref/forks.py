@@ -66,7 +66,7 @@ class References(ReferenceExtension):
         self.table = OwnerTable(agent.info.wire_id, agent.is_member)
         self.values = ValueServer(agent, self.table)
         self._ids = IdSource(agent.info.wire_id)
-        self._forks: set[Fork] = set()
+        self.forks: set[Fork] = set()
         """The forks that this worker holds."""
         self._passed_on = PassedOn(agent, self.table, self._arrived)
         self._accepting: defaultdict[int, set[GlobalId]] = defaultdict(set)
@@ -173,7 +173,7 @@ class References(ReferenceExtension):
         return future
 
     def _lease(self, fork: Fork) -> UserHandle:
-        self._forks.add(fork)
+        self.forks.add(fork)
         fork.lease = Lease(self._on_lease_released, fork)
         return UserHandle(self.agent, fork)
 
@@ -254,7 +254,7 @@ class References(ReferenceExtension):
         if owner == self.agent.info:
             return self._accept_as_owner(sender, identifier, fork_id)
         fork = Fork(identifier, fork_id, owner)
-        self._forks.add(fork)  # before it is looked whether it is late
+        self.forks.add(fork)  # before it is looked whether it is late
         fork.is_confirmed = sender == owner and not self._passed_on.is_late(fork_id)
         if not fork.is_confirmed:
             accepting.add(fork_id)
@@ -282,7 +282,7 @@ class References(ReferenceExtension):
 
     def _arrived(self, sender: int) -> Set[GlobalId]:
         """Returns the forks that are here, of those that a worker has made for this one."""
-        return self._accepting[sender] | {fork.id for fork in self._forks.copy()}
+        return self._accepting[sender] | {fork.id for fork in self.forks.copy()}
 
     def _tell_accepted(self, sender: WorkerInfo, fork: GlobalId) -> None:
         accepting = self._accepting[sender.wire_id]
@@ -314,7 +314,7 @@ class References(ReferenceExtension):
 
     def _fail_unconfirmed(self) -> None:
         """Fails the forks that are not confirmed, because the agent has shut down."""
-        for fork in list(self._forks):  # messages that arrived before may still add some
+        for fork in list(self.forks):  # messages that arrived before may still add some
             if not fork.is_confirmed and fork.error is None:
                 fork.settle(RRefError(f"worker {self.agent.info.name!r} has shut down its RPC agent"))
 
@@ -335,7 +335,7 @@ class References(ReferenceExtension):
 
     def _remove_fork(self, fork: Fork) -> None:
         with self._fork_deleted:
-            self._forks.discard(fork)
+            self.forks.discard(fork)
             self._fork_deleted.notify_all()
 
     def _on_fork(self, sender: WorkerInfo, payload: Any) -> None:
@@ -359,11 +359,11 @@ class References(ReferenceExtension):
         Raises:
             RpcTimeoutError: an owner has not acknowledged in time.
         """
-        for fork in list(self._forks):
+        for fork in list(self.forks):
             fork.lease = None
         with self._fork_deleted:
-            if not self._fork_deleted.wait_for(lambda: not self._forks, timeout):
-                owners = sorted({fork.owner.name for fork in list(self._forks)})
+            if not self._fork_deleted.wait_for(lambda: not self.forks, timeout):
+                owners = sorted({fork.owner.name for fork in list(self.forks)})
                 raise RpcTimeoutError(", ".join(owners), timeout, "deleting references to values of")
 
     def on_worker_suspect(self, worker: WorkerInfo, _reason: str) -> None:
@@ -385,8 +385,8 @@ class References(ReferenceExtension):
             "num_owner_rrefs": len(self.table),
             "num_forks": self.table.fork_count(),
             "num_awaited_rrefs": self.table.awaited_count(),
-            "num_user_rrefs": len(self._forks),
-            "num_pending_users": sum(not (f.is_confirmed or f.error) for f in list(self._forks)),
+            "num_user_rrefs": len(self.forks),
+            "num_pending_users": sum(not (f.is_confirmed or f.error) for f in list(self.forks)),
             "num_pending_children": len(self._passed_on),
             "num_pending_futures": self.agent.control.pending(),
         }

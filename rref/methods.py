@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..rpc.call_handler import run_function
@@ -19,6 +20,7 @@ __all__ = [
     "call_method",
     "check_attribute",
     "create_value",
+    "method_of_call",
     "request_confirmation",
     "request_method",
     "request_type",
@@ -183,3 +185,20 @@ def _require_attribute(identifier: tuple[int, int], name: str) -> None:
 def _value(identifier: tuple[int, int]) -> Any:
     agent = current_agent()
     return references_of(agent).entry(GlobalId(*identifier)).wait(0, agent.blocking)
+
+
+_METHOD_CALLS = (_call_method_by_id, _call_method_by_id_guarded, call_method, _call_method_guarded)
+
+
+def method_of_call(call: Any) -> str | None:
+    """Returns which method of a reference's value a call runs; None if it is another call, or malformed.
+
+    Args:
+        call: a tuple that begins with the function and its arguments, maybe of another worker.
+    """
+    function = call[0].func if type(call[0]) is partial else call[0]  # a policy binds its guard
+    if not any(function is each for each in _METHOD_CALLS):
+        return None
+    args = call[1] if len(call) > 1 else ()
+    name = args[1] if isinstance(args, tuple | list) and len(args) > 1 else None
+    return name if type(name) is str else None

@@ -6,6 +6,7 @@ An entry is kept as long as any worker has a fork of it; after that, only by the
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -150,6 +151,11 @@ class OwnerTable:
         """Returns the number of forks of all entries."""
         with self._lock:
             return sum(len(entry.forks) for entry in self._forked.values())
+
+    def forks_by_worker(self) -> Counter[int]:
+        """Returns the number of forks that each worker holds, by its id."""
+        with self._lock:
+            return Counter(worker for entry in self._forked.values() for worker in entry.forks.values())
 
     def create(self, identifier: GlobalId) -> OwnedValue:
         """Returns a new entry that this worker makes by itself."""

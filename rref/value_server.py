@@ -83,10 +83,12 @@ class ValueServer:
             result = run_profiled(message, run_function, *message.value)
         except Exception as error:
             log_failure(message, error)
+            message.failure = error
             self.fail(entry, error)
             return None
         except BaseException as error:  # such as SystemExit: it ended the call, not this worker
             log_failure(message, error)
+            message.failure = error
             entry.fail(RemoteError(self._agent.info.name, f"{type(error).__name__}: {error}", ""))
             return None
         if not isinstance(result, Deferred):
@@ -99,6 +101,7 @@ class ValueServer:
 
         def settle(done: "concurrent.futures.Future[Any]") -> None:
             if isinstance(error := done.exception(), Exception):
+                message.failure = error
                 self.fail(entry, error)
             else:
                 entry.resolve(done.result())

@@ -68,6 +68,20 @@ class _MessageTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """to the consumer: one item"""
     STREAM_CREDIT: _MessageType.ValueType  # 67
     """to the producer: how much has been consumed"""
+    VIEW_SNAPSHOT: _MessageType.ValueType  # 80
+    """view
+    asks for the state of the receiver, as JSON
+    """
+    VIEW_STACKS: _MessageType.ValueType  # 81
+    """asks for the stacks of its threads"""
+    PROFILE_START: _MessageType.ValueType  # 96
+    """profiles of all workers: see gradwire.profile
+    begins to record
+    """
+    PROFILE_CLOCK: _MessageType.ValueType  # 97
+    """asks for the time by the receiver's clock"""
+    PROFILE_STOP: _MessageType.ValueType  # 98
+    """ends the recording, which is the answer"""
 
 class MessageType(_MessageType, metaclass=_MessageTypeEnumTypeWrapper): ...
 
@@ -114,6 +128,20 @@ STREAM_ITEM: MessageType.ValueType  # 66
 """to the consumer: one item"""
 STREAM_CREDIT: MessageType.ValueType  # 67
 """to the producer: how much has been consumed"""
+VIEW_SNAPSHOT: MessageType.ValueType  # 80
+"""view
+asks for the state of the receiver, as JSON
+"""
+VIEW_STACKS: MessageType.ValueType  # 81
+"""asks for the stacks of its threads"""
+PROFILE_START: MessageType.ValueType  # 96
+"""profiles of all workers: see gradwire.profile
+begins to record
+"""
+PROFILE_CLOCK: MessageType.ValueType  # 97
+"""asks for the time by the receiver's clock"""
+PROFILE_STOP: MessageType.ValueType  # 98
+"""ends the recording, which is the answer"""
 Global___MessageType: typing_extensions.TypeAlias = MessageType
 
 class _DType:
@@ -245,6 +273,48 @@ SPARSE_BSC: SparseLayout.ValueType  # 4
 Global___SparseLayout: typing_extensions.TypeAlias = SparseLayout
 
 @typing.final
+class VouchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    WORKER_NAME_FIELD_NUMBER: builtins.int
+    MEMBER_ID_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    """as in a Hello"""
+    worker_name: builtins.str
+    """of the worker that asks"""
+    member_id: builtins.int
+    """of the member that it asks about"""
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        worker_name: builtins.str = ...,
+        member_id: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["group", b"group", "member_id", b"member_id", "worker_name", b"worker_name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___VouchRequest: typing_extensions.TypeAlias = VouchRequest
+
+@typing.final
+class VouchReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VOUCHES_FIELD_NUMBER: builtins.int
+    vouches: builtins.bool
+    """whether the sender is connected to that member, may be again, or gets an answer from it"""
+    def __init__(
+        self,
+        *,
+        vouches: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["vouches", b"vouches"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___VouchReply: typing_extensions.TypeAlias = VouchReply
+
+@typing.final
 class Hello(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -253,8 +323,8 @@ class Hello(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     WORKER_ID_FIELD_NUMBER: builtins.int
     WORKER_NAME_FIELD_NUMBER: builtins.int
-    ROSTER_FIELD_NUMBER: builtins.int
     CONNECTION_FIELD_NUMBER: builtins.int
+    ROSTER_FIELD_NUMBER: builtins.int
     protocol_major: builtins.int
     """a peer with another major version is refused"""
     protocol_minor: builtins.int
@@ -267,8 +337,8 @@ class Hello(google.protobuf.message.Message):
     that stands says that this one is broken: the new one replaces it.
     """
     @property
-    def roster(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """in a dynamic group: the known entries of the log of joins and leaves"""
+    def roster(self) -> Global___RosterVersion:
+        """what the worker knows of the group's log of joins, leaves and evictions"""
 
     def __init__(
         self,
@@ -278,13 +348,36 @@ class Hello(google.protobuf.message.Message):
         group: builtins.str = ...,
         worker_id: builtins.int = ...,
         worker_name: builtins.str = ...,
-        roster: collections.abc.Iterable[builtins.str] | None = ...,
         connection: builtins.int = ...,
+        roster: Global___RosterVersion | None = ...,
     ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["roster", b"roster"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connection", b"connection", "group", b"group", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "roster", b"roster", "worker_id", b"worker_id", "worker_name", b"worker_name"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
+
+@typing.final
+class RosterVersion(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LENGTH_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    length: builtins.int
+    """the number of entries"""
+    digest: builtins.bytes
+    """of all of them: SHA-256 over the digest before the last entry and that entry in UTF-8"""
+    def __init__(
+        self,
+        *,
+        length: builtins.int = ...,
+        digest: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["digest", b"digest", "length", b"length"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RosterVersion: typing_extensions.TypeAlias = RosterVersion
 
 @typing.final
 class Opening(google.protobuf.message.Message):
@@ -631,6 +724,7 @@ class Envelope(google.protobuf.message.Message):
     GRADIENTS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     NOT_BEGUN_FIELD_NUMBER: builtins.int
+    TRACE_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the request's id; 0 if it has no answer"""
     type: Global___MessageType.ValueType
@@ -674,6 +768,10 @@ class Envelope(google.protobuf.message.Message):
     def gradients(self) -> Global___GradientsHeader:
         """GRADIENTS: what they are for, so that it is known of those that cannot be read"""
 
+    @property
+    def trace(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TraceField]:
+        """In a request: its place in a trace, as OpenTelemetry's propagators write it into headers. Receivers may ignore it."""
+
     def __init__(
         self,
         *,
@@ -693,13 +791,35 @@ class Envelope(google.protobuf.message.Message):
         gradients: Global___GradientsHeader | None = ...,
         timeout_ms: builtins.int = ...,
         not_begun: builtins.bool = ...,
+        trace: collections.abc.Iterable[Global___TraceField] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "gradients", b"gradients", "profile", b"profile", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "trace", b"trace", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope
+
+@typing.final
+class TraceField(google.protobuf.message.Message):
+    """Such as the traceparent of W3C Trace Context."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    value: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "value", b"value"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TraceField: typing_extensions.TypeAlias = TraceField
 
 @typing.final
 class DeviceMapping(google.protobuf.message.Message):

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import logging
 from functools import partial
 from typing import Any, final
 
@@ -43,8 +42,6 @@ from .waiting_calls import WaitingCalls
 from .withdrawals import Withdrawals
 
 __all__ = ["Client"]
-
-log = logging.getLogger(__name__)
 
 
 @final
@@ -111,14 +108,14 @@ class Client:
             operation = self._extensions.handlers[request.kind].operation
             return self._finalizer_calls.send(send, worker.name, operation)
         device_map = self._codec.device_map(worker)
-        packed = self._codec.pack(request.value, request.label, worker, device_map)
+        packed = self._codec.pack_request(request, worker, device_map)
         retry = self._retry(worker, request, timeout) if request.idempotent else None
         return self.send_packed(worker, request, timeout, packed, packed.tensors, device_map, retry=retry)
 
     async def send_async(self, worker: WorkerInfo, request: Request, timeout: float) -> Future[Any]:
         """Sends a request as `send` does, but awaits capacity for it instead of blocking."""
         device_map = self._codec.device_map(worker)
-        packed = self._codec.pack(request.value, request.label, worker, device_map)
+        packed = self._codec.pack_request(request, worker, device_map)
         retry = self._retry(worker, request, timeout) if request.idempotent else None
         identifier, waiter = next(self._ids), None
         try:
@@ -194,6 +191,9 @@ class Client:
     ) -> tuple[PendingRequest, Outgoing]:
         """Makes the message of a request, and registers it: the answer may arrive before `send` returns."""
         handler = self._extensions.handlers[request.kind]
+        if handler.user_values:
+            for on_request in self._extensions.on_request:
+                on_request(identifier, worker, request)
         envelope = agent_pb2.Envelope(id=identifier, type=request.kind)
         if device_map:
             envelope.device_map.extend(device_map_to_proto(device_map))
@@ -295,6 +295,8 @@ class Client:
             self._requests.fail(pending, error, Outcome.NOT_SENT)
             return True
         set_outcome(error, Outcome.NOT_SENT)
+        self._extensions.on_failure(identifier, error, Outcome.NOT_SENT)
+        self._extensions.on_complete(identifier)
         self._calls.end_request(identifier)
         return False
 
@@ -342,7 +344,7 @@ class Client:
         request = retry.request
         with self._nesting.at(retry.depth):
             device_map = self._codec.device_map(worker)
-            packed = self._codec.pack(request.value, request.label, worker, device_map)
+            packed = self._codec.pack_request(request, worker, device_map)
             timeout = retry.seconds_left()
             self.send_packed(worker, request, timeout, packed, packed.tensors, device_map, retry=retry)
         if retry.is_cancelled:

@@ -1,6 +1,5 @@
 """Values to messages and back."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -14,13 +13,15 @@ from ..channels.broadcast.sending import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.devices import NO_DEVICES, DeviceMap
-from ..contracts.messages import CONTROL, Buffer, Incoming, Outgoing
+from ..contracts.messages import CONTROL, Buffer, Incoming, Outgoing, Request
 from ..contracts.options import RpcBackendOptions
+from ..contracts.pickler import BY_VALUE
 from ..contracts.worker import WorkerInfo
 from ..execution.kept_errors import printable_text
 from ..wire.device_maps import device_map_of_answer
-from ..wire.failures import decode_failure
+from ..wire.failures import decode_failure, encode_failure
 from ..wire.flat_pickle import can_flatten, flatten, unflatten
+from ..wire.picklers import dumps
 from ..wire.pickling import Packed, Packer
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
 from ..wire.value_readers import make_reader
@@ -28,11 +29,9 @@ from . import control as control_messages
 from .control import RetryingControlMessages
 from .extensions import Extensions
 from .network import Network
-from .stats import TrafficStats
+from .stats import INLINE, TrafficStats
 
 __all__ = ["Codec"]
-
-log = logging.getLogger(__name__)
 
 
 @final
@@ -101,6 +100,13 @@ class Codec:
                 advice = self._how_to_map(unmapped.device, worker, is_answer=is_answer)
                 raise SerializationError(error.path, advice) from unmapped
             raise
+
+    def pack_request(self, request: Request, worker: WorkerInfo, device_map: DeviceMap) -> Packed:
+        """Pickles the value of a request, or what an extension puts in its place. Raises SerializationError."""
+        value = request.value
+        for encode in self._extensions.encode_request:
+            value = encode(request.kind, value)
+        return self.pack(value, request.label, worker, device_map)
 
     def _how_to_map(self, device: torch.device, worker: WorkerInfo, *, is_answer: bool) -> str:
         options = type(self._options)
@@ -186,7 +192,7 @@ class Codec:
         if not message.tensors and nbytes < self._inline_threshold:
             envelope.body.inline = message.body
             message.nbytes = nbytes
-            self.traffic.sent(nbytes)
+            self.traffic.sent(message.destination.wire_id, nbytes)
             if self._waiting_control and self._is_piggybacked(message):
                 self._network.send_behind(message.destination, envelope.SerializeToString(), 0.0)
                 return
@@ -202,7 +208,9 @@ class Codec:
             message.tensors = []  # a received one gives its segment back, with this envelope
             data = envelope.SerializeToString()
             message.payloads, message.nbytes = writer.external, writer.nbytes
-            self.traffic.sent(writer.nbytes)  # now: the receiver may ask for the counts at once
+            # Now: the receiver may ask for the counts at once.
+            inline, apart = writer.inline_nbytes, writer.external_nbytes
+            self.traffic.sent_apart(message.destination.wire_id, writer.nbytes, inline, apart)
             if self._waiting_control:
                 self._is_piggybacked(message)
             message.ticket = self._network.send(message.destination, data)
@@ -237,7 +245,7 @@ class Codec:
                 self._put(message, None)
                 return
             message.envelope.body.inline = body
-            self.traffic.sent(len(body))
+            self.traffic.sent(worker.wire_id, len(body))
             wait = control_messages.PIGGYBACK_AFTER_S
             self._network.send_behind(worker, message.envelope.SerializeToString(), wait)
         except BaseException:
@@ -269,17 +277,17 @@ class Codec:
         """
         if payloads is read_inline and not envelope.tensors:
             body: Buffer = envelope.body.inline
-            self.traffic.received(len(body))
+            self.traffic.received(source.wire_id, len(body))
             message = Incoming(source, envelope, body, [], len(body))
             if user_values:
                 self._extensions.on_receive(message)
             return message
-        nbytes = 0
+        by_channel: dict[str, int] = {}
 
         def get(payload: agent_pb2.Payload) -> Buffer | DeviceBuffer:
-            nonlocal nbytes
             data = payloads(payload)
-            nbytes += len(data)
+            channel = payload.WhichOneof("location") or INLINE
+            by_channel[channel] = by_channel.get(channel, 0) + len(data)
             return data
 
         try:
@@ -289,8 +297,8 @@ class Codec:
             self.record_refusal(source, error)
             self._extensions.on_decode_error(source, envelope, error)
             raise
-        self.traffic.received(nbytes)
-        message = Incoming(source, envelope, body, tensors, nbytes)
+        self.traffic.received_apart(source.wire_id, by_channel)
+        message = Incoming(source, envelope, body, tensors, sum(by_channel.values()))
         if user_values:
             self._extensions.on_receive(message)
         return message
@@ -300,12 +308,22 @@ class Codec:
         try:
             return self._reader.read(message)
         except (AttributeError, ImportError) as error:
+            if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == BY_VALUE:
+                raise SerializationError(
+                    "the message",
+                    f"it has a function or class by value, and worker {self._me.name!r} has no cloudpickle: "
+                    "pip install 'gradwire[cloudpickle]' there, too",
+                ) from error
             raise SerializationError(
                 "the message",
                 f"worker {self._me.name!r} cannot find what it names: {type(error).__name__}: "
                 f"{printable_text(error)}. RPC pickler does not serialize functions and classes, it names them: "
                 "define them at the top level of a module that both workers can import",
             ) from error
+
+    def encode_failure(self, error: BaseException) -> bytes:
+        """Returns an exception as bytes, pickled if that can be. Never raises."""
+        return encode_failure(error, partial(dumps, self._packer.pickler))
 
     def decode_failure(self, worker: WorkerInfo, failure: Buffer) -> Exception:
         """Returns the exception that a worker has encoded by `encode_failure`, or its text."""
@@ -323,6 +341,10 @@ class Codec:
                 self._audit.limit("messages", error.limit, error, worker=source.name)
         elif isinstance(error, ValueError) and not isinstance(error, PayloadLostError):
             self._audit.deny("messages", error, worker=source.name)
+
+    def traffic_by_worker(self) -> dict[str, dict[str, Any]]:
+        """Returns the messages and bytes between this worker and each other, by name and channel."""
+        return self.traffic.by_worker(lambda worker: self._network.incarnation(worker).name)
 
     @property
     def refused(self) -> Mapping[str, int]:

@@ -1,21 +1,15 @@
 """What the links of an agent have done to its connections, and to the membership of its group."""
 
-import asyncio
-import contextlib
-import logging
 from collections.abc import Callable
 from typing import final
 
 from ..channels.router import ChannelRouter
 from ..contracts.worker import WorkerInfo
-from ..execution.executor import Executor
-from ..membership.roster_log import RosterLog
 from ..transports.base import Transport
 from ..transports.grpc_streams import GrpcStreams
+from .evictions import Evictions
 
 __all__ = ["Connections"]
-
-log = logging.getLogger(__name__)
 
 
 @final
@@ -24,38 +18,26 @@ class Connections:
 
     def __init__(
         self,
-        me: WorkerInfo,
-        loop: asyncio.AbstractEventLoop,
-        executor: Executor,
         streams: GrpcStreams,
         transports: dict[int, Transport],
         wrap: Callable[[Transport, WorkerInfo], Transport],
         router: ChannelRouter,
-        roster: RosterLog | None,
-        on_roster: Callable[[], None],
+        evictions: Evictions,
     ) -> None:
         """Changes nothing by itself.
 
         Args:
-            me: this worker.
-            loop: the event loop.
-            executor: its threads wait for the store.
             streams: by which workers are connected.
             transports: the transport to each worker, by id; some are replaced.
             wrap: wraps every transport to a worker.
             router: has the channels for payloads.
-            roster: the members of the group; None if it keeps none.
-            on_roster: called on the loop when the roster may have changed.
+            evictions: those by this agent.
         """
-        self._me = me
-        self._loop = loop
-        self._executor = executor
         self._streams = streams
         self._transports = transports
         self._wrap = wrap
         self._router = router
-        self._roster = roster
-        self._on_roster = on_roster
+        self._evictions = evictions
 
     def renew_transport(self, peer: WorkerInfo) -> None:
         """Replaces the transport to a worker by another one."""
@@ -84,22 +66,8 @@ class Connections:
 
     def on_lease_over(self, peer: WorkerInfo, reason: str) -> None:
         """Has a worker evicted that has not come back."""
-        self._executor.submit_urgent(self._read_roster, peer, reason)
+        self._evictions.evict(peer, reason)
 
-    def on_refused(self, peer: WorkerInfo) -> None:
+    def on_refused(self, peer: WorkerInfo) -> None:  # noqa: ARG002 - a LinkOwner's
         """Finds out whether this worker has been evicted, when another one does not let it in."""
-        self._executor.submit_urgent(self._read_roster, peer, "")
-
-    def _read_roster(self, peer: WorkerInfo, evict_because: str) -> None:
-        """Evicts a worker if there is a reason, and takes in what has changed. Waits for the store."""
-        if self._roster is None:
-            return
-        try:
-            self._roster.catch_up()
-            if evict_because:
-                self._roster.evict(peer.wire_id, evict_because, self._me.wire_id)
-        except Exception as error:  # of the store: the others may see it differently
-            log.warning("the store cannot tell who is in the group, or that %s is not: %s", peer.name, error)
-            return
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._on_roster)
+        self._evictions.read()

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, final
 
@@ -21,6 +21,7 @@ from ..membership.worker_events import WorkerEvents
 from ..transports.answer_reader import Completion
 from .control import RetryingControlMessages
 from .extensions import Extensions
+from .failure_log import FailureLog
 from .network_listener import Pause
 from .pending import PendingRequests
 from .received_requests import ReceivedRequests
@@ -52,6 +53,7 @@ class Dispatcher:
         executor: Executor,
         received: ReceivedRequests,
         control: RetryingControlMessages,
+        failures: FailureLog,
         *,
         dynamic: bool,
     ) -> None:
@@ -67,6 +69,7 @@ class Dispatcher:
             executor: runs what may block.
             received: counts the requests that wait for a thread.
             control: is told of workers that are back.
+            failures: logs workers that fail.
             dynamic: whether the group is a dynamic one.
         """
         self._requests = requests
@@ -79,15 +82,10 @@ class Dispatcher:
         self._received = received
         self._control = control
         self._dynamic = dynamic
-        self._failed: dict[int, str] = {}
+        self._failures = failures
         self._lock = threading.Lock()
         self._changes: dict[int, deque[Callable[[], None]]] = {}
         """By worker, the changes of its state that are being handled, in their order. Guarded by the lock."""
-
-    @property
-    def failed(self) -> Mapping[int, str]:
-        """The ids of workers that were lost without leaving, and why they are lost; it grows."""
-        return self._failed
 
     def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> Pause:
         """Handles an envelope whose payloads have not arrived yet."""
@@ -147,8 +145,10 @@ class Dispatcher:
         return pause
 
     def on_peer_joined(self, worker: WorkerInfo) -> None:
-        """Handles a worker that has joined the dynamic group."""
+        """Handles a worker that has joined the group, maybe in the place of another one."""
         self._worker_events.record_joined(worker)
+        self._executor.submit(self._all_gathers.on_worker_joined, worker)
+        self._executor.submit(self._extensions.on_worker_joined, worker)
 
     def on_peer_lost(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the loss of a worker."""
@@ -213,11 +213,10 @@ class Dispatcher:
 
     def _lose(self, worker: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes]) -> None:
         # Who leaves a dynamic group need not say goodbye to a worker that it has never talked to.
-        has_failed = not end.orderly and not (self._dynamic and end.cause is LossCause.UNREACHABLE)
-        level = logging.WARNING if has_failed else logging.INFO
-        log.log(level, "worker %s is lost: %s", worker.name, end.reason)
-        if has_failed:  # not known before it is logged: a shutdown says that it goes without this worker
-            self._failed[worker.wire_id] = end.reason
+        if end.orderly or (self._dynamic and end.cause is LossCause.UNREACHABLE):
+            log.info("worker %s is lost: %s", worker.name, end.reason)
+        else:
+            self._failures.on_lost(worker, end.reason)
         self._requests.on_worker_lost(worker, end, unsent)
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, final
 
+from ...errors import Outcome
 from ...proto.v1 import agent_pb2
 from ..contracts.extension import Extension
-from ..contracts.messages import Handler, Incoming, MessageType, Outgoing
+from ..contracts.messages import Handler, Incoming, MessageType, Outgoing, Request
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..wire.pickling import Packer
@@ -33,9 +34,16 @@ class Extensions:
         """The handlers of all extensions, by message type."""
         self._packer = packer
         self._extensions: Sequence[Extension] = ()
+        self._added: list[tuple[Extension, Mapping[MessageType.ValueType, Handler]]] = []
+        """The extensions with their handlers, as no other one observes them."""
+        self._basic: dict[MessageType.ValueType, Handler] = {}
+        """The handlers of messages that need no extension."""
         self._by_class: dict[type, Any] = {}
         """The extensions that `get` has returned, by the class that was asked for."""
-        # The hooks that some extension overrides.
+        # The hooks that some extension overrides. Those of requests are called from where there is no message yet.
+        self.on_request: Sequence[Callable[[int, WorkerInfo, Request], None]] = ()
+        self.encode_request: Sequence[Callable[[MessageType.ValueType, object], object]] = ()
+        self.on_arrival: Sequence[Callable[[WorkerInfo, agent_pb2.Envelope], None]] = ()
         self._on_send: Sequence[Callable[[Outgoing], None]] = ()
         self._on_receive: Sequence[Callable[[Incoming], None]] = ()
         self._scope: Sequence[Callable[[Incoming], AbstractContextManager[None] | None]] = ()
@@ -44,16 +52,33 @@ class Extensions:
     def add_handlers(self, control: Handler, of_collectives: Mapping[MessageType.ValueType, Handler]) -> None:
         """Adds the handlers of messages that need no extension: control messages, greetings, and collectives."""
         greeting = Handler(lambda _message: None, description="the announcement of a new worker to worker")
-        self.handlers.update({MessageType.CONTROL: control, MessageType.GREETING: greeting, **of_collectives})
+        self._basic = {MessageType.CONTROL: control, MessageType.GREETING: greeting, **of_collectives}
+        self.handlers.update(self._basic)
 
     def add(self, extension: Extension) -> None:
         """Adds an extension: its handlers, and its hooks on messages that carry users' values."""
-        self.handlers.update(extension.handlers())
+        self._added.append((extension, extension.handlers()))
         if extension.reference_type is not None:
             self._packer.register_reference_type(extension.reference_type)
         self._packer.register_reducers(extension.reducers())
+        if type(extension).find_reducer is not Extension.find_reducer:
+            self._packer.find_reducers_by(extension.find_reducer)
         self._packer.detach_parameters_if(extension.detaches_parameters)
         self._extensions = (*self._extensions, extension)
+        extension.on_turned = self._collect
+        self._collect()
+
+    def _collect(self) -> None:
+        """Collects the handlers and the hooks of the extensions that are on."""
+        handlers = dict(self._basic)
+        for extension, own in self._added:
+            handlers.update(own)
+            if extension.is_on:
+                handlers = {kind: extension.observe(each) for kind, each in handlers.items()}
+        self.handlers.update(handlers)
+        self.on_request = self._overridden("on_request")
+        self.encode_request = self._overridden("encode_request")
+        self.on_arrival = self._overridden("on_arrival")
         self._on_send = self._overridden("on_send")
         self._on_receive = self._overridden("on_receive")
         self._scope = self._overridden("scope")
@@ -62,7 +87,11 @@ class Extensions:
     def _overridden(self, hook: str) -> Sequence[Any]:
         """Returns this method of each extension that overrides it."""
         default = getattr(Extension, hook)
-        return [getattr(each, hook) for each in self._extensions if getattr(type(each), hook) is not default]
+        return [
+            getattr(each, hook)
+            for each in self._extensions
+            if each.is_on and getattr(type(each), hook) is not default
+        ]
 
     def get(self, kind: type[E]) -> E:
         """Returns the extension of this class. Raises StopIteration if there is none."""
@@ -104,6 +133,11 @@ class Extensions:
         """Tells the extensions that a request of this worker, given by its id, has an answer or has failed."""
         for on_complete in self._on_complete:
             on_complete(identifier)
+
+    def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:
+        """Tells the extensions why a request of this worker has failed."""
+        for extension in self._extensions:
+            extension.on_failure(identifier, error, outcome)
 
     def map_error(self, error: Exception, worker: WorkerInfo) -> Exception:
         """Returns the exception to raise in the caller.
@@ -162,6 +196,11 @@ class Extensions:
         """Tells the extensions that a suspect worker answers again."""
         for extension in self._extensions:
             extension.on_worker_back(worker)
+
+    def on_worker_joined(self, worker: WorkerInfo) -> None:
+        """Tells the extensions that a worker has joined."""
+        for extension in self._extensions:
+            extension.on_worker_joined(worker)
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Tells the extensions that a worker is lost, and how it ended."""

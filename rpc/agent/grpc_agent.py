@@ -4,10 +4,9 @@ A request goes straight down: `client` has its value pickled and registers it, `
 add their headers), `network` puts tensor bytes into channels and the envelope into the receiver's transport. A
 message goes straight up: `network` collects its payloads, `dispatcher` hands it to a thread of the executor, and
 there `server` decodes it, runs its handler and sends the answer, or `pending` completes the request that it
-answers. A thread that waits for an answer may read it, and complete the request, itself.
+answers. A thread that waits for an answer may read it itself.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,11 +39,12 @@ from .control import RetryingControlMessages
 from .dispatcher import Dispatcher
 from .extensions import Extensions
 from .factories import AgentFactories
+from .failure_log import FailureLog
 from .flow_control import FlowControl
 from .multi_sender import MultiSender
 from .pending import PendingRequests
 from .postponed_requests import MIN_ANSWER_BYTES, PostponedRequests
-from .quiescence import FailureLog, Quiescence
+from .quiescence import Quiescence
 from .received_requests import ReceivedRequests
 from .server import Server
 from .stats import CallCounter
@@ -58,8 +58,6 @@ FAILED_CLOSE_TIMEOUT_S = 0.5
 """The same if an error, or Ctrl-C, ends the program."""
 
 E = TypeVar("E")
-
-log = logging.getLogger(__name__)
 
 
 @final
@@ -102,7 +100,7 @@ class GrpcAgent(RpcAgent):
         )
         self.worker_events = self._worker_events = WorkerEvents(self._executor.submit, self.connect)
         self._network = factories.network(info, options, group, roster, self._executor)
-        packer = Packer()
+        packer = Packer(options.pickler)
         self._extensions = Extensions(packer)
         self._codec = Codec(info, options, packer, self._extensions, self._network, self._control)
         self._flow_control = FlowControl(options.flow_control)
@@ -146,6 +144,7 @@ class GrpcAgent(RpcAgent):
             self._executor,
             self._received,
             self._control,
+            self._failures,
             dynamic=self._dynamic,
         )
 
@@ -158,10 +157,9 @@ class GrpcAgent(RpcAgent):
 
         Args:
             members: all members of the group.
-            store: a store that all members have; with it, process groups carry large payloads for several
-                members, and the values of members that call all_gather often.
+            store: one that all members have, for process groups that carry large payloads and frequent values.
         """
-        self._network.open(members)
+        self._network.open(members, self._control)
         self._worker_events.open([member.info for member in members])
         if store is not None:
             first = [member for member in members if member.info.wire_id == member.info.id]
@@ -183,11 +181,8 @@ class GrpcAgent(RpcAgent):
 
     def _prepare_thread(self) -> None:
         holder.bind_thread(self)
-        # Reading torch's number of threads makes it hold on this thread. Its first matrix product would use all
-        # cores otherwise, whatever set_num_threads has said, and be rounded differently from those that follow.
+        # Reading torch's number of threads makes it hold on this thread, from its first matrix product on.
         torch.get_num_threads()
-
-    # The group.
 
     @property
     def dynamic(self) -> bool:
@@ -218,8 +213,6 @@ class GrpcAgent(RpcAgent):
     def connect(self, worker: WorkerInfo) -> None:
         """Connects to a worker now."""
         self._network.connect(worker)
-
-    # Messages.
 
     def request(self, worker: WorkerInfo, request: Request) -> Future[Any]:
         """Sends a request and returns a future of its answer."""
@@ -279,6 +272,10 @@ class GrpcAgent(RpcAgent):
         """Postpones what would send a worker more, if too much is queued for it."""
         return self._server.postponed.add(worker, resume, is_call=False)
 
+    def encode_failure(self, error: BaseException) -> bytes:
+        """Returns an exception as other workers decode it."""
+        return self._codec.encode_failure(error)
+
     def decode_failure(self, worker: WorkerInfo, failure: bytes) -> Exception:
         """Returns the exception that a worker has put into a message, or its text."""
         return self._codec.decode_failure(worker, failure)
@@ -311,11 +308,13 @@ class GrpcAgent(RpcAgent):
         """Returns a context for blocking on other workers."""
         return self._executor.blocking()
 
-    # The rest.
-
     def extension(self, kind: type[E]) -> E:
         """Returns the agent's extension of this class."""
         return self._extensions.get(kind)
+
+    def traffic(self) -> Mapping[str, int]:
+        """Returns the messages and bytes that this worker has sent and received."""
+        return self._codec.traffic.counts()
 
     def debug_info(self) -> Mapping[str, Any]:
         """Returns counts of live objects and of what has been sent (bytes of bodies and tensors)."""
@@ -331,7 +330,8 @@ class GrpcAgent(RpcAgent):
             "executor_threads": self._executor.threads,
             "links": self._network.links.describe(),
             "lost_workers": {self.incarnation(i).name: end.reason for i, end in dict(self._network.lost).items()},
-            **self._codec.traffic.counts(),
+            **self.traffic(),
+            "traffic": self._codec.traffic_by_worker(),
             "refused_messages": dict(self._codec.refused),
             "audit": self._network.audit.counts(),
             "transports": self._network.transport_names(),
@@ -339,7 +339,7 @@ class GrpcAgent(RpcAgent):
             "cuda": self._network.cuda_ipc.figures(self.workers()),
             "flow_control": {worker.name: self._flow_figures(worker) for worker in self.workers()},
             "broadcast_groups": self._network.broadcasts.groups,
-            "all_gather_groups": self._all_gather_service.formed_groups,
+            **self._all_gather_service.describe(),
             **self._extensions.live_objects(),
         }
 
@@ -354,9 +354,8 @@ class GrpcAgent(RpcAgent):
         if self._dynamic:
             quiescence.wait_here(timeout)
         else:
-            self._failures.log(self, quiescence.wait_everywhere(timeout, self._dispatcher.failed))
-            # If this worker leads the shutdown, the others need its answers to leave too.
-            self._server.answering.wait_for_none(CLOSE_TIMEOUT_S)
+            self._failures.on_shutdown(self, quiescence.wait_everywhere(timeout, self._failures.failed))
+            self._server.answering.wait_for_none(CLOSE_TIMEOUT_S)  # the others need its answers to leave too
 
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
         """Leaves the group; if `graceful`, when all its workers do."""

@@ -46,6 +46,7 @@ class Incoming:
             return None  # read after its loss has been handled, with which all that it had asked for has ended
         if not envelope.tensors and envelope.body.HasField("inline"):
             return self._listener.on_message(source, envelope, read_inline, announced=False, nbytes=nbytes)
+        breaks = self._links.breaks[source.wire_id]
         try:
             payloads, external_bytes = self._router.collect_now(source.wire_id, envelope)
         except (ValueError, RuntimeError) as error:  # a refusal, or no memory
@@ -55,7 +56,7 @@ class Incoming:
             return self._listener.on_message(source, envelope, payloads, announced=False, nbytes=nbytes)
         pause = self._listener.on_announced(source, envelope)
         if payloads is None:
-            self._loop.call_soon_threadsafe(self._collect, source, envelope, nbytes)
+            self._loop.call_soon_threadsafe(self._collect, source, envelope, nbytes, breaks)
         else:
             payloads.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
         return pause
@@ -69,9 +70,10 @@ class Incoming:
             return None
         return self._listener.completion(source, envelope, leases, future)
 
-    def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> None:
-        """Collects the payloads outside an envelope. Called on the loop."""
-        if source.wire_id in self._links.lost:
+    def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int, breaks: int) -> None:
+        """Collects the payloads outside an envelope, which was read after so many breaks. Called on the loop."""
+        # Those of a connection that broke since then do not come any more.
+        if source.wire_id in self._links.lost or self._links.breaks[source.wire_id] != breaks:
             self._listener.on_dropped(source, envelope)
             return
         try:

@@ -9,6 +9,7 @@ over.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -116,6 +117,7 @@ class _Link:
         self.address = address
         self.state = LinkState.UNCONNECTED
         self.since = time.time()
+        self.has_connected = False
         self.end: WorkerEnd | None = None
         """How the connection broke, while there is none."""
         self.broke_at = 0.0
@@ -130,6 +132,7 @@ class _Link:
         """Done with whether an attempt to connect has succeeded."""
 
     def set_state(self, state: LinkState) -> None:
+        self.has_connected = self.has_connected or state is LinkState.CONNECTED
         self.state = state
         self.since = time.time()
 
@@ -155,6 +158,8 @@ class Links:
         """The workers to which nothing can be sent, by id. Empty most of the time. Read by any thread."""
         self.lost: Mapping[int, WorkerEnd] = {}
         """The ends of the lost workers, by id. Read by any thread."""
+        self.breaks: Counter[int] = Counter()
+        """How often the connection to a worker broke, by its id. Read by any thread."""
         self._loop = loop
         self._liveness = liveness
         self._owner: LinkOwner
@@ -185,6 +190,22 @@ class Links:
     def _describe(self, link: _Link) -> Mapping[str, Any]:
         end = link.end
         return {"state": link.state.value, "since": link.since, "reason": end.reason if end is not None else ""}
+
+    def present(self) -> list[WorkerInfo]:
+        """Returns the workers that have been connected and are not lost. Called on any thread."""
+        return [
+            link.peer
+            for link in list(self._links.values())
+            if link.state not in (LinkState.UNCONNECTED, LinkState.LOST)
+        ]
+
+    def has_connected(self, peer: WorkerInfo) -> bool:
+        """Returns whether there has ever been a connection to a worker. Called on any thread."""
+        return self._links[peer.wire_id].has_connected
+
+    def state(self, peer: WorkerInfo) -> LinkState:
+        """Returns what is known of a worker."""
+        return self._links[peer.wire_id].state
 
     def mark_lost(self, peer: WorkerInfo, end: WorkerEnd) -> None:
         """Makes a worker lost that has never been present here, without a report."""
@@ -232,6 +253,7 @@ class Links:
             return
         link.set_state(LinkState.CHECKING)
         self._set_absence(link, Absence(end, waits=True))
+        self.breaks[peer.wire_id] += 1
         self._owner.drop_payloads(peer, end.reason, is_lost=False)
         link.check = self._loop.call_later(CHECK_S, self._check, link)
         link.healing = self._loop.create_task(self._heal(link))

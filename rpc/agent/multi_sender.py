@@ -107,7 +107,7 @@ class MultiSender:
             device_map = self._codec.device_map(worker)
             key = frozenset(device_map.items())
             if key not in by_map:
-                packed = self._codec.pack(request.value, request.label, worker, device_map)
+                packed = self._codec.pack_request(request, worker, device_map)
                 by_map[key] = _Encoded(packed, device_map)
             encoded.append(by_map[key])
         return encoded

@@ -1,15 +1,14 @@
 """An agent's connections: its gRPC server, a transport to every member, and the channels for payloads."""
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import grpc
 
 from ...c10d.addresses import format_address
 from ...c10d.event_loop import acquire_event_loop
-from ...errors import EvictedError, LossCause, UnknownWorkerError, WorkerLostError, WorkerSuspectError
+from ...errors import EvictedError, LossCause, RpcError, UnknownWorkerError, WorkerLostError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
@@ -22,8 +21,10 @@ from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
 from ..channels.router import ChannelRouter, PayloadWriter
 from ..channels.shared_memory.channel import SharedMemoryChannel
+from ..contracts.control import ControlMessages
 from ..contracts.messages import Outgoing
 from ..contracts.options import RpcBackendOptions
+from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.executor import Executor
@@ -31,7 +32,6 @@ from ..execution.futures import ReadAnswer
 from ..membership.addresses import ListenAddress
 from ..membership.directory import Directory
 from ..membership.members import Member
-from ..membership.roster import Departed
 from ..membership.roster_log import RosterLog
 from ..transports.base import Connecting, Transport, TransportClosedError
 from ..transports.bulk_sockets import BulkSockets
@@ -45,14 +45,16 @@ from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
 from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
 from .connections import Connections
 from .envelope_limit import LARGE_BYTES, check_size
+from .evictions import Evictions
 from .incoming import Incoming
 from .links import Absence, Links
 from .network_listener import NetworkListener
 from .newcomers import Newcomers
+from .roster_follower import RosterFollower
+from .vouching import Vouching
 
 __all__ = ["Network"]
 
-log = logging.getLogger(__name__)
 
 Wrap = Callable[[Transport, WorkerInfo, asyncio.AbstractEventLoop], Transport]
 """Wraps a transport to a worker, which lives on an event loop, in another that changes what it does."""
@@ -86,7 +88,6 @@ class Network:
         self.me = me
         self._roster = roster
         self._is_dynamic = roster is not None and roster.dynamic
-        self._newcomers = Newcomers(me, roster, executor) if roster is not None else None
         self._options = options
         self._executor = executor
         self._listener: NetworkListener  # given to `listen`, before which nothing is reported
@@ -102,7 +103,8 @@ class Network:
     async def _build(self, group: str, load_devices: Callable[[], DeviceRuntime]) -> None:
         loop, executor, channels = self._events.loop, self._executor, self._options.channels
         executor.poller.forbid_waits_here()
-        learn = self._learn if self._roster is not None else None
+        roster = self._roster
+        learn = Newcomers(self.me, roster, executor, self._follow).learn if roster is not None else None
         self._handshake = Handshake(group, self.me, learn, self._endpoint)
         memory = self._shared_memory = SharedMemoryChannel(loop, executor, channels)
         kinds = [kind for kind in self._options.transports if kind in (UNIX, TCP)]
@@ -113,6 +115,12 @@ class Network:
         parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
         liveness = self._options.liveness
         self.links = Links(loop, liveness, self._endpoint)
+        self._follower = None
+        if roster is not None:
+            self._follower = RosterFollower(self.me, roster, self._directory, self.links, self)
+        self._vouching = Vouching(self.me, group, self._endpoint, self.links, self._directory, executor)
+        ask, follow = self._vouching.ask_others, self._follow
+        self._evictions = Evictions(self.me, loop, executor, self.links, roster, liveness.lease, ask, follow)
         self.incoming = Incoming(loop, self.links)
         heartbeats = Heartbeats(loop, liveness)
         self._streams = GrpcStreams(StreamParts(loop, self._handshake, self.incoming, parts, heartbeats))
@@ -135,7 +143,8 @@ class Network:
         )
         exchange = grpc.stream_stream_rpc_method_handler(self._streams.serve)
         transfer = grpc.stream_unary_rpc_method_handler(chunks.serve)
-        self._endpoint.serve({"Exchange": exchange, "Transfer": transfer})
+        vouch = grpc.unary_unary_rpc_method_handler(self._vouching.serve)
+        self._endpoint.serve({"Exchange": exchange, "Transfer": transfer, "Vouch": vouch})
 
     def listen(self, where: ListenAddress, listener: NetworkListener) -> str:
         """Starts serving, and reports to a listener from now on.
@@ -146,43 +155,38 @@ class Network:
         self._listener = listener
         self.links.listen(
             listener,
-            Connections(
-                self.me,
-                self._events.loop,
-                self._executor,
-                self._streams,
-                self._transports,
-                self._wrap_transport,
-                self._router,
-                self._roster,
-                self._follow_roster,
-            ),
+            Connections(self._streams, self._transports, self._wrap_transport, self._router, self._evictions),
         )
         self.incoming.listen(self._router, listener)
         self._endpoint.reach = where.reach
-        self._sockets.set_address(where.bind, where.advertised)
+        self._vouching.where = where
+        self._sockets.set_address(where.bind, where.advertised, where.ports)
         if where.directory is not None:
             return self._events.run(self._endpoint.listen_for_user(where.directory))
-        port = self._events.run(self._endpoint.listen(format_address(where.bind, 0)))
+        try:
+            port = where.ports.choose(
+                where.bind, lambda port: self._events.run(self._endpoint.listen(format_address(where.bind, port)))
+            )
+        except OSError as error:
+            raise RpcError(f"worker {self.me.name!r} cannot listen: {error.strerror}") from error
         return format_address(where.advertised, port)
 
     @property
     def _members(self) -> Mapping[int, Member]:
         return self._directory.members
 
-    def open(self, members: Sequence[Member]) -> None:
-        """Sets the members; none of them is let in before `admit`."""
-        if self._roster is not None:
-            self._add_departed(self._roster.departed().values())
-        for member in sorted(members, key=lambda member: member.info.wire_id):
-            self._add(member)
+    def open(self, members: Sequence[Member], control: ControlMessages) -> None:
+        """Sets the members; none of them is let in before `admit`. Changes of the roster are told by `control`."""
+        self._evictions.open(control)
+        if self._follower is not None:
+            self._follower.begin(members)
+        else:
+            for member in sorted(members, key=lambda member: member.info.wire_id):
+                self.add(member)
 
-    def _add_departed(self, departed: Iterable[Departed]) -> None:
-        """Adds former members of a static group that are unknown here, because there may be references to them."""
-        for each in () if self._is_dynamic else departed:
-            if each.member.info.wire_id not in self._members:
-                self._add(each.member)
-                self.links.mark_lost(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
+    def _follow(self) -> None:
+        if self._follower is not None:
+            self._follower.follow()
 
     def _open_channel(self, peer: int) -> Any:
         """Makes a gRPC channel to a member, on a connection that no other channel uses."""
@@ -203,9 +207,10 @@ class Network:
 
     def admit(self) -> None:
         """Accepts connections of the members from now on."""
-        self._events.loop.call_soon_threadsafe(self._let_in)
+        self._events.loop.call_soon_threadsafe(self.let_in)
 
-    def _add(self, member: Member) -> None:
+    def add(self, member: Member) -> None:
+        """Adds a worker, which is not let in yet."""
         identifier = member.info.wire_id
         transport: Transport
         if identifier == self.me.wire_id:
@@ -219,31 +224,14 @@ class Network:
     def _wrap_transport(self, transport: Transport, peer: WorkerInfo) -> Transport:
         return self._wrap(transport, peer, self._events.loop)
 
-    def _let_in(self) -> None:
-        self._handshake.open(self._directory.infos(), self._roster.entries() if self._roster is not None else ())
+    def let_in(self) -> None:
+        """Accepts connections of all members. Called on the event loop."""
+        version = self._roster.version if self._roster is not None else RosterVersion()
+        self._handshake.open(self._directory.infos(), version)
 
-    async def _learn(self, entries: Sequence[str]) -> None:
-        """Learns the roster that a worker knows which says that it has joined the group."""
-        if self._newcomers is not None:
-            await self._newcomers.learn(entries)
-            self._follow_roster()
-
-    def _follow_roster(self) -> None:
-        """Takes in all changes of the roster that are unknown here: other threads may have read some of them."""
-        if self._closing or self._roster is None:
-            return
-        departed, joined = self._roster.departed(), self._directory.unknown(self._roster.members())
-        self._add_departed(departed.values())
-        for member in joined:
-            self._add(member)
-        self._let_in()
-        for wire_id, each in departed.items():
-            if each.was_replaced and wire_id in self._members and wire_id != self.me.wire_id:
-                self.links.on_closed(each.member.info, WorkerEnd(LossCause.DISCONNECTED, each.why))
-        if (me := departed.get(self.me.wire_id)) is not None and me.was_replaced:
-            self.links.on_evicted(self.me, me.reason or me.why)
-        for member in joined:
-            self._listener.on_peer_joined(member.info)
+    def on_joined(self, worker: WorkerInfo) -> None:
+        """Reports a member that has joined."""
+        self._listener.on_peer_joined(worker)
 
     @property
     def lost(self) -> Mapping[int, WorkerEnd]:
@@ -380,6 +368,8 @@ class Network:
             end: how this worker ends, for the goodbye.
         """
         self._closing = True
+        if self._follower is not None:
+            self._follower.close()
         self.broadcasts.stop()
         self._events.run(self._disconnect(end))
 
@@ -390,6 +380,7 @@ class Network:
 
     async def _disconnect(self, end: WorkerEnd) -> None:
         self.links.close()
+        self._evictions.close()
         # A failure is told also to workers without a connection: the lowest ids, which lead collectives.
         told = () if end.orderly else sorted(self._transports.keys() - self.links.absent.keys())[:FAREWELL_DIALS]
         transports = self._transports.items()

@@ -2,9 +2,10 @@
 
 import asyncio
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import final
 
+from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
 from ..membership.roster import RosterError
@@ -18,32 +19,39 @@ __all__ = ["Newcomers"]
 class Newcomers:
     """Compares the rosters in hellos with the store. Used on the event loop only."""
 
-    def __init__(self, me: WorkerInfo, roster: RosterLog, executor: Executor) -> None:
+    def __init__(
+        self, me: WorkerInfo, roster: RosterLog, executor: Executor, on_roster: Callable[[], None]
+    ) -> None:
         """Has learned nothing yet.
 
         Args:
             me: this worker.
             roster: what is known.
             executor: its threads wait for the store, one at a time.
+            on_roster: called on the loop when something may have been learned.
         """
         self._me = me
         self._roster = roster
         self._executor = executor
+        self._on_roster = on_roster
         self._learning = asyncio.Lock()
 
-    async def learn(self, entries: Sequence[str]) -> None:
-        """Learns what a hello says of the roster. Raises RefusedError if the store does not say the same."""
+    async def learn(self, version: RosterVersion) -> None:
+        """Learns what the sender of a hello knows. Raises RefusedError if the store does not say the same."""
         async with self._learning:
             learned: concurrent.futures.Future[None] = concurrent.futures.Future()
-            self._executor.submit_urgent(self._learn, entries, learned)
+            self._executor.submit_urgent(self._learn, version, learned)
             try:
                 await asyncio.wrap_future(learned)
             except RosterError as error:
                 raise RefusedError(f"worker {self._me.name!r} refuses a roster: {error}") from None
+        self._on_roster()
 
-    def _learn(self, entries: Sequence[str], learned: "concurrent.futures.Future[None]") -> None:
+    def _learn(self, version: RosterVersion, learned: "concurrent.futures.Future[None]") -> None:
+        if not learned.set_running_or_notify_cancel():
+            return  # the connection by which it came has ended
         try:
-            self._roster.learn(entries)
+            self._roster.learn(version)
         except Exception as error:
             learned.set_exception(error)
         else:

@@ -133,6 +133,7 @@ class PendingRequests:
         """
         if pending is not None:
             if pending.handler.user_values:
+                self._extensions.on_failure(pending.identifier, error, outcome)
                 if pending.retry is not None:
                     if pending.retry.take_over(error, outcome):
                         if pending.abandon is not None:
@@ -351,9 +352,13 @@ class PendingRequests:
     def _is_from_another(self, source: WorkerInfo, identifier: int) -> bool:
         """Returns whether an answer comes from a worker that was not asked."""
         pending = self.pending.get(identifier)
-        if pending is None or pending.worker.wire_id == source.wire_id:
+        if pending is not None:
+            asked = pending.worker.wire_id
+        else:
+            asked, _ = self.kept.get(identifier, (source.wire_id, None))
+        if asked == source.wire_id:
             return False
-        log.warning("worker %s answers a request to %s; dropped", source.name, pending.worker.name)
+        log.warning("worker %s answers a request to worker %d; dropped", source.name, asked)
         return True
 
     def _tell_complete(self, pending: PendingRequest) -> None:

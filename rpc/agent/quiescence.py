@@ -10,10 +10,7 @@ from ..collectives.all_gather import WARN_INTERVAL_S, AllGatherService
 from ..contracts.agent import RpcAgent
 from .stats import CallCounter
 
-__all__ = ["FailureLog", "Quiescence"]
-
-MAX_NAMED = 8
-"""The number of missing workers that a log line names at most."""
+__all__ = ["Quiescence"]
 
 log = logging.getLogger(__name__)
 
@@ -101,21 +98,3 @@ class Quiescence:
 
     def _log_missing(self, names: Sequence[str]) -> None:
         log.info("shutdown of worker %s waits for %s to shut down", self._agent.info.name, ", ".join(names))
-
-
-@final
-class FailureLog:
-    """Logs the workers that have failed, and so take no part in a shutdown, each once."""
-
-    def __init__(self) -> None:
-        self._logged: set[int] = set()
-
-    def log(self, agent: RpcAgent, failed: Mapping[int, str]) -> None:
-        """Logs the workers of an agent's group that have failed; takes the reasons by their ids."""
-        new = [worker for worker in agent.workers() if worker.wire_id in failed.keys() - self._logged]
-        missing = [f"{worker.name} ({failed[worker.wire_id]})" for worker in new]
-        self._logged.update(failed)
-        if missing:
-            more = f", and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
-            names = ", ".join(missing[:MAX_NAMED])
-            log.warning("worker %s shuts down without %s%s", agent.info.name, names, more)

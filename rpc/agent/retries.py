@@ -5,6 +5,7 @@ that pause: the next attempt, its cancellation, or the end of the agent.
 """
 
 import asyncio
+import contextvars
 import itertools
 import math
 import time
@@ -70,6 +71,8 @@ class Retry:
         self.key = 0
         """Of the pause, for the counter of calls in flight."""
         self.pause = FIRST_PAUSE_S
+        self.context = contextvars.copy_context()
+        """Of the thread that has made the call: such as the trace that it is part of."""
         self._retries = retries
         self._ends_at = time.monotonic() + timeout if timeout else math.inf
         self._is_absent = False
@@ -185,7 +188,7 @@ class Retries:
             error = retry.error
             worker = self._find_worker(retry.name)
             if worker is not None:
-                self._send(worker, retry)
+                retry.context.copy().run(self._send, worker, retry)
             elif error is not None and not retry.pause_again(error):
                 retry.fail(error)
         except Exception as error:

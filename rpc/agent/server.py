@@ -35,7 +35,6 @@ from ..contracts.messages import (
 )
 from ..contracts.worker import WorkerInfo
 from ..execution.executor import Executor
-from ..wire.failures import encode_failure
 from .codec import Codec
 from .extensions import Extensions
 from .flow_control import Nesting
@@ -102,6 +101,8 @@ class Server:
         handler = self._extensions.handlers.get(envelope.type)
         if handler is not None and handler.user_values and envelope.id:
             self.waiting.add(source, envelope, waits=waits)
+            for on_arrival in self._extensions.on_arrival:
+                on_arrival(source, envelope)
 
     def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Runs a request and answers it. Runs on a thread of the executor."""
@@ -193,7 +194,7 @@ class Server:
                 with scope:
                     return self._run_in_scope(message, handler)
             finally:
-                message.error = None  # its traceback leads back to this frame
+                message.error = message.failure = None  # their tracebacks lead back to this frame
                 has_begun = message.has_begun
         except BaseException as error:
             self._answer_error(source, envelope, error, has_begun=has_begun)
@@ -310,7 +311,7 @@ class Server:
         not_begun = not has_begun or _is_refusal(error)
         envelope = agent_pb2.Envelope(id=request.id, type=ERROR, not_begun=not_begun)
         with contextlib.suppress(WorkerLostError, WorkerSuspectError, SendFailedError):
-            self._send(Outgoing(source, envelope, encode_failure(error)))
+            self._send(Outgoing(source, envelope, self._codec.encode_failure(error)))
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -1,9 +1,14 @@
 """The counters of an agent: calls in flight, messages and bytes."""
 
 import threading
-from typing import final
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, final
 
-__all__ = ["CallCounter", "TrafficStats"]
+__all__ = ["INLINE", "CallCounter", "TrafficStats"]
+
+INLINE = "inline"
+"""The channel of payloads inside the envelopes of their messages."""
 
 
 @final
@@ -80,8 +85,36 @@ class CallCounter:
 
 
 @final
+class _LinkTraffic:
+    """What has gone between this worker and one other, or itself."""
+
+    __slots__ = ("apart_received", "apart_sent", "inline_received", "inline_sent", "received", "sent")
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+        """Messages."""
+        self.inline_sent = self.inline_received = 0
+        """Bytes inside the messages."""
+        self.apart_sent: Counter[str] = Counter()
+        """Bytes outside them, by channel."""
+        self.apart_received: Counter[str] = Counter()
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the counts; channels that have carried nothing are left out."""
+        return {
+            "messages_sent": self.sent,
+            "messages_received": self.received,
+            "bytes_sent": {INLINE: self.inline_sent, **self.apart_sent},
+            "bytes_received": {INLINE: self.inline_received, **self.apart_received},
+        }
+
+
+@final
 class TrafficStats:
-    """Counts messages, and bytes of bodies and tensors, in both directions."""
+    """Counts messages, and bytes of bodies and tensors, in both directions, by worker and channel.
+
+    Workers are named by wire id. A broadcast counts once for this worker, and on the link to each receiver.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,23 +122,61 @@ class TrafficStats:
         self._messages_received = 0
         self._bytes_sent = 0
         self._bytes_received = 0
+        self._links: defaultdict[int, _LinkTraffic] = defaultdict(_LinkTraffic)
 
-    def sent(self, nbytes: int) -> None:
-        """Counts a message that has been sent."""
+    def sent(self, worker: int, nbytes: int) -> None:
+        """Counts a message to a worker that has been sent with all of its bytes inside it."""
         with self._lock:
             self._messages_sent += 1
             self._bytes_sent += nbytes
+            link = self._links[worker]
+            link.sent += 1
+            link.inline_sent += nbytes
+
+    def sent_apart(self, worker: int, nbytes: int, inline: int, apart: Mapping[str, int]) -> None:
+        """Counts a message that has been sent with payloads outside it.
+
+        Args:
+            worker: the receiver.
+            nbytes: all bytes, without those of a broadcast that another message has counted.
+            inline: bytes inside the message.
+            apart: bytes outside it, by channel.
+        """
+        with self._lock:
+            self._messages_sent += 1
+            self._bytes_sent += nbytes
+            link = self._links[worker]
+            link.sent += 1
+            link.inline_sent += inline
+            for channel, count in apart.items():
+                link.apart_sent[channel] += count
 
     def sent_again(self, nbytes: int) -> None:
         """Counts a payload that is sent once more, because it did not arrive."""
         with self._lock:
             self._bytes_sent += nbytes
 
-    def received(self, nbytes: int) -> None:
-        """Counts a message that has arrived."""
+    def received(self, worker: int, nbytes: int) -> None:
+        """Counts a message of a worker that has arrived with all of its bytes inside it."""
         with self._lock:
             self._messages_received += 1
             self._bytes_received += nbytes
+            link = self._links[worker]
+            link.received += 1
+            link.inline_received += nbytes
+
+    def received_apart(self, worker: int, by_channel: Mapping[str, int]) -> None:
+        """Counts a message that has arrived; its bytes by channel, those inside it as INLINE."""
+        with self._lock:
+            self._messages_received += 1
+            link = self._links[worker]
+            link.received += 1
+            for channel, count in by_channel.items():
+                self._bytes_received += count
+                if channel == INLINE:
+                    link.inline_received += count
+                else:
+                    link.apart_received[channel] += count
 
     def counts(self) -> dict[str, int]:
         """Returns the four counts by name."""
@@ -116,3 +187,12 @@ class TrafficStats:
                 "bytes_sent": self._bytes_sent,
                 "bytes_received": self._bytes_received,
             }
+
+    def by_worker(self, name_of: Callable[[int], str]) -> dict[str, dict[str, Any]]:
+        """Returns the counts of each link by the name of the worker, that of its last incarnation.
+
+        Args:
+            name_of: returns the name of a worker, current or former.
+        """
+        with self._lock:
+            return {name_of(worker): self._links[worker].as_json() for worker in sorted(self._links)}

@@ -23,11 +23,7 @@ from .payloads import PayloadReader, external_bytes, is_payload_inline, payloads
 from .shared_memory.channel import SharedMemoryChannel
 from .shared_memory.receiving import AnswerLeases
 
-__all__ = [
-    "ChannelRouter",
-    "Collecting",
-    "PayloadWriter",
-]
+__all__ = ["ChannelRouter", "Collecting", "PayloadWriter"]
 
 Collecting = asyncio.Future[PayloadReader] | concurrent.futures.Future[PayloadReader]
 """The payloads of an envelope, some of which have not arrived."""
@@ -78,6 +74,10 @@ class PayloadWriter:
         """The payloads that are not in the envelope."""
         self.nbytes = 0
         """Bytes of all payloads so far; a broadcast payload counts in the envelope to its first receiver only."""
+        self.inline_nbytes = 0
+        """Those inside the envelope."""
+        self.external_nbytes: dict[str, int] = {}
+        """The others by channel; those of a broadcast count in the envelope to each receiver."""
 
     def put_body(self, body: bytes, description: agent_pb2.Payload) -> None:
         """Sends the body of the message, before its tensors, and fills in the description for the envelope."""
@@ -88,6 +88,7 @@ class PayloadWriter:
         description.inline = body
         self._inline_bytes_left -= nbytes
         self.nbytes += nbytes
+        self.inline_nbytes += nbytes
 
     def put(self, data: memoryview) -> agent_pb2.Payload:
         """Chooses a channel for these bytes, and returns the description of the payload for the envelope."""
@@ -95,21 +96,22 @@ class PayloadWriter:
         if self._broadcast is not None and (shared := self._broadcast.put(self._peer, position, data)) is not None:
             if shared.start is not None:
                 self._transfers.append(shared.start)
-            self.external.append(shared.payload)
+            self._add_external(shared.payload, data.nbytes)
             self.nbytes += data.nbytes if shared.is_first else 0
             return shared.payload
         self.nbytes += data.nbytes
         if data.nbytes >= self._shared_threshold:
             in_segment = self._shared_memory.send(self._peer, data)
             if in_segment is not None:
-                self.external.append(in_segment)
+                self._add_external(in_segment, data.nbytes)
                 return in_segment
         if data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
             self._inline_bytes_left -= data.nbytes
+            self.inline_nbytes += data.nbytes
             payload, start = self._small.send(self._peer, data)
         else:
             payload, start = self._large.send(self._peer, data)
-            self.external.append(payload)
+            self._add_external(payload, data.nbytes)
         if start is not None:
             self._transfers.append(start)
         return payload
@@ -121,9 +123,15 @@ class PayloadWriter:
         payloads = self._cuda_ipc.send(self._peer, elements, target)
         if payloads is not None:
             self._count += len(payloads)
-            self.external.extend(payloads)
-            self.nbytes += sum(each.numel() for each in elements)
+            for payload, each in zip(payloads, elements, strict=True):
+                self._add_external(payload, each.numel())
+                self.nbytes += each.numel()
         return payloads
+
+    def _add_external(self, payload: agent_pb2.Payload, nbytes: int) -> None:
+        self.external.append(payload)
+        channel = payload.WhichOneof("location") or self._large.name
+        self.external_nbytes[channel] = self.external_nbytes.get(channel, 0) + nbytes
 
     def to_host(self, elements: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns copies in the memory of the host: see DeviceWriter."""

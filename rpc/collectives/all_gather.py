@@ -22,6 +22,20 @@ while the others, which are connected to both, go to the first one. So a leader 
 members asks those that are missing as well, after a moment. A member whose value is not in the result that it
 gets, because the leader counts it as lost, raises WorkerLostError; all others have the same result. Only members
 that no other member connects can get different ones: each side takes the other for dead.
+
+A member that was killed may be replaced: started again under its name and rank, with another wire id. Members
+learn of it at different times, so some may be in a round with the old incarnation, where others begin one with the
+new one. All living members have the same outcome:
+
+- If all of them have begun the round with the old incarnation, it ends with that one's value or without it.
+- If one of them has not begun it when it learns of the new incarnation, it never will, and says so when it is
+  asked for the result. Then the round is void: no member has a result of it, or will. All run it again, with the
+  latest incarnation of each member and within the same timeout.
+
+A worker that knows of a new incarnation begins all collectives with that one, and the first one of the new
+incarnation is the first of these: the void one, or that after the last one that ended without it. A leader that
+learns of it asks the members whose values are missing. A member answers when it is in no round of that series:
+what is void on one member has no result on another.
 """
 
 import contextlib
@@ -35,6 +49,7 @@ from typing import Any, Protocol, final
 
 import torch
 
+from ...c10d.debug.call_site import find_call_site
 from ...c10d.torch_types import TorchStore
 from ...errors import (
     AnswerFailedError,
@@ -52,7 +67,9 @@ from ..contracts.worker import WorkerInfo
 from .all_gather_group import AllGatherGroup
 from .group_rounds import NO_STATUS, GroupRounds, NextRound
 from .leader import CONTROL_KINDS, RoundLeader
-from .rounds import Round, RoundKey, RoundResult, Series
+from .replacements import Replacements
+from .rounds import VOID, Round, RoundKey, RoundResult, Series
+from .running_rounds import RunningRounds
 
 __all__ = ["CONTROL_KINDS", "WARN_INTERVAL_S", "AllGatherService", "ValueCodec"]
 
@@ -113,13 +130,15 @@ class AllGatherService:
         """Held while a round of the series runs on this worker."""
         self._round_counts: dict[Series, int] = defaultdict(int)
         """Rounds that this worker has begun, by series. Changed under the series' round lock."""
+        self._running = RunningRounds(agent)
         self._group_rounds = GroupRounds(
             agent.info.wire_id,
             agent.options.all_gather,
             agent.options.channels.max_payload_bytes,
             insecure=agent.options.insecure,
         )
-        self._leader = RoundLeader(agent, self._group_rounds.abandon_if_used)
+        self._replacements = Replacements(agent)
+        self._leader = RoundLeader(agent, self._replacements, self._group_rounds.abandon_if_used)
 
     def open(self, store: TorchStore, may_form: Callable[[Sequence[int]], bool]) -> None:
         """Allows process groups of the workers that may form them. Their members rendezvous at the store."""
@@ -127,12 +146,12 @@ class AllGatherService:
 
     def close(self) -> None:
         """Ends all process groups, and waits for their threads."""
+        self._replacements.close()
         self._group_rounds.close()
 
-    @property
-    def formed_groups(self) -> int:
-        """The number of process groups that are formed and still there."""
-        return self._group_rounds.formed_groups
+    def describe(self) -> Mapping[str, Any]:
+        """Returns the number of process groups, and the collectives that this worker is in, for the debug info."""
+        return {"all_gather_groups": self._group_rounds.formed_groups, "collectives": self._running.describe()}
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of the requests between members and leader."""
@@ -147,6 +166,11 @@ class AllGatherService:
         self._group_rounds.end_groups_of(worker.wire_id)
         self._leader.on_worker_lost(worker)
 
+    def on_worker_joined(self, worker: WorkerInfo) -> None:
+        """Has rounds with a worker that this one has replaced end, or begin again with this one."""
+        self._replacements.record(worker)
+        self._leader.on_worker_replaced()
+
     def all_gather(
         self,
         topic: str,
@@ -156,7 +180,7 @@ class AllGatherService:
         operation: str = "all_gather",
         on_waiting: Callable[[Sequence[str]], None] | None = None,
     ) -> dict[int, Any]:
-        """Returns the values of all living members, by worker id. See `RpcAgent.all_gather`.
+        """Returns the values of all living members, by wire id. See `RpcAgent.all_gather`.
 
         Args:
             topic: separates collectives of different purpose.
@@ -169,15 +193,18 @@ class AllGatherService:
         """
         if on_waiting is None:
             on_waiting = partial(self._log_wait, operation)
-        workers = {worker.wire_id: worker for worker in sorted(members, key=lambda worker: worker.wire_id)}
-        series = Series(topic, tuple(workers))
         deadline = time.monotonic() + timeout if timeout else None
-        with self._next_round(series, timeout, operation) as number:
-            key = RoundKey(topic, number, series.members)
-            try:
-                result = self._run(Round(key, value, workers, timeout, deadline, on_waiting))
-            except RpcTimeoutError as error:
-                raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
+        result, call_site = VOID, find_call_site()
+        while result.is_void:
+            workers = self._replacements.latest(members)
+            series = Series(topic, tuple(workers))
+            with self._next_round(series, deadline, timeout, operation) as number:
+                key = RoundKey(topic, number, series.members)
+                try:
+                    with self._running.running(key, operation, call_site):
+                        result = self._take_part(Round(key, value, workers, timeout, deadline, on_waiting))
+                except RpcTimeoutError as error:
+                    raise RpcTimeoutError(error.worker, timeout, f"{operation} waits for") from None
         if self._agent.info.wire_id not in result.values:
             raise self._excluded_error(operation, workers)
         if not result.is_flat:
@@ -185,7 +212,7 @@ class AllGatherService:
         return {each: self._codec.unflatten(flat, workers[each]) for each, flat in result.values.items()}
 
     @contextlib.contextmanager
-    def _next_round(self, series: Series, timeout: float, operation: str) -> Iterator[int]:
+    def _next_round(self, series: Series, deadline: float | None, timeout: float, operation: str) -> Iterator[int]:
         """Context manager for one round of a series; yields the round's number.
 
         On each worker the rounds of a series run one after another, so a round depends on no older result than
@@ -194,7 +221,7 @@ class AllGatherService:
         with self._lock:
             round_lock = self._round_locks[series]
         with self._agent.blocking():
-            if not round_lock.acquire(timeout=timeout or -1):
+            if not round_lock.acquire(timeout=max(0.0, deadline - time.monotonic()) if deadline else -1):
                 activity = f"{operation} waits for an earlier collective among the same workers to end on"
                 raise RpcTimeoutError(self._agent.info.name, timeout, activity)
         try:
@@ -203,6 +230,14 @@ class AllGatherService:
             yield number
         finally:
             round_lock.release()
+
+    def _take_part(self, round_: Round) -> RoundResult:
+        """Returns the result of a round; if it is void, when this worker knows of the new incarnation, too."""
+        with self._leader.taking_part(round_.key.series) as may_begin:
+            result = self._run(round_) if may_begin else VOID
+        if result.is_void:
+            self._replacements.wait_for(round_.key.members, round_.deadline)
+        return result
 
     def _run(self, round_: Round) -> RoundResult:
         """Returns the result of a round, which goes through a process group if the members have agreed on that."""

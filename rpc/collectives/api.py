@@ -33,6 +33,9 @@ def all_gather(
             dynamic group, its current members.
         timeout: seconds, 0 for no limit. By default that of the options.
 
+    A worker that dies meanwhile and is started again takes part or not, for all workers alike: if not, the first
+    collective that it calls is the next one of the others.
+
     Returns:
         The objects by worker name, without those of workers that have died.
 
@@ -73,4 +76,5 @@ def _all_gather(operation: str, obj: T, worker_names: Collection[str] | None, ti
         values = agent.all_gather(GROUP_TOPIC, obj, workers, seconds, operation)
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None  # without the frames of the wait
-    return {worker.name: values[worker.wire_id] for worker in workers if worker.wire_id in values}
+    by_name = {agent.incarnation(wire_id).name: gathered for wire_id, gathered in values.items()}
+    return {worker.name: by_name[worker.name] for worker in workers if worker.name in by_name}

@@ -19,8 +19,8 @@ from typing import NamedTuple, final
 from ...c10d.group_membership import GroupSpec
 from ...c10d.torch_types import TorchStore
 from ...errors import GroupAbortedError
+from ..contracts.collective_options import AllGatherOptions
 from ..contracts.exposure import message_value
-from ..contracts.options import AllGatherOptions
 from .all_gather_group import AllGatherGroup
 
 __all__ = ["NO_STATUS", "GroupRounds", "MemberStatus", "NextRound", "plan_next_round"]

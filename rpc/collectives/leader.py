@@ -3,8 +3,9 @@
 Every worker has one RoundLeader, because any worker may have to lead when those with lower ids have died.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, final
 
@@ -13,7 +14,8 @@ from ..contracts.agent import RpcAgent
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType
 from ..contracts.worker import WorkerInfo
 from .group_rounds import NO_GROUP_NEXT, MemberStatus, plan_next_round
-from .rounds import RoundKey, RoundResult, Series
+from .replacements import Replacements
+from .rounds import VOID, RoundKey, RoundResult, Series
 
 __all__ = ["ASK_RESULT", "CONTROL_KINDS", "TELL_RESULT", "RoundLeader"]
 
@@ -49,14 +51,18 @@ class _OpenRound:
         """What each member that has sent its value waits for, by its id."""
         self.asked: set[int] = set()
         """The ids of the members that have been asked for the round's result."""
+        self.passed_on: set[int] = set()
+        """The ids of the members that will never begin this round, because a member has been replaced."""
 
     @property
     def missing(self) -> set[int]:
-        """The ids of the living members whose values have not arrived."""
-        return self.expected - self.values.keys()
+        """The ids of the living members whose values have not arrived, and may still do so."""
+        return self.expected - self.values.keys() - self.passed_on
 
     def result(self) -> RoundResult:
         """Returns the result of the values that have arrived."""
+        if self.passed_on:
+            return VOID
         return RoundResult(self.values, plan_next_round(self.number, self.statuses.values()))
 
 
@@ -67,16 +73,25 @@ class RoundLeader:
     Safe to use from any thread.
     """
 
-    def __init__(self, agent: RpcAgent, abandon_group: Callable[[tuple[int, ...]], None]) -> None:
+    def __init__(
+        self,
+        agent: RpcAgent,
+        replacements: Replacements,
+        abandon_group: Callable[[tuple[int, ...]], None],
+    ) -> None:
         """Registers the handlers of control messages.
 
         Args:
             agent: the agent of this worker.
+            replacements: the members that have been replaced.
             abandon_group: ends the process group of these members, if rounds of this worker go through one.
         """
         self._agent = agent
+        self._replacements = replacements
         self._abandon_group = abandon_group
         self._lock = threading.Lock()
+        self._running: set[Series] = set()
+        """The series of which this worker is in a round."""
         self._open: dict[RoundKey, _OpenRound] = {}
         self._finished: dict[Series, tuple[int, RoundResult]] = {}
         """The number and result of the last round whose result is known, by series."""
@@ -95,6 +110,25 @@ class RoundLeader:
                 self._on_status_request, description="the question which members are missing, to worker"
             ),
         }
+
+    @contextlib.contextmanager
+    def taking_part(self, series: Series) -> Iterator[bool]:
+        """Context manager in which this worker is in a round of a series, one round at a time.
+
+        Yields whether it may begin the round. It begins no more when it knows that a member has been replaced.
+        """
+        with self._lock:
+            may_begin = not self._replacements.concern(series.members)
+            if may_begin:
+                self._running.add(series)
+        try:
+            yield may_begin
+        finally:
+            if may_begin:
+                with self._lock:
+                    self._running.discard(series)
+                if self._askers:
+                    self._answer_askers()
 
     def finish(self, key: RoundKey, result: RoundResult) -> None:
         """Records the result of a round, and answers the members and leaders that wait for it.
@@ -141,6 +175,27 @@ class RoundLeader:
                 open_round.expected.discard(worker.wire_id)
         self._finish_complete_rounds()
 
+    def on_worker_replaced(self) -> None:
+        """Ends the rounds that cannot end otherwise, because some members run them with another incarnation."""
+        self._answer_askers()
+        with self._lock:
+            concerned = [key for key in self._open if self._replacements.concern(key.members)]
+        for key in concerned:
+            self.ask_missing(key)
+
+    def _will_not_begin(self, series: Series) -> bool:
+        """Returns whether this worker is in no round of a series, and never will be. Called with the lock."""
+        return series not in self._running and self._replacements.concern(series.members)
+
+    def _answer_askers(self) -> None:
+        """Tells the leaders that ask for the results of rounds which this worker will not begin."""
+        with self._lock:
+            keys = [key for key in self._askers if self._will_not_begin(key.series)]
+            answers = [(self._askers.pop(key), key, self._known_result(key) or VOID) for key in keys]
+        for leaders, key, result in answers:
+            for leader in leaders:
+                self._agent.control.send(self._agent.incarnation(leader), TELL_RESULT, (key, result))
+
     def _on_value(self, message: Incoming) -> Deferred:
         """Handles a member's value; the answer is the result of the round."""
         topic, number, members, value, status, was_tried = message.value
@@ -165,7 +220,7 @@ class RoundLeader:
             open_round.expected -= {i for i in members if self._agent.end_of(i) is not None}
         if former is not None:
             former.set_exception(RpcError("the value was sent again"))  # to a request that has failed there
-        if was_tried:
+        if was_tried or self._replacements.concern(key.members):
             self.ask_missing(key)
         self._finish_complete_rounds()
         return Deferred(answer)
@@ -179,9 +234,11 @@ class RoundLeader:
 
     def _on_ask(self, leader: WorkerInfo, payload: tuple[Any, ...]) -> None:
         """Tells another leader the result of a round now, or once it is known."""
-        key = self._key(payload, leader)
+        key = self._key(payload, leader, may_be_new=True)
         with self._lock:
             result = self._known_result(key)
+            if result is None and self._will_not_begin(key.series):
+                result = VOID
             if result is None:
                 if key not in self._askers:
                     self._check_count(leader.wire_id)
@@ -202,10 +259,20 @@ class RoundLeader:
                 return  # it has ended without
             if member.wire_id not in open_round.asked:
                 raise ValueError(f"{member.name!r} was not asked for the result of round {key.number}")
-        self.finish(key, result)
+            if result.is_void:
+                open_round.passed_on.add(member.wire_id)
+        if result.is_void:
+            self._finish_complete_rounds()
+        else:
+            self.finish(key, result)
 
-    def _key(self, payload: object, sender: WorkerInfo) -> RoundKey:
+    def _key(self, payload: object, sender: WorkerInfo, *, may_be_new: bool = False) -> RoundKey:
         """Returns the round that a member has named.
+
+        Args:
+            payload: what it has sent.
+            sender: the member.
+            may_be_new: whether other members need not be known here.
 
         Raises:
             ValueError: it is no round of that member and this worker.
@@ -217,7 +284,7 @@ class RoundLeader:
                 f"malformed message: worker {self._agent.info.wire_id} is in no round of {key.members}"
             )
         for member in key.members:
-            if not self._agent.is_member(member):
+            if not may_be_new and not self._agent.is_member(member):
                 raise UnknownWorkerError(member, [worker.name for worker in self._agent.workers()])
         return key
 

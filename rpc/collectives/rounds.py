@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, final
 
 from ..contracts.exposure import message_value
 from ..contracts.worker import WorkerInfo
-from .group_rounds import NextRound
+from .group_rounds import NO_GROUP_NEXT, NextRound
 
-__all__ = ["GROUP_TOPIC", "Round", "RoundKey", "RoundResult", "Series"]
+__all__ = ["GROUP_TOPIC", "VOID", "Round", "RoundKey", "RoundResult", "Series"]
 
 GROUP_TOPIC = "user"
 """The topic of the collectives that users call; only rounds of this topic may run through process groups.
@@ -117,3 +117,8 @@ class RoundResult(NamedTuple):
     """Whether the next round of the series runs through a process group, and which one."""
     is_flat: bool = False
     """Whether the values are still encoded as bytes, as a process group carries them; see `ValueCodec.flatten`."""
+    is_void: bool = False
+    """Whether the round has no values: its members are to run it again with the latest incarnation of each."""
+
+
+VOID = RoundResult({}, NO_GROUP_NEXT, is_void=True)

@@ -178,8 +178,12 @@ class RpcAgent(ABC):
         return False
 
     @abstractmethod
+    def encode_failure(self, error: BaseException) -> bytes:
+        """Returns an exception as `decode_failure` of another worker takes it. Never raises."""
+
+    @abstractmethod
     def decode_failure(self, worker: WorkerInfo, failure: bytes) -> Exception:
-        """Returns the exception that a worker has put into a message, encoded by `wire.failures.encode_failure`.
+        """Returns the exception that a worker has put into a message, encoded by `encode_failure`.
 
         If it cannot be rebuilt here, or the policy for the worker does not accept it, this is a RemoteError.
         """
@@ -204,7 +208,8 @@ class RpcAgent(ABC):
             operation: the name of the function that the user has called, for errors and log lines.
 
         Returns:
-            The values of the participants that are not lost, by worker id.
+            The values of the participants that are not lost, by wire id: that of a participant's latest
+            incarnation, if it was started again.
 
         Raises:
             RpcTimeoutError: a participant did not call it in time.
@@ -229,6 +234,10 @@ class RpcAgent(ABC):
     @abstractmethod
     def extension(self, kind: type[E]) -> E:
         """Returns the agent's extension of this class."""
+
+    @abstractmethod
+    def traffic(self) -> Mapping[str, int]:
+        """Returns `messages_sent`, `messages_received`, `bytes_sent` and `bytes_received` so far."""
 
     @abstractmethod
     def debug_info(self) -> Mapping[str, Any]:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+from ...errors import Outcome
+from ...proto.v1 import agent_pb2
 from .agent import RpcAgent
-from .messages import Handler, Incoming, MessageType, Outgoing
+from .messages import Handler, Incoming, MessageType, Outgoing, Request
 from .worker import WorkerInfo
 from .worker_end import WorkerEnd
 
@@ -33,20 +35,48 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     control_kinds: ClassVar[Sequence[str]] = ()
     """The kinds of control messages that it registers handlers for."""
 
+    is_on: bool = True
+    """Whether its hooks on messages are called. An extension that is off costs nothing. `turn` changes it."""
+
     def __init__(self, agent: RpcAgent) -> None:
         self.agent = agent
+        self.on_turned: Callable[[], None] = lambda: None
+        """Called when `is_on` has changed; the agent sets it."""
+
+    def turn(self, *, on: bool) -> None:
+        """Has the hooks on messages called from now on, or not any more. Calls in flight may miss some of them."""
+        self.is_on = on
+        self.on_turned()
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of its message types."""
         return {}
 
+    def observe(self, handler: Handler) -> Handler:
+        """Returns what handles messages in place of a handler, for an extension that measures what others run.
+
+        Called with each handler of the extensions that were added before it.
+        """
+        return handler
+
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
         """Returns how instances of exactly these classes are pickled into messages, as in `copyreg`."""
         return {}
 
+    def find_reducer(self, kind: type) -> Callable[[Any], Any] | None:  # noqa: ARG002
+        """Returns how to pickle instances of exactly this class, for which there are no `reducers`; else None."""
+        return None
+
+    def encode_request(self, kind: MessageType.ValueType, value: object) -> object:  # noqa: ARG002
+        """Returns what is pickled in place of the value of a request that is about to be sent."""
+        return value
+
     def detaches_parameters(self, value: object) -> bool:  # noqa: ARG002
         """Returns whether a value's bare Parameters arrive as leaves; those of modules do anyway."""
         return False
+
+    def on_request(self, identifier: int, worker: WorkerInfo, request: Request) -> None:
+        """Is told of a request that is about to be sent, with its id. `on_complete` follows. Must not raise."""
 
     def on_send(self, message: Outgoing) -> None:
         """Adds headers to a message that is about to be sent. An exception keeps it from being sent."""
@@ -75,6 +105,15 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
         """Returns the exception that the caller gets for the one that a worker has answered with."""
         return error
 
+    def on_arrival(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Is told of a request that has arrived; its payloads may still be on their way. Must not raise.
+
+        Its handler runs, or `on_decode_error` follows, unless the request's payloads or its sender are lost.
+        """
+
+    def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:
+        """Is told why a request of this worker has failed, right before `on_complete`."""
+
     def on_complete(self, identifier: int) -> None:
         """Is told that a request of this worker has an answer or has failed, right before its future is done."""
 
@@ -91,6 +130,9 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
 
     def on_worker_back(self, worker: WorkerInfo) -> None:
         """Handles a suspect worker that answers again. Must not wait for other workers."""
+
+    def on_worker_joined(self, worker: WorkerInfo) -> None:
+        """Handles a worker that has joined the group, maybe in the place of a lost one. Must not wait."""
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Handles the loss of a worker, which ended like this. Must not wait for other workers."""

@@ -87,6 +87,8 @@ class Incoming:
     """The unpickled body."""
     error: BaseException | None = None
     """The exception that unpickling or handling the message raised."""
+    failure: BaseException | None = None
+    """What the function that a request names has raised, if the handler does not raise it."""
     state: dict[type, Any] = field(default_factory=dict)
     """What an extension keeps about this message, under the extension's class."""
     has_begun: bool = False

@@ -2,13 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
+from ...c10d.listening import ListenSettings, parse_ports
 from ...c10d.security import Credentials
+from .collective_options import AllGatherOptions, BroadcastOptions, check_counts
 from .devices import Device, checked_device_map, checked_device_maps, checked_devices
 from .liveness import Liveness
+from .otel import check_otel
+from .pickler import BY_NAME, check_pickler
 from .policy import Policy
+from .view import View
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
@@ -107,47 +112,7 @@ class CudaOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.ipc, bool):
             raise TypeError(f"ipc is {self.ipc!r}: give True or False")
-        _check_counts(self, "ipc_threshold", "max_ipc_bytes", "max_pinned_bytes")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BroadcastOptions:
-    """When `broadcast_call` sends large tensors to all workers at once.
-
-    Workers of this host share memory; those of other hosts receive by a process group, in static groups.
-
-    enabled: False to send them to each worker by itself.
-    threshold: bytes from which a tensor counts as large.
-    max_groups: process groups that this worker keeps, one for each set of receivers; beyond that, the least
-        recently used is closed.
-    """
-
-    enabled: bool = True
-    threshold: int = MIB
-    max_groups: int = 8
-
-    def __post_init__(self) -> None:
-        _check_switch_and_counts(self, "threshold", "max_groups")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllGatherOptions:
-    """When `all_gather` and `barrier` run through a process group of the workers, in static groups.
-
-    The process group forms in the background. All of the workers must have this enabled.
-
-    enabled: False to have them use messages always.
-    after: rounds of the same workers that use messages, before a process group forms.
-    max_groups: process groups that this worker keeps, one for each set of workers; beyond that, the least recently
-        used is closed.
-    """
-
-    enabled: bool = True
-    after: int = 4
-    max_groups: int = 8
-
-    def __post_init__(self) -> None:
-        _check_switch_and_counts(self, "after", "max_groups")
+        check_counts(self, "ipc_threshold", "max_ipc_bytes", "max_pinned_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +149,7 @@ class FlowControlOptions:
     when_full: Literal["wait", "raise"] = "wait"
 
     def __post_init__(self) -> None:
-        _check_counts(self, *(option.name for option in fields(self) if option.name != "when_full"))
+        check_counts(self, *(option.name for option in fields(self) if option.name != "when_full"))
         for name, total in (
             ("max_in_flight", "max_total_in_flight"),
             ("max_in_flight_bytes", "max_total_in_flight_bytes"),
@@ -196,19 +161,6 @@ class FlowControlOptions:
                 )
         if self.when_full not in ("wait", "raise"):
             raise ValueError(f"when_full is {self.when_full!r}: give 'wait' or 'raise'")
-
-
-def _check_switch_and_counts(options: BroadcastOptions | AllGatherOptions, *counts: str) -> None:
-    if not isinstance(options.enabled, bool):
-        raise TypeError(f"enabled is {options.enabled!r}: give True or False")
-    _check_counts(options, *counts)
-
-
-def _check_counts(options: object, *counts: str) -> None:
-    for name in counts:
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}: give a whole number, at least 1")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,7 +175,11 @@ class RpcBackendOptions:
     host: a name or address of this machine, to listen on and to be reached at; a wildcard ("0.0.0.0", "::")
         listens on all addresses and advertises one of them. None, the default, is a unix socket of this user; with
         credentials or `insecure`, and among workers that share none, it is the address at which the others reach
-        this one.
+        this one. GRADWIRE_HOST in the environment says it for a program.
+    advertised_host: the name or address by which the others reach this worker, if it is none of this machine, as
+        behind NAT. Else GRADWIRE_ADVERTISED_HOST says it.
+    ports: the TCP ports on which this worker may listen: 29600, "29600" or "29600-29609"; it uses two of them, and
+        one if `transports` are ("grpc",). By default those in GRADWIRE_PORTS, or any.
     credentials: with them, connections are encrypted, and only workers of the job are let in, from any host.
         By default those in the environment (see Credentials.from_environment). All workers need them, or none.
     insecure: allow workers on several hosts or of several users, and addresses that others can reach, without
@@ -237,6 +193,9 @@ class RpcBackendOptions:
     flow_control: how much may be in flight, and received and not run yet.
     liveness: when another worker counts as suspect or lost, and what calls to it do.
     policy: what this worker accepts from other workers. By default anything, so that they can run any code here.
+    pickler: how this worker pickles: "pickle", or "cloudpickle", which sends code of what cannot be imported.
+    view: what this worker records and serves about itself; by default what GRADWIRE_VIEW says, or nothing.
+    otel: whether calls are traced with OpenTelemetry: see docs/tracing.md; by default what GRADWIRE_OTEL says.
     busy_poll: seconds for which a thread that waits for an answer, or that has just served a call, looks at the
         socket again and again before it sleeps, because it takes longer to wake up; 0 is never. A thread stops
         doing so while it is in vain, or while threads have to wait for a processor.
@@ -256,6 +215,8 @@ class RpcBackendOptions:
     init_timeout: float = 300.0
     num_worker_threads: int = 16
     host: str | None = None
+    advertised_host: str | None = None
+    ports: Any = None
     insecure: bool = False
     credentials: Credentials | None = None
     transports: Sequence[str] = TRANSPORTS
@@ -266,6 +227,9 @@ class RpcBackendOptions:
     flow_control: FlowControlOptions = field(default_factory=FlowControlOptions)
     liveness: Liveness = field(default_factory=Liveness)
     policy: Policy = field(default_factory=Policy)
+    pickler: str = BY_NAME
+    view: View | None = None
+    otel: bool | None = None
     busy_poll: float = DEFAULT_BUSY_POLL
     device_maps: Mapping[str, Mapping[Device, Device]] = field(default_factory=dict)
     devices: Sequence[Device] = ()
@@ -296,6 +260,12 @@ class RpcBackendOptions:
     def find_credentials(self) -> Credentials | None:
         """Returns `credentials`, or else those in the environment; None if there are none."""
         return self.credentials if self.credentials is not None else Credentials.from_environment()
+
+    def find_listening(self) -> ListenSettings:
+        """Returns where this worker listens: what the options say, or else the environment."""
+        found = ListenSettings.from_environment()
+        given = {name: getattr(self, name) for name in ("host", "advertised_host", "ports")}
+        return replace(found, **{name: value for name, value in given.items() if value is not None})
 
     def set_devices(self, devices: Sequence[Device]) -> None:
         """Sets this worker's CUDA devices that take part in calls. Raises ValueError if one is no CUDA device."""
@@ -329,6 +299,12 @@ def _check_host(value: Any) -> Any:
     if value is not None and not (isinstance(value, str) and value):
         raise ValueError(f"host is {value!r}: give a name or address of this machine, or None")
     return value.removeprefix("[").removesuffix("]") if value else value  # as IPv6 addresses stand in URLs
+
+
+def _check_advertised_host(value: Any) -> Any:
+    if value is not None and not (isinstance(value, str) and value):
+        raise ValueError(f"advertised_host is {value!r}: give a name or address, or None")
+    return value.removeprefix("[").removesuffix("]") if value else value
 
 
 def _check_insecure(value: Any) -> Any:
@@ -373,6 +349,8 @@ _CHECKS = {
     "rpc_timeout": check_rpc_timeout,
     "init_timeout": _check_init_timeout,
     "host": _check_host,
+    "advertised_host": _check_advertised_host,
+    "ports": lambda value: value if value is None else parse_ports(value, "ports"),
     "insecure": _check_insecure,
     "credentials": _check_credentials,
     "num_worker_threads": _check_threads,
@@ -382,6 +360,9 @@ _CHECKS = {
     "broadcasts": _check_kind("broadcasts", BroadcastOptions),
     "liveness": _check_kind("liveness", Liveness),
     "policy": _check_kind("policy", Policy),
+    "pickler": check_pickler,
+    "view": lambda value: value if value is None else _check_kind("view", View)(value),
+    "otel": check_otel,
     "all_gather": _check_kind("all_gather", AllGatherOptions),
     "busy_poll": _check_busy_poll,
     "flow_control": _check_kind("flow_control", FlowControlOptions),

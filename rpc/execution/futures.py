@@ -8,8 +8,10 @@ exceptions without frames, and `wait` raises a copy.
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -156,14 +158,17 @@ class Future(torch.futures.Future[T]):
             woken.acquire()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
-        """Returns a future of what a function returns, which is called when this future is done: see torch's."""
+        """Returns a future of what a function returns, which is called when this future is done: see torch's.
+
+        The function runs with the context variables of the caller.
+        """
         self.has_callbacks = True
-        return super().then(callback)
+        return super().then(_in_this_context(callback))
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Calls a function when the future is done: see torch's."""
+        """Calls a function when the future is done, with the context variables of the caller: see torch's."""
         self.has_callbacks = True
-        super().add_done_callback(callback)
+        super().add_done_callback(_in_this_context(callback))
 
     def call_when_done(self, callback: "Callable[[Future[T]], None]") -> None:
         """Calls a function of gradwire when the future is done; one function at most.
@@ -200,6 +205,14 @@ class Future(torch.futures.Future[T]):
         while self._waiters:
             with contextlib.suppress(IndexError):  # another thread has taken it
                 self._executor.release(self._waiters.pop())
+
+
+def _in_this_context(callback: Callable[..., S]) -> Callable[..., S]:
+    """Returns a function that runs another one with the context variables that this thread has now."""
+    context = contextvars.copy_context()
+    if not context or not callable(callback):  # which torch refuses
+        return callback
+    return partial(context.run, callback)
 
 
 async def wait_async(future: torch.futures.Future[T]) -> T:

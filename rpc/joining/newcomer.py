@@ -13,6 +13,7 @@ from ...c10d.torch_types import TorchStore
 from ...c10d.user_sockets import SocketDirectory
 from ...c10d.waiting import wait_with_warnings
 from ...errors import LossCause, RendezvousError, WorkerLostError
+from ..agent.evictions import tell_of_change
 from ..agent.grpc_agent import GrpcAgent
 from ..contracts.messages import MessageType, Request
 from ..contracts.options import RpcBackendOptions
@@ -78,8 +79,8 @@ def listen_as_member(agent: GrpcAgent, log: RosterLog, where: ListenAddress, opt
 def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: float) -> int:
     """Makes this worker known to the current members.
 
-    Those whose processes have ended are removed from a dynamic group. Those that do not answer stay members, since
-    they may be unreachable from here only: they learn of this worker from other workers.
+    Those whose processes have ended are removed from a dynamic group, and the others are told. Those that do not
+    answer stay members, since they may be unreachable from here only; they learn of this worker from the others.
 
     Args:
         agent: the agent of this worker, which is in the log.
@@ -100,7 +101,8 @@ def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: f
         (member, agent.request(member.info, Request(MessageType.GREETING, None, timeout=seconds)))
         for member in current.values()
     ]
-    admitted = 0
+    admitted: list[WorkerInfo] = []
+    has_removed = False
     for member, greeting in greetings:
         worker = member.info
         try:
@@ -108,7 +110,7 @@ def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: f
                 greeting, ends - time.monotonic(), f"{agent.info.name!r} waits for {worker.name!r} to admit it"
             )
             greeting.wait()
-            admitted += 1
+            admitted.append(worker)
         except WorkerLostError as error:
             if error.cause is LossCause.REFUSED:
                 _check_has_left(agent, roster, worker, error.reason)
@@ -116,11 +118,14 @@ def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: f
                 continue  # it stays a member, which may be started again
             elif presence_of(member, where) is Presence.GONE:
                 roster.leave(worker.wire_id, "its process has ended")
+                has_removed = True
             else:
                 _go_on_without(agent, worker, error)
         except RuntimeError as error:
             _go_on_without(agent, worker, error)
-    return admitted
+    if has_removed:
+        tell_of_change(agent.control, admitted)
+    return len(admitted)
 
 
 def _go_on_without(agent: GrpcAgent, worker: WorkerInfo, error: Exception) -> None:

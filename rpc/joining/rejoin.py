@@ -12,9 +12,10 @@ from ..agent.grpc_agent import GrpcAgent
 from ..contracts.options import RpcBackendOptions
 from ..membership.addresses import choose_address, find_directory
 from ..membership.members import Member
-from ..membership.presence import Presence, await_departure, presence_of
+from ..membership.presence import Presence, presence_of
 from ..membership.roster_log import RosterLog
 from .newcomer import greet, group_store, listen_as_member, shut_down_on_error
+from .vacancy import Vacancy
 
 __all__ = ["rejoin"]
 
@@ -62,8 +63,9 @@ def rejoin(
         roster.catch_up()
         return roster.of_rank(me.rank)
 
+    vacancy = Vacancy(roster, find, where, options, me.name, lambda: group)
     while True:
-        former = await_departure(find, where, max(0.0, deadline - time.monotonic()), str(me))
+        former = vacancy.wait(max(0.0, deadline - time.monotonic()))
         if former is not None and presence_of(former, where) is not Presence.GONE:
             return None
         others = [member for member in roster.members() if member.info.id != me.rank]

@@ -8,6 +8,7 @@ from typing import Self, final
 
 from ...c10d.addresses import is_loopback, is_numeric, is_tcp_address, resolve
 from ...c10d.host_identity import LOOPBACK, address_for_others, is_local
+from ...c10d.listening import ANY_PORT, PortRange
 from ...c10d.stores.describe import innermost_store
 from ...c10d.torch_types import TorchStore
 from ...c10d.user_sockets import UNIX_SCHEME, SocketDirectory, UnsafePathError
@@ -27,12 +28,14 @@ class ListenAddress:
     bind: the numeric address to listen on by TCP; may be a wildcard.
     advertised: the numeric address that the other members dial.
     any_host: whether it dials TCP addresses of other hosts.
+    ports: on which it listens by TCP.
     """
 
     directory: SocketDirectory | None
     bind: str = LOOPBACK
     advertised: str = LOOPBACK
     any_host: bool = False
+    ports: PortRange = ANY_PORT
 
     @classmethod
     def on_this_host(cls) -> Self:
@@ -72,15 +75,16 @@ def check_consent(options: RpcBackendOptions) -> None:
     Raises:
         RpcError: the host is not a loopback address or cannot be resolved.
     """
-    if options.host is None or _may_use_tcp(options):
+    host = options.find_listening().host
+    if host is None or _may_use_tcp(options):
         return
     try:
-        allowed = is_loopback(options.host)
+        allowed = is_loopback(host)
     except StoreError as error:
-        raise RpcError(f"host is {options.host!r}: {error}") from error
+        raise RpcError(f"host is {host!r}: {error}") from error
     if not allowed:
         raise RpcError(
-            f"host is {options.host!r}, which other machines can reach, and anybody who reaches a worker can run "
+            f"host is {host!r}, which other machines can reach, and anybody who reaches a worker can run "
             f"code in it: leave host out, or, on a network that you trust, {options.CONSENT}"
         )
 
@@ -91,7 +95,7 @@ def find_directory(options: RpcBackendOptions) -> SocketDirectory | None:
     Raises:
         RpcError: there can be no such directory, and the options do not allow TCP.
     """
-    if options.host is not None:
+    if options.find_listening().host is not None:
         return None
     try:
         return _open_directory()
@@ -109,7 +113,7 @@ def choose_address(
 ) -> ListenAddress:
     """Returns where a worker is to listen.
 
-    Without `options.host` that is a unix socket, unless the options allow others and some members do not share
+    Without a `host` that is a unix socket, unless the options allow others and some members do not share
     network and directory, or are not known. Then it is the loopback address on one host, else the address by which
     this host reaches the store, or that others reach (`c10d.host_identity.address_for_others`).
 
@@ -121,20 +125,23 @@ def choose_address(
             group.
 
     Raises:
-        RpcError: `options.host` is not an address of this machine.
+        RpcError: the `host` is not an address of this machine, or the `advertised_host` has none.
     """
-    host, any_host = options.host, _may_use_tcp(options)
+    settings, any_host = options.find_listening(), _may_use_tcp(options)
+    host = settings.host
     if host is None:
         if directory is not None and (not any_host or (places is not None and len(set(places)) == 1)):
             return ListenAddress(directory)
         is_one_host = _is_local_store(store) if places is None else len({network for network, _ in places}) == 1
-        address = LOOPBACK if is_one_host else _address_for_others(store)
-        return ListenAddress(None, address, address, any_host)
-    if is_numeric(host) and ipaddress.ip_address(host).is_unspecified:
+        bind = advertised = LOOPBACK if is_one_host else _address_for_others(store)
+    elif is_numeric(host) and ipaddress.ip_address(host).is_unspecified:
         family = socket.AF_INET if ":" not in host else socket.AF_UNSPEC  # "::" takes both
-        return ListenAddress(None, host, _address_for_others(store, family), any_host)
-    address = _own_address(host)
-    return ListenAddress(None, address, address, any_host)
+        bind, advertised = host, settings.advertised_host or _address_for_others(store, family)
+    else:
+        bind = advertised = _own_address(host)
+    if settings.advertised_host is not None:
+        advertised = _first_address(settings.advertised_host)
+    return ListenAddress(None, bind, advertised, any_host, settings.ports)
 
 
 def unreachable_members(members: Sequence[Member], consent: str) -> str:
@@ -200,6 +207,14 @@ def _is_loopback_address(address: str) -> bool:
     """Returns whether host:port has a numeric loopback address."""
     host = address.rpartition(":")[0].strip("[]")
     return is_numeric(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _first_address(host: str) -> str:
+    """Returns the first address of a host name, which may be another machine's; addresses of this one last."""
+    try:
+        return min(resolve(host), key=is_local)
+    except StoreError as error:
+        raise RpcError(f"advertised_host is {host!r}: {error}") from error
 
 
 def _own_address(host: str) -> str:

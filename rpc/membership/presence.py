@@ -1,24 +1,17 @@
 """Finds out whether a member lives, when a worker wants its name or its place."""
 
 import socket
-import time
-from collections.abc import Callable
 from enum import Enum, auto
 
 from ...c10d.host_identity import is_local, network_id
 from ...c10d.user_sockets import UNIX_SCHEME
-from ...c10d.waiting import wait_with_warnings
-from ...errors import RendezvousError
 from .addresses import ListenAddress
 from .members import Member
 
-__all__ = ["Presence", "await_departure", "presence_of"]
+__all__ = ["Presence", "presence_of"]
 
 PROBE_TIMEOUT_S = 5.0
 """Seconds that a member may take to answer, when a worker that wants its name checks that it lives."""
-
-POLL_S = 0.2
-"""Seconds between looks at the log, and at a member that does not answer."""
 
 _OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
 """What a gRPC client says first. Whatever listens answers it, or hangs up."""
@@ -72,48 +65,3 @@ def _connect(target: str, seconds: float) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-def await_departure(
-    find: Callable[[], Member | None], where: ListenAddress, seconds: float, wanted_by: str
-) -> Member | None:
-    """Waits while a member that has the name of this worker does not answer, and may live.
-
-    Args:
-        find: reads the log, and returns the member that has the name; None without one.
-        where: the address of this worker.
-        seconds: how long to wait.
-        wanted_by: the worker that wants the name, for messages.
-
-    Returns:
-        The member, if it is alive or its process has ended; None if it has left or has been evicted.
-
-    Raises:
-        RendezvousError: it has not answered and has not been evicted in time.
-    """
-    found = find()
-    deadline = time.monotonic() + seconds
-    if found is None or presence_of(found, where) is not Presence.SILENT:
-        return found
-
-    def is_settled(left: float) -> bool:
-        end = time.monotonic() + left
-        while True:
-            current = find()
-            if current is None or presence_of(current, where, min(POLL_S, max(0.01, left))) is not Presence.SILENT:
-                return True
-            if time.monotonic() >= end:
-                return False
-            time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
-
-    settled = wait_with_warnings(
-        is_settled,
-        max(0.0, deadline - time.monotonic()),
-        lambda: f"{wanted_by} waits for {found}, which has its name and does not answer, to be evicted",
-    )
-    if not settled:
-        raise RendezvousError(
-            f"{found} does not answer, may live, and has not been evicted within {seconds:g} s, so {wanted_by} "
-            "cannot take its place: end that process first"
-        )
-    return find()

@@ -28,7 +28,7 @@ class Departed:
 
     member: the incarnation. evicted: whether the others have removed it because it did not answer.
     successor: the wire id of the incarnation that has taken its place at its departure, or later; -1 without one.
-    reason: why it was removed; empty if it left.
+    reason: why others have removed it; empty if it has left by itself, or was started again.
     """
 
     member: Member
@@ -37,9 +37,9 @@ class Departed:
     successor: int = -1
 
     @property
-    def was_replaced(self) -> bool:
-        """Whether it is lost, even if its process should live: it was evicted, or started again."""
-        return self.evicted or self.successor != -1
+    def was_removed(self) -> bool:
+        """Whether others have ended its membership, so that it is lost even if its process should live."""
+        return self.evicted or self.successor != -1 or bool(self.reason)
 
     @property
     def why(self) -> str:

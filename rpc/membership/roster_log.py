@@ -4,9 +4,9 @@ Entry n is the n-th change. A worker appends an entry by compare-and-set at the 
 before it. So every entry is valid at its position, and all workers that know the same number of entries agree on
 the members.
 
-A worker that joins informs the current members itself: its hello to each of them carries the log. Members do not
-poll the store, and go on when it is gone. But anybody may send a hello, so a member asks the store whether it has
-the entries that are new to it.
+A worker that joins informs the current members itself: its hello to each of them says how many entries it knows,
+with a digest of them. Members then read what is new to them in the store. They do not poll it, and go on when it
+is gone.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any, final
 
 from ...c10d.torch_types import TorchStore
+from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
 from .members import Member
 from .roster import Departed, Roster, RosterError
@@ -50,6 +51,8 @@ class RosterLog:
         self._prefix = f"rpc/static/{group}" if group else "rpc/dynamic"
         self._lock = threading.Lock()
         self._entries: list[str] = []
+        self._versions = [RosterVersion()]
+        """The version before each entry, and the present one."""
         self._roster = Roster()
 
     def begin(self, first: Sequence[Member]) -> None:
@@ -61,6 +64,11 @@ class RosterLog:
     def epoch(self) -> int:
         """The epoch in this copy of the log: the number of times that the last member has left."""
         return self._roster.epoch
+
+    @property
+    def version(self) -> RosterVersion:
+        """Of the locally known prefix of the log."""
+        return self._versions[-1]
 
     def entries(self) -> Sequence[str]:
         """Returns the locally known prefix of the log, as JSON texts."""
@@ -97,26 +105,27 @@ class RosterLog:
         while (text := self._read(position := len(self._entries))) is not None:
             self._add(position, text)
 
-    def learn(self, entries: Sequence[str]) -> None:
-        """Appends the entries that are not known here yet, if the store has them. Waits for the store.
+    def learn(self, version: RosterVersion) -> None:
+        """Reads the entries that another worker knows, and that are new here. Waits for the store.
 
         Args:
-            entries: a prefix of the log, as a worker says that has not been admitted.
+            version: what a worker says that has not been admitted.
 
         Raises:
-            RosterError: they are not a prefix of the log, or the store cannot be asked.
+            RosterError: it has other entries than the store, or the store cannot be asked.
         """
-        known = self.entries()
-        if tuple(entries[: len(known)]) != known[: len(entries)]:
-            raise RosterError("its roster contradicts what is known here")
-        for position in range(len(known), len(entries)):
+        while (position := len(self._entries)) < version.length:
             try:
                 stored = self._read(position)
             except Exception as error:
                 raise RosterError(f"the store cannot tell entry {position} of its roster: {error}") from None
-            if stored != entries[position]:
+            if stored is None:
                 raise RosterError(f"entry {position} of its roster is not in the store")
             self._add(position, stored)
+        with self._lock:  # else an entry may be there, and its version not yet
+            known = self._versions[version.length]
+        if known != version:
+            raise RosterError("its roster contradicts what is known here")
 
     def _read(self, position: int) -> str | None:
         """Returns an entry in the store; None if there is none yet."""
@@ -136,6 +145,7 @@ class RosterLog:
             except (RosterError, ValueError, RecursionError) as error:
                 raise RosterError(f"entry {position} of the roster is refused: {error}") from None
             self._entries.append(text)
+            self._versions.append(self._versions[-1].followed_by(text))
 
     def choose(self, name: str, rank: int) -> WorkerInfo:
         """Returns the identity with which a worker can join: see `Roster.choose`."""
@@ -151,7 +161,11 @@ class RosterLog:
         while identifier in self._roster.members:
             self._append({"leave": identifier, **({"reason": reason} if reason else {})})
 
-    def evict(self, identifier: int, reason: str, by: int) -> bool:
+    def has(self, identifier: int) -> bool:
+        """Returns whether this incarnation is a member after the locally known prefix of the log."""
+        return identifier in self._roster.members
+
+    def evict(self, identifier: int, reason: str, by: int | None) -> bool:
         """Appends an eviction to the log, unless one of the two workers is no member any more.
 
         So of two workers that want to evict each other, the faster one stays.
@@ -159,7 +173,7 @@ class RosterLog:
         Args:
             identifier: the worker that does not answer.
             reason: why it is evicted.
-            by: the worker that evicts it, which is this one.
+            by: the worker that evicts it, which is this one; None if it is about to join.
 
         Returns:
             Whether this worker has evicted it.
@@ -168,7 +182,8 @@ class RosterLog:
             Exception: what the store raises.
         """
         has_evicted = False
-        while {identifier, by} <= self._roster.members.keys():
+        concerned = {identifier} if by is None else {identifier, by}
+        while concerned <= self._roster.members.keys():
             has_evicted = self._append({"evict": identifier, "reason": reason})
         return has_evicted
 

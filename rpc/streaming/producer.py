@@ -8,14 +8,13 @@ thread. So the steps of one generator run one after another, on changing threads
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
 from ..contracts.messages import Incoming, MessageType
-from ..wire.failures import encode_failure
 
 __all__ = ["StreamProducer", "iterator_of"]
 
@@ -40,6 +39,8 @@ def iterator_of(agent: RpcAgent, function: Callable[..., Any], result: Any) -> I
         return result
     if isinstance(result, AsyncIterator):
         return _SteppedAsyncIterator(agent, result)
+    if isinstance(result, Coroutine):
+        result.close()  # else Python warns that nobody has awaited it
     name = getattr(function, "__qualname__", repr(function))
     raise TypeError(
         f"{name} returned {type(result).__name__!r}, which cannot be streamed: rpc_stream needs a generator "
@@ -151,7 +152,9 @@ class StreamProducer:
         except StopIteration:
             return b""
         except BaseException as error:
-            return encode_failure(error)
+            failure = self._agent.encode_failure(error)
+            self._request.failure = error.with_traceback(None)
+            return failure
         with self._lock:
             self._sent_items += 1
             self._sent_bytes += nbytes

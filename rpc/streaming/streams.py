@@ -248,5 +248,6 @@ class Streams(Extension):
         for producer in list(self._producers.values()):
             producer.close()
         error = NotInitializedError(f"worker {self.agent.info.name!r} has shut down its RPC agent")
+        error.outcome = Outcome.UNKNOWN  # they have been requested
         for consumer in list(self._consumers.values()):
             consumer.fail(error)

@@ -7,7 +7,6 @@ direction in which the payloads go, as for chunks.
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, final
 
@@ -18,8 +17,6 @@ from .sockets import OFFER_TIMEOUT_S, OfferedSocket, SocketListener
 from .tls_socket import AnySocket
 
 __all__ = ["BulkListener", "BulkSockets"]
-
-log = logging.getLogger(__name__)
 
 
 class BulkListener(Protocol):

@@ -35,6 +35,17 @@ __all__ = [
 
 HEARTBEAT = agent_pb2.Frame(heartbeat=True).SerializeToString()
 
+BROKEN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    }
+)
+"""What gRPC says of calls whose connection could not be made, or broke. A peer refuses with other statuses."""
+
 Read = Callable[[], Awaitable[Any]]
 """Reads a serialized frame; `aio.EOF` at the end."""
 
@@ -117,6 +128,6 @@ def end_of_error(error: Exception, address: str) -> WorkerEnd:
     if not isinstance(error, aio.AioRpcError):
         text = str(error) if isinstance(error, OSError) else repr(error)
         return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({text})")
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    if error.code() in BROKEN:
         return WorkerEnd(LossCause.UNREACHABLE, f"it cannot be reached at {address} ({error.details()})")
     return WorkerEnd(LossCause.REFUSED, f"it refused the connection: {error.details()}")

@@ -96,7 +96,7 @@ class GrpcEndpoint:
         arguments: list[tuple[str, int | str]] = [*CLIENT_OPTIONS]
         arguments += [(f"grpc.{name}", value) for name, value in options.items()]
         target = self.reach(address)
-        if self.identity is None or self._file is not None:  # then it dials nothing but sockets of this user
+        if self.identity is None or target.startswith(UNIX_SCHEME):  # which is a socket of this user
             return aio.insecure_channel(target, options=arguments)
         arguments.append(("grpc.ssl_target_name_override", worker_host_name(worker)))
         return aio.secure_channel(target, self.identity.grpc_channel_credentials(), options=arguments)

@@ -26,6 +26,7 @@ from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
 from ..wire.parsing import parse_frame
 from .base import Connecting
+from .connection_log import log_connection
 from .envelope_socket import CLOSED
 from .grpc_calls import (
     HEARTBEAT,
@@ -39,6 +40,7 @@ from .grpc_calls import (
     welcome_frame,
     write_frame,
 )
+from .handshake import MAX_CONNECTION
 from .outbox import Outbox
 from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
 from .stream_pulse import StreamPulse
@@ -195,7 +197,8 @@ class GrpcStream:
 
     async def welcome(self, read: Read, write: Write) -> None:
         """Accepts the stream that the peer has opened: offers it a socket, and runs the stream."""
-        offered = self._socket.offer()
+        if (offered := self._socket.offer()) is None:
+            self._log_if_grpc()
         try:
             with contextlib.suppress(asyncio.CancelledError, aio.UsageError, asyncio.InvalidStateError):
                 # Before anything is read: gRPC cannot end a stream during a write.
@@ -255,6 +258,10 @@ class GrpcStream:
             self._parts.heartbeats.add(self._pulse)
             self._parts.listener.on_opened(self._peer)
 
+    def _log_if_grpc(self) -> None:
+        if self.outbox.socket is None:
+            log_connection(self._parts, self._peer, self._address)
+
     def _check_confirmed(self) -> None:
         if not self._is_confirmed:
             self.break_off("it has opened a stream and said nothing")
@@ -268,6 +275,7 @@ class GrpcStream:
             if frame.HasField("choice"):
                 await self._socket.on_choice(frame.choice.kind)
                 self._wake.set()
+                self._log_if_grpc()
             self._parts.sockets.on_frame(self._peer.wire_id, frame)
             if frame.goodbye:
                 return WorkerEnd.from_proto(frame.departure)
@@ -319,6 +327,8 @@ class GrpcStream:
                     return True
                 if welcome.welcome.duplicate:
                     return False
+                if welcome.welcome.connection > MAX_CONNECTION:
+                    raise ValueError(f"it says that this is connection {welcome.welcome.connection}")
                 self.number = max(self.number, welcome.welcome.connection)
                 self._state = StreamState.OPEN  # whoever else says that he is the peer does not replace it
                 self._on_opened()
@@ -327,6 +337,7 @@ class GrpcStream:
                     await write_frame(call, agent_pb2.Frame(choice=choice).SerializeToString())
                 elif self.number:
                     await write_frame(call, HEARTBEAT)  # confirms that this worker lives
+                self._log_if_grpc()
                 await self.run(call.read, lambda data: write_frame(call, data))
                 with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
                     await call.done_writing()

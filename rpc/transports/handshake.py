@@ -1,7 +1,7 @@
 """The hello with which a worker begins each connection, and whom this worker accepts."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, final
 
@@ -10,12 +10,13 @@ from google.protobuf.message import DecodeError
 
 from ...c10d.security import printable
 from ...proto.v1 import agent_pb2
+from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
 from ..wire.parsing import parse_hello
 from .grpc_endpoint import GrpcEndpoint
 from .settings import HELLO_TIMEOUT_S, aio
 
-__all__ = ["PROTOCOL_MAJOR", "PROTOCOL_MINOR", "Handshake", "RefusedError"]
+__all__ = ["MAX_CONNECTION", "PROTOCOL_MAJOR", "PROTOCOL_MINOR", "Handshake", "RefusedError"]
 
 PROTOCOL_MAJOR = 1
 """Workers of another major version are refused."""
@@ -24,10 +25,7 @@ PROTOCOL_MINOR = 0
 
 
 MAX_HELLO_BYTES = 4 << 10
-"""Bytes of the first message of a stream, besides the roster of a dynamic group: two names and some numbers."""
-
-MAX_NEWS_BYTES = 4 << 20
-"""Bytes of the roster in it that this worker does not know yet: of some 10,000 joins."""
+"""Bytes of the first message of a stream: two names and some numbers."""
 
 MAX_SILENT = 64
 """Streams whose hello is awaited at a time; those after them wait for their turn."""
@@ -35,6 +33,9 @@ MAX_SILENT = 64
 MAX_UNADMITTED = 1024
 """Streams that may wait to be admitted; further ones are turned away, and may try again."""
 
+
+MAX_CONNECTION = 1 << 40
+"""The greatest number of a connection: no two workers count so far, and counting on from it cannot overflow."""
 
 MAX_REASON = 500
 """Characters of the text with which a peer is refused."""
@@ -64,7 +65,7 @@ class Handshake:
         self,
         group: str,
         me: WorkerInfo,
-        on_roster: Callable[[Sequence[str]], Awaitable[None]] | None,
+        on_roster: Callable[[RosterVersion], Awaitable[None]] | None,
         endpoint: GrpcEndpoint,
     ) -> None:
         """Accepts nobody before `open`.
@@ -72,9 +73,9 @@ class Handshake:
         Args:
             group: the name of the job, the same at all of its workers.
             me: this worker.
-            on_roster: awaited with the roster in a hello that is longer than this worker's; calls `open`
-                if the roster names new members. Raises RefusedError if it is not that of the group. None in a
-                static group.
+            on_roster: awaited with what the sender of a hello knows of the group's log, if it is more than this
+                worker does; calls `open` if there are new members. Raises RefusedError if the log is another one.
+                None in a group without a log.
             endpoint: makes channels to peers, and knows who they are by their certificates.
         """
         self.me = me
@@ -89,23 +90,21 @@ class Handshake:
             worker_id=me.wire_id,
             worker_name=me.name,
         )
-        self._max_bytes = MAX_HELLO_BYTES + (MAX_NEWS_BYTES if on_roster is not None else 0)
         self._members: Mapping[int, WorkerInfo] = {}
         self._is_open = asyncio.Event()
         self._silent = asyncio.Semaphore(MAX_SILENT)
         self._unadmitted = 0
 
-    def open(self, members: Mapping[int, WorkerInfo], roster: Sequence[str]) -> None:
+    def open(self, members: Mapping[int, WorkerInfo], version: RosterVersion) -> None:
         """Accepts these members from now on, those included whose hello has been waiting.
 
         Args:
             members: by worker id.
-            roster: what this worker's hello says of a dynamic group; empty in a static one.
+            version: of the log that they are known from, for this worker's hellos.
         """
         self._members = members
-        self.hello.roster[:] = roster
-        if roster:
-            self._max_bytes = MAX_HELLO_BYTES + self.hello.ByteSize() + MAX_NEWS_BYTES
+        if version.length:
+            self.hello.roster.length, self.hello.roster.digest = version.length, version.digest
         self._is_open.set()
 
     async def receive(self, context: Any) -> WorkerInfo:
@@ -147,8 +146,8 @@ class Handshake:
             raise RefusedError(f"no hello within {HELLO_TIMEOUT_S:g} s", grpc.StatusCode.UNAVAILABLE) from None
         if first is aio.EOF:
             raise _LeftError("the stream ended without a hello")
-        if len(first) > self._max_bytes:
-            raise RefusedError(f"the hello has {len(first)} bytes, of {self._max_bytes} at most")
+        if len(first) > MAX_HELLO_BYTES:
+            raise RefusedError(f"the hello has {len(first)} bytes, of {MAX_HELLO_BYTES} at most")
         try:
             return parse_hello(first)
         except DecodeError:
@@ -176,13 +175,18 @@ class Handshake:
             )
         if hello.group != self.hello.group:
             raise RefusedError(f"worker {self.me.name!r} belongs to another job than {name}")
+        if hello.connection > MAX_CONNECTION:
+            raise RefusedError(
+                f"worker {self.me.name!r} refuses {name}: its connection has number {hello.connection}"
+            )
         await self._is_open.wait()
         if self._on_roster is not None:
-            if hello.worker_id not in self._members and hello.roster:
-                await self._on_roster(hello.roster)
-            elif len(hello.roster) > len(self.hello.roster):
+            version = RosterVersion(hello.roster.length, hello.roster.digest)
+            if hello.worker_id not in self._members and version.length:
+                await self._on_roster(version)
+            elif version.length > self.hello.roster.length:
                 with suppress(RefusedError):  # it is a member, even if the store cannot be asked
-                    await self._on_roster(hello.roster)
+                    await self._on_roster(version)
         worker = self._members.get(hello.worker_id)
         if worker is None or worker.name != hello.worker_name:
             raise RefusedError(f"worker {self.me.name!r} knows no {name} with id {hello.worker_id}")

@@ -22,6 +22,7 @@ __all__ = [
     "SERVER_OPTIONS",
     "SERVICE",
     "TRANSFER_METHOD",
+    "VOUCH_METHOD",
     "aio",
 ]
 
@@ -57,6 +58,7 @@ _DESCRIPTOR = agent_pb2.DESCRIPTOR.services_by_name["Agent"]
 SERVICE: str = _DESCRIPTOR.full_name
 EXCHANGE_METHOD = f"/{SERVICE}/Exchange"
 TRANSFER_METHOD = f"/{SERVICE}/Transfer"
+VOUCH_METHOD = f"/{SERVICE}/Vouch"
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Bytes of the largest gRPC message, a frame of envelopes or of chunks."""

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol, final
 
 from ...c10d.addresses import format_address, is_tcp_address
+from ...c10d.listening import PortRange
 from ...c10d.security import Audit, Identity, printable, worker_host_name
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
@@ -132,16 +133,16 @@ class SocketListener:
         self.kinds = kinds
         """What may be offered."""
         self._identity = identity
-        self._where = ("", "")
+        self._where, self._ports = ("", ""), PortRange()
         self._listeners: dict[str, socket.socket] = {}
         self._accepting: set[asyncio.Task[None]] = set()
         self._unadmitted = asyncio.Semaphore(MAX_UNADMITTED)
         self._offered: dict[bytes, OfferedSocket] = {}
         """The connections that are offered and have not been made, by nonce."""
 
-    def set_address(self, bind: str, advertised: str) -> None:
-        """Sets the address that TCP connections are accepted at, and the one that others dial."""
-        self._where = bind, advertised
+    def set_address(self, bind: str, advertised: str, ports: PortRange) -> None:
+        """Sets the address and ports that TCP connections are accepted at, and the address that others dial."""
+        self._where, self._ports = (bind, advertised), ports
 
     def offer(self, worker: WorkerInfo, *, same_host: bool) -> OfferedSocket | None:
         """Offers a connection to a worker; returns None if there is nothing to offer.
@@ -208,9 +209,7 @@ class SocketListener:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(f"\0{_UNIX_PREFIX}{secrets.token_hex(16)}")
         else:
-            family, _, _, _, where = socket.getaddrinfo(self._where[0], 0, type=socket.SOCK_STREAM)[0]
-            listener = socket.socket(family)
-            listener.bind(where)
+            listener = self._ports.listen(self._where[0])
         listener.listen(socket.SOMAXCONN)
         listener.settimeout(0)
         return listener

@@ -8,6 +8,7 @@ from typing import final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
+from .connection_log import log_connection
 from .grpc_calls import StreamParts
 from .outbox import Outbox
 from .sockets import OfferedSocket
@@ -98,6 +99,7 @@ class StreamSocket:
         sockets, on_malformed = self._parts.sockets, partial(self._on_malformed, kind)
         used = sockets.make(kind, connection, self._peer, self._parts.listener, self._on_end, on_malformed)
         self._outbox.use_socket(used)
+        log_connection(self._parts, self._peer, connection)
         used.start()
 
     def _on_malformed(self, kind: str, error: Exception) -> None:

@@ -21,6 +21,7 @@ from itertools import compress, repeat, starmap
 from typing import Any, TypeAlias, cast, final
 
 from ...c10d.security import certified_names
+from .socket_peers import address_of_peer
 
 __all__ = ["AnySocket", "TlsSocket"]
 
@@ -144,6 +145,10 @@ class TlsSocket:
     def fileno(self) -> int:
         """Returns the socket's descriptor."""
         return self._socket.fileno()
+
+    def peer_address(self) -> str:
+        """Returns the address of the other end; empty if it has gone."""
+        return address_of_peer(self._socket)
 
     def settimeout(self, seconds: float) -> None:
         """Does nothing: the socket does not block."""

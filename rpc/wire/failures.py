@@ -25,8 +25,13 @@ MAX_SHOWN_CHARS = 2 * MAX_TEXT_CHARS
 """Characters of a text that has been received, and may have been sent by something else."""
 
 
-def encode_failure(error: BaseException) -> bytes:
-    """Returns the body of an ERROR envelope for an exception. Never raises."""
+def encode_failure(error: BaseException, dump: Callable[[object], bytes] = pickle.dumps) -> bytes:
+    """Returns the body of an ERROR envelope for an exception. Never raises.
+
+    Args:
+        error: the exception.
+        dump: pickles it.
+    """
     failure = agent_pb2.RemoteFailure(
         type_name=type(error).__qualname__,
         text=_shorten(text_of(error)),
@@ -35,7 +40,7 @@ def encode_failure(error: BaseException) -> bytes:
     # SystemExit and KeyboardInterrupt must not end the caller's program: only their text is sent.
     if isinstance(error, Exception):
         try:
-            failure.pickled = pickle.dumps(_PlainError(error) if is_plain(error) else error)
+            failure.pickled = dump(_PlainError(error) if is_plain(error) else error)
         except Exception:
             failure.pickled = b""
     return failure.SerializeToString()

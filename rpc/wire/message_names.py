@@ -15,6 +15,7 @@ import torch
 from ... import errors
 from ...errors import rebuild_exception
 from ..contracts.exposure import Exposure, MethodGuard, exposure_of
+from ..contracts.pickler import BY_VALUE
 from ..contracts.policy import Policy
 from . import script, small_tensors, unpickling
 from .pickle_machine import GETATTR, MALFORMED, Made, Name, RefusedValueError
@@ -70,6 +71,11 @@ class MessageNames:
 
     def name(self, module: str, name: str) -> Name:
         """Returns a name that the pickle has."""
+        if module.partition(".")[0] == BY_VALUE:  # whatever `exposed` says: its functions make others of any code
+            raise RefusedValueError(
+                "it has code: a function or class by value, which only a worker whose policy accepts anything "
+                "runs; define it at the top level of a module that both workers can import, and expose it there"
+            )
         made = Name(module, name)
         self._unused[made] = None
         return made

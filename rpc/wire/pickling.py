@@ -4,9 +4,7 @@ Both travel beside the pickle, by index: tensors so that their bytes are copied 
 so that the receiver can count them even if it cannot unpickle the value. `value_readers` is the other direction.
 """
 
-import copyreg
 import io
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,6 +15,8 @@ from torch import nn
 
 from ...torch_internals import RecursiveScriptModule
 from ..contracts.devices import NO_DEVICES, DeviceMap
+from ..contracts.pickler import BY_NAME
+from .picklers import PICKLE_PROTOCOL, fallback_reducers, make_pickler, resetter
 from .script import reduce_script_function, reduce_script_module
 from .small_tensors import address_of, is_small, reduce_small
 from .tensors import check_sendable
@@ -25,10 +25,11 @@ from .unsendable import explain_failure
 
 __all__ = ["Packed", "Packer"]
 
-PICKLE_PROTOCOL = 5
-
 Reducer = Callable[[Any], Any]
 """Returns how to pickle an object, as `__reduce__` does."""
+
+Finder = Callable[[type], Reducer | None]
+"""Returns the reducer of a class, if it knows one."""
 
 
 class Packed:
@@ -55,16 +56,20 @@ _NOTHING = Packed()
 class Packer:
     """Pickles the values of one agent's messages.
 
-    Functions and classes are sent by name, as in pickle itself. Everything is registered before the first message.
+    Functions and classes are sent by name, as in pickle itself, unless the pickler is another. Everything is
+    registered before the first message.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pickler: str = BY_NAME) -> None:
+        """Makes the pickler of one agent, by the option `pickler`."""
+        self.pickler = pickler
         self._reference_types: list[type] = []
         self._reducers: dict[type, Reducer] = {
             torch.UntypedStorage: _reduce_storage,
             torch.jit.ScriptFunction: reduce_script_function,
             RecursiveScriptModule: reduce_script_module,
         }
+        self._finders: list[Finder] = []
         self._detaches: list[Callable[[object], bool]] = []
         self._idle: deque[_Extractor] = deque()
         """Picklers that no thread uses: making one takes longer than pickling a small value."""
@@ -77,6 +82,11 @@ class Packer:
     def register_reducers(self, reducers: Mapping[type, Reducer]) -> None:
         """Has instances of exactly these classes pickled by functions, as in `copyreg`."""
         self._reducers.update(reducers)
+        self._idle.clear()
+
+    def find_reducers_by(self, find: Finder) -> None:
+        """Has a function look for the reducers of classes that have none here, before `copyreg` is asked."""
+        self._finders.append(find)
         self._idle.clear()
 
     def detach_parameters_if(self, predicate: Callable[[object], bool]) -> None:
@@ -101,14 +111,14 @@ class Packer:
             return self._pack(value, device_map)
         except Exception as error:
             raise explain_failure(
-                value, label, error, lambda part: self._pickling_error(part, device_map)
+                value, label, error, lambda part: self._pickling_error(part, device_map), self.pickler
             ) from error
 
     def _pack(self, value: object, device_map: DeviceMap) -> Packed:
         try:
             extractor = self._idle.pop()
         except IndexError:
-            extractor = _Extractor(self._reducers, self._reference_types)
+            extractor = self._make_extractor()
         try:
             packed = extractor.pickle(value, device_map, with_small=_CPU not in device_map)
         except BaseException as error:
@@ -122,9 +132,12 @@ class Packer:
         self._idle.append(extractor)
         return packed
 
+    def _make_extractor(self) -> "_Extractor":
+        return _Extractor(self.pickler, self._reducers, self._reference_types, self._finders)
+
     def _pack_again(self, value: object, device_map: DeviceMap) -> Packed:
         """Pickles a value whose tensors share memory: none of them is inside the pickle."""
-        extractor = _Extractor(self._reducers, self._reference_types)
+        extractor = self._make_extractor()
         packed = extractor.pickle(value, device_map, with_small=False)
         packed.leaves = self._leaves(extractor, value)
         return packed
@@ -154,13 +167,20 @@ class _Extractor:
         "_owned_ids",
         "_packed",
         "_pickler",
+        "_reset_pickler",
         "_stream",
         "_with_small",
         "parameter_ids",
     )
 
-    def __init__(self, reducers: Mapping[type, Reducer], reference_types: Iterable[type]) -> None:
-        """Makes a pickler with these reducers by class, for these classes of references."""
+    def __init__(
+        self,
+        pickler: str,
+        reducers: Mapping[type, Reducer],
+        reference_types: Iterable[type],
+        finders: Sequence[Finder],
+    ) -> None:
+        """Makes a pickler of this kind with these reducers by class, for these classes of references."""
         self.parameter_ids: dict[int, int] = {}
         """By the index of a tensor that is a Parameter, the `id` of the Parameter."""
         self._packed = _NOTHING
@@ -171,14 +191,16 @@ class _Extractor:
         self._addresses: set[int] = set()
         """Of the memory of the tensors so far, if some of them may be in the pickle."""
         self._stream = io.BytesIO()
-        self._pickler = pickle.Pickler(self._stream, protocol=PICKLE_PROTOCOL)
         table = _DispatchTable(reducers)
         table.reduce_owner = self._reduce_owner
+        table.fallbacks = fallback_reducers(pickler)
+        table.finders = finders
         table[torch.Tensor] = self._reduce_tensor
         table[nn.Parameter] = self._reduce_parameter
         for reference_type in reference_types:
             table[reference_type] = self._reduce_reference
-        self._pickler.dispatch_table = table
+        self._pickler = make_pickler(pickler, self._stream, table)
+        self._reset_pickler = resetter(self._pickler)
 
     def pickle(self, value: object, device_map: DeviceMap, *, with_small: bool) -> Packed:
         """Pickles a value.
@@ -202,7 +224,7 @@ class _Extractor:
     def reset(self) -> None:
         """Forgets the last value."""
         self._packed = _NOTHING
-        self._pickler.clear_memo()
+        self._reset_pickler()
         self._stream.seek(0)
         self._stream.truncate()
         if self.parameter_ids:
@@ -262,12 +284,17 @@ class _SharedMemoryError(Exception):
 class _DispatchTable(dict[type, Reducer]):
     """Reducers by exact class, those of `copyreg`, and one for nn.Modules and Optimizers, which own Parameters."""
 
-    __slots__ = ("reduce_owner",)
+    __slots__ = ("fallbacks", "finders", "reduce_owner")
 
     reduce_owner: Reducer
+    fallbacks: Mapping[type, Reducer]
+    finders: Sequence[Finder]
 
     def __missing__(self, kind: type) -> Reducer:
-        if (reducer := copyreg.dispatch_table.get(kind)) is not None:
+        for find in self.finders:
+            if (reducer := find(kind)) is not None:
+                return reducer
+        if (reducer := self.fallbacks.get(kind)) is not None:
             return reducer
         if issubclass(kind, nn.Module | torch.optim.Optimizer):
             return self.reduce_owner

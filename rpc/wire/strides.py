@@ -8,13 +8,27 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["MAX_DIMENSIONS", "can_keep_strides", "dims_by_descending_stride", "restore_strides", "span"]
+__all__ = [
+    "MAX_DIMENSIONS",
+    "can_keep_strides",
+    "dims_by_descending_stride",
+    "is_shape",
+    "restore_strides",
+    "span",
+]
 
 MAX_DIMENSIONS = 64
 """Dimensions of a tensor. torch has operators for no more."""
 
 MAX_GAP_FACTOR = 4
 """A tensor arrives with its strides if it spans at most this many times the memory of its elements."""
+
+
+def is_shape(sizes: Sequence[int]) -> bool:
+    """Returns whether these are the sizes of a tensor, if it has the elements that they say."""
+    if len(sizes) > MAX_DIMENSIONS or (sizes and min(sizes) < 0):
+        return False
+    return 0 not in sizes or math.prod(size or 1 for size in sizes[1:]) < 1 << 63  # torch's strides have 64 bits
 
 
 def dims_by_descending_stride(strides: Sequence[int]) -> list[int]:

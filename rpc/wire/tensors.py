@@ -24,7 +24,7 @@ from .dtypes import (
 from .elements import PutPayload, as_bytes, as_carrier, header
 from .shared_tensors import find_shared, restore_shared
 from .small_tensors import MAX_TINY_BYTES, copy_bytes, is_in_order
-from .strides import MAX_DIMENSIONS, can_keep_strides, restore_strides
+from .strides import MAX_DIMENSIONS, can_keep_strides, is_shape, restore_strides
 
 __all__ = [
     "UnmappedDeviceError",
@@ -279,7 +279,7 @@ def _decode(
 ) -> torch.Tensor:
     dtype = DTYPES_BY_NUMBER.get(message.dtype)
     sizes = tuple(message.sizes[: MAX_DIMENSIONS + 1])
-    if dtype is None or len(sizes) > MAX_DIMENSIONS or (sizes and min(sizes) < 0):
+    if dtype is None or not is_shape(sizes):
         raise ValueError(f"malformed tensor: dtype number {message.dtype}, shape {sizes}")
     if not message.device and not message.parts and not message.strides and dtype in PLAIN_DTYPES:
         return _decode_plain(message, sizes, dtype, get)

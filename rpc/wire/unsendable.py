@@ -1,9 +1,12 @@
 """Errors for values that cannot be pickled: where in the value the problem is, and what to do about it."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import suppress
+from types import FunctionType
 
 from ...errors import SerializationError
 from ...torch_internals import AnyFuture
+from ..contracts.pickler import BY_NAME
 
 __all__ = ["explain_failure"]
 
@@ -34,12 +37,15 @@ _ADVICE: tuple[tuple[type, str], ...] = (
 )
 """Types that do not pickle, and what to send instead."""
 
+_ADVISED = tuple(kind for kind, _ in _ADVICE)
+
 
 def explain_failure(
     value: object,
     label: str | Sequence[str],
     error: Exception,
     pickling_error: Callable[[object], Exception | None],
+    pickler: str = BY_NAME,
 ) -> SerializationError:
     """Returns the error to raise for a value that does not pickle.
 
@@ -48,16 +54,19 @@ def explain_failure(
         label: what to call the value; for a tuple, what to call each of its items.
         error: what pickling the value raised.
         pickling_error: tries to pickle a part of the value, and returns what that raises.
+        pickler: the option `pickler`.
     """
     path, part, error = _outermost(value, label, error, pickling_error)
     for _ in range(MAX_DEPTH):
+        if isinstance(part, _ADVISED):
+            break  # what it consists of is no concern of the program's
         for suffix, inner in _parts(part):
             if (problem := pickling_error(inner)) is not None:
                 path, part, error = path + suffix, inner, problem
                 break
         else:
             break
-    return SerializationError(path, _advise(part, error))
+    return SerializationError(path, _advise(part, error, pickler))
 
 
 def _outermost(
@@ -85,18 +94,28 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, set | frozenset):
         yield from ((f" item {item!r}", item) for item in value)
+    elif isinstance(value, FunctionType):
+        yield from ((f".__closure__ {name}", item) for name, item in _captured(value))
     elif not isinstance(value, type) and hasattr(value, "__dict__") and not callable(value):
         yield from ((f".{name}", item) for name, item in vars(value).items())
 
 
-def _advise(value: object, error: Exception) -> str:
+def _captured(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yields the variables that a function has from the function around it."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it has no value yet
+            yield name, cell.cell_contents
+
+
+def _advise(value: object, error: Exception, pickler: str) -> str:
     for kind, advice in _ADVICE:
         if isinstance(value, kind):
             return advice
     name = getattr(value, "__qualname__", "")
-    if isinstance(name, str) and ("<lambda>" in name or "<locals>" in name):
+    if pickler == BY_NAME and isinstance(name, str) and ("<lambda>" in name or "<locals>" in name):
         return (
             f"{name} has no importable name; functions and classes are sent by name, "
-            "so define it at the top level of a module that the other worker can import"
+            "so define it at the top level of a module that the other worker can import, or send code with "
+            'RpcBackendOptions(pickler="cloudpickle")'
         )
     return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd import backward_pass, contexts
+from gradwire.autograd import backward_pass, contexts, ended
 from gradwire.autograd.extension import Autograd
 from gradwire.errors import AutogradError, LimitReachedError, LossCause
 from gradwire.proto.v1 import agent_pb2
@@ -13,7 +13,7 @@ from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.worker_end import WorkerEnd
 
-from tests.remote_functions import identity
+from tests.remote_functions import identity, wait_until
 
 
 def tell(sender, receiver, kind: str, payload: object) -> Exception | None:
@@ -55,7 +55,7 @@ def test_contexts_that_a_worker_brings_are_bounded(agents, monkeypatch):
     with pytest.raises(LimitReachedError, match="3 autograd contexts of worker 0 have not ended here"):
         call_in(a.info.id << 48 | 9, a, b)
     call_in(c.info.id << 48 | 9, c, b)
-    assert tell(a, b, "autograd.release", (a.info.id << 48, frozenset())) is None
+    assert tell(a, b, "autograd.release", (a.info.id << 48, frozenset(), "")) is None
     call_in(a.info.id << 48 | 9, a, b)
     assert len(contexts_of(b)) == 4
 
@@ -64,13 +64,55 @@ def test_a_context_is_ended_by_those_that_take_part(agents):
     a, b, c = agents(3)
     identifier = a.info.id << 48 | 5
     call_in(identifier, a, b)
-    assert isinstance(tell(c, b, "autograd.release", (identifier, frozenset())), AutogradError)
+    assert isinstance(tell(c, b, "autograd.release", (identifier, frozenset(), "")), AutogradError)
     assert len(contexts_of(b)) == 1
     call_in(identifier, c, b)
-    assert tell(c, b, "autograd.release", (identifier, frozenset())) is None
+    assert tell(c, b, "autograd.release", (identifier, frozenset(), "")) is None
     assert len(contexts_of(b)) == 0
     call_in(identifier, a, b)  # a late message
     assert len(contexts_of(b)) == 0
+
+
+def test_a_context_that_has_ended_is_never_opened_again(agents):
+    """However many others have ended since; and little is remembered of those."""
+    a, b, c = agents(3)
+    first, kept, later = contexts_of(a).open().id, contexts_of(a).open().id, contexts_of(a).open().id
+    call_in(first, a, b)
+    for _ in range(6000):
+        contexts_of(a).open()
+    for identifier in range(later, later + 6001):
+        contexts_of(b).release(identifier, sender=c.info.wire_id)  # of which no message has arrived yet
+    for identifier in (first, *range(later, later + 6001)):
+        contexts_of(a).release(identifier)
+        contexts_of(b).release(identifier, sender=a.info.wire_id)
+    wait_until(lambda: len(contexts_of(b)._ended) < 2000)
+    for identifier in (first, later, later + 6000):
+        for sender in (a, c):
+            call_in(identifier, sender, b)
+            assert len(contexts_of(b)) == 0
+    assert contexts_of(b).has_ended(first)
+    call_in(kept, c, b)
+    assert len(contexts_of(b)) == 1
+
+
+def test_each_worker_tells_of_its_own_contexts_which_are_open(agents):
+    a, b = agents(2)
+    for payload in (
+        (b.info.wire_id << 48 | 9, frozenset()),
+        (a.info.wire_id << 48 | 9, frozenset("1")),
+        (a.info.wire_id << 48 | 9, [1]),
+        (9,),
+        None,
+    ):
+        assert isinstance(tell(a, b, "autograd.open", payload), ValueError)
+    call_in(a.info.wire_id << 48 | 10, a, b)
+    assert len(contexts_of(b)) == 1
+
+
+def test_of_too_many_open_contexts_the_oldest_are_told(monkeypatch):
+    monkeypatch.setattr(ended, "MAX_NAMED", 3)
+    opened = ended.OpenContexts.of([9, 1, 5, 7], 20)
+    assert [number for number in range(20) if opened.exclude(number)] == [0, 2, 3, 4, 6, 8]
 
 
 def test_a_context_is_not_ended_for_its_creator(agents):
@@ -78,14 +120,14 @@ def test_a_context_is_not_ended_for_its_creator(agents):
     with holder.using(a), autograd.context() as identifier:
         rpc.rpc_sync(b.info, identity, (1,))
         call_in(identifier, b, a)
-        assert isinstance(tell(b, a, "autograd.release", (identifier, frozenset())), AutogradError)
+        assert isinstance(tell(b, a, "autograd.release", (identifier, frozenset(), "")), AutogradError)
         assert len(contexts_of(a)) == 1
 
 
 def test_who_ends_contexts_of_others_beforehand_ends_them_for_himself(agents):
     a, b, c = agents(3)
     identifier = a.info.id << 48 | 5
-    assert tell(c, b, "autograd.release", (identifier, frozenset())) is None
+    assert tell(c, b, "autograd.release", (identifier, frozenset(), "")) is None
     call_in(identifier, c, b)
     assert len(contexts_of(b)) == 0
     call_in(identifier, a, b)
@@ -110,6 +152,22 @@ def test_a_call_in_a_context_of_a_lost_worker_fails(agents, monkeypatch):
         with pytest.raises(AutogradError, match="has ended on worker 'agent1', .* creator 'agent0' is lost: its"):
             call_in(a.info.wire_id << 48 | number, c, b)
     assert len(contexts_of(b)) == 0
+
+
+def test_a_call_in_a_context_of_a_worker_that_another_one_has_lost_fails(agents, monkeypatch):
+    """That one has told the others that the context has ended, and they do not run the call outside of it."""
+    a, b, c = agents(3)
+    identifier = a.info.wire_id << 48 | 5
+    call_in(identifier, a, c)
+    contexts_of(c).get(identifier).reach(b.info.wire_id)
+    call_in(identifier, c, b)
+    lose(monkeypatch, c, a)
+    wait_until(lambda: not len(contexts_of(b)))
+    with pytest.raises(AutogradError, match="has ended on worker 'agent1', .* creator 'agent0' is lost: its"):
+        call_in(identifier, a, b)
+    assert len(contexts_of(b)) == 0
+    call_in(identifier + 1, a, b)
+    assert len(contexts_of(b)) == 1
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

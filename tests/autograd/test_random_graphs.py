@@ -24,7 +24,7 @@ from tests.autograd.programs import Program, generate
 from tests.autograd.test_modes import send_at_most
 from tests.remote_functions import assert_clean
 
-PROGRAMS = int(os.environ.get("GRADWIRE_GRAPHS", "150"))
+PROGRAMS = int(os.environ.get("GRADWIRE_GRAPHS", "80"))
 HALF = PROGRAMS // 2
 MAX_CONCURRENT = 3
 TOLERANCE = 1e-9

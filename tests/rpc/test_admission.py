@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.options import RpcBackendOptions
+from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.transports import handshake, settings, sockets
@@ -190,6 +191,27 @@ def test_what_is_no_hello_is_refused(agents, loop, method, first, text):
     check_calls(a, b)
 
 
+@pytest.mark.parametrize("number", [handshake.MAX_CONNECTION + 1, 2**64 - 1])
+def test_a_number_of_a_connection_that_nobody_counts_to_is_refused(agents, loop, number):
+    """Counting on from it would leave the range of the number, after which the link could not heal."""
+    a, b = agents(2)
+    check_calls(a, b)
+    hello = agent_pb2.Hello()
+    hello.CopyFrom(HELLO)
+    hello.connection = number
+
+    async def say() -> tuple[grpc.StatusCode, str]:
+        async with Stranger(a) as stranger:
+            call = await stranger.open()
+            await call.write(agent_pb2.Frame(hello=hello).SerializeToString())
+            return await status_of(call), str(await call.details())
+
+    code, details = loop.run(say(), 30)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert f"its connection has number {number}" in details
+    check_calls(a, b)
+
+
 def test_a_second_stream_of_a_connected_worker_is_not_used(agents, loop, tmp_path):
     a, b = agents(2)
     check_calls(a, b)
@@ -256,7 +278,7 @@ def test_a_stream_that_is_closed_before_the_members_are_known_tells_nothing(loop
     try:
         a, b = agents
         members = [Member(agent.info, agent.listen()) for agent in agents]
-        a._network.open(members)
+        a._network.open(members, a.control)
 
         async def open_and_leave() -> None:
             async with Stranger(a) as stranger:
@@ -296,41 +318,34 @@ def test_a_stream_that_is_closed_before_it_is_welcomed_tells_nothing(agents, loo
     check_calls(a, b)
 
 
-def joins(count: int) -> list[str]:
-    """Returns entries of a roster as long as real ones."""
-    return [f"{number:0300}" for number in range(count)]
-
-
-def opening(roster: list[str]) -> bytes:
+def opening(version: RosterVersion) -> bytes:
     hello = agent_pb2.Hello(protocol_major=PROTOCOL_MAJOR, group="test", worker_id=7, worker_name="w")
-    hello.roster.extend(roster)
+    hello.roster.length, hello.roster.digest = version.length, version.digest
     return agent_pb2.Opening(hello=hello).SerializeToString()
 
 
 @pytest.mark.parametrize(
     ("known", "said", "text"),
     [
-        (joins(0), joins(12_000), "learned 12000"),
-        (joins(0), joins(15_000), "bytes, of"),
-        (joins(30_000), joins(40_000), "learned 40000"),
-        (joins(30_000), joins(45_000), "bytes, of"),
-        (joins(0), [""] * 1_000_000, "no hello"),
-        (None, joins(12), "knows no 'w'"),
-        (None, joins(14), "bytes, of"),
+        (RosterVersion(), RosterVersion(40_000), "learned 40000"),
+        (RosterVersion(30_000), RosterVersion(2**64 - 1), "learned 18446744073709551615"),
+        (RosterVersion(), RosterVersion(1, bytes(5_000)), "bytes, of"),
+        (RosterVersion(), RosterVersion(), "knows no 'w'"),
+        (None, RosterVersion(12), "knows no 'w'"),
     ],
-    ids=["new", "too many", "more", "too many more", "empty", "static", "too many in a static group"],
+    ids=["new", "more", "too long", "nothing", "no log"],
 )
-def test_a_hello_has_no_more_than_the_roster(loop, known, said, text):
+def test_what_the_sender_of_a_hello_knows_is_learned(loop, known, said, text):
     """Nobody can have a worker parse much before it is known who he is."""
 
-    async def learn(entries: Sequence[str]) -> None:
-        raise handshake.RefusedError(f"learned {len(entries)}")
+    async def learn(version: RosterVersion) -> None:
+        raise handshake.RefusedError(f"learned {version.length}")
 
     async def receive() -> None:
         receiving = handshake.Handshake(
             "test", WorkerInfo("me", 0), learn if known is not None else None, GrpcEndpoint("me", None)
         )
-        receiving.open({}, known or ())
+        receiving.open({}, known or RosterVersion())
         await receiving.receive(SimpleNamespace(read=read, peer=lambda: "unix:"))
 
     async def read() -> bytes:

@@ -180,7 +180,7 @@ def test_cancelling_and_timing_out_one_of_them(workers):
             one.wait()
         rpc.rpc_sync("worker1", set_event, ("first",))
         blocked.wait()
-        one, two = rpc.broadcast_call(with_b, wait_on, ("worker1", ramp()), timeout=0.5)
+        one, two = rpc.broadcast_call(with_b, wait_on, ("worker1", ramp()), timeout=2)
         assert two.wait() == total(ramp())
         with pytest.raises(RpcTimeoutError, match="'worker1'"):
             one.wait()

@@ -204,6 +204,29 @@ def test_a_payload_waits_for_its_announcement_and_those_behind_it_do_too(bundle)
     assert later.result(20) == second
 
 
+def test_a_small_payload_that_waited_for_its_announcement_is_read(executor):
+    end = End(executor)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a unix socket would not wait for so many bytes
+        other = socket.create_connection(server.getsockname())
+        mine, _ = server.accept()
+    end.bundle.add(mine)
+    large, small = some_bytes(PART_BYTES + 100_000), some_bytes(1000)
+    first = end.bundle.expect(1, len(large))
+    sent = part(1, 1, large)
+    other.sendall(sent[:1000])
+    (connection,) = end.bundle._connections
+    wait_until(lambda: connection._low_water > HEADER_BYTES + len(small))
+    other.sendall(sent[1000:] + part(2, 0, small)[:HEADER_BYTES])
+    wait_until(lambda: 2 in end.bundle._waiting)
+    second = end.bundle.expect(2, len(small))
+    other.sendall(part(2, 0, small)[HEADER_BYTES:])
+    assert second.result(20) == small
+    other.sendall(part(1, 0, large))
+    assert first.result(20) == large
+    end.bundle.fail(ConnectionError("the test is over"))
+    other.close()
+
+
 def test_a_payload_that_is_not_wanted_any_more_holds_up_none(bundle):
     sending, end = bundle(2)
     data = some_bytes(10 * PART_BYTES)

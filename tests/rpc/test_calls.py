@@ -1,5 +1,6 @@
 """Calls that go well."""
 
+import contextvars
 import ctypes
 import operator
 import os
@@ -177,6 +178,10 @@ def test_futures_are_those_of_torch(workers):
         assert called.wait(60)
         assert futures[0].done()
         assert futures[0].value() == 1
+        contextvars.ContextVar("any").set(1)  # callbacks run with it
+        for take in futures[0].then, futures[0].add_done_callback:
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                take(None)
 
     a.run(check)
 

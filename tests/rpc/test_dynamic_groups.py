@@ -243,13 +243,13 @@ def test_a_forged_roster_gives_nobody_the_name_of_a_member(enter):
     a = enter("a", log)
     a.open(log.members())
     forged = Member(rpc.WorkerInfo("a", 7), "203.0.113.7:1")
-    entries = [*log.entries(), json.dumps({"join": asdict(forged)})]
-    hello = agent_pb2.Hello(
-        protocol_major=1, group="dynamic/group/0", worker_id=7, worker_name="a", roster=entries
-    )
+    before = log.entries()
+    version = log.version.followed_by(json.dumps({"join": asdict(forged)}))
+    roster = agent_pb2.RosterVersion(length=version.length, digest=version.digest)
+    hello = agent_pb2.Hello(protocol_major=1, group="dynamic/group/0", worker_id=7, worker_name="a", roster=roster)
     admit = a._network._handshake.admit(hello, None)
     with pytest.raises(handshake.RefusedError, match="entry 1 of its roster is not in the store"):
         a._network._events.run(admit)
     assert a.workers() == [a.info]
     assert a.worker("a") == a.info
-    assert log.entries() == tuple(entries[:1])
+    assert log.entries() == before

@@ -1,19 +1,21 @@
 """Workers that do not come back are evicted, and learn it when they do."""
 
 import os
-import signal
 
 import pytest
 from gradwire import rpc
 from gradwire.c10d import HashStore, TCPStore
-from gradwire.errors import EvictedError, RendezvousError, RpcError, WorkerLostError
+from gradwire.errors import EvictedError, RendezvousError, RpcError, StoreNetworkError, WorkerLostError
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.roster_log import RosterLog
 
 from tests.remote_functions import add, wait_until
+from tests.stopped import stopped
+from tests.workers import Worker, Workers
 
 LIVENESS = rpc.Liveness(heartbeat=0.1, suspect_after=0.5, lease=1.0)
+PATIENT = rpc.Liveness(heartbeat=0.1, suspect_after=0.5, lease=1000.0)
 
 
 def call_until(error: type[Exception], name: str) -> str:
@@ -32,8 +34,8 @@ def call_until(error: type[Exception], name: str) -> str:
     return str(raised[0])
 
 
-def join(rank: int, port: int) -> None:
-    options = rpc.RpcBackendOptions(init_timeout=50, liveness=LIVENESS)
+def join(rank: int, port: int, liveness: rpc.Liveness = LIVENESS) -> None:
+    options = rpc.RpcBackendOptions(init_timeout=50, liveness=liveness)
     store = TCPStore("127.0.0.1", port)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options, store=store)
 
@@ -45,20 +47,71 @@ def test_a_stopped_worker_is_evicted_and_told_so_and_can_be_replaced(workers):
             each.result()
         group[0].run(rpc.rpc_sync, "w1", add, (1, 2))
         old = group[1]
-        os.kill(old.pid, signal.SIGSTOP)
-        try:
+        with stopped(old):
             assert "did not come back" in group[0].run(call_until, WorkerLostError, "w1")
             (group[1],) = workers(1)
             group[1].run(join, 1, store.port)
             for worker in (group[0], group[2]):
                 assert worker.run(rpc.rpc_sync, "w1", os.getpid) == group[1].pid
-        finally:
-            os.kill(old.pid, signal.SIGCONT)
         assert "'w1', was evicted from its group: it did not come back" in old.run(call_until, EvictedError, "w0")
         assert "was evicted" in old.run(call_until, EvictedError, "w2")
         old.run(rpc.shutdown, graceful=False)
         for each in [worker.start(rpc.shutdown) for worker in group]:
             each.result()
+
+
+def connected(workers: Workers, port: int) -> list[Worker]:
+    """Starts three workers that have called each other; only the lease of the first one ends."""
+    group = list(workers(3))
+    leases = (LIVENESS, PATIENT, PATIENT)
+    for each in [worker.start(join, rank, port, leases[rank]) for rank, worker in enumerate(group)]:
+        each.result()
+    for worker in (group[0], group[2]):
+        worker.run(rpc.rpc_sync, "w1", add, (1, 2))
+    group[0].run(rpc.rpc_sync, "w2", add, (1, 2))
+    return group
+
+
+def test_the_others_are_told_of_an_eviction(workers):
+    """They went on until their own leases were over."""
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        group = connected(workers, store.port)
+        with stopped(group[1]):
+            expected = "it was evicted: it did not come back within 1 s"
+            assert expected in group[2].run(call_until, WorkerLostError, "w1")
+        assert "it did not come back within 1 s" in group[1].run(call_until, EvictedError, "w2")
+        for worker in group:
+            worker.run(rpc.shutdown, graceful=False)
+
+
+asked: list[int] = []
+check = TCPStore.check
+
+
+def take_store_away() -> None:
+    def fail(_store: TCPStore, _keys: list[str]) -> bool:
+        asked.append(1)
+        raise StoreNetworkError("the store is gone")
+
+    TCPStore.check = fail  # type: ignore[method-assign]
+
+
+def give_store_back() -> None:
+    wait_until(lambda: len(asked) > 1)
+    TCPStore.check = check  # type: ignore[method-assign]
+
+
+def test_an_eviction_is_tried_again_until_the_store_answers(workers):
+    """It was given up."""
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        group = connected(workers, store.port)
+        group[0].run(take_store_away)
+        with stopped(group[1]):
+            assert "did not come back" in group[0].run(call_until, WorkerLostError, "w1")
+            group[0].run(give_store_back)
+            assert "it was evicted" in group[2].run(call_until, WorkerLostError, "w1")
+        for worker in group:
+            worker.run(rpc.shutdown, graceful=False)
 
 
 def test_of_two_evictions_one_counts():

@@ -4,9 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,7 @@ from gradwire.rpc import aio
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_for, wait_until
-from tests.workers import Worker
+from tests.stopped import stopped
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -32,24 +29,8 @@ def figures(name: str = "worker1") -> dict[str, int]:
 
 
 def assert_nothing_in_flight(name: str = "worker1") -> None:
-    wait_until(lambda: not figures(name)["calls_in_flight"] and not figures(name)["waiting_calls"])
-    assert figures(name)["bytes_in_flight"] == 0
-
-
-def has_stopped(process: int) -> bool:
-    """Returns whether no thread of a process runs any more, which takes a moment after SIGSTOP."""
-    states = [stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{process}/task").glob("*/stat")]
-    return set(states) == {"T"}
-
-
-@contextmanager
-def stopped(worker: Worker) -> Iterator[None]:
-    os.kill(worker.pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: has_stopped(worker.pid))
-        yield
-    finally:
-        os.kill(worker.pid, signal.SIGCONT)
+    counts = "calls_in_flight", "waiting_calls", "bytes_in_flight"
+    wait_until(lambda: not any(figures(name)[each] for each in counts))
 
 
 def in_thread(function: Any, *args: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import signal
 import threading
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from gradwire import autograd, rpc
+from gradwire.c10d import Credentials, TCPStore
 from gradwire.errors import NotInitializedError, Outcome, RpcCancelledError, RpcTimeoutError, WorkerLostError
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, keep, multiply, set_event, wait_for, wait_until
+from tests.stopped import stopped
 
 
 def join(name: str, url: str, **options) -> None:
@@ -44,6 +47,12 @@ def note_run_and_die(path: str) -> int:
     pid = note_run(path)
     if len(Path(path).read_text().splitlines()) == 1:
         os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def note_run_and_wait(path: str) -> int:
+    pid = note_run(path)
+    wait_for("seen twice")
     return pid
 
 
@@ -230,4 +239,72 @@ def test_references_among_its_arguments_arrive_with_each_attempt(join_one, tmp_p
     assert a.run(lambda: remote_functions.kept.pop().wait()) == 1
     assert again.run(lambda: remote_functions.kept[0].to_here().tolist()) == [1, 1, 1]
     again.run(lambda: remote_functions.kept.clear())
+    a.run(assert_clean)
+
+
+SECURE = {
+    "host": "127.0.0.1",
+    "credentials": Credentials(token=secrets.token_hex(32)),
+    "transports": ("tcp", "grpc"),
+}
+
+
+def join_static(rank: int, port: int, **options) -> None:
+    store = TCPStore("127.0.0.1", port, credentials=options.get("credentials"))
+    settings = rpc.RpcBackendOptions(init_timeout=50, **options)
+    rpc.init_rpc("ab"[rank], rank=rank, world_size=2, rpc_backend_options=settings, store=store)
+
+
+@pytest.mark.parametrize("options", [{}, SECURE], ids=["local", "tls"])
+def test_in_a_static_group_it_runs_again_on_the_worker_that_is_started_again(workers, tmp_path, options):
+    log = tmp_path / "runs"
+    with TCPStore("127.0.0.1", 0, is_master=True, credentials=options.get("credentials")) as store:
+        a, b = workers(2)
+        for each in [worker.start(join_static, rank, store.port, **options) for rank, worker in enumerate((a, b))]:
+            each.result()
+        a.run(start_call, str(log), idempotent=True)
+        b.process.join(20)
+        later = a.start(rpc.rpc_sync, "b", os.getpid, timeout=60, idempotent=True)
+        (again,) = workers(1)
+        again.run(join_static, 1, store.port, **options)
+        assert later.result() == again.pid
+        assert a.run(lambda: remote_functions.kept.pop().wait()) == again.pid
+        assert runs(log) == 2
+        a.run(assert_clean)
+        assert again.run(rpc.rpc_sync, "a", os.getpid) == a.pid
+        transport = "tcp" if options else "unix"
+        a.run(wait_until, lambda: rpc.debug_info()["transports"]["b"] == transport)
+        workers.each([a, again], rpc.shutdown)
+
+
+def test_it_runs_again_on_a_suspect_worker_that_comes_back(workers, tmp_path):
+    """A call in flight has begun, and runs twice; one that is made meanwhile runs once."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    a, b = workers.rpc(2, liveness=rpc.Liveness(heartbeat=0.2, suspect_after=1.0))
+
+    def begin() -> None:
+        remote_functions.kept.append(
+            rpc.rpc_async("worker1", note_run_and_wait, (str(first),), timeout=60, idempotent=True)
+        )
+        wait_until(lambda: runs(first))
+
+    def while_stopped() -> None:
+        wait_until(lambda: rpc.debug_info()["links"]["worker1"]["state"] == "suspect")
+        remote_functions.kept.append(
+            rpc.rpc_async("worker1", note_run, (str(second),), timeout=60, idempotent=True)
+        )
+        assert not any(future.done() for future in remote_functions.kept)
+
+    def after() -> list[int]:
+        answers = [future.wait() for future in remote_functions.kept]
+        remote_functions.kept.clear()
+        return answers
+
+    a.run(begin)
+    with stopped(b):
+        a.run(while_stopped)
+    a.run(wait_until, lambda: runs(first) == 2)
+    b.run(set_event, "seen twice")
+    assert a.run(after) == [b.pid, b.pid]
+    assert (runs(first), runs(second)) == (2, 1)
     a.run(assert_clean)

@@ -1,8 +1,6 @@
 """Links that break and heal: a worker is suspect while it does not answer, and what it holds stays."""
 
-import os
 import secrets
-import signal
 import threading
 import time
 
@@ -16,6 +14,7 @@ from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_until
 from tests.rpc import links
 from tests.rpc.test_several_hosts import join_all
+from tests.stopped import stopped
 
 TRANSPORTS = [("unix", "tcp", "grpc"), ("tcp", "grpc"), ("grpc",)]
 LIVENESS = rpc.Liveness(heartbeat=0.2, suspect_after=1.0, lease=60.0)
@@ -56,16 +55,18 @@ def test_a_connection_that_is_cut_heals(workers, transports):
     a.run(lambda: wait_until(lambda: links.state_of("worker1") == "connected"))
 
 
+def have_a_reference_and_a_call() -> None:
+    """Has this worker record events, and have a reference to a value of worker 1 and an endless call to it."""
+    links.record_events()
+    keep(rpc.remote("worker1", torch.ones, (3,)))
+    assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
+    wait_until(remote_functions.kept[-1].confirmed_by_owner)
+    links.call_for_ever("worker1")
+
+
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_a_stopped_worker_is_suspect_and_comes_back(workers, transports):
     a, b = workers.rpc(2, transports=transports, liveness=LIVENESS)
-
-    def begin() -> None:
-        links.record_events()
-        keep(rpc.remote("worker1", torch.ones, (3,)))
-        assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
-        wait_until(remote_functions.kept[-1].confirmed_by_owner)
-        links.call_for_ever("worker1")
 
     def while_stopped() -> None:
         links.assert_suspect(links.futures[-1])
@@ -82,12 +83,9 @@ def test_a_stopped_worker_is_suspect_and_comes_back(workers, transports):
         assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
         wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
 
-    a.run(begin)
-    os.kill(b.pid, signal.SIGSTOP)
-    try:
+    a.run(have_a_reference_and_a_call)
+    with stopped(b):
         a.run(while_stopped)
-    finally:
-        os.kill(b.pid, signal.SIGCONT)
     a.run(after)
     b.run(set_event, "never")
     assert b.run(rpc.rpc_sync, "worker0", add, (1, 1)) == 2
@@ -134,11 +132,8 @@ def test_the_lease_of_a_worker_ends(workers):
         wait_until(lambda: isinstance(links.error_of_call("worker0"), EvictedError))
 
     a.run(begin)
-    os.kill(b.pid, signal.SIGSTOP)
-    try:
+    with stopped(b):
         a.run(while_stopped)
-    finally:
-        os.kill(b.pid, signal.SIGCONT)
     b.run(find_out)
 
 
@@ -174,11 +169,8 @@ def test_calls_wait_if_they_are_to(workers):
         assert_clean()
 
     a.run(begin)
-    os.kill(b.pid, signal.SIGSTOP)
-    try:
+    with stopped(b):
         a.run(while_stopped)
-    finally:
-        os.kill(b.pid, signal.SIGCONT)
     a.run(after)
     b.run(set_event, "never")
     a.run(clean)
@@ -240,11 +232,8 @@ def test_a_connection_with_tls_heals(workers):
         links.call_for_ever("worker1", "later")
 
     a.run(cut)
-    os.kill(b.pid, signal.SIGSTOP)
-    try:
+    with stopped(b):
         a.run(lambda: links.assert_suspect(links.futures[-1]))
-    finally:
-        os.kill(b.pid, signal.SIGCONT)
     a.run(lambda: wait_until(lambda: links.state_of("worker1") == "connected"))
     assert a.run(rpc.rpc_sync, "worker1", add, (1, 1)) == 2
     for event in ("never", "later"):
@@ -260,13 +249,6 @@ def test_hosts_that_are_parted_for_a_while(hosts, transports):
     for pending in join_all([a, b], variables, insecure=True, liveness=liveness, transports=transports):
         pending.result()
 
-    def begin() -> None:
-        links.record_events()
-        keep(rpc.remote("worker1", torch.ones, (3,)))
-        assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
-        wait_until(remote_functions.kept[-1].confirmed_by_owner)
-        links.call_for_ever("worker1")
-
     def while_parted() -> None:
         links.assert_suspect(links.futures[-1])
         wait_until(lambda: links.seen == [("suspect", "worker1")])
@@ -276,7 +258,7 @@ def test_hosts_that_are_parted_for_a_while(hosts, transports):
         assert torch.equal(remote_functions.kept[-1].to_here(), torch.ones(3))
         wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
 
-    a.run(begin)
+    a.run(have_a_reference_and_a_call)
     net.unplug(1)
     a.run(while_parted)
     b.run(lambda: wait_until(lambda: links.state_of("worker0") == "suspect"))

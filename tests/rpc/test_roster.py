@@ -1,11 +1,14 @@
 """The log of joins and leaves of a dynamic group."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
+from functools import reduce
 
 import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError
+from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.roster import RosterError
@@ -78,6 +81,10 @@ def joining(name: str, identifier: int) -> str:
     return json.dumps({"join": asdict(member(name, identifier))})
 
 
+def version_of(entries: Iterable[str]) -> RosterVersion:
+    return reduce(RosterVersion.followed_by, entries, RosterVersion())
+
+
 @pytest.fixture
 def known() -> tuple[HashStore, RosterLog]:
     """A store with a log of a, which has left, and b; and a copy of that log."""
@@ -94,10 +101,11 @@ def test_entries_are_learned_if_the_store_has_them(known):
     other = RosterLog(store)
     other.catch_up()
     assert other.join(member("c", 2))
-    log.learn(other.entries())
+    log.learn(other.version)
     assert names(log) == ["b", "c"]
-    log.learn(other.entries()[:2])  # of a worker that knows less
+    log.learn(version_of(other.entries()[:2]))  # of a worker that knows less
     assert log.entries() == other.entries()
+    assert log.version == version_of(other.entries())
 
 
 @pytest.mark.parametrize(
@@ -114,10 +122,24 @@ def test_entries_that_the_store_does_not_have_are_refused(known, forged):
     _, log = known
     before = log.entries(), log.members()
     with pytest.raises(RosterError, match="entry 3 of its roster is not in the store"):
-        log.learn([*log.entries(), forged])
+        log.learn(version_of([*log.entries(), forged]))
     with pytest.raises(RosterError, match="contradicts what is known here"):
-        log.learn([joining("a", 0), forged])
+        log.learn(version_of([joining("a", 0), forged]))
     assert (log.entries(), log.members()) == before
+
+
+@pytest.mark.parametrize("digest", [b"", bytes(32), bytes(33)])
+def test_who_knows_other_entries_than_the_store_is_refused(known, digest):
+    """What the store has is learned."""
+    store, log = known
+    other = RosterLog(store)
+    other.catch_up()
+    assert other.join(member("c", 2))
+    with pytest.raises(RosterError, match="contradicts what is known here"):
+        log.learn(RosterVersion(4, digest))
+    assert log.entries() == other.entries()
+    with pytest.raises(RosterError, match="entry 4 of its roster is not in the store"):
+        log.learn(RosterVersion(2**64 - 1, digest))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +185,7 @@ def test_what_is_no_entry_is_refused_wherever_it_comes_from(known, text):
         log.catch_up()
     assert len(str(caught.value)) < 500  # others are told
     with pytest.raises(RosterError, match="entry 3 of the roster is refused"):
-        log.learn([*log.entries(), text])
+        log.learn(version_of([*log.entries(), text]))
     with pytest.raises(RendezvousError, match="entry 3 of the roster is refused"):
         log.join(member("d", 5))
     assert (log.entries(), log.members()) == before
@@ -171,11 +193,11 @@ def test_what_is_no_entry_is_refused_wherever_it_comes_from(known, text):
 
 def test_nothing_is_learned_without_the_store(known):
     store, log = known
-    entries = [*log.entries(), joining("c", 2)]
+    version = version_of([*log.entries(), joining("c", 2)])
 
     def fail(_keys):
         raise ConnectionError("it has gone")
 
     store.check = fail
     with pytest.raises(RosterError, match="the store cannot tell entry 3 of its roster: it has gone"):
-        log.learn(entries)
+        log.learn(version)

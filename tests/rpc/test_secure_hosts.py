@@ -83,7 +83,7 @@ def test_a_worker_with_other_credentials_is_told(hosts, token, text):
 def test_without_credentials_the_error_names_them(hosts):
     net = hosts(1, 1)
     for each in join_all(net.workers, master(net.address(0)), [None, None]):
-        with pytest.raises(RendezvousError, match=r"Set GRADWIRE_TOKEN .*python -m gradwire.certs token"):
+        with pytest.raises(RendezvousError, match=r"Set GRADWIRE_TOKEN .*gradwire certs token"):
             each.result()
 
 

@@ -241,7 +241,7 @@ def test_all_workers_learn_of_rank_0_on_two_hosts(hosts):
 
 
 def run_program(rank: int, arguments: list[str], variables: dict[str, str]) -> str:
-    """Runs a program for torch.distributed.rpc as `python -m gradwire.compat` does; returns its output."""
+    """Runs a program for torch.distributed.rpc as `gradwire run` does; returns its output."""
     os.environ.update(variables, RANK=str(rank))
     with redirect_stdout(StringIO()) as output:
         compat_main.main([*arguments, str(LAUNCHED)])
@@ -252,7 +252,7 @@ def test_an_unmodified_program_for_torch(hosts):
     net = hosts(1, 1)
     variables = {**master(net.address(0)), "WORLD_SIZE": "2"}
     started = [worker.start(run_program, rank, [], variables) for rank, worker in enumerate(net.workers)]
-    assert "start the program by `python -m gradwire.compat --insecure`" in same_error(started)
+    assert "start the program by `gradwire run --insecure`" in same_error(started)
     variables["MASTER_PORT"] = "29501"
     started = [
         worker.start(run_program, rank, ["--insecure"], variables) for rank, worker in enumerate(net.workers)

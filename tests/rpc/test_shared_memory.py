@@ -302,7 +302,7 @@ def test_nothing_is_left_of_a_killed_worker(pair):
 
 
 def test_the_size_of_dev_shm_does_not_matter(workers):
-    """As in a container, which has 64 MB of it."""
+    """As in a container, which has 64 MB of it; here less, since a tensor has to be larger."""
     if reason := why_unavailable():
         pytest.skip(reason)
     started = workers(2)
@@ -313,17 +313,17 @@ def test_the_size_of_dev_shm_does_not_matter(workers):
 
     def send():
         rpc.rpc_sync("worker1", os.getpid)
-        x = torch.arange(128 * MIB)
+        x = torch.arange(4 * MIB)
         assert rpc.rpc_sync("worker1", torch.sum, (x,)) == x.sum()
-        assert used_bytes() == x.nbytes == 1024 * MIB
+        assert used_bytes() == x.nbytes == 32 * MIB
 
     started[0].run(send)
 
 
 def shrink_dev_shm():
-    subprocess.run(["mount", "-o", "remount,size=64m", "/dev/shm"], check=True)
+    subprocess.run(["mount", "-o", "remount,size=2m", "/dev/shm"], check=True)
     shm = os.statvfs("/dev/shm")
-    assert shm.f_blocks * shm.f_frsize == 64 * MIB
+    assert shm.f_blocks * shm.f_frsize == 2 * MIB
 
 
 def test_a_call_that_is_not_sent_gives_its_segment_back(pair):

@@ -19,7 +19,7 @@ from tests.remote_functions import wait_until
 from tests.rpc.broadcasts import ONE_HOST, OTHERS, bytes_sent, each_result, group_count, ramp, total
 from tests.rpc.segments import MIB, channel, keep, kept_sums, mapped_files, release_kept, used_bytes, write_to_all
 from tests.rpc.test_fault_injection import faulty
-from tests.rpc.test_flow_control import stopped
+from tests.stopped import stopped
 
 
 @pytest.fixture

@@ -323,8 +323,11 @@ def test_after_a_contradiction_the_same_processes_may_try_again(workers):
         a, b = workers(2)
         pending = [a.start(fail, "a", 0, 2, given), b.start(fail, "a", 1, 2, given)]
         assert len({each.result()[0] for each in pending}) == 1
+        (c,) = workers(1)
+        count = store.num_keys()
         again = [a.start(join, "a", 0, 3, given), b.start(join, "b", 2, 3, given)]
-        again.append(workers(1)[0].start(join, "c", 1, 3, given))
+        wait_until(lambda: store.num_keys() > count)  # before that, c would take the contradiction for its own
+        again.append(c.start(join, "c", 1, 3, given))
         for each in again:
             each.result()
 

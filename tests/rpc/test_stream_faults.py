@@ -9,6 +9,7 @@ import pytest
 from gradwire import Outcome, rpc
 from gradwire.errors import (
     LimitReachedError,
+    NotInitializedError,
     RemoteError,
     RpcTimeoutError,
     SerializationError,
@@ -36,7 +37,8 @@ from tests.rpc.generators import (
     yields_an_item_that_does_not_pickle,
     yields_an_item_that_does_not_unpickle,
 )
-from tests.rpc.test_flow_control import figures, limits, stopped
+from tests.rpc.test_flow_control import figures, limits
+from tests.stopped import stopped
 
 MIB = 1 << 20
 
@@ -60,6 +62,10 @@ def test_an_error_comes_after_the_items_before_it(workers):
     b.run(assert_clean)
 
 
+async def return_soon() -> int:
+    return 1
+
+
 def test_functions_that_cannot_be_streamed(workers):
     a, b = workers.rpc(2)
 
@@ -68,6 +74,8 @@ def test_functions_that_cannot_be_streamed(workers):
             TypeError, match="add returned 'int', which cannot be streamed: rpc_stream needs a gen"
         ):
             next(rpc.rpc_stream("worker1", add, (1, 2)))
+        with pytest.raises(TypeError, match="return_soon returned 'coroutine', which cannot be streamed"):
+            next(rpc.rpc_stream("worker1", return_soon))
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
             next(rpc.rpc_stream("worker1", count_to))
         with pytest.raises(RuntimeError, match="the function to stream raised StopIteration"):
@@ -82,6 +90,7 @@ def test_functions_that_cannot_be_streamed(workers):
 
     a.run(check)
     b.run(assert_clean)
+    assert "never awaited" not in b.describe()
 
 
 def test_items_that_cannot_be_sent_or_unpickled(workers):
@@ -369,3 +378,27 @@ def test_the_beginning_of_a_stream_that_was_closed_is_answered_once(agents):
     wait_until(lambda: not b_calls()["agent.server_active_calls"])
     wait_until(lambda: not a.control.pending())
     assert told == [consumer.id]
+
+
+def test_the_outcome_of_a_stream_that_a_shutdown_ends_is_unknown(workers):
+    a, b = workers.rpc(2)
+
+    def check() -> None:
+        stream = rpc.rpc_stream("worker1", waits_between, ("late",))
+        assert next(stream) == "first"
+        ends = []
+
+        def wait_for_next() -> None:
+            with pytest.raises(NotInitializedError) as caught:
+                next(stream)
+            ends.append(caught.value.outcome)
+
+        waiting = threading.Thread(target=wait_for_next)
+        waiting.start()
+        wait_until(lambda: stream._consumer._changed._waiters)
+        rpc.shutdown(graceful=False)
+        waiting.join(20)
+        assert ends == [Outcome.UNKNOWN]
+
+    a.run(check)
+    b.run(set_event, "late")

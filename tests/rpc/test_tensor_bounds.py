@@ -52,6 +52,13 @@ def test_any_tensor_message_is_decoded_or_refused(drawn):
         decode_tensors(drawn, lambda payload: payload.inline)
 
 
+def test_strides_of_empty_tensors_are_bounded():
+    (tensor,) = decode_tensors([agent_pb2.Tensor(dtype=1, sizes=[2**62, 2, 0])], lambda _: b"")
+    assert tensor.shape == (2**62, 2, 0)
+    with pytest.raises(ValueError, match="malformed tensor: dtype number 1, shape"):
+        decode_tensors([agent_pb2.Tensor(dtype=1, sizes=[0, 2, 2**62])], lambda _: b"")
+
+
 @pytest.mark.parametrize("count", [MAX_DIMENSIONS + 1, 200_000])
 @pytest.mark.parametrize("size", [0, 1])
 def test_dimensions_are_bounded(count, size):

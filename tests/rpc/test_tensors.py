@@ -252,6 +252,14 @@ def test_a_generator_is_found_within_arguments(two_workers):
     two_workers[0].run(check)
 
 
+def test_the_future_of_a_call_is_found_within_arguments(two_workers):
+    def check() -> None:
+        with pytest.raises(SerializationError, match=r"args\[0\] cannot be sent: Can not pickle .*: wait for it"):
+            rpc.rpc_sync("worker1", identity, (rpc.rpc_async("worker1", identity, (1,)),))
+
+    two_workers[0].run(check)
+
+
 def a_storage() -> torch.UntypedStorage:
     return torch.arange(3.0).untyped_storage()
 
@@ -376,10 +384,11 @@ def test_views_arrive_as_views(data):
     received, nbytes = round_trip(list(sent))
     assert all(torch.equal(a, b) for a, b in zip(received, sent, strict=True))
     assert nbytes == whole.numel() * whole.itemsize
-    base, there = next(index for index, tensor in enumerate(sent) if tensor is whole), element_addresses(whole)
+    base = next(received for received, tensor in zip(received, sent, strict=True) if tensor is whole)
+    here, there = element_addresses(base), element_addresses(whole)
     for a, b in zip(received, sent, strict=True):
         assert [there.index(place) for place in element_addresses(b)] == [
-            element_addresses(received[base]).index(place) for place in element_addresses(a)
+            here.index(place) for place in element_addresses(a)
         ]
 
 

@@ -13,6 +13,7 @@ from gradwire.errors import WorkerLostError
 
 from tests.remote_functions import identity, wait_until
 from tests.rpc.segments import network
+from tests.stopped import stopped
 
 
 def transport_to(name):
@@ -90,11 +91,8 @@ def results():
 def test_a_stopped_peer_holds_up_nobody_else(three_workers):
     a, b, _ = three_workers
     a.run(transport_to, "worker1")
-    os.kill(b.pid, signal.SIGSTOP)
-    try:
+    with stopped(b):
         a.run(call_stopped_and_running)
-    finally:
-        os.kill(b.pid, signal.SIGCONT)
     assert a.run(results) == [100_000] * 200
 
 

@@ -246,7 +246,7 @@ class SimulatedNetwork:
         self.listener = listener
         return "simulated"
 
-    def open(self, members: Sequence[Member]) -> None:
+    def open(self, members: Sequence[Member], _control: object) -> None:
         self._members = {member.info.id: member.info for member in members}
 
     def admit(self) -> None:

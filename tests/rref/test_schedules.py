@@ -34,7 +34,7 @@ from tests.rref.schedules import (
 )
 from tests.rref.simulation import Machine, wait_for_value
 
-SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "250"))
+SCHEDULES = int(os.environ.get("GRADWIRE_SCHEDULES", "100"))
 COLLECT_EVERY = 50
 """Schedules between two runs of the garbage collector, which runs only there so that schedules can be repeated."""
 
@@ -48,14 +48,11 @@ def simulated_waits(monkeypatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
     gc.disable()
     logging.disable()  # pytest keeps log records, and with them the frames of exceptions and all they refer to
     yield
     logging.disable(logging.NOTSET)
     gc.enable()
-    gc.unfreeze()
 
 
 @pytest.mark.timeout(max(120, SCHEDULES))

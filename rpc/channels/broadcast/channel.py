@@ -23,9 +23,10 @@ from ....c10d.group_membership import GroupSpec
 from ....c10d.torch_types import TorchStore
 from ....errors import GroupAbortedError
 from ....proto.v1 import agent_pb2
+from ...contracts.collective_options import BroadcastOptions
 from ...contracts.control import ControlMessages
 from ...contracts.messages import Buffer
-from ...contracts.options import BroadcastOptions, ChannelOptions
+from ...contracts.options import ChannelOptions
 from ...contracts.worker import WorkerInfo
 from ..base import Arriving, PayloadLostError, SendingChannel, StartTransfer
 from ..shared_memory.channel import SharedMemoryChannel

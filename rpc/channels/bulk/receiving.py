@@ -234,6 +234,8 @@ class _ReceivingConnection:
         self._executor.watch(self._socket.fileno(), READABLE, self._on_readable)
 
     def resume(self) -> None:
+        """Has it read again. Called while nobody reads it."""
+        self._set_low_water()
         poller, descriptor = self._executor.poller, self._socket.fileno()
         if isinstance(self._socket, TlsSocket) and self._socket.has_unread():
             poller.hand_over(descriptor, self._on_readable)
@@ -248,7 +250,6 @@ class _ReceivingConnection:
     def _on_readable(self) -> bool:
         try:
             if self._read():
-                self._set_low_water()
                 self.resume()
         except ValueError as error:
             self._bundle.on_malformed(error)
