@@ -79,8 +79,8 @@ def require_trusted(host: str, *, insecure: bool, action: str, how_to_allow: str
     if not allows_insecure(insecure) and not is_loopback(host):
         raise StoreError(
             f"{action} {host!r} is refused: it is not a loopback address, and there are no credentials, so "
-            "anyone who reaches it could run code on the workers. Set GRADWIRE_TOKEN to a token that `python -m "
-            f"gradwire.certs token` prints, on all of them; or, on a network that you trust, {how_to_allow}"
+            "anyone who reaches it could run code on the workers. Set GRADWIRE_TOKEN to a token that "
+            f"`gradwire certs token` prints, on all of them; or, on a network that you trust, {how_to_allow}"
         )
 
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Backend
 
 from ..errors import ProcessGroupError
 from ..torch_internals import default_timeout
@@ -78,6 +80,8 @@ def init_process_group(
         RendezvousError: the ranks cannot find each other, or conflict with each other; all ranks raise the same.
         ValueError: the backend is unknown.
     """
+    names = full_names(backend)
+    _check_names(names)  # before this rank waits for the others
     limit = default_timeout if timeout is None else _timedelta(timeout)
     if store is None and init_method is None and under_mpiexec() and "MASTER_ADDR" not in os.environ:
         found = rendezvous_under_mpiexec(limit, insecure=insecure, credentials=credentials)
@@ -102,7 +106,7 @@ def init_process_group(
         if not enable_reconfigure:
             found.wait_for_all(limit)
         dist.init_process_group(
-            full_names(backend),
+            names,
             timeout=limit,
             world_size=found.world_size or 1,  # torch wants a rank and a size of groups without ranks, too
             rank=max(found.rank, 0),
@@ -220,6 +224,19 @@ def full_names(backend: str | None) -> str:
         device, colon, name = part.rpartition(":")
         parts.append(f"{device}{colon}{f'gradwire_{name}' if name in BUILTIN_ENGINES else name}")
     return ",".join(parts)
+
+
+def _check_names(backend: str) -> None:
+    """Raises ValueError if torch knows no backend of a name, and finds none by an entry point."""
+    known = {*Backend.backend_list, *(each.name for each in entry_points(group="torch.distributed.backends"))}
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        if name not in known:
+            short = ", ".join(map(repr, sorted(BUILTIN_ENGINES)))
+            raise ValueError(
+                f"there is no backend {name!r}: give {short}, as in 'cpu:shm,cuda:nccl', or a backend that is "
+                "registered with torch, or None for the best for each device"
+            )
 
 
 def _timedelta(timeout: Timeout) -> timedelta:

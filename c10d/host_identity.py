@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Self, final
 
 from ..errors import ProcessGroupError
-from .addresses import INSECURE_VARIABLE
+from .addresses import INSECURE_VARIABLE, is_numeric
 from .exchanged_values import parse_list, unexpected_value
+from .listening import ListenSettings
 from .stores.describe import innermost_store
 from .torch_types import TorchStore
 
@@ -32,6 +33,7 @@ __all__ = [
     "gather_consenting_hosts",
     "gather_hosts",
     "insecure_problem",
+    "interface_addresses",
     "is_local",
     "listen",
     "network_id",
@@ -176,13 +178,19 @@ def gather_consenting_hosts(
 def listen(hosts: Sequence[HostIdentity], store: TorchStore) -> tuple[socket.socket, str]:
     """Opens a listening socket for the ranks on these hosts. Returns it, and the address to connect to.
 
-    If all hosts share the loopback address, the socket listens there, and nobody else can reach it.
+    If all hosts share the loopback address, the socket listens there, and nobody else can reach it. Otherwise
+    GRADWIRE_HOST and GRADWIRE_ADVERTISED_HOST may say other addresses. GRADWIRE_PORTS says which ports.
+
+    Raises:
+        OSError: the address is not one of this host, or no port is free.
     """
+    settings = ListenSettings.from_environment()
     if can_share_loopback(hosts):
-        return socket.create_server((LOOPBACK, 0)), LOOPBACK
-    address = address_for_others(store)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family), address
+        return settings.ports.listen(LOOPBACK), LOOPBACK
+    bind = settings.host or address_for_others(store)
+    is_wildcard = is_numeric(bind) and ipaddress.ip_address(bind).is_unspecified
+    dialled = settings.advertised_host or (address_for_others(store) if is_wildcard else bind)
+    return settings.ports.listen(bind), dialled
 
 
 def network_id() -> str:
@@ -220,11 +228,19 @@ def address_for_others(store: TorchStore | None = None, family: socket.AddressFa
                     address = str(probe.getsockname()[0])
                 if not is_local(address):
                     return address
-    for _, name in socket.if_nameindex():
-        with suppress(ProcessGroupError):  # it has no IPv4 address
-            if family != socket.AF_INET6 and not is_local(address := _interface_address(name)):
-                return address
+    if family != socket.AF_INET6:
+        others = (address for address in interface_addresses().values() if not is_local(address))
+        return next(others, LOOPBACK)
     return LOOPBACK
+
+
+def interface_addresses() -> dict[str, str]:
+    """Returns the IPv4 address of each network interface that has one, by the interface's name."""
+    found = {}
+    for _, name in socket.if_nameindex():
+        with suppress(ProcessGroupError):
+            found[name] = _interface_address(name)
+    return found
 
 
 def is_local(address: str) -> bool:

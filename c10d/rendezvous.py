@@ -80,10 +80,11 @@ def rendezvous(
         url: one of
 
             - `env://` (the default): RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment; under
-              torchrun and `gradwire.launch.spawn`, the launcher's own store;
+              torchrun and `gradwire.launch.spawn`, the launcher's own store; under srun, mpiexec and in an Indexed
+              Job of Kubernetes, rank and world size may be in the launcher's own variables: docs/launch.md;
             - `tcp://host:port?rank=0&world_size=2`: rank 0 hosts a TCPStore there;
             - `store://host:port?rank=0&world_size=2`: a store that runs there, started by
-              `python -m gradwire.store`; with `env://`, GRADWIRE_STORE=host:port says the same;
+              `gradwire store`; with `env://`, GRADWIRE_STORE=host:port says the same;
             - `file:///path?rank=0&world_size=2`: a FileStore.
 
             Rank and world size may be in the URL or in the arguments. If they are in both, they must be equal.

@@ -6,6 +6,7 @@ from typing import final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ..errors import RendezvousError
+from .launchers import integer_variable, launcher_variables
 from .spawn_store import HOST, SpawnStore
 
 __all__ = ["StoreAddress", "parse_url"]
@@ -70,13 +71,16 @@ class StoreAddress:
     def from_environment(self, environment: Mapping[str, str], *, dynamic: bool = False) -> "StoreAddress":
         """Completes an `env://` address from environment variables; returns other addresses unchanged.
 
-        RANK and WORLD_SIZE are optional if the group may be dynamic.
+        RANK and WORLD_SIZE are optional if the group may be dynamic. If the caller has passed neither rank nor
+        world size, those that other launchers say count too: see `launchers.find_launched_process`.
 
         Raises:
             RendezvousError: variables are missing or not valid.
         """
         if self.scheme != "env":
             return self
+        if self.rank < 0 and self.world_size < 0:
+            environment = {**environment, **launcher_variables(environment)}
         running = environment.get(_VARIABLE, "")
         needed = {
             "RANK": self.rank < 0,
@@ -89,12 +93,13 @@ class StoreAddress:
         if missing:
             raise RendezvousError(
                 f"{self.url} needs the environment variables {', '.join(missing)}, which are not set: set "
-                "them, start the workers with torchrun, or give another URL (or rank= and world_size=)"
+                "them (docs/launch.md says how under Slurm, mpiexec and Kubernetes), start the workers with "
+                "gradwire spawn or torchrun, or give another URL (or rank= and world_size=)"
             )
         address = replace(
             self,
-            rank=_integer("RANK", environment) if self.rank < 0 else self.rank,
-            world_size=_integer("WORLD_SIZE", environment) if self.world_size < 0 else self.world_size,
+            rank=integer_variable("RANK", environment) if self.rank < 0 else self.rank,
+            world_size=integer_variable("WORLD_SIZE", environment) if self.world_size < 0 else self.world_size,
         )
         launched = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in _TRUE_VALUES
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if launched else None
@@ -199,15 +204,6 @@ def _numbers(url: str, scheme: str, query: str) -> dict[str, int]:
             raise _malformed(url, f"{name}={text} is not a number of 0 or more", scheme)
         numbers[name] = int(text)
     return numbers
-
-
-def _integer(name: str, environment: Mapping[str, str]) -> int:
-    text = environment.get(name)
-    if not text:
-        return -1
-    if not (text.isascii() and text.strip().isdigit()):
-        raise RendezvousError(f"the environment has {name}={text}: set it to a number of 0 or more")
-    return int(text)
 
 
 def _port(text: str, where: str) -> int:

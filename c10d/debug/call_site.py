@@ -1,5 +1,6 @@
 """Finds the line of the user's program that called a collective."""
 
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -7,17 +8,18 @@ from types import FrameType
 
 import torch
 
-__all__ = ["CallSite", "find_call_site"]
+__all__ = ["CallSite", "find_call_site", "is_in_library"]
 
 CallSite = tuple[str, int]
 """File and line."""
 
-_GRADWIRE_C10D = str(Path(__file__).parent.parent)
-_TORCH = str(Path(torch.__file__).parent)
+_GRADWIRE = Path(__file__).parents[2]
+_PACKAGES = ("autograd", "c10d", "compat", "nn", "optim", "rpc", "rref")
+_LIBRARIES = (*(f"{_GRADWIRE / name}{os.sep}" for name in _PACKAGES), f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def find_call_site(skip: int = 0) -> CallSite:
-    """Returns the innermost line on the stack that is neither in gradwire.c10d nor in torch; else the outermost.
+    """Returns the innermost line on the stack that is neither in gradwire nor in torch; else the outermost.
 
     Args:
         skip: innermost frames that are known to be gradwire's, beside this function's. Looking at a frame costs
@@ -27,12 +29,13 @@ def find_call_site(skip: int = 0) -> CallSite:
     file, line = "", 0
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno
-        if not _is_in_library(file):
+        if not is_in_library(file):
             break
         frame = frame.f_back
     return file, line
 
 
 @cache  # asked several times for each operation
-def _is_in_library(file: str) -> bool:
-    return file.startswith((_GRADWIRE_C10D, _TORCH))
+def is_in_library(file: str) -> bool:
+    """Returns whether a source file is gradwire's or torch's."""
+    return file.startswith(_LIBRARIES)

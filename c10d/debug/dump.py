@@ -1,6 +1,6 @@
 """Writes the flight recorders of this process to a file.
 
-`python -m gradwire.c10d.debug.report FILES` reads the files of all ranks and says which rank is stuck where.
+`gradwire flight FILES` reads the files of all ranks and says which rank is stuck where.
 """
 
 import logging

@@ -33,7 +33,7 @@ class Credentials:
     The certificates may be given as the path of a PEM file (str or Path), or as bytes in PEM. Files are read again
     when they have changed, for the connections that are made from then on.
 
-    token: a secret of at least 128 random bits, the same in all processes; `python -m gradwire.certs token` makes
+    token: a secret of at least 128 random bits, the same in all processes; `gradwire certs token` makes
         one. Each process derives the key of the job's CA from it, and makes itself a certificate.
     ca: the certificates of the job's CA; more than one, while a CA is replaced by another.
     certificate: that of this process, followed by those of intermediate CAs if there are any.
@@ -138,7 +138,7 @@ def _check_token(token: object) -> None:
     if len(token) < needed or len(set(token)) < MIN_TOKEN_CHARACTERS:
         raise CredentialsError(
             f"the token can be guessed: it has {len(token)} {kind} characters, {len(set(token))} different ones. "
-            f"Give one of {MIN_TOKEN_BITS} random bits or more, such as `python -m gradwire.certs token` prints"
+            f"Give one of {MIN_TOKEN_BITS} random bits or more, such as `gradwire certs token` prints"
         )
 
 

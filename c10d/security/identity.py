@@ -35,6 +35,12 @@ class Identity:
         """Returns the context for connections that this process accepts."""
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
+    def page_context(self) -> ssl.SSLContext:
+        """Returns a context to serve pages to browsers, which show no certificate: a secret has to admit them."""
+        context = _make_context(ssl.PROTOCOL_TLS_SERVER, self._source.current())
+        context.verify_mode = ssl.CERT_NONE
+        return context
+
     def client_context(self) -> ssl.SSLContext:
         """Returns the context for connections that this process makes. They need a `server_hostname`."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)

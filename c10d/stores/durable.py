@@ -212,12 +212,14 @@ class DurableState:
         self._put(answers, operation.number, outcome)
         while len(answers) > MAX_OUTCOMES:
             self._drop(answers, min(answers))
-        while len(self._answers) > MAX_CLIENTS or (
-            self._answer_bytes > MAX_OUTCOME_BYTES and len(self._answers) > 1
+        while len(self._answers) > 1 and (
+            len(self._answers) > MAX_CLIENTS or self._answer_bytes > MAX_OUTCOME_BYTES
         ):
             _, discarded = self._answers.popitem(last=False)
             for number in list(discarded):
                 self._drop(discarded, number)
+        while self._answer_bytes > MAX_OUTCOME_BYTES and len(answers) > 1:
+            self._drop(answers, min(answers))
 
     def _discard_acknowledged(self, operation: Operation) -> None:
         """Forgets the outcomes that a client has."""

@@ -94,9 +94,9 @@ class Journal:
         """Puts a file that has these changes only in the place of this one; keeps this one if that fails."""
         self._rewritten_bytes = self._log.size  # when it has doubled, this is tried again
         path = self._path + ".new"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a process that was killed here
         try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of a process that was killed here
             made = self._open(path)
             try:
                 made.append(Operation(kind=store_pb2.IDENTIFY, values=[self.identity]))

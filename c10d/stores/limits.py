@@ -21,7 +21,8 @@ class StoreLimits:
     """What the server of a TCPStore holds at most. Beyond it, operations fail with an error that names the limit.
 
     max_entries: keys and items of queues.
-    max_bytes: bytes of all keys, values and items together.
+    max_bytes: bytes of all keys, values and items together; and of the operations that wait, together with the
+        items that clients have popped and not confirmed yet.
     max_waiting: operations that wait for keys, of all clients together.
     max_connections: connections; further ones are closed at once. Each store of each process takes one. The limit
         is at most half of the file descriptors that the process may have.

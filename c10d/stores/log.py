@@ -23,7 +23,9 @@ FILE_STORE = b"gradwire store 1\n"
 STORE_PROCESS = b"gradwire store log 1\n"
 """How files begin."""
 
-_MAX_RECORD_BYTES = MAX_BYTES + 4096  # MAX_BYTES bounds only the keys and values
+_MAX_RECORD_BYTES = MAX_BYTES + 8192
+"""Bytes of a record at most: of a request, which has up to MAX_BYTES + 4096, and of what a store adds to it."""
+
 _HEADER = struct.Struct("<II")  # length and CRC-32 of the serialized operation that follows
 
 

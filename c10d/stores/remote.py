@@ -21,7 +21,7 @@ from ..security import SHARED_HOST_NAME, Identity, printable, tls_problem
 from ..waiting import wait_with_warnings
 from .hosted import ANSWER_TIMEOUT_S
 from .parsing import parse_outcome
-from .server import EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP
+from .server import CLOCK, EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP
 
 __all__ = ["RemoteServer"]
 
@@ -78,6 +78,7 @@ class RemoteServer:
             "response_deserializer": parse_outcome,
         }
         self._call = self._channel.unary_unary(EXECUTE, **kinds)
+        self._clock_call = self._channel.unary_unary(CLOCK, **kinds)
         self._pop_call = self._channel.stream_stream(POP, **kinds)
         self._store = b""
         """The identity of a server that can be started again; empty for others."""
@@ -118,6 +119,24 @@ class RemoteServer:
             else:
                 self._store = joined.store
                 return
+
+    def clock(self, seconds: float) -> float:
+        """Returns the time of the server's host in seconds since 1970; needs no `join`.
+
+        Args:
+            seconds: how long to wait for the answer.
+
+        Raises:
+            StoreError: the server does not answer in time, or refuses this process, or is older than this.
+        """
+        try:
+            told: Outcome = self._clock_call(Operation(), timeout=seconds, wait_for_ready=True)
+        except grpc.RpcError as error:
+            problem = tls_problem(self._host, self._port, self._identity, DIAGNOSIS_INTERVAL_S)
+            raise StoreError(
+                f"the store on {self._address} does not tell its time: {problem or _details(error)}"
+            ) from error
+        return told.number / 1e9
 
     def join_as(self, other: "RemoteServer") -> None:
         """Uses the store that another connection of this process has joined, without counting as another user."""

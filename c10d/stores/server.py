@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import socket
+import time
 import urllib.parse
 from functools import partial
 from typing import Any, Final, TypeAlias, final
@@ -17,17 +18,28 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..addresses import format_address, resolve
 from ..descriptors import half_of_descriptors
+from ..listening import ListenSettings
 from ..security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
 from .durable import DurableState
 from .limits import MAX_BYTES, StoreLimits
 from .parsing import parse_operation
 from .state import KeyValueState, may_satisfy_waiters, problem_of
 
-__all__ = ["EXECUTE", "IDLE_TIMEOUT_S", "MESSAGE_OPTIONS", "POP", "SERVICE", "StoreServer", "server_options"]
+__all__ = [
+    "CLOCK",
+    "EXECUTE",
+    "IDLE_TIMEOUT_S",
+    "MESSAGE_OPTIONS",
+    "POP",
+    "SERVICE",
+    "StoreServer",
+    "server_options",
+]
 
 SERVICE = "gradwire.v1.Store"
 EXECUTE = f"/{SERVICE}/Execute"
 POP = f"/{SERVICE}/Pop"
+CLOCK = f"/{SERVICE}/Clock"
 
 LISTENER = "store"
 """What the audit log calls it."""
@@ -86,6 +98,8 @@ class StoreServer:
         self._state: Final = state or KeyValueState(limits)
         self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
         self._waiting = 0
+        self._held_bytes = 0
+        """Bytes of operations that wait, and of items that have been popped and whose receipt is not confirmed."""
         self._joined: dict[asyncio.Future[None], None] = {}
         self._closing = False
         self._encrypts = False
@@ -111,6 +125,7 @@ class StoreServer:
         serializer = Outcome.SerializeToString
         handlers = {
             "Execute": grpc.unary_unary_rpc_method_handler(self._serve, response_serializer=serializer),
+            "Clock": grpc.unary_unary_rpc_method_handler(_serve_clock, response_serializer=serializer),
             "Pop": grpc.stream_stream_rpc_method_handler(self._serve_pop, response_serializer=serializer),
         }
         server = grpc.aio.server(
@@ -153,15 +168,17 @@ class StoreServer:
         deadline = asyncio.get_running_loop().time() + min(operation.timeout_ms, _MAX_TIMEOUT_MS) / 1000
         try:
             while missing := self._state.missing(operation):
-                if self._waiting >= self._limits.max_waiting:
-                    self._record_limit(f"max_waiting={self._limits.max_waiting}", context)
-                    return Outcome(error=f"{self._waiting} operations wait in the store already, its max_waiting")
+                nbytes = operation.ByteSize()
+                if refusal := self._why_no_wait(context) or self._why_not_held(nbytes, context):
+                    return refusal
                 self._waiting += 1
+                self._held_bytes += nbytes
                 try:
                     if not await self._wait_for_change(self._waiters.setdefault(missing[0], {}), deadline):
                         break
                 finally:
                     self._waiting -= 1
+                    self._held_bytes -= nbytes
         except _ClosingError:
             raise StoreError("the store is being closed by its master") from None
         finally:
@@ -176,6 +193,20 @@ class StoreServer:
         elif operation.kind == store_pb2.JOIN:
             _wake_all(self._joined)
         return outcome
+
+    def _why_no_wait(self, context: "_Context | None") -> Outcome | None:
+        """Returns the outcome of an operation that would be one too many to wait; None if it can."""
+        if self._waiting < self._limits.max_waiting:
+            return None
+        self._record_limit(f"max_waiting={self._limits.max_waiting}", context)
+        return Outcome(error=f"{self._waiting} operations wait in the store already, its max_waiting")
+
+    def _why_not_held(self, nbytes: int, context: "_Context | None") -> Outcome | None:
+        """Returns the outcome of an operation of which so many bytes cannot be held; None if they can."""
+        if self._held_bytes + nbytes <= (limit := self._limits.max_bytes):
+            return None
+        self._record_limit(f"max_bytes={limit}", context)
+        return Outcome(error=f"too much waits in the store already: its max_bytes of {limit}")
 
     def _answer_of(self, operation: Operation) -> Outcome | None:
         """Returns the outcome of an operation that is not to be run: it is malformed, or has been run before."""
@@ -231,7 +262,13 @@ class StoreServer:
             return
         outcome = await self._execute(operation, context)
         is_received = False
+        nbytes = sum(map(len, outcome.values))
+        refusal = self._why_not_held(nbytes, context) if nbytes else None
+        self._held_bytes += nbytes
         try:
+            if refusal is not None:
+                await context.write(refusal)
+                return
             await context.write(outcome)
             if await context.read() is not _END:
                 for item in outcome.values:
@@ -240,6 +277,7 @@ class StoreServer:
         except StoreError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
+            self._held_bytes -= nbytes
             if outcome.values and not is_received:
                 self._state.put_back(operation, outcome.values[0])
                 _wake_all(self._waiters.get(operation.keys[0], {}))
@@ -276,6 +314,11 @@ def _address_of(context: _Context) -> str:
     return urllib.parse.unquote(context.peer())  # gRPC quotes the brackets of IPv6
 
 
+async def _serve_clock(_request: bytes, _context: "_Context") -> Outcome:
+    """Answers with the time of this host, in nanoseconds since 1970."""
+    return Outcome(number=time.time_ns())
+
+
 def server_options(limits: StoreLimits) -> list[tuple[str, int]]:
     """Returns the server's options for gRPC; the constants are read here, so that tests can change them."""
     return [
@@ -296,16 +339,24 @@ def _wake_all(waiters: dict[asyncio.Future[None], None]) -> None:
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Listens on every address of `host`, and returns the port.
+    """Listens on every address of `host`, and returns the port; one that GRADWIRE_PORTS allows if `port` is 0.
 
     gRPC itself listens on whichever addresses are free. With `localhost` on a port that another program uses for
     IPv4, that would be IPv6 only, and clients would reach one program or the other.
     """
+
+    def add(address: str, port: int) -> int:
+        where = format_address(address, port)
+        return server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
+
     bound, problem = 0, errno.EADDRNOTAVAIL
+    ports = ListenSettings.from_environment().ports
     for address in resolve(host):
         try:
-            where = format_address(address, bound or port)
-            bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
+            bound = add(address, bound or port) if bound or port else ports.choose(address, partial(add, address))
+        except OSError as error:
+            if (problem := error.errno or 0) not in _NO_SUCH_ADDRESS:
+                raise StoreNetworkError(f"a store cannot listen on {address}: {error.strerror}") from error
         except RuntimeError:
             problem = _bind_errno(address, bound or port)
             if problem not in _NO_SUCH_ADDRESS:  # `localhost` may name an IPv6 address that is not set up

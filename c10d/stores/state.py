@@ -216,7 +216,8 @@ class KeyValueState:
     def _append(self, operation: Operation) -> Outcome:
         key, added = operation.keys[0], operation.values[0]
         before = self._values.get(key, b"")
-        if (size := len(before) + len(added)) > MAX_BYTES:
+        # With the key, since both are in one record of a log.
+        if (size := _size(key) + len(before) + len(added)) > MAX_BYTES:
             return Outcome(error=f"append to {_shown(key)} gives {size} bytes, more than the limit of {MAX_BYTES}")
         value = before + added
         if refusal := self._refusal([key], [value]):

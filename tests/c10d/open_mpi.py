@@ -28,13 +28,13 @@ def why_unavailable() -> str:
     return f"Open MPI is not in {PREFIX}: run `make test`, or set GRADWIRE_OPENMPI to where it is"
 
 
-def mpiexec(ranks: int, *arguments: str) -> list[str]:
+def mpiexec(ranks: int, *arguments: str, python: str | Path = sys.executable) -> list[str]:
     """Returns the command that runs Python with these arguments on `ranks` ranks.
 
     The other ranks survive if one dies, and there may be more ranks than processors.
     """
     launcher = [str(PREFIX / "bin" / "mpiexec"), "--enable-recovery", "--oversubscribe", "--allow-run-as-root"]
-    return [*launcher, "-n", str(ranks), sys.executable, *arguments]
+    return [*launcher, "-n", str(ranks), str(python), *arguments]
 
 
 if __name__ == "__main__":

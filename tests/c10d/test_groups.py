@@ -36,6 +36,14 @@ def test_short_names(short, full):
     assert full_names(short) == full
 
 
+@pytest.mark.parametrize("backend", ["smh", "cpu:smh,cuda:nccl"])
+def test_an_unknown_backend_is_refused_before_anybody_is_waited_for(backend, tmp_path):
+    url = f"file://{tmp_path / 'store'}?rank=0&world_size=2"
+    with pytest.raises(ValueError, match="there is no backend 'smh': give .*'shm'"):
+        c10d.init_process_group(backend, url)
+    assert not list(tmp_path.iterdir())
+
+
 def join(path: Path, rank: int, size: int) -> None:
     import tests.c10d.store_engine
 
@@ -192,6 +200,6 @@ def test_split_group_needs_a_default_group():
 
 def test_bad_rendezvous_arguments_are_refused():
     with pytest.raises(RendezvousError, match="world_size"):
-        c10d.init_process_group("slow_store", "file:///tmp/nowhere", rank=0)
+        c10d.init_process_group("shm", "file:///tmp/nowhere", rank=0)
     with pytest.raises(TypeError, match="timedelta or seconds"):
-        c10d.init_process_group("slow_store", "file:///tmp/nowhere", timeout="long", rank=0, world_size=1)
+        c10d.init_process_group("shm", "file:///tmp/nowhere", timeout="long", rank=0, world_size=1)

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -43,6 +42,7 @@ from tests.c10d.members import (
     wrong_cells,
 )
 from tests.certificates import TOKEN, make_authority, write
+from tests.interpreters import Python
 
 pytest.importorskip("mpi4py", reason="the extra `mpi` is not installed")
 
@@ -258,10 +258,10 @@ def under_mpiexec(folder: str) -> None:
     leave()
 
 
-def run_under_mpiexec(program: str) -> None:
+def run_under_mpiexec(python: Python, program: str) -> None:
     mpiexec = Path(sysconfig.get_path("scripts")) / "mpiexec"
     ran = subprocess.run(
-        [mpiexec, "-n", "2", sys.executable, "-c", program],
+        [mpiexec, "-n", "2", python.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=100,
@@ -270,8 +270,9 @@ def run_under_mpiexec(program: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_it_uses_the_world_of_mpiexec(tmp_path):
-    run_under_mpiexec(f"from tests.c10d.test_mpi_engine import under_mpiexec; under_mpiexec({str(tmp_path)!r})")
+def test_it_uses_the_world_of_mpiexec(python, tmp_path):
+    program = f"from tests.c10d.test_mpi_engine import under_mpiexec; under_mpiexec({str(tmp_path)!r})"
+    run_under_mpiexec(python, program)
     assert [json.loads((tmp_path / f"result{rank}").read_text()) for rank in range(2)] == [[1.0, 1.0]] * 2
 
 
@@ -286,7 +287,7 @@ def init_without_address(folder: str) -> None:
 
 
 @pytest.mark.parametrize("credentials", ["none", "token", "certificates"])
-def test_no_address_is_needed_under_mpiexec(tmp_path, monkeypatch, credentials):
+def test_no_address_is_needed_under_mpiexec(python, tmp_path, monkeypatch, credentials):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     if credentials == "token":
         monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
@@ -295,7 +296,8 @@ def test_no_address_is_needed_under_mpiexec(tmp_path, monkeypatch, credentials):
         for name in ("ca", "certificate", "key"):
             monkeypatch.setenv(f"GRADWIRE_{name.upper()}", str(getattr(certified, name)))
     run_under_mpiexec(
-        f"from tests.c10d.test_mpi_engine import init_without_address; init_without_address({str(tmp_path)!r})"
+        python,
+        f"from tests.c10d.test_mpi_engine import init_without_address; init_without_address({str(tmp_path)!r})",
     )
     assert [(tmp_path / f"result{rank}").read_text() for rank in range(2)] == ["2 2"] * 2
 

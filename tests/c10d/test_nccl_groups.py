@@ -22,7 +22,7 @@ def outcomes(dtypes: list[torch.dtype]) -> dict[str, str]:
     wrong = {}
     for name in sorted(OPERATIONS.keys() - {"recv_from_any"}):
         for dtype in [torch.float32] if name in NO_TENSORS else dtypes:
-            result = outcome(name, dtype, dist.group.WORLD)
+            result = outcome(name, dtype, dist.group.WORLD, thorough=False)
             wanted = "ok" if expected_refusal(name, dtype) is None else "refused"
             if result.partition(":")[0] != wanted:
                 wrong[f"{name} {dtype}"] = result

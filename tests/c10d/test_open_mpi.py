@@ -19,16 +19,19 @@ from tests.c10d import open_mpi
 from tests.c10d.members import future_of_a_sum, join_all, reduce_within, sum_in_group_of, total
 from tests.c10d.operations import DTYPES, OPERATIONS, expected_refusal, outcome
 from tests.certificates import TOKEN
+from tests.interpreters import Python
 
 pytestmark = pytest.mark.skipif(bool(open_mpi.why_unavailable()), reason=open_mpi.why_unavailable())
 
 
-def run(ranks: int, function: str, folder: Path) -> str:
+def run(python: Python, ranks: int, function: str, folder: Path) -> str:
     """Runs a function of this module on `ranks` ranks, with the folder; returns their stderr."""
-    program = f"from tests.c10d import test_open_mpi as here; here.{function}({str(folder)!r})"
+    program = (
+        f"from tests.c10d import test_open_mpi as here; here.load_open_mpi(); here.{function}({str(folder)!r})"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
     return subprocess.run(
-        open_mpi.mpiexec(ranks, "-c", program),
+        open_mpi.mpiexec(ranks, "-c", program, python=python.executable),
         env={**environment, **open_mpi.ENVIRONMENT, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -50,7 +53,7 @@ def wrong_reductions() -> list[str]:
     wrong = []
     for name in ("broadcast", *(name for name in OPERATIONS if name.startswith("all_reduce"))):
         for dtype in DTYPES:
-            result = outcome(name, dtype, dist.group.WORLD)
+            result = outcome(name, dtype, dist.group.WORLD, thorough=False)
             if result.partition(":")[0] != ("refused" if expected_refusal(name, dtype) else "ok"):
                 wrong.append(f"{name} of {dtype}: {result}")
     return wrong
@@ -61,7 +64,7 @@ def life_of_a_group(folder: str) -> None:
     c10d.init_process_group("mpi")
     gloo = c10d.new_group(backend="gloo")
     sums = [total(), sum_in_group_of(1, 0), sum_in_group_of(1), future_of_a_sum()]
-    wrong = wrong_reductions()
+    wrong = [] if os.environ["GRADWIRE_TOKEN"] else wrong_reductions()  # which the token does not change
     if dist.get_rank() == 0:
         with pytest.raises(CollectiveTimeoutError, match="timed out after 0.2 s"):
             reduce_within(0.2)
@@ -70,9 +73,9 @@ def life_of_a_group(folder: str) -> None:
 
 
 @pytest.mark.parametrize("token", ["", TOKEN], ids=["no token", "token"])
-def test_a_group_under_its_launcher(tmp_path, monkeypatch, token):
+def test_a_group_under_its_launcher(python, tmp_path, monkeypatch, token):
     monkeypatch.setenv("GRADWIRE_TOKEN", token)
-    stderr = run(2, "life_of_a_group", tmp_path)
+    stderr = run(python, 2, "life_of_a_group", tmp_path)
     assert read_result(tmp_path, 0) == ["Open MPI", [], 1.0, 1.0, None, 6.0], stderr
     assert read_result(tmp_path, 1) == ["Open MPI", [], 1.0, 1.0, 1.0, 6.0], stderr
 
@@ -87,8 +90,8 @@ def killed_in_the_middle(folder: str) -> None:
     write_result(folder, caught.value.rank)
 
 
-def test_a_killed_rank_is_lost_if_the_launcher_lets_the_others_live(tmp_path):
-    stderr = run(2, "killed_in_the_middle", tmp_path)
+def test_a_killed_rank_is_lost_if_the_launcher_lets_the_others_live(python, tmp_path):
+    stderr = run(python, 2, "killed_in_the_middle", tmp_path)
     assert read_result(tmp_path, 0) == 1, stderr
 
 

@@ -323,7 +323,7 @@ def test_missing_variables_are_all_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(
-        RendezvousError, match="variables MASTER_PORT, which are not set: set them, start .*torchrun"
+        RendezvousError, match="variables MASTER_PORT, which are not set: set them .*, start .*torchrun"
     ):
         rendezvous(world_size=1)
 

@@ -287,6 +287,37 @@ def test_the_number_of_waiting_operations_is_bounded():
         assert master.get("key") == b"value"
 
 
+def test_what_waits_or_is_not_confirmed_is_bounded():
+    """It is not in the store, but in the memory of its server."""
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, limits=StoreLimits(max_bytes=4000)) as master,
+        grpc.insecure_channel(f"127.0.0.1:{master.port}") as raw,
+    ):
+        wait = Operation(kind=store_pb2.WAIT, keys=["k" * 3000], timeout_ms=60_000).SerializeToString()
+        waiting = raw.unary_unary(EXECUTE).future(wait, timeout=60)
+        wait_until(lambda: waiting_in(master) == 1)
+        refused = Outcome.FromString(raw.unary_unary(EXECUTE)(wait, timeout=60))
+        assert "its max_bytes of 4000" in refused.error
+        waiting.cancel()
+        wait_until(lambda: waiting_in(master) == 0)
+        is_over = threading.Event()
+
+        def pop():
+            yield Operation(kind=store_pb2.QUEUE_POP, keys=["queue"]).SerializeToString()
+            is_over.wait(60)
+
+        popped = []
+        for _ in range(2):
+            master.queue_push("queue", bytes(2500))
+            popped.append(raw.stream_stream(POP)(pop(), timeout=60))
+            outcome = Outcome.FromString(next(popped[-1]))
+        assert "its max_bytes of 4000" in outcome.error
+        is_over.set()
+        for each in popped:
+            each.cancel()
+        wait_until(lambda: master.queue_len("queue") == 2)
+
+
 def test_a_value_does_not_grow_beyond_the_limit(master):
     master.set("key", bytes(60 * MIB))
     with pytest.raises(StoreError, match="append to 'key' gives .* bytes, more than the limit of 67108864"):

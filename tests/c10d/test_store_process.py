@@ -470,7 +470,7 @@ def test_the_command(path, python):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--port", "70000"], "70000 is not a port"),
+        (["--port", "70000"], "70000 is not in the range 0<=x<=65535"),
         (["--host", "192.0.2.1"], "is refused: it is not a loopback address"),
         ([], "is used by another process"),
     ],
