@@ -8,19 +8,15 @@ The hosts are two network namespaces, which takes root; without, both workers ar
 loopback address. Each row has workers of its own, in alternating rounds of one run; the others are stopped.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import secrets
 import statistics
 import subprocess
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +25,9 @@ from gradwire.c10d import Credentials
 
 from .calls import PEER, noop
 from .harness import Comparison
-from .machine import load_average, machine_facts
+from .machine import machine_facts
 from .systems import worker_name
+from .text_report import arguments_of, make_parser, publish
 from .two_hosts import Host, two_hosts
 from .worker_sets import WARM_UP, WorkerSet, preload, take_turns
 
@@ -39,8 +36,6 @@ SAVED = "tls.txt"
 
 VARIABLES = ("TOKEN", "TOKEN_FILE", "CA", "CERTIFICATE", "KEY")
 """Of the environment, after GRADWIRE_: with them, all rows would have credentials."""
-
-TEXT_WIDTH = 104
 
 HEADER = (
     f"{'':24}{'carried by':>11}{'calls':>9}{'median':>9}{'p99':>9}{'cpu':>9}"
@@ -172,7 +167,9 @@ def figures(comparison: Comparison, carriers: dict[str, str]) -> list[dict[str, 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    arguments = _arguments(argv)
+    parser = make_parser("tls", __doc__, SAVED, rounds=48, seconds=0.1)
+    parser.add_argument("--loopback", action="store_true", help="do not make network namespaces")
+    arguments = arguments_of(parser, argv)
     facts = machine_facts()
     with contextlib.ExitStack() as stack:
         hosts, facts["hosts"] = _hosts(stack, loopback=arguments.loopback)
@@ -182,17 +179,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "each row; processor time (cpu) is that of both workers together. Ratios are those to the row above; in "
         "brackets, the lowest and the highest ratio of the medians of a round."
     )
-    lines = [f"{name}: {value}" for name, value in facts.items()]
-    lines += ["", *textwrap.wrap(text, TEXT_WIDTH), "", HEADER]
-    for comparison in comparisons:
-        lines += rows(comparison, carriers)
-    lines += ["", f"load average after (the benchmark's own included): {load_average()}"]
-    print("\n".join(lines))
-    if arguments.save is not None:
-        (arguments.save / SAVED).write_text("\n".join(lines) + "\n")
-    if arguments.json is not None:
-        measured = [each for comparison in comparisons for each in figures(comparison, carriers)]
-        arguments.json.write_text(json.dumps({"facts": facts, "measured": measured}, indent=1))
+    table = [HEADER, *(line for comparison in comparisons for line in rows(comparison, carriers))]
+    measured = [each for comparison in comparisons for each in figures(comparison, carriers)]
+    publish(arguments, SAVED, facts, text, table, measured)
 
 
 def _hosts(stack: contextlib.ExitStack, *, loopback: bool) -> tuple[list[Host], str]:
@@ -205,23 +194,6 @@ def _hosts(stack: contextlib.ExitStack, *, loopback: bool) -> tuple[list[Host], 
     else:
         reason = ""
     return [Host("127.0.0.1")] * 2, f"this one, by TCP on the loopback address{reason}"
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.tls", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=48, help="rounds of each row (48)")
-    parser.add_argument("--seconds", type=float, default=0.1, help="length of a round (0.1)")
-    parser.add_argument("--loopback", action="store_true", help="do not make network namespaces")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures, in seconds")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help=f"where to write {SAVED}")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}: give at least 1")
-    if arguments.save is not None and not arguments.save.is_dir():
-        parser.error(f"--save {arguments.save} is no folder")
-    return arguments
 
 
 if __name__ == "__main__":

@@ -1,0 +1,188 @@
+"""One Chrome trace of what several workers have recorded, with their clocks aligned."""
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .clocks import Clock
+from .recording import Call, Recording
+
+__all__ = ["WorkerTrace", "merge"]
+
+Event = dict[str, Any]
+
+PROCESSES_PER_WORKER = 1 << 10
+"""In the trace, the first process of a worker is the worker itself, the others its GPUs."""
+
+FIRST_ROW = 1 << 24
+"""The thread of the first row of a worker's calls; those of the operating system are below."""
+
+FLOW_SHIFT = 40
+"""Ids of arrows are unique on a worker only, so the number of the worker is put above these bits."""
+
+
+class WorkerTrace(NamedTuple):
+    """What one worker has recorded, and its clock."""
+
+    name: str
+    wire_id: int
+    recording: Recording
+    clock: Clock
+
+
+def merge(workers: Sequence[WorkerTrace]) -> Event:
+    """Returns the trace of all workers.
+
+    A worker is a process. It has a row for each thread, with torch's events and the functions that it has run for
+    others, and as many rows as it had calls in flight at a time. An arrow leads from each call to its function.
+
+    Args:
+        workers: in the order in which they are shown.
+    """
+    shifts = [_Shift(worker) for worker in workers]
+    base_ns = min((time for shift in shifts for time in shift.times()), default=0)
+    calls = {(each.wire_id, call.id) for each in workers for call in each.recording.calls}
+    events: list[Event] = []
+    for number, (worker, shift) in enumerate(zip(workers, shifts, strict=True)):
+        events += _of_torch(number, worker, shift, base_ns)
+        events += _of_calls(number, worker, shift, base_ns)
+        events += _of_runs(number, worker, shift, base_ns, calls)
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": base_ns,
+        "workers": {each.name: _clock_facts(each.clock) for each in workers},
+        "traceEvents": events,
+    }
+
+
+def _clock_facts(clock: Clock) -> dict[str, float]:
+    return {"clock_offset_us": clock.last.offset_ns / 1e3, "clock_error_us": clock.error_ns / 1e3}
+
+
+class _Shift:
+    """Brings the times of one worker to the clock of the one that merges."""
+
+    def __init__(self, worker: WorkerTrace) -> None:
+        self._clock, self._recording = worker.clock, worker.recording
+
+    def of_event(self, event: Event) -> int:
+        """Returns the time of an event of torch, in nanoseconds."""
+        return self._clock.here(self._recording.base_ns + round(event["ts"] * 1e3))
+
+    def of(self, time_ns: int) -> int:
+        """Returns the time of a call or a run, in nanoseconds."""
+        return self._clock.here(time_ns)
+
+    def times(self) -> Iterator[int]:
+        """Yields all times, but those of remarks about processes and threads."""
+        yield from (self.of_event(each) for each in self._recording.events if each["ph"] != "M")
+        yield from (self.of(each.begun_ns) for each in self._recording.calls)
+        yield from (self.of(each.begun_ns) for each in self._recording.runs)
+
+
+def _of_torch(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> Iterator[Event]:
+    """Yields torch's events of one worker, and names for its processes."""
+    main = number * PROCESSES_PER_WORKER
+    processes = {worker.recording.process: main}
+    labels: dict[int, str] = {}
+    for event in worker.recording.events:
+        process = processes.setdefault(event["pid"], main + min(len(processes), PROCESSES_PER_WORKER - 1))
+        if event["ph"] == "M" and event.get("name") in {"process_name", "process_labels", "process_sort_index"}:
+            if event["name"] == "process_labels" and isinstance(arguments := event.get("args"), dict):
+                labels[process] = str(arguments.get("labels", ""))
+            continue
+        changed = {**event, "pid": process}
+        if event["ph"] == "M":
+            changed["ts"] = 0
+        else:
+            changed["ts"] = (shift.of_event(event) - base_ns) / 1e3
+        if event["ph"] in {"s", "t", "f"} and isinstance(event.get("id"), int):
+            changed["id"] = (number << FLOW_SHIFT) | (event["id"] & ((1 << FLOW_SHIFT) - 1))
+        yield changed
+    for process in processes.values():
+        name = worker.name if process == main else f"{worker.name} {labels.get(process, '')}".rstrip()
+        yield _remark("process_name", process, 0, {"name": name})
+        yield _remark("process_sort_index", process, 0, {"sort_index": process})
+
+
+def _of_calls(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> Iterator[Event]:
+    """Yields the calls of one worker: each in the first row in which it overlaps with no other."""
+    process = number * PROCESSES_PER_WORKER
+    rows = 0
+    for row, call in _rows(worker.recording.calls):
+        thread = FIRST_ROW + row
+        if row == rows:
+            rows += 1
+            yield _remark("thread_name", process, thread, {"name": f"calls {rows}"})
+            yield _remark("thread_sort_index", process, thread, {"sort_index": thread})
+        begun = (shift.of(call.begun_ns) - base_ns) / 1e3
+        yield {
+            "ph": "X",
+            "cat": "rpc_call",
+            "name": call.method,
+            "pid": process,
+            "tid": thread,
+            "ts": begun,
+            "dur": (call.ended_ns - call.begun_ns) / 1e3,
+            "args": {"id": call.id, "callee": call.callee},
+        }
+        yield _arrow("s", worker.wire_id, call.id, process, thread, begun)
+
+
+def _rows(calls: Iterable[Call]) -> Iterator[tuple[int, Call]]:
+    """Yields each call with the number of its row."""
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    """The end and the row of the calls that have begun, the first that ends first."""
+    rows = 0
+    for call in sorted(calls, key=lambda each: each.begun_ns):
+        while busy and busy[0][0] <= call.begun_ns:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            row = heapq.heappop(free)
+        else:
+            row, rows = rows, rows + 1
+        heapq.heappush(busy, (call.ended_ns, row))
+        yield row, call
+
+
+def _of_runs(
+    number: int, worker: WorkerTrace, shift: _Shift, base_ns: int, calls: set[tuple[int, int]]
+) -> Iterator[Event]:
+    """Yields the functions that one worker has run for others, and the arrows that lead to them."""
+    process = number * PROCESSES_PER_WORKER
+    for run in worker.recording.runs:
+        begun = (shift.of(run.begun_ns) - base_ns) / 1e3
+        yield {
+            "ph": "X",
+            "cat": "rpc_run",
+            "name": run.method,
+            "pid": process,
+            "tid": run.thread,
+            "ts": begun,
+            "dur": (run.ended_ns - run.begun_ns) / 1e3,
+            "args": {"id": run.id, "caller": run.caller},
+        }
+        if (run.caller, run.id) in calls:
+            yield _arrow("f", run.caller, run.id, process, run.thread, begun)
+
+
+def _arrow(phase: str, caller: int, call: int, process: int, thread: int, time_us: float) -> Event:
+    """Returns the beginning or the end of the arrow from a call to the function that it runs."""
+    identifier = (caller << FLOW_SHIFT) | call
+    end = {"bp": "e"} if phase == "f" else {}
+    return {
+        "ph": phase,
+        "cat": "rpc",
+        "name": "call",
+        "id": identifier,
+        "pid": process,
+        "tid": thread,
+        "ts": time_us,
+        **end,
+    }
+
+
+def _remark(kind: str, process: int, thread: int, arguments: Mapping[str, Any]) -> Event:
+    return {"ph": "M", "name": kind, "ts": 0, "pid": process, "tid": thread, "args": dict(arguments)}
