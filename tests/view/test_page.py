@@ -1,0 +1,172 @@
+"""The page: what it answers, whom it admits, and how it ends."""
+
+import contextlib
+import json
+import os
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from gradwire import c10d, rpc
+from gradwire.errors import RpcError
+from gradwire.rpc.contracts.agent import current_agent
+from gradwire.view import connections
+from gradwire.view.connections import MAX_CONNECTIONS
+from gradwire.view.page import Page
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.remote_functions import add
+
+TIMEOUT_S = 30.0
+TOKEN = "5f0c9a1be27d4386a1f4c7d29b0e8653"
+
+
+def url():
+    server = current_agent().extension(Page).server
+    return server.url if server is not None else None
+
+
+def get(url, path, *, key=None, context=None):
+    """Returns the status and the text of an answer; the key is that of the URL unless another is given."""
+    base, _, given = url.partition("/?key=")
+    request = urllib.request.Request(f"{base}{path}?key={given if key is None else key}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_the_page_shows_what_the_workers_count(workers):
+    a, b = workers.rpc(2, view=rpc.View(address="0"))
+    there = a.run(url)
+    assert there.startswith("http://127.0.0.1:")
+    assert b.run(url) != there
+    a.run(lambda: [rpc.rpc_sync("worker1", add, (1, 2)) for _ in range(7)] and None)
+    status, text = get(there, "/api/job")
+    assert status == 200
+    first, second = json.loads(text)["workers"]
+    (sent,) = [each for each in first["state"]["calls"]["sent"] if each["function"].endswith(".add")]
+    (served,) = [each for each in second["state"]["calls"]["served"] if each["function"].endswith(".add")]
+    assert sent["count"] == served["count"] == 7
+    status, text = get(there, "/api/stacks/worker1")
+    assert any(thread["is_main"] for thread in json.loads(text)["threads"])
+    assert get(there, "/api/stacks/nobody")[0] == 404
+    status, text = get(there, "/")
+    assert "<script nonce=" in text
+    assert "{{" not in text
+    families = {each.name: each for each in text_string_to_metric_families(get(there, "/metrics")[1])}
+    (sample,) = [
+        each
+        for each in families["gradwire_calls_sent_seconds"].samples
+        if each.name.endswith("_count") and each.labels["function"].endswith(".add")
+    ]
+    assert (sample.labels["worker"], sample.labels["callee"], sample.value) == ("worker0", "worker1", 7)
+
+
+def test_requests_without_the_key_are_refused(workers):
+    (a,) = workers.rpc(1, view=rpc.View(address="0"))
+    there = a.run(url)
+    for path in ("/", "/api/job", "/api/stacks/worker0", "/metrics", "/nothing"):
+        status, text = get(there, path, key="0" * 32)
+        assert status == 403
+        assert "worker0" not in text
+    assert get(there, "/nothing")[0] == 404
+    host, port = there.removeprefix("http://").partition("/")[0].split(":")
+    with socket.create_connection((host, int(port)), TIMEOUT_S) as connection:
+        connection.sendall(b"GET /" + b"a" * (1 << 20))
+        with connection.makefile("rb") as answer:
+            assert b" 400 " in answer.readline()
+
+
+def test_the_server_ends_with_its_agent(workers):
+    (a,) = workers.rpc(1, view=rpc.View(address="0"))
+    there = a.run(url)
+    get(there, "/api/job")
+
+    def leave():
+        rpc.shutdown()
+        return [thread.name for thread in threading.enumerate() if "-view" in thread.name]
+
+    assert a.run(leave) == []
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(there, timeout=TIMEOUT_S)
+
+
+def test_with_a_token_the_page_is_encrypted_and_its_key_comes_from_the_token(workers):
+    credentials = c10d.Credentials(token=TOKEN)
+    a, b = workers.rpc(2, view=rpc.View(address="0"), credentials=credentials)
+    there = a.run(url)
+    assert there.startswith("https://")
+    assert there.partition("?")[2] == b.run(url).partition("?")[2]
+    assert TOKEN not in there
+    context = ssl.create_default_context(cafile=None)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    assert get(there, "/api/job", context=context)[0] == 200
+    assert get(there, "/api/job", context=context, key="")[0] == 403
+
+
+def test_others_cannot_reach_the_page_of_a_job_without_credentials(workers):
+    with pytest.raises(RpcError, match="served to other machines"):
+        workers.rpc(1, view=rpc.View(address="0.0.0.0:0"))
+
+
+def test_one_worker_of_a_host_takes_the_port_of_the_environment(workers):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        (a,) = workers.rpc(1, view=rpc.View(address=port, may_be_taken=True))
+        assert a.run(url) is None
+
+
+def connect(url):
+    host, port = url.partition("://")[2].partition("/")[0].split(":")
+    return socket.create_connection((host, int(port)), TIMEOUT_S)
+
+
+@pytest.mark.parametrize("token", [None, TOKEN], ids=["plain", "encrypted"])
+def test_those_who_say_nothing_keep_nobody_out(workers, token):
+    credentials = None if token is None else c10d.Credentials(token=token)
+    (a,) = workers.rpc(1, view=rpc.View(address="0"), credentials=credentials)
+    there = a.run(url)
+    context = None
+    if token is not None:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    descriptors = a.run(lambda: len(os.listdir("/proc/self/fd")))
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(there)) for _ in range(2 * MAX_CONNECTIONS)]
+        assert get(there, "/api/job", context=context)[0] == 200
+        assert a.run(lambda: len(os.listdir("/proc/self/fd"))) <= descriptors + MAX_CONNECTIONS + 5
+        assert silent[0].recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"", b"GET /metrics HTTP/1.1\r\nHost: a\r\n", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n1"],
+    ids=["nothing", "headers", "body"],
+)
+def test_a_request_must_arrive_in_time(workers, beginning):
+    (a,) = workers(1)
+
+    def join():
+        connections.REQUEST_TIMEOUT_S = 0.2
+
+    a.run(join)
+    workers.join_rpc([a], view=rpc.View(address="0"))
+    with connect(a.run(url)) as connection:
+        connection.settimeout(0.05)
+        deadline = time.monotonic() + TIMEOUT_S
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(beginning)
+            while time.monotonic() < deadline:
+                try:
+                    if not connection.recv(1 << 16):
+                        break
+                except TimeoutError:
+                    connection.sendall(beginning[-1:])  # which lengthens nothing
+        assert time.monotonic() < deadline

@@ -1,0 +1,99 @@
+"""The state of a job: those of all its workers, and the collectives in which some wait for others."""
+
+import json
+import math
+import time
+from typing import Any, cast
+
+from ..c10d.security.peer_text import printable
+from ..errors import RpcError
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import MessageType, Request
+from ..rpc.contracts.worker import WorkerInfo
+from .extension import Viewing
+from .snapshot import VERSION
+from .stacks import stacks
+from .timeline import merged_timeline
+
+__all__ = ["overview_of", "stacks_of"]
+
+MAX_ANSWER_CHARACTERS = 1 << 23
+"""Characters of the longest answer that is read."""
+
+
+def overview_of(agent: RpcAgent, timeout: float = 2.0) -> dict[str, Any]:
+    """Asks all workers of an agent's group for their state, at the same time, and returns what they answer.
+
+    Args:
+        agent: the agent of the worker that asks.
+        timeout: seconds that the others may take; who takes longer is in the result without its state.
+
+    Returns:
+        JSON values: see docs/view.md.
+    """
+    began = time.time()
+    viewing = agent.extension(Viewing)
+    asked = [
+        (worker, None if worker.wire_id == agent.info.wire_id else _ask(agent, worker, timeout))
+        for worker in agent.workers()
+    ]
+    workers = []
+    for worker, answer in asked:
+        state: Any
+        state, error = (viewing.snapshot(), None) if answer is None else _read(answer, dict)
+        if state is not None and state.get("version") != VERSION:
+            state, error = None, f"its state has version {printable(state.get('version'))}, not {VERSION}"
+        workers.append({"name": worker.name, "id": worker.id, "error": error, "state": state})
+    return {
+        "version": VERSION,
+        "time": began,
+        "seconds": time.time() - began,
+        "asked_by": agent.info.name,
+        "workers": workers,
+        "timeline": merged_timeline(workers, began),
+        "waits": viewing.waits.of(workers),
+    }
+
+
+def stacks_of(agent: RpcAgent, name: str, timeout: float = 5.0) -> list[dict[str, Any]]:
+    """Returns the stacks of the threads of a worker, as JSON values.
+
+    Raises:
+        UnknownWorkerError: there is no worker of this name.
+        RpcError: it does not answer.
+    """
+    worker = agent.worker(name)
+    if worker.wire_id == agent.info.wire_id:
+        return stacks()
+    found, error = _read(agent.request(worker, Request(MessageType.VIEW_STACKS, None, timeout=timeout)), list)
+    if found is None:
+        raise RpcError(f"worker {name!r} does not show its stacks: {error}")
+    return cast(list[dict[str, Any]], found)
+
+
+def _ask(agent: RpcAgent, worker: WorkerInfo, timeout: float) -> Any:
+    try:
+        return agent.request(worker, Request(MessageType.VIEW_SNAPSHOT, None, timeout=timeout))
+    except RpcError as error:
+        return error
+
+
+def _finite(text: str) -> float:
+    """Returns a number of an answer. Raises ValueError if it is none that JSON has, which nobody could read."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{printable(text)} is no number")
+    return number
+
+
+def _read(answer: Any, kind: type) -> tuple[Any, str | None]:
+    """Returns the JSON that a worker answers with, or why there is none."""
+    try:
+        if isinstance(answer, RpcError):
+            raise answer
+        text = answer.wait()
+        if not isinstance(text, str) or len(text) > MAX_ANSWER_CHARACTERS:
+            return None, "its answer is malformed, or too long"
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except (RuntimeError, ValueError, RecursionError) as error:
+        return None, printable(f"{type(error).__name__}: {error}", 500)
+    return (value, None) if isinstance(value, kind) else (None, "its answer is malformed")

@@ -1,0 +1,141 @@
+"""The thread that serves a worker's page."""
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import socket
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import final
+
+from ..c10d.security.credentials import Credentials
+from ..errors import RpcError
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.view import View
+from .keys import KEY_PARAMETER, PageKey
+
+__all__ = ["PageServer", "start_page"]
+
+BACKLOG = 32
+MAX_REQUEST_BYTES = 16 << 10
+"""Bytes of the line and the headers of a request; a body is not read."""
+
+CLOSE_TIMEOUT_S = 5.0
+
+log = logging.getLogger("gradwire.view")
+
+
+def start_page(agent: RpcAgent, view: View) -> "PageServer | None":
+    """Starts to serve the page of the job at the address of the options, and logs its URL.
+
+    Returns:
+        The server; None if another process has the port, and the options allow that.
+
+    Raises:
+        RpcError: a package is missing, the address cannot be used, or others can reach it without credentials.
+    """
+    host, port = view.host_and_port()
+    credentials = agent.options.find_credentials()
+    if credentials is None and not agent.options.insecure and not _is_loopback(host):
+        raise RpcError(
+            f"the view of worker {agent.info.name!r} would be served to other machines, at {host}:{port}, without "
+            "encryption: set credentials (docs/security.md), or choose an address of this host only"
+        )
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+        from prometheus_client import core  # noqa: F401
+    except ImportError as error:
+        raise RpcError(f"the view needs {error.name}: pip install gradwire[view]") from error
+    try:
+        if port:
+            listener = socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
+        else:
+            listener = agent.options.find_listening().ports.listen(host)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and view.may_be_taken:
+            log.info("worker %s serves no view: another process has port %d", agent.info.name, port)
+            return None
+        raise RpcError(f"the view cannot be served at {host}:{port}: {error.strerror}") from error
+    return PageServer(agent, listener, credentials)
+
+
+@final
+class PageServer:
+    """Serves the page of one agent until it is closed."""
+
+    def __init__(self, agent: RpcAgent, listener: socket.socket, credentials: Credentials | None) -> None:
+        """Starts the thread, and another one when the first request comes.
+
+        Args:
+            agent: of the worker that serves the page.
+            listener: the socket; the server has it from now on, and closes it in the end.
+            credentials: of the job; with them, connections are encrypted.
+        """
+        from uvicorn import Config, Server
+
+        from .app import make_app
+        from .connections import BoundedListener, BoundedLoop, BoundedProtocol
+
+        context = _tls_context(credentials) if credentials is not None else None
+        key = PageKey(credentials)
+        name = f"gradwire-{agent.info.name}-view"
+        self._collector = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-collector")
+        self._server = Server(
+            Config(
+                make_app(agent, key, self._collector),
+                http=BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level=logging.CRITICAL,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
+                timeout_graceful_shutdown=1,
+                ssl_context_factory=None if context is None else lambda _config, _default: context,
+            )
+        )
+        self._listener = BoundedListener(listener)
+        self._make_loop = BoundedLoop
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://{shown}:{port}/?{KEY_PARAMETER}={key.text}"
+        """Where the page is, with its key."""
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+        log.warning("the view of the job is at %s, and in a terminal by: gradwire top '%s'", self.url, self.url)
+
+    def close(self) -> None:
+        """Ends the server and its threads."""
+        self._server.should_exit = True
+        self._thread.join(CLOSE_TIMEOUT_S)
+        self._collector.shutdown(wait=False, cancel_futures=True)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=self._make_loop) as runner:
+                runner.run(self._server.serve(sockets=[self._listener]))
+        except Exception:
+            log.exception("the view ends")
+
+
+def _tls_context(credentials: Credentials) -> ssl.SSLContext:
+    """Returns a context with the certificate of this process; a browser shows none, but the key."""
+    return credentials.identity().page_context()
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,325 @@
+"""Counts and times calls, by function and worker, on the caller and on the callee."""
+
+import concurrent.futures
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from time import perf_counter_ns
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, Self, TypeVar, final
+
+from ..errors import Outcome
+from ..proto.v1 import agent_pb2
+from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.extension import Extension
+from ..rpc.contracts.messages import Deferred, Handler, Incoming, MessageType, Request
+from ..rpc.contracts.view import View
+from ..rpc.contracts.worker import WorkerInfo
+from ..rpc.contracts.worker_end import WorkerEnd
+from .histogram import Histogram
+from .names import FUNCTION_KINDS, OTHER, Names, operation_key
+from .timeline import COUNTERS, Timeline
+
+__all__ = ["CallStatistics", "view_of"]
+
+MAX_ARRIVALS = 1 << 16
+"""Requests that wait for a thread and whose time of arrival is kept; that of further ones is not."""
+
+SERIES_PER_NAME = 8
+"""Pairs of function and worker that are counted by themselves, for each of `max_names`."""
+
+
+def view_of(agent: RpcAgent) -> View | None:
+    """Returns the options of an agent's view, or those of the environment; None if there are none."""
+    return agent.options.view if agent.options.view is not None else View.from_environment()
+
+
+class _Series(ABC):
+    """The calls of one function between two workers."""
+
+    __slots__ = ("durations", "function", "peer")
+
+    def __init__(self, function: str, peer: str) -> None:
+        self.function, self.peer = function, peer
+        self.durations = Histogram()
+
+    @abstractmethod
+    def merge(self, other: Self) -> None:
+        """Adds the counts of another series."""
+
+    @abstractmethod
+    def as_json(self) -> dict[str, Any]:
+        """Returns the names and counts as JSON values."""
+
+
+@final
+class _Sent(_Series):
+    """The calls of this worker of one function on one worker."""
+
+    __slots__ = ("failures", "in_flight")
+
+    def __init__(self, function: str, peer: str) -> None:
+        super().__init__(function, peer)
+        self.in_flight = 0
+        self.failures: Counter[Outcome] = Counter()
+
+    def merge(self, other: "_Sent") -> None:
+        self.in_flight += other.in_flight
+        self.failures.update(other.failures)
+        self.durations.merge(other.durations)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "function": self.function,
+            "worker": self.peer,
+            "count": self.durations.count,
+            "in_flight": self.in_flight,
+            "failures": {outcome.name.lower(): self.failures[outcome] for outcome in Outcome},
+            "duration": self.durations.as_json(),
+        }
+
+
+@final
+class _Served(_Series):
+    """The calls of one function that one worker has had run here."""
+
+    __slots__ = ("failed", "queued")
+
+    def __init__(self, function: str, peer: str) -> None:
+        super().__init__(function, peer)
+        self.failed = 0
+        self.queued = Histogram()
+        """How long each call has waited before it began."""
+
+    def merge(self, other: "_Served") -> None:
+        self.failed += other.failed
+        self.durations.merge(other.durations)
+        self.queued.merge(other.queued)
+
+    def as_json(self) -> dict[str, Any]:
+        ended = self.durations.count
+        return {
+            "function": self.function,
+            "caller": self.peer,
+            "count": ended,
+            "running": max(self.queued.count - ended, 0),
+            "failed": self.failed,
+            "queued": self.queued.as_json(),
+            "duration": self.durations.as_json(),
+        }
+
+
+S = TypeVar("S", bound=_Series)
+
+_Known = dict[tuple[Any, ...], S]
+"""Series by what is found faster than their names: the function itself, the wire id of the worker, the kind."""
+
+
+@final
+class CallStatistics(Extension):
+    """The counts and times of the calls of one agent. Safe to use from any thread."""
+
+    def __init__(self, agent: RpcAgent) -> None:
+        super().__init__(agent)
+        view = view_of(agent)
+        self.is_on = view is not None and view.statistics
+        limit = view.max_names if view is not None else 1
+        self._names = Names(limit)
+        self._max_series = limit * SERIES_PER_NAME
+        self._lock = threading.RLock()  # reentrant for a signal handler, or a finalizer, that makes a call
+        # What every call changes are single operations on dicts, and needs no lock.
+        self._sent: dict[Any, _Sent] = {}
+        """By what tells functions apart and the name of the worker; several keys may have the same series."""
+        self._served: dict[Any, _Served] = {}
+        self._known_sent: _Known[_Sent] = {}
+        self._in_flight: dict[int, tuple[_Sent, int]] = {}
+        """The series and the beginning of each call of this worker that has no answer, by its id."""
+        self._arrivals: dict[tuple[int, int], int] = {}
+        """The times at which requests have arrived that do not run yet, by worker and id."""
+        self._not_begun = 0
+        self._failed = 0
+        self._timeline: Timeline | None = None
+        if self.is_on:
+            self._timeline = Timeline(self._counters, f"gradwire-{agent.info.name}-view-clock")
+
+    # The caller.
+
+    def on_request(self, identifier: int, worker: WorkerInfo, request: Request) -> None:
+        """Counts a call that is about to be sent."""
+        kind, value = request.kind, request.value
+        function = (
+            value[0] if type(value) is tuple and value and type(value[0]) is FunctionType else _key_of(kind, value)
+        )
+        known = function, worker.wire_id, kind
+        sent = self._known_sent.get(known)
+        if sent is None:
+            sent = self._series(self._sent, _Sent, kind, value, worker)
+            self._remember(self._known_sent, known, sent)
+        self._in_flight[identifier] = sent, perf_counter_ns()
+
+    def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:  # noqa: ARG002
+        """Counts a call that has failed."""
+        if (found := self._in_flight.get(identifier)) is not None:
+            with self._lock:
+                found[0].failures[outcome] += 1
+                self._failed += 1
+
+    def on_complete(self, identifier: int) -> None:
+        """Counts the end of a call."""
+        found = self._in_flight.pop(identifier, None)
+        if found is not None:
+            found[0].durations.add(perf_counter_ns() - found[1])
+
+    # The callee.
+
+    def on_arrival(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Notes when a request has arrived."""
+        if len(self._arrivals) < MAX_ARRIVALS:
+            self._arrivals[source.wire_id, envelope.id] = perf_counter_ns()
+
+    def on_decode_error(self, message: Incoming, error: Exception) -> None:  # noqa: ARG002
+        """Counts a request that does not begin."""
+        if self._arrivals.pop((message.source.wire_id, message.envelope.id), None) is not None:
+            with self._lock:
+                self._not_begun += 1
+
+    def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
+        """Forgets the requests of a lost worker that have not begun."""
+        for key in self._arrivals.copy():
+            if key[0] == worker.wire_id:
+                self._arrivals.pop(key, None)
+
+    def observe(self, handler: Handler) -> Handler:
+        """Returns a handler that counts and times what a handler runs."""
+        return replace(handler, run=partial(self._run, handler.run, {})) if handler.user_values else handler
+
+    def _run(self, run: Callable[[Incoming], Any], known_served: _Known[_Served], message: Incoming) -> Any:
+        identifier = message.envelope.id
+        if not identifier:  # an item of a stream, which is no call
+            return run(message)
+        began = perf_counter_ns()
+        source = message.source.wire_id
+        arrived = self._arrivals.pop((source, identifier), began)
+        value = message.value
+        is_plain = type(value) is tuple and value and type(value[0]) is FunctionType
+        known = value[0] if is_plain else _key_of(message.envelope.type, value), source
+        served = known_served.get(known)
+        if served is None:
+            served = self._series(self._served, _Served, message.envelope.type, value, message.source)
+            self._remember(known_served, known, served)
+        served.queued.add(began - arrived)
+        try:
+            result = run(message)
+        except BaseException:
+            self._end(served, began, failed=True)
+            raise
+        if type(result) is Deferred:
+            result.future.add_done_callback(partial(self._end_later, served, message, began))
+        else:
+            self._end(served, began, failed=message.failure is not None)
+        return result
+
+    def _end_later(
+        self, served: _Served, message: Incoming, began: int, future: "concurrent.futures.Future[Any]"
+    ) -> None:
+        failed = bool(future.cancelled() or future.exception() or message.failure)
+        self._end(served, began, failed=failed)
+
+    def _end(self, served: _Served, began: int, *, failed: bool) -> None:
+        if failed:
+            with self._lock:
+                served.failed += 1
+        served.durations.add(perf_counter_ns() - began)
+
+    # Both.
+
+    def _series(
+        self,
+        table: dict[Any, S],
+        make: Callable[[str, str], S],
+        kind: MessageType.ValueType,
+        value: Any,
+        worker: WorkerInfo,
+    ) -> S:
+        """Returns the series of a call, or that of all calls beyond the bound."""
+        key: Any = *operation_key(kind, value), worker.name
+        with self._lock:
+            if key not in table and len(table) >= self._max_series:
+                key = OTHER
+            if key not in table:
+                names = (OTHER, OTHER) if key == OTHER else self._names.of(kind, value, worker)
+                table[key] = make(*names)
+            return table[key]
+
+    def _remember(self, table: _Known[S], known: tuple[Any, ...], series: S) -> None:
+        """Has the series of a call be found by the function itself, up to a bound."""
+        if known[0] is None:  # it is told apart by names only
+            return
+        if len(table) >= self._max_series:
+            table.clear()
+        table[known] = series
+
+    def sent(self) -> list[dict[str, Any]]:
+        """Returns the calls of this worker by function and worker, as JSON values."""
+        with self._lock:
+            in_flight = Counter(id(series) for series, _ in list(self._in_flight.values()))
+            for each in self._sent.values():
+                each.in_flight = in_flight[id(each)]
+            return [each.as_json() for each in _merged(self._sent.values())]
+
+    def served(self) -> list[dict[str, Any]]:
+        """Returns the calls that have run, or run, on this worker by function and caller, as JSON values."""
+        with self._lock:
+            return [each.as_json() for each in _merged(self._served.values())]
+
+    def timeline(self) -> dict[str, list[float]]:
+        """Returns what was counted in each second of the last minute, if it is on: see `Timeline.as_json`."""
+        if self._timeline is None:
+            return {name: [] for name in ("ended", "seconds", *COUNTERS)}
+        return self._timeline.as_json()
+
+    def close(self) -> None:
+        """Ends the thread of the timeline."""
+        if self._timeline is not None:
+            self._timeline.close()
+
+    def _counters(self) -> tuple[int, ...]:
+        traffic = self.agent.traffic()
+        with self._lock:
+            sent, served = (
+                sum(each.durations.count for each in table.values()) for table in (self._sent, self._served)
+            )
+        return sent, self._failed, served, traffic["bytes_sent"], traffic["bytes_received"]
+
+    @property
+    def waiting(self) -> int:
+        """How many requests have arrived and do not run yet."""
+        return len(self._arrivals)
+
+    @property
+    def not_begun(self) -> int:
+        """How many requests were cancelled, expired or refused before they began."""
+        return self._not_begun
+
+
+def _key_of(kind: MessageType.ValueType, value: Any) -> Any:
+    """Returns what tells a call from others, fast; None if only names do, which takes longer."""
+    if kind not in FUNCTION_KINDS:
+        return kind
+    function = value[0]
+    owner = getattr(function, "__self__", None) if type(function) is BuiltinFunctionType else None
+    return function if isinstance(owner, ModuleType | type) else None  # others may have an `__eq__` of their own
+
+
+def _merged(series: Iterable[S]) -> list[S]:
+    """Returns series with those of the same names as one: different functions may be shown by the same name."""
+    merged: dict[tuple[str, str], S] = {}
+    for each in series:
+        name = each.function, each.peer
+        if name not in merged:
+            merged[name] = type(each)(*name)
+        merged[name].merge(each)
+    return [merged[name] for name in sorted(merged)]
