@@ -1,14 +1,8 @@
 """Makes the credentials of a job: a token, or a CA and certificates of its workers.
 
-    python -m gradwire.certs token > token           # for GRADWIRE_TOKEN_FILE; a secret that all workers share
-    python -m gradwire.certs ca DIR                  # or: makes DIR/ca.pem and DIR/ca-key.pem
-    python -m gradwire.certs worker NAME --ca DIR    # makes DIR/NAME.pem and DIR/NAME-key.pem
-    python -m gradwire.certs names NAME              # prints the DNS names that another CA has to certify
-
-Files can be read and written by their owner only, and are not overwritten.
+`python -m gradwire.certs` is `gradwire certs`. Files can be read and written by their owner only.
 """
 
-import argparse
 import os
 import secrets
 import sys
@@ -20,25 +14,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from .c10d.security.issuing import Authority, Validity, key_pem
-from .c10d.security.names import host_names
-from .errors import CredentialsError, WorkerNameError
+from .errors import CredentialsError
 from .rpc.contracts.worker import check_worker_name
 
 __all__ = ["main", "make_authority", "make_worker"]
 
 CA_DAYS = 365.0
 WORKER_DAYS = 30.0
-MAX_DAYS = 36_500.0
-TOKEN_BYTES = 32
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the command line."""
-    options = _parser().parse_args(arguments)
-    try:
-        options.run(options)
-    except (CredentialsError, WorkerNameError) as error:
-        sys.exit(f"gradwire.certs: {error}")
+    from .cli.certs import command
+    from .cli.group import run_command
+
+    run_command(command, arguments, "python -m gradwire.certs")
 
 
 def make_authority(folder: Path, days: float = CA_DAYS) -> list[Path]:
@@ -123,60 +113,6 @@ def _write(folder: Path, files: Mapping[str, bytes], *, replace: bool) -> list[P
         for made in written:
             made.unlink(missing_ok=True)
     return targets
-
-
-def _run_token(_options: argparse.Namespace) -> None:
-    print(secrets.token_urlsafe(TOKEN_BYTES))
-
-
-def _run_authority(options: argparse.Namespace) -> None:
-    key, certificate = make_authority(options.folder, options.days)
-    print(f"{certificate}: for all workers\n{key}: signs certificates; keep it away from the workers")
-
-
-def _run_worker(options: argparse.Namespace) -> None:
-    folder = options.out or options.ca
-    key, certificate = make_worker(options.name, options.ca, folder, options.days, replace=options.replace)
-    print(f"GRADWIRE_CA={options.ca / 'ca.pem'}\nGRADWIRE_CERTIFICATE={certificate}\nGRADWIRE_KEY={key}")
-
-
-def _run_names(options: argparse.Namespace) -> None:
-    print("\n".join(host_names(check_worker_name(options.name))))
-
-
-def _days(text: str) -> float:
-    days = float(text)
-    if not 0 < days <= MAX_DAYS:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of days, more than 0 and at most {MAX_DAYS:g}")
-    return days
-
-
-def _parser() -> argparse.ArgumentParser:
-    description, _, examples = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.certs",
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    token = commands.add_parser("token", help="print a new token")
-    token.set_defaults(run=_run_token)
-    authority = commands.add_parser("ca", help="make a CA")
-    authority.add_argument("folder", type=Path, metavar="DIR", help="where its files go")
-    authority.add_argument("--days", type=_days, default=CA_DAYS, help="days of validity (default %(default)g)")
-    authority.set_defaults(run=_run_authority)
-    worker = commands.add_parser("worker", help="make a certificate of a worker")
-    worker.add_argument("name", metavar="NAME", help="the name of the worker")
-    worker.add_argument("--ca", type=Path, required=True, metavar="DIR", help="the folder of the CA")
-    worker.add_argument("--out", type=Path, metavar="DIR", help="where its files go (default: the CA's folder)")
-    worker.add_argument("--days", type=_days, default=WORKER_DAYS, help="days of validity (default %(default)g)")
-    worker.add_argument("--replace", action="store_true", help="replace files that exist")
-    worker.set_defaults(run=_run_worker)
-    names = commands.add_parser("names", help="print the DNS names in a worker's certificate")
-    names.add_argument("name", metavar="NAME", help="the name of the worker")
-    names.set_defaults(run=_run_names)
-    return parser
 
 
 if __name__ == "__main__":

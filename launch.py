@@ -1,4 +1,4 @@
-"""Starts several processes of a script on this host, without a launcher such as torchrun.
+"""Starts several processes of a script: on this host, or on the nodes of a Ray cluster.
 
     def work(rank: int, text: str) -> None:
         rpc.init_rpc(f"worker{rank}")          # reads rank, world size and store from the environment
@@ -19,28 +19,19 @@ makes and gives to its processes in memory; or, if the environment has credentia
 own functions do not use it: with them rank 0 hosts a store at MASTER_PORT, which lets everybody in.
 """
 
-import multiprocessing
 import os
-import secrets
-import signal
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from .c10d.security import Credentials
-from .c10d.spawn_store import HOST, SpawnStore
-from .c10d.stores.tcp import TCPStore
-from .errors import StoreError
+from .c10d.launchers import LaunchedProcess, find_launched_process
+from .spawn_hosting import hosted_spawn_store, worker_environment
 from .supervisor import Backoff, supervise
 
-__all__ = ["Backoff", "spawn"]
+__all__ = ["Backoff", "LaunchedProcess", "ray", "spawn", "this_process"]
 
-TOKEN_BYTES = 32
 DEFAULT_BACKOFF = Backoff()
 
 
@@ -74,28 +65,16 @@ def spawn(
 
     Raises:
         ValueError: `nprocs`, `grace_period` or `restarts` is out of range.
+        TypeError: `args` is no tuple or list.
         CredentialsError: the credentials in the environment are not valid.
         torch.multiprocessing.ProcessRaisedException: `fn` raised; the message has the first process's traceback.
         torch.multiprocessing.ProcessExitedException: a process was killed, or exited with a nonzero status.
     """
-    if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
-        raise ValueError(f"nprocs is {nprocs!r}: give the number of processes, at least 1")
-    if not grace_period >= 0:
-        raise ValueError(f"grace_period is {grace_period!r}: give seconds, at least 0")
-    if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
-        raise ValueError(f"restarts is {restarts!r}: give a number, 0 for no restarts")
-    credentials = Credentials.from_environment() or Credentials(token=secrets.token_urlsafe(TOKEN_BYTES))
-    with _hosted_store(credentials, start_method) as port, _reserved_port() as master_port:
-        store = SpawnStore(port, master_port, credentials.token)
+    _check(nprocs, args, grace_period, restarts)
+    with hosted_spawn_store(start_method) as store:
 
         def start(ranks: Sequence[int], restart: int) -> ProcessContext:
-            environment = {
-                "WORLD_SIZE": str(nprocs),
-                "LOCAL_WORLD_SIZE": str(nprocs),
-                "TORCHELASTIC_RESTART_COUNT": str(restart),
-                "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-                **store.to_environment(),
-            }
+            environment = worker_environment(store, nprocs, restart, restarts)
             return start_processes(  # type: ignore[no-untyped-call,no-any-return]
                 _run_worker, (ranks, environment, fn, args), len(ranks), join=False, start_method=start_method
             )
@@ -109,54 +88,110 @@ def spawn(
         )
 
 
-@contextmanager
-def _hosted_store(credentials: Credentials, start_method: str) -> Iterator[int]:
-    """Context manager that hosts the store of the processes; its value is the port."""
-    if start_method != "fork":
-        with _open_store(credentials) as store:
-            yield store.port
-        return
-    # Processes that are forked from one that has used gRPC cannot use it. So another process hosts the store.
-    forking = multiprocessing.get_context("fork")
-    ours, theirs = forking.Pipe()
-    host = forking.Process(target=_host_store, args=(credentials, ours, theirs), daemon=True)
-    host.start()
-    theirs.close()
-    try:
-        with ours:
-            try:
-                port = ours.recv()
-            except EOFError:
-                raise StoreError("the process that hosts the store of the new processes has died") from None
-            yield port
-    finally:
-        host.kill()
-        host.join()
+def ray(
+    fn: Callable[..., object],
+    nprocs: int,
+    args: tuple[Any, ...] = (),
+    *,
+    grace_period: float = 10.0,
+    restarts: int = 0,
+    backoff: Backoff = DEFAULT_BACKOFF,
+    resources: Mapping[str, float] | None = None,
+    strategy: str = "PACK",
+    placement_timeout_s: float = 300.0,
+    runtime_env: Mapping[str, Any] | None = None,
+) -> None:
+    """Runs `fn(rank, *args)` in `nprocs` new processes on the nodes of a Ray cluster and waits for them.
 
+    It is `spawn` for several machines: the arguments that both have mean the same, and so does what a process
+    finds in its environment, but for MASTER_ADDR, which is the node of rank 0. The process of a rank is an actor,
+    which ends when `fn` does. One that is started again may be on another node, if its own is gone.
 
-def _open_store(credentials: Credentials) -> TCPStore:
-    return TCPStore(HOST, 0, is_master=True, credentials=credentials)
+    The processes meet at a store of this job, which Ray runs on the node of this process, and which lets in those
+    who have its token. Each call makes a token, unless the environment has credentials, which are used then. What
+    else the environment says by GRADWIRE_* variables, other than addresses, holds for all processes.
 
+    It uses the cluster to which this process is connected; else the one that RAY_ADDRESS names, or that runs here.
 
-def _host_store(credentials: Credentials, launcher: Connection, connection: Connection) -> None:
-    """Hosts the store until the launcher kills this process, or has died together with its other processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
-    launcher.close()
-    with _open_store(credentials) as store, suppress(EOFError):
-        connection.send(store.port)
-        connection.recv()
+    Args:
+        fn: a function; the nodes must be able to import what it uses.
+        nprocs: the number of processes.
+        args: arguments of `fn` after the rank; they are pickled.
+        grace_period: seconds that the others have to end when a process has failed; then they are killed.
+        restarts: how often the process of each rank is started again when it has failed.
+        backoff: the pauses before that.
+        resources: what each process needs of its node, as Ray names it: `{"CPU": 2, "GPU": 1}`; by default one
+            CPU.
+        strategy: `"PACK"` for few nodes, `"SPREAD"` for many; with `"STRICT_PACK"` for one node and
+            `"STRICT_SPREAD"` for one node each, or not at all.
+        placement_timeout_s: seconds to wait until the cluster has room for all of them.
+        runtime_env: Ray's runtime environment of the processes, as for code that the nodes do not have.
 
-
-@contextmanager
-def _reserved_port() -> Iterator[int]:
-    """Context manager that reserves a port; its value is the port.
-
-    Programs that take any free port do not get it, but rank 0 of torch.distributed can listen on it.
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: `args` is no tuple or list.
+        ImportError: Ray is not installed: pip install gradwire[ray].
+        TimeoutError: the cluster has not had room for all processes.
+        CredentialsError: the credentials in the environment are not valid.
+        torch.multiprocessing.ProcessRaisedException: `fn` raised; the message has the first process's traceback.
+        torch.multiprocessing.ProcessExitedException: a process died, or exited with a nonzero status.
     """
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those do that may listen on it
-        reserved.bind((HOST, 0))
-        yield reserved.getsockname()[1]
+    from .ray_launch import STRATEGIES, LaunchSpec, run_on_ray
+
+    _check(nprocs, args, grace_period, restarts)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}: give one of {', '.join(STRATEGIES)}")
+    if not placement_timeout_s > 0:
+        raise ValueError(f"placement_timeout_s is {placement_timeout_s!r}: give seconds, more than 0")
+    resources = {"CPU": 1} if resources is None else resources
+    if not resources or any(not amount > 0 for amount in resources.values()):
+        raise ValueError(f"resources is {resources!r}: give amounts of more than 0, such as {{'CPU': 1}}")
+    run_on_ray(
+        LaunchSpec(
+            fn=fn,
+            nprocs=nprocs,
+            args=args,
+            grace_period=grace_period,
+            restarts=restarts,
+            backoff=backoff,
+            resources=resources,
+            strategy=strategy,
+            placement_timeout_s=placement_timeout_s,
+            runtime_env=runtime_env,
+        )
+    )
+
+
+def this_process() -> LaunchedProcess | None:
+    """Returns rank and world size of this process, if a launcher has started it; else None.
+
+    A program that runs under launchers, and otherwise starts its processes itself, asks this:
+
+        launched = launch.this_process()
+        if launched is None:
+            launch.spawn(work, 4)
+        else:
+            work(launched.rank)
+
+    Known launchers are torchrun, `gradwire spawn`, `spawn`, `ray`, srun, mpiexec, and Indexed Jobs of Kubernetes.
+    RANK and WORLD_SIZE come first, then the variables of the launchers: docs/launch.md.
+
+    Raises:
+        RendezvousError: the environment has one of the two only, or they are no rank and size; or this is the
+            batch script of a Slurm job of several tasks, without srun.
+    """
+    return find_launched_process(os.environ)
+
+
+def _check(nprocs: object, args: object, grace_period: float, restarts: object) -> None:
+    if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
+        raise ValueError(f"nprocs is {nprocs!r}: give the number of processes, at least 1")
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args is {args!r}: give a tuple of the arguments after the rank, such as ({args!r},)")
+    if not grace_period >= 0:
+        raise ValueError(f"grace_period is {grace_period!r}: give seconds, at least 0")
+    if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
+        raise ValueError(f"restarts is {restarts!r}: give a number, 0 for no restarts")
 
 
 def _run_worker(

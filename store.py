@@ -1,15 +1,8 @@
 """Runs a store as a process of its own, which no worker takes with it when it dies, and which can be restarted.
 
-    python -m gradwire.store --log job.store                    # on 127.0.0.1, for workers of this host
-    python -m gradwire.store --host node0 --log job.store       # for several hosts, with GRADWIRE_TOKEN set
-
-Workers find it by GRADWIRE_STORE=host:port, or by init_method="store://host:port?rank=0&world_size=2"; rank 0 does
-not host a store then. Clients wait up to 60 s while it is restarted with the same log. What they have in flight
-meanwhile is done exactly once. Each job needs a log of its own: keys of an earlier one would confuse it.
+`python -m gradwire.store` is `gradwire store`.
 """
 
-import argparse
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -21,24 +14,16 @@ from .c10d.stores.durable import DurableState
 from .c10d.stores.journal import Journal
 from .c10d.stores.limits import StoreLimits
 from .c10d.stores.server import StoreServer
-from .errors import CredentialsError, StoreError
 
 __all__ = ["main", "serve"]
-
-DEFAULT_PORT = 29500
-"""MASTER_PORT of torchrun, if it is not told another one."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the command line until SIGINT or SIGTERM."""
-    options = _parser().parse_args(arguments)
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
-    try:
-        serve(options.log, options.host, options.port, stopped, sync=options.sync, insecure=options.insecure)
-    except (CredentialsError, StoreError) as error:
-        sys.exit(f"gradwire.store: {error}")
+    from .cli.group import run_command
+    from .cli.store import command
+
+    run_command(command, arguments, "python -m gradwire.store")
 
 
 def serve(
@@ -78,31 +63,6 @@ def serve(
             loop.release()
     finally:
         journal.close()
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 65536:
-        raise argparse.ArgumentTypeError(f"{text} is not a port: give 1 to 65535, or 0 for a free one")
-    return port
-
-
-def _parser() -> argparse.ArgumentParser:
-    description, _, examples = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.store",
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--log", required=True, metavar="FILE", help="its log; it goes on from one that exists")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0 for a free one (default %(default)s)")
-    parser.add_argument("--sync", action="store_true", help="write each change to the disk before answering it")
-    parser.add_argument(
-        "--insecure", action="store_true", help="listen for other hosts without credentials; trusts the network"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs programs written for torch.distributed.rpc on gradwire, by monkey patching torch's names.
 
-    python -m gradwire.compat script.py arguments...
+    gradwire run script.py arguments...
 
 runs an unmodified program, with all processes that it starts. A program that can be edited calls, in each process,
 

@@ -15,6 +15,7 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.profiling.extension import Profiling
 from ..torch_internals import find_builtin
 from .errors import as_torch_raises
+from .pickling import TorchPicklers
 
 __all__ = ["TORCH_STYLE_EXTENSIONS", "TorchCallStyle", "TorchErrorStyle"]
 
@@ -75,5 +76,10 @@ class _StderrHandler(logging.Handler):
             print(f"On {self._worker}:\n{error!r}\n{text}", file=sys.stderr)
 
 
-TORCH_STYLE_EXTENSIONS: Sequence[type[Extension]] = (*DEFAULT_EXTENSIONS, TorchErrorStyle, TorchCallStyle)
+TORCH_STYLE_EXTENSIONS: Sequence[type[Extension]] = (
+    *DEFAULT_EXTENSIONS,
+    TorchErrorStyle,
+    TorchCallStyle,
+    TorchPicklers,
+)
 """The extensions of the agents of the backends TENSORPIPE and FAULTY_TENSORPIPE."""

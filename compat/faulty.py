@@ -88,6 +88,8 @@ def start_agent(
         init_timeout=options.init_timeout,
         num_worker_threads=options.num_worker_threads,
         host=options.host,
+        advertised_host=options.advertised_host,
+        ports=options.ports,
         insecure=options.insecure,
         credentials=options.credentials,
         transports=options.transports,

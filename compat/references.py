@@ -1,28 +1,37 @@
 """Private methods of torch's RRef, for gradwire's."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ..errors import RRefError
 from ..rpc.contracts.agent import holder
 from ..rref.rref import RRef
+from .pickling import SentReference
 
 __all__ = ["METHODS"]
 
 
-def _serialize(self: RRef[Any]) -> NoReturn:
-    """Always raises RRefError: references can only be pickled in messages. torch returns a new fork's ids."""
+def _serialize(self: RRef[Any]) -> SentReference:
+    """Returns what stands for this reference in the pickle of a call, for a program's own pickler or reducer.
+
+    torch returns the ids of a new fork; here, that is made when the message is sent.
+
+    Raises:
+        RRefError: the reference was released at shutdown.
+    """
     handle = self._handle
     if handle.agent is not holder.get():
         raise RRefError(f"{self} was released at shutdown. Cannot call fork an UserRRef after deletion.")
     handle.check_usable(self, "fork an UserRRef")
-    raise RRefError(f"{self} cannot be serialized outside a call: pass it as an argument, or return it")
+    return SentReference(self)
 
 
-def _deserialize(fork: object) -> NoReturn:
-    """Always raises RRefError, since `_serialize` returns nothing to deserialize."""
-    raise RRefError(f"{fork!r} cannot be deserialized to an RRef: pass RRefs as arguments or results of calls")
+def _deserialize(fork: object) -> RRef[Any]:
+    """Returns the reference for what `_serialize` has returned. Raises RRefError if it is something else."""
+    if not isinstance(fork, SentReference):
+        raise RRefError(f"{fork!r} cannot be deserialized to an RRef: pass RRefs as arguments or results of calls")
+    return fork.reference
 
 
 def _get_profiling_future(self: RRef[Any]) -> torch.futures.Future[Any]:

@@ -26,7 +26,7 @@ class RpcBackendOptions(rpc.RpcBackendOptions):
     """Options with the arguments of torch's base class. `insecure` and `host` can be set as attributes."""
 
     CONSENT: ClassVar[str] = (
-        "start the program by `python -m gradwire.compat --insecure`, call gradwire.compat.install(insecure=True) "
+        "start the program by `gradwire run --insecure`, call gradwire.compat.install(insecure=True) "
         "before init_rpc, or set `insecure = True` on the rpc_backend_options"
     )
 

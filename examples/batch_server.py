@@ -14,7 +14,6 @@ Both modes are measured with increasing numbers of users. The data are the digit
 
 import argparse
 import asyncio
-import os
 import sys
 import threading
 import time
@@ -259,7 +258,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--clients", type=int, default=2, help="clients to start (default 2); ignored under torchrun"
+        "--clients", type=int, default=2, help="clients to start (default 2); ignored under a launcher"
     )
     parser.add_argument(
         "--users",
@@ -285,18 +284,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one role under torchrun; otherwise starts a process for each role."""
+    """Runs one role under a launcher; otherwise starts a process for each role."""
     args = parse_arguments()
-    if "RANK" not in os.environ:
+    launched = launch.this_process()
+    if launched is None:
         try:
             launch.spawn(work, 1 + args.clients, (args,))
         except ProcessExitedException as failed:
             sys.exit(str(failed))
         return
-    args.clients = int(os.environ["WORLD_SIZE"]) - 1
+    args.clients = launched.world_size - 1
     if args.clients < 1:
-        sys.exit("torchrun must start at least 2 processes: the server and a client")
-    work(int(os.environ["RANK"]), args)
+        sys.exit("the launcher must start at least 2 processes: the server and a client")
+    work(launched.rank, args)
 
 
 if __name__ == "__main__":

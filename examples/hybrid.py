@@ -15,7 +15,6 @@ process; in float64, the losses are equal up to rounding.
 
 import argparse
 import math
-import os
 import re
 import sys
 import time
@@ -221,7 +220,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=3, help="passes over the training data (default 3)")
     parser.add_argument(
-        "--trainers", type=int, default=2, help="trainers to start (default 2); ignored under torchrun"
+        "--trainers", type=int, default=2, help="trainers to start (default 2); ignored under a launcher"
     )
     parser.add_argument("--batch-size", type=int, default=128, help="samples per step (default 128)")
     parser.add_argument("--lr", type=float, default=1.0, help="learning rate of SGD (default 1)")
@@ -236,17 +235,17 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one role under torchrun; otherwise starts a process for each role."""
+    """Runs one role under a launcher; otherwise starts a process for each role."""
     args = parse_arguments()
-    launched = "RANK" in os.environ
-    if launched:
-        args.trainers = int(os.environ["WORLD_SIZE"]) - 2
+    launched = launch.this_process()
+    if launched is not None:
+        args.trainers = launched.world_size - 2
     if args.trainers < 1 or args.epochs < 1:
         sys.exit("there must be at least one trainer (beside a coordinator and a server) and one epoch")
     if args.batch_size < 1 or args.batch_size % args.trainers:
         sys.exit(f"--batch-size {args.batch_size} cannot be shared evenly by {args.trainers} trainers")
-    if launched:
-        work(int(os.environ["RANK"]), args)
+    if launched is not None:
+        work(launched.rank, args)
         return
     try:
         launch.spawn(work, 2 + args.trainers, (args,))

@@ -7,11 +7,13 @@ parameters on the server. The two trainers work asynchronously.
 
     python examples/parameter_server.py                          # starts all processes itself
     torchrun --nproc-per-node 4 examples/parameter_server.py     # one process per role
+    python examples/parameter_server.py --ray                    # starts them on the nodes of a Ray cluster
 
-On several hosts, start each process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or run torchrun on each
-host, with a token that all of them share; or with --insecure, which trusts the network between them:
+On several hosts, start each process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or by torchrun, srun,
+mpiexec or Kubernetes (docs/launch.md), with a token that all of them share; or with --insecure, which trusts the
+network between them:
 
-    export GRADWIRE_TOKEN_FILE=token    # made once by `python -m gradwire.certs token > token`
+    export GRADWIRE_TOKEN_FILE=token    # made once by `gradwire certs token > token`
     RANK=1 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python examples/parameter_server.py
 
 The data are the 1,797 digits of 8 x 8 pixels that ship with scikit-learn (Alpaydin and Kaynak, 1998).
@@ -221,7 +223,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=12, help="passes over the training data (default 12)")
     parser.add_argument(
-        "--trainers", type=int, default=2, help="trainers to start (default 2); ignored under torchrun"
+        "--trainers", type=int, default=2, help="trainers to start (default 2); ignored under a launcher"
     )
     parser.add_argument("--batch-size", type=int, default=32, help="images per step of a trainer (default 32)")
     parser.add_argument("--lr", type=float, default=0.03, help="learning rate of SGD (default 0.03)")
@@ -233,6 +235,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="allow several hosts without a token; everybody who can connect can run code",
     )
+    parser.add_argument("--ray", action="store_true", help="start the processes on a Ray cluster")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args()
     if args.trainers < 1 or args.epochs < 1 or args.batch_size < 1:
@@ -241,18 +244,20 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one role under torchrun; otherwise starts a process for each role."""
+    """Runs one role under a launcher; otherwise starts a process for each role."""
     args = parse_arguments()
-    if "RANK" not in os.environ:
+    launched = launch.this_process()
+    if launched is None:
+        start = launch.ray if args.ray else launch.spawn
         try:
-            launch.spawn(work, 2 + args.trainers, (args,))
+            start(work, 2 + args.trainers, (args,))
         except ProcessExitedException as failed:
             sys.exit(str(failed))
         return
-    args.trainers = int(os.environ["WORLD_SIZE"]) - 2
+    args.trainers = launched.world_size - 2
     if args.trainers < 1:
-        sys.exit("torchrun must start at least 3 processes: a coordinator, a server and a trainer")
-    work(int(os.environ["RANK"]), args)
+        sys.exit("the launcher must start at least 3 processes: a coordinator, a server and a trainer")
+    work(launched.rank, args)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ The data are the 1,797 digits of 8 x 8 pixels that ship with scikit-learn (Alpay
 """
 
 import argparse
-import os
 import sys
 import threading
 import time
@@ -275,17 +274,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one stage under torchrun; otherwise starts a process for each stage."""
+    """Runs one stage under a launcher; otherwise starts a process for each stage."""
     args = parse_arguments()
-    if "RANK" not in os.environ:
+    launched = launch.this_process()
+    if launched is None:
         try:
             launch.spawn(work, len(STAGES), (args,))
         except ProcessExitedException as failed:
             sys.exit(str(failed))
         return
-    if int(os.environ["WORLD_SIZE"]) != len(STAGES):
-        sys.exit("torchrun must start 3 processes, one for each stage")
-    work(int(os.environ["RANK"]), args)
+    if launched.world_size != len(STAGES):
+        sys.exit("the launcher must start 3 processes, one for each stage")
+    work(launched.rank, args)
 
 
 if __name__ == "__main__":

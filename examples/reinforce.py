@@ -13,7 +13,6 @@ generator of its own, and the policy changes only after all observers have finis
 """
 
 import argparse
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -164,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--observers", type=int, default=2, help="observers to start (default 2); ignored under torchrun"
+        "--observers", type=int, default=2, help="observers to start (default 2); ignored under a launcher"
     )
     parser.add_argument("--episodes", type=int, default=2000, help="maximal number of episodes (default 2000)")
     parser.add_argument("--goal", type=float, default=400, help="running reward to stop at (default 400)")
@@ -181,18 +180,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one role under torchrun; otherwise starts a process for each role."""
+    """Runs one role under a launcher; otherwise starts a process for each role."""
     args = parse_arguments()
-    if "RANK" not in os.environ:
+    launched = launch.this_process()
+    if launched is None:
         try:
             launch.spawn(work, 1 + args.observers, (args,))
         except ProcessExitedException as failed:
             sys.exit(str(failed))
         return
-    args.observers = int(os.environ["WORLD_SIZE"]) - 1
+    args.observers = launched.world_size - 1
     if args.observers < 1:
-        sys.exit("torchrun must start at least 2 processes: the agent and an observer")
-    work(int(os.environ["RANK"]), args)
+        sys.exit("the launcher must start at least 2 processes: the agent and an observer")
+    work(launched.rank, args)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ The text is that of Python's `help("topics")`, 92,000 words and punctuation mark
 
 import argparse
 import math
-import os
 import re
 import sys
 import textwrap
@@ -265,17 +264,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs one role under torchrun; otherwise starts a process for each role."""
+    """Runs one role under a launcher; otherwise starts a process for each role."""
     args = parse_arguments()
-    if "RANK" not in os.environ:
+    launched = launch.this_process()
+    if launched is None:
         try:
             launch.spawn(work, len(NAMES), (args,))
         except ProcessExitedException as failed:
             sys.exit(str(failed))
         return
-    if int(os.environ["WORLD_SIZE"]) != len(NAMES):
-        sys.exit("torchrun must start 2 processes: a trainer and a server")
-    work(int(os.environ["RANK"]), args)
+    if launched.world_size != len(NAMES):
+        sys.exit("the launcher must start 2 processes: a trainer and a server")
+    work(launched.rank, args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Installs the compatibility layer in the processes that a program started by `python -m gradwire.compat` starts.
+"""Installs the compatibility layer in the processes that a program started by `gradwire run` starts.
 
 Python runs this file at startup if its folder is in PYTHONPATH. The layer is installed as soon as the process has
 imported torch, which imports torch.distributed.rpc. A process that never imports torch only reads two small files.

@@ -14,7 +14,9 @@ from torch.distributed.rpc import RRef, rpc_sync
 
 def carrier() -> str:
     """Returns which implementation carries the calls of this worker."""
-    return f"{rpc_sync.__module__} {type(RRef(0)).__module__} {rpc.PyRRef is RRef}"
+    return (
+        f"{rpc_sync.__module__} {type(RRef(0)).__module__} {DistributedOptimizer.__module__} {rpc.PyRRef is RRef}"
+    )
 
 
 def train_one_step(to: str) -> float:
@@ -32,8 +34,9 @@ def main(rank: int, port: int) -> None:
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=30)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     other = f"worker{1 - rank}"
+    stepped = f"; stepped to {train_one_step(other)}" if "train" in sys.argv else ""
     # In one piece: the workers share their output.
-    sys.stdout.write(f"worker{rank}: {rpc_sync(other, carrier)}; stepped to {train_one_step(other)}\n")
+    sys.stdout.write(f"worker{rank}: {rpc_sync(other, carrier)}{stepped}\n")
     sys.stdout.flush()
     rpc.shutdown()
 

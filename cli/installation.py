@@ -1,0 +1,92 @@
+"""What is installed, and which engines of process groups run here."""
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from textwrap import shorten
+
+from .. import __version__
+from .findings import Finding, ok, problem, warning
+
+__all__ = [
+    "OPTIONAL_PACKAGES",
+    "REQUIRED_PACKAGES",
+    "ROOT",
+    "check_engines",
+    "check_versions",
+    "engines",
+    "version_of",
+]
+
+ROOT = Path(__file__).parent.parent
+"""The folder of the package, which is also that of a checkout."""
+
+REQUIRED_PACKAGES = ("torch", "grpcio", "protobuf", "numpy", "cryptography", "click")
+OPTIONAL_PACKAGES = ("mpi4py", "cupy", "cloudpickle")
+"""Import names; on PyPI, cupy is published under one name per CUDA version."""
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+"""The releases on which gradwire is tested."""
+
+ALWAYS_THERE = ("gloo", "shm")
+"""The engines that need no other package."""
+
+
+def engines() -> dict[str, str | None]:
+    """Returns for each engine why it is not available, shortened; None if it is."""
+    from ..c10d.availability import why_unavailable
+    from ..c10d.backends import BUILTIN_ENGINES
+
+    reasons = {engine: why_unavailable(engine) for engine in sorted(BUILTIN_ENGINES)}
+    return {engine: reason and shorten(reason, 200, placeholder=" …") for engine, reason in reasons.items()}
+
+
+def version_of(package: str) -> str | None:
+    """Returns the version of a package; None if it is not installed."""
+    if package == "torch":
+        import torch
+
+        return torch.__version__  # includes the CUDA version of the build
+    for name in (package, "cupy-cuda13x", "cupy-cuda12x") if package == "cupy" else (package,):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_versions() -> Iterator[Finding]:
+    """Yields what is installed."""
+    yield ok("gradwire", f"{__version__} in {ROOT}, on Python {platform.python_version()}")
+    for package in REQUIRED_PACKAGES:
+        try:
+            found = version_of(package)
+        except (ImportError, OSError) as error:  # torch, or a library that it needs, is missing
+            yield problem(package, f"cannot be imported: {error}", f"install {package} anew")
+            continue
+        if found is None:
+            yield problem(package, "not installed", f"pip install {package}")
+        elif package == "torch" and not OLDEST_TORCH <= _release(found) <= NEWEST_TORCH:
+            tested = " to ".join(".".join(map(str, each)) for each in (OLDEST_TORCH, NEWEST_TORCH))
+            yield warning(package, f"{found}, which is not tested", f"install one of {tested}")
+        else:
+            yield ok(package, found)
+    for package in OPTIONAL_PACKAGES:
+        yield ok(package, version_of(package) or "not installed (optional)")
+
+
+def check_engines() -> Iterator[Finding]:
+    """Yields which engines run here. mpi and nccl need packages that are optional."""
+    for engine, reason in engines().items():
+        if reason is None:
+            yield ok(engine, "available")
+        elif engine in ALWAYS_THERE:
+            yield warning(engine, f"not available: {reason}", "use another engine for process groups")
+        else:
+            yield ok(engine, f"not available: {reason}")
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version such as 2.13.0+cpu."""
+    return tuple(int(number) for number in text.split(".")[:2])

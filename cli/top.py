@@ -1,0 +1,40 @@
+"""`gradwire top`: what a running job does."""
+
+import click
+
+from .examples import Command
+
+__all__ = ["command"]
+
+
+@click.command(
+    "top",
+    cls=Command,
+    epilog="""
+    gradwire top 'http://127.0.0.1:8080/?key=...'
+    GRADWIRE_TOKEN_FILE=token gradwire top https://10.0.0.2:8080/
+    """,
+)
+@click.option("--interval", type=click.FloatRange(0.2), default=2.0, show_default=True, help="Seconds.")
+@click.option("--once", is_flag=True, help="Print the state once, and end.")
+@click.argument("url")
+def command(url: str, interval: float, *, once: bool) -> None:
+    """Shows in the terminal what the workers of a running job do.
+
+    URL is that of the page of the job, as a worker with GRADWIRE_VIEW or the option `view` has logged it. The
+    key in it may be left out where the credentials of the job have a token.
+    """
+    from ..c10d.security import Credentials
+    from ..errors import GradwireError
+    from ..view.client import PageClient
+
+    try:
+        from ..view.top import show
+    except ImportError as error:
+        raise click.ClickException(f"this needs {error.name}: pip install gradwire[view]") from None
+    try:
+        show(PageClient(url, Credentials.from_environment()), interval=interval, once=once)
+    except KeyboardInterrupt:
+        pass
+    except (GradwireError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
