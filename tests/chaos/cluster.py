@@ -30,6 +30,9 @@ JOIN_TIMEOUT_S = 100.0
 RESTART_PAUSE_S = 0.5
 EXIT_TIMEOUT_S = 5.0
 
+PAUSE_S = 0.017
+"""The pause of a thread after an operation, times the number of workers: the load is the same however many."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -204,6 +207,7 @@ class Cluster:
             store=(self.net.address(self.hosts), STORE_PORT),
             file=self.disk / "file-store",
             seed=self.seed,
+            pause=PAUSE_S * len(self.members),
         )
         size = len(self.members) if self.is_static else None
         each.joining = each.worker.start(member.begin, settings, each.number, size, JOIN_TIMEOUT_S)

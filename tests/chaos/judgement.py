@@ -29,6 +29,8 @@ class Verdict:
     leaks: what workers kept after the load.
     left: what was left when all workers had exited.
     threads_left: threads that were left after `shutdown`.
+    growth: of what workers without faults have had more and more.
+    thirds: what these have had, by worker and kind: the median of each third of the run.
     stuck: which phase did not end; empty if all did.
     figures: the most that a worker had, before and after the faults.
     """
@@ -39,13 +41,15 @@ class Verdict:
     leaks: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     threads_left: list[str] = field(default_factory=list)
+    growth: list[str] = field(default_factory=list)
+    thirds: dict[str, dict[str, tuple[float, float, float]]] = field(default_factory=dict)
     stuck: str = ""
     figures: list[dict[str, int]] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
         """Whether nothing was lost, doubled, wrong, or left."""
-        bad = self.gathers, self.deaths.crashes, self.leaks, self.left, self.threads_left, self.stuck
+        bad = self.gathers, self.deaths.crashes, self.leaks, self.left, self.threads_left, self.growth, self.stuck
         return self.findings.is_right and not any(bad)
 
 

@@ -36,7 +36,7 @@ from gradwire.errors import (
 from tests.chaos import callee
 from tests.chaos.records import LOST, NOT_SENT, RAN, SUCCEEDED, UNKNOWN, WRONG, Record
 
-__all__ = ["EVICTED", "FAILED", "Load", "Settings"]
+__all__ = ["EVICTED", "FAILED", "SIZES", "Load", "Settings"]
 
 EVICTED = 77
 """The exit status of a worker that was told that it has been evicted."""

@@ -7,18 +7,21 @@ import re
 import signal
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 import psutil
 import torch
 from gradwire import rpc
 
-from tests.chaos.load import Load, Settings
-from tests.remote_functions import counts
+from tests.chaos.load import SIZES, Load, Settings
+from tests.remote_functions import counts, identity
 
-__all__ = ["Figures", "begin", "is_stopped", "leave", "measure", "progress", "resume", "stop"]
+__all__ = ["Figures", "begin", "connect", "is_stopped", "leave", "measure", "progress", "resume", "stop"]
 
 Figures = dict[str, int]
 """What a process has, by kind: references and contexts, threads, file descriptors, MiB of memory."""
+
+CONNECT_TIMEOUT_S = 50.0
 
 _PR_SET_PDEATHSIG = 1
 
@@ -59,6 +62,13 @@ def begin(settings: Settings, rank: int, world_size: int | None, seconds: float)
 def progress() -> Counter[str]:
     """Returns how many operations have succeeded, by worker."""
     return _loads[-1].successes.copy()
+
+
+def connect(names: Sequence[str]) -> None:
+    """Makes all connections that there can be with other workers, those for large tensors included."""
+    for name in names:
+        if name != rpc.get_worker_info().name:
+            rpc.rpc_sync(name, identity, (torch.zeros(SIZES[-1]),), timeout=CONNECT_TIMEOUT_S)
 
 
 def stop() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["KINDS", "Fault", "Kind", "make_plan"]
+__all__ = ["KINDS", "Fault", "Kind", "make_plan", "make_regular_plan"]
 
 Scope = Literal["worker", "host", "hosts", "store", "disk"]
 
@@ -109,6 +109,31 @@ def make_plan(
             now += rng.uniform(0.5, 3.0)
         else:
             now += 0.25
+    return plan
+
+
+def make_regular_plan(
+    seed: int, seconds: float, every: float, workers: Sequence[int], kinds: Sequence[str]
+) -> list[Fault]:
+    """Returns one fault each `every` seconds, of one worker after another, in an order that changes.
+
+    Args:
+        seed: decides about the order.
+        seconds: by when all are healed.
+        every: seconds from one to the next.
+        workers: the numbers of those that are to fail.
+        kinds: names in `KINDS`, of faults of a worker.
+    """
+    rng = random.Random(seed)
+    plan: list[Fault] = []
+    waiting: list[int] = []
+    for number in range(1, int(seconds / every) + 1):
+        if not waiting:
+            waiting = rng.sample(workers, len(workers))
+        kind = rng.choice(sorted(kinds))
+        fault = Fault(kind, number * every, round(rng.uniform(*KINDS[kind].seconds), 2), waiting.pop())
+        if fault.end <= seconds:
+            plan.append(fault)
     return plan
 
 

@@ -57,11 +57,19 @@ def describe(plan: Sequence[Fault], verdict: Verdict) -> str:
         lines += [
             f"{kind:<40} {before.get(kind, 0):6} {after.get(kind, 0):6}" for kind in sorted({*before, *after})
         ]
+    if verdict.thirds:
+        lines += ["", f"{'workers without faults, by thirds of the run':<48}" + f"{'1st':>8}{'2nd':>8}{'3rd':>8}"]
+        lines += [
+            f"{f'{name}: {kind}':<48}" + "".join(f"{each:8.0f}" for each in thirds)
+            for name, kinds in verdict.thirds.items()
+            for kind, thirds in kinds.items()
+        ]
     details = [f"{fault}: {text}" for fault, texts in findings.examples.items() for text in texts]
     details += [f"all_gather: {text}" for text in verdict.gathers]
     details += [f"crashed: {text}" for text in verdict.deaths.crashes]
     details += [f"could not join: {text}" for text in verdict.deaths.failed_joins[:5]]
     details += [f"leak: {text}" for text in [*verdict.leaks, *verdict.left, *verdict.threads_left]]
+    details += [f"growth: {text}" for text in verdict.growth]
     details += [f"stuck: {verdict.stuck}"] if verdict.stuck else []
     return "\n".join([*lines, "", *details[:MAX_LINES], "", "all is well" if verdict.is_good else "NOT WELL"])
 

@@ -2,7 +2,8 @@
 
 Six workers on three simulated hosts, and a store process on a fourth, call each other, pass references on, stream,
 run backward passes and collectives. Meanwhile faults begin and are healed, in a sequence that depends on the seed
-alone. In the end every call must have had one outcome, the right one, and nothing may be left of any of it.
+alone, or, with `--every`, one after another. In the end every call must have had one outcome, the right one, and
+nothing may be left of any of it.
 """
 
 import argparse
@@ -19,14 +20,16 @@ from typing import Any
 from tests.chaos import faults, member, report
 from tests.chaos.cluster import Cluster
 from tests.chaos.judgement import Verdict, compare_gathers, find_leaks
-from tests.chaos.plan import KINDS, Fault, make_plan
+from tests.chaos.plan import KINDS, Fault, make_plan, make_regular_plan
 from tests.chaos.records import judge, read_lines
+from tests.chaos.samples import Samples
 from tests.hosts import why_unavailable
-from tests.workers import Workers
+from tests.workers import WorkerDiedError, Workers
 
 __all__ = ["main", "run"]
 
-HOSTS, PER_HOST = 3, 2
+HOSTS = 3
+DEFAULT_WORKERS = 6
 
 DEFAULT_MINUTES = 10.0
 MAX_MINUTES = 12.0
@@ -35,14 +38,14 @@ MAX_MINUTES = 12.0
 TICK_S = 0.1
 
 JOIN_S = 150.0
-CONVERGE_S = 90.0
+CONVERGE_S = 15.0
 STOP_S = 100.0
 CLEAN_S = 40.0
 """Seconds that the phases of a run may take: until all have joined, until each reaches all others after the last
-fault, until all operations have ended, and until nothing is left of them."""
+fault (for each worker), until all operations have ended, and until nothing is left of them."""
 
-WARM_UP = 20
-"""Operations with each other worker before the first fault."""
+WARM_UP = 120
+"""Operations of each worker before the first fault: as many with each other one."""
 
 AGAIN = 5
 """Operations with each other worker that have to succeed after the last fault."""
@@ -58,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="decides about the faults; random by default")
     parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="of faults (default %(default)g)")
     parser.add_argument("--faults", default="", metavar="A,B", help=f"by default all: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--workers", type=int, default=DEFAULT_WORKERS, help="a multiple of 3 (default %(default)d)"
+    )
+    parser.add_argument("--every", type=float, default=0.0, metavar="S", help="seconds from one fault to the next")
+    parser.add_argument("--spared", type=int, default=0, metavar="N", help="workers without faults, with --every")
     parser.add_argument("--group", choices=["static", "dynamic"], default="dynamic", help="(default %(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep the logs and records also if all is well")
     parser.add_argument("--plan", action="store_true", help="only show the faults")
@@ -67,8 +75,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"there is no fault {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
     if not 0 < options.minutes <= MAX_MINUTES:
         parser.error(f"--minutes is {options.minutes:g}: give more than 0, and {MAX_MINUTES:g} at most")
+    if options.workers < DEFAULT_WORKERS or options.workers % HOSTS:
+        parser.error(f"--workers is {options.workers}: give a multiple of {HOSTS}, at least {DEFAULT_WORKERS}")
+    if options.every < 0 or not 0 <= options.spared < options.workers or (options.spared and not options.every):
+        parser.error("--every is at least 0, and with it --spared is less than --workers")
+    if options.every and {KINDS[kind].scope for kind in kinds} != {"worker"}:
+        parser.error("with --every, give --faults of workers")
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    plan = make_plan(seed, options.minutes * 60, HOSTS, PER_HOST, kinds)
+    seconds, per_host = options.minutes * 60, options.workers // HOSTS
+    if options.every:
+        plan = make_regular_plan(seed, seconds, options.every, range(options.spared, options.workers), kinds)
+    else:
+        plan = make_plan(seed, seconds, HOSTS, per_host, kinds)
     if options.plan:
         print(report.describe_plan(plan))
         return 0
@@ -77,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"{len(plan)} faults in {options.minutes:g} minutes, seed {seed}, a {options.group} group", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    verdict = run(folder, seed, plan, is_static=options.group == "static")
+    verdict = run(folder, seed, plan, per_host, options.spared, is_static=options.group == "static")
     print(report.describe(plan, verdict), flush=True)
     if verdict.is_good and not options.keep:
         shutil.rmtree(folder, ignore_errors=True)
@@ -86,25 +104,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if verdict.is_good else 1
 
 
-def run(folder: Path, seed: int, plan: Sequence[Fault], *, is_static: bool) -> Verdict:
+def run(folder: Path, seed: int, plan: Sequence[Fault], per_host: int, spared: int, *, is_static: bool) -> Verdict:
     """Runs a plan; returns what came of it.
 
     Args:
         folder: for logs and records.
         seed: of the load's choices.
         plan: the faults.
+        per_host: the number of workers on each host.
+        spared: how many workers, from the first on, have no faults.
         is_static: whether the group has a fixed size.
     """
     verdict = Verdict()
-    with _cluster(folder, seed, is_static) as cluster:
+    with _cluster(folder, seed, per_host, is_static) as cluster:
         verdict.deaths = cluster.deaths
+        samples = Samples(cluster.members[:spared])
         try:
-            _run_phases(cluster, plan, verdict)
+            _run_phases(cluster, plan, samples, verdict)
         except Stuck as stuck:
             verdict.stuck = str(stuck)
             for each in cluster.members:
                 if each.worker is not None:
                     (folder / f"{each.worker.name}.stacks").write_text(each.worker.describe())
+        verdict.growth, verdict.thirds = samples.growth(), samples.thirds()
     verdict.findings = judge(
         read_lines(sorted(cluster.records.glob("*.called"))), read_lines(sorted(cluster.records.glob("*.ran")))
     )
@@ -113,10 +135,10 @@ def run(folder: Path, seed: int, plan: Sequence[Fault], *, is_static: bool) -> V
 
 
 @contextmanager
-def _cluster(folder: Path, seed: int, is_static: bool) -> Iterator[Cluster]:
+def _cluster(folder: Path, seed: int, per_host: int, is_static: bool) -> Iterator[Cluster]:
     workers = Workers(folder)
     try:
-        cluster = Cluster(workers, folder, seed, HOSTS, PER_HOST, is_static=is_static)
+        cluster = Cluster(workers, folder, seed, HOSTS, per_host, is_static=is_static)
         try:
             yield cluster
         finally:
@@ -125,14 +147,15 @@ def _cluster(folder: Path, seed: int, is_static: bool) -> Iterator[Cluster]:
         workers.stop()
 
 
-def _run_phases(cluster: Cluster, plan: Sequence[Fault], verdict: Verdict) -> None:
+def _run_phases(cluster: Cluster, plan: Sequence[Fault], samples: Samples, verdict: Verdict) -> None:
     shared_before = _shared_memory(cluster)
     cluster.start_store()
     _wait(cluster, JOIN_S, "all workers have joined", lambda: all(each.has_joined for each in cluster.members))
-    _wait_for_successes(cluster, WARM_UP, "the load runs")
+    _wait_for_successes(cluster, WARM_UP // len(cluster.members), "the load runs")
+    cluster.on_all(member.connect, [each.name for each in cluster.members])
     before = _settle(cluster, verdict, {})
     cluster.on_all(member.resume)
-    _do(cluster, plan)
+    _do(cluster, plan, samples)
     _wait(cluster, JOIN_S, "all workers are back", lambda: all(each.has_joined for each in cluster.members))
     _wait_for_successes(cluster, AGAIN, "each worker reaches all others again")
     _settle(cluster, verdict, before)
@@ -142,7 +165,7 @@ def _run_phases(cluster: Cluster, plan: Sequence[Fault], verdict: Verdict) -> No
     verdict.left += [f"/dev/shm: {name}" for name in _shared_memory(cluster) - shared_before]
 
 
-def _do(cluster: Cluster, plan: Sequence[Fault]) -> None:
+def _do(cluster: Cluster, plan: Sequence[Fault], samples: Samples) -> None:
     """Does the faults and heals them, in the order of the plan, however busy the machine is."""
     began = time.monotonic()
     events = [(fault.start, 0, number, fault) for number, fault in enumerate(plan)]
@@ -151,6 +174,7 @@ def _do(cluster: Cluster, plan: Sequence[Fault]) -> None:
     for due, is_end, number, fault in sorted(events, key=lambda event: event[:3]):
         while time.monotonic() - began < due:
             cluster.supervise()
+            samples.take()
             time.sleep(TICK_S)
         print(
             f"{time.monotonic() - began:7.1f} s  {report.describe_fault(fault, is_end=bool(is_end))}", flush=True
@@ -183,7 +207,11 @@ def _wait_for_successes(cluster: Cluster, count: int, what: str) -> None:
             if each.worker is None or not each.has_joined:
                 missing.append(f"{each.name} is not there")
                 continue
-            done = each.worker.run(member.progress)
+            try:
+                done = each.worker.run(member.progress)
+            except WorkerDiedError:  # it has learned just now that it was evicted: `supervise` knows
+                missing.append(f"{each.name} has died")
+                continue
             since = before.setdefault(each.worker.name, done)
             missing.extend(
                 f"{each.worker.name} to {name}" for name in names - {each.name} if done[name] < since[name] + count
@@ -193,7 +221,7 @@ def _wait_for_successes(cluster: Cluster, count: int, what: str) -> None:
         return not missing
 
     try:
-        _wait(cluster, CONVERGE_S, what, are_there)
+        _wait(cluster, CONVERGE_S * len(names), what, are_there)
     except Stuck as stuck:
         raise Stuck(f"{stuck}: {', '.join(sorted(missing))}") from None
 

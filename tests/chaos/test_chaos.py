@@ -6,9 +6,10 @@ from gradwire.c10d import TCPStore
 from tests.chaos import member
 from tests.chaos.judgement import compare_gathers, find_leaks
 from tests.chaos.load import Settings
-from tests.chaos.plan import AT_ONCE, KINDS, make_plan
+from tests.chaos.plan import AT_ONCE, KINDS, make_plan, make_regular_plan
 from tests.chaos.records import CALLER_DIED, LOST, NOT_SENT, SUCCEEDED, UNKNOWN, Record, judge, read_lines
 from tests.chaos.report import describe_plan
+from tests.chaos.samples import Samples
 from tests.remote_functions import wait_until
 
 
@@ -24,6 +25,19 @@ def test_a_seed_decides_about_the_faults():
 
 def test_only_chosen_faults_are_planned():
     assert {fault.kind for fault in make_plan(1, 300, 3, 2, ["kill", "disk"])} == {"kill", "disk"}
+
+
+def test_regular_faults_come_to_one_worker_after_another():
+    plan = make_regular_plan(1, 60, 5, range(2, 8), ["kill"])
+    assert [fault.start for fault in plan] == [5 * number for number in range(1, 12)]
+    assert {fault.target for fault in plan[:6]} == {*range(2, 8)}
+
+
+@pytest.mark.parametrize(("last", "growth"), [(60, []), (190, ["a: MiB grew from 100 to 190"])])
+def test_growth_is_found(last, growth):
+    samples = Samples([])
+    samples._taken["a"] = [{"MiB": size, "threads": 9, "fds": 90} for size in (20, 30, 100, 100, last, last)]
+    assert samples.growth() == growth
 
 
 MADE = "made a.0.1 call b"

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -102,7 +102,7 @@ class _Threads:
     def absence(self, _worker: WorkerInfo) -> None:
         """Returns None: nobody is lost."""
 
-    def open(self, members: Sequence[Member]) -> None:
+    def open(self, members: Sequence[Member], _control: object) -> None:
         self._members = {member.info.id: member.info for member in members}
 
     def admit(self) -> None:
@@ -138,8 +138,9 @@ class _Threads:
 class _InlineWriter:
     """Puts all payloads into their envelope."""
 
-    nbytes = 0
+    nbytes = inline_nbytes = 0
     external: Sequence[agent_pb2.Payload] = ()
+    external_nbytes: Mapping[str, int] = MappingProxyType({})
 
     def put_body(self, body: bytes, description: agent_pb2.Payload) -> None:
         description.inline = body
@@ -188,7 +189,9 @@ CONTROL = {
     "rref.await": (0, 0),
     "rref.accept": (0, 3),
     "rref.delete": ((0, 1), (1, 2)),
-    "autograd.release": (1 << 48 | 1, frozenset({1, 2})),
+    "autograd.release": (1 << 48 | 1, frozenset({1, 2}), "it is lost"),
+    "autograd.ask_open": None,
+    "autograd.open": (1 << 48 | 9, frozenset({1 << 48 | 1})),
     "autograd.abort": (1 << 48 | 1, (1, 1), ValueError("it failed")),
     "stream.close": 4,
     "all_gather.ask": RoundKey("user", 0, (0, 1)),

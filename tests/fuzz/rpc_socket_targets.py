@@ -5,7 +5,7 @@ import fcntl
 import os
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory.mapping import SEALS
 from gradwire.rpc.channels.shared_memory.peer import PeerSegments
 from gradwire.rpc.contracts.options import ChannelOptions
+from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.transports import envelope_socket
 from gradwire.rpc.transports.answer_reader import Completion
@@ -54,13 +55,15 @@ HELLOS = st.builds(
     group=st.sampled_from(["job", "job", "other"]),
     worker_id=st.sampled_from([1, 1, 7, 2**32 - 1]),
     worker_name=st.sampled_from(["peer", "peer", "", "\u00e9", "n" * 300]),
-    roster=st.lists(st.sampled_from(["entry", "", "\u00e9" * 300]), max_size=3),
+    roster=st.builds(
+        agent_pb2.RosterVersion, length=st.sampled_from([0, 1, 2**64 - 1]), digest=st.binary(max_size=40)
+    ),
 )
 OPENINGS = HELLOS.map(lambda hello: agent_pb2.Frame(hello=hello).SerializeToString())
 
 
-async def _refuse_roster(entries: Sequence[str]) -> None:
-    raise RefusedError(f"a roster of {len(entries)} entries")
+async def _refuse_roster(version: RosterVersion) -> None:
+    raise RefusedError(f"a roster of {version.length} entries")
 
 
 def read_hello(data: bytes) -> None:
@@ -71,7 +74,7 @@ def read_hello(data: bytes) -> None:
 
     async def receive() -> WorkerInfo:
         handshake = Handshake("job", ME, _refuse_roster, GrpcEndpoint(ME.name, None))
-        handshake.open({1: PEER}, ())
+        handshake.open({1: PEER}, RosterVersion())
         return await handshake.receive(SimpleNamespace(read=read, peer=lambda: "ipv4:127.0.0.1:1"))
 
     refusal = ""

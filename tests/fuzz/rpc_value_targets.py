@@ -12,6 +12,7 @@ from gradwire.errors import LossCause, PolicyError, WorkerNameError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.contracts.policy import Policy
+from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.roster import RosterError
 from gradwire.rpc.membership.roster_log import RosterLog
@@ -153,7 +154,7 @@ ENTRIES = st.one_of(
 ROSTERS = st.lists(ENTRIES.map(json.dumps), max_size=5).map(lambda lines: "\n".join(lines).encode())
 
 MAX_ERROR_CHARS = 1000
-"""Of the text that the worker is told whose hello has a roster."""
+"""Of the text that the worker is told whose hello says so."""
 
 
 class _Store:
@@ -170,13 +171,13 @@ class _Store:
 
 
 def learn_roster(data: bytes) -> None:
-    """Learns the roster in a hello, of which the store says the same."""
+    """Learns the entries in a store, of which a hello says that there are so many."""
     entries = data.split(b"\n")
     store: Any = _Store(entries)
     log = RosterLog(store)
     error = ""
     try:
-        log.learn([entry.decode(errors="replace") for entry in entries])
+        log.learn(RosterVersion(len(entries), log.version.digest))
     except RosterError as refusal:
         error = str(refusal)
     assert len(error) <= MAX_ERROR_CHARS

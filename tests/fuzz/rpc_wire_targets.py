@@ -11,11 +11,13 @@ from google.protobuf.message import DecodeError, Message
 from gradwire.c10d.security import Audit
 from gradwire.errors import PolicyError
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.vouching import MAX_REQUEST_BYTES, parse_question
 from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.contracts.policy import Policy
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import MAX_REASON, WorkerEnd
 from gradwire.rpc.profiling.events import events_from_tensor, events_to_tensor, merge_events, relabel
+from gradwire.rpc.transports.handshake import RefusedError
 from gradwire.rpc.wire import parsing
 from gradwire.rpc.wire.failures import decode_failure, encode_failure
 from gradwire.rpc.wire.flat_pickle import flatten, unflatten
@@ -75,12 +77,15 @@ ENVELOPES = st.builds(
             st.builds(agent_pb2.ControlMessage, number=NUMBERS, kind=st.text(max_size=4)), max_size=3
         ),
     ),
+    trace=st.lists(
+        st.builds(agent_pb2.TraceField, name=st.text(max_size=8), value=st.text(max_size=60)), max_size=3
+    ),
 )
 SEGMENTS = st.builds(agent_pb2.DeviceSegment, number=NUMBERS, size=NUMBERS, handle=st.binary(max_size=4))
 FRAMES = st.builds(
     agent_pb2.Frame,
     envelopes=st.lists(ENVELOPES, max_size=3),
-    hello=st.builds(agent_pb2.Hello, roster=st.lists(st.text(max_size=4), max_size=4)),
+    hello=st.builds(agent_pb2.Hello, worker_name=st.text(max_size=4)),
     departure=st.builds(agent_pb2.Departure, kind=st.integers(0, 3), reason=st.text(max_size=20)),
     devices=st.builds(
         agent_pb2.DeviceFrame, segments=st.lists(SEGMENTS, max_size=3), dropped=st.lists(NUMBERS, max_size=4)
@@ -101,6 +106,20 @@ def parse_one_envelope(data: bytes) -> None:
     with suppress(DecodeError):
         envelope, nbytes = parse_envelope(data)
         _check_estimate(envelope, data, nbytes)
+
+
+QUESTIONS = st.builds(
+    agent_pb2.VouchRequest,
+    group=st.text(max_size=20),
+    worker_name=st.text(max_size=20),
+    member_id=WORKER_IDS,
+)
+
+
+def parse_one_question(data: bytes) -> None:
+    """Parses a question about a member."""
+    with suppress(RefusedError):
+        assert len(parse_question(data).worker_name) <= MAX_REQUEST_BYTES
 
 
 def _check_estimate(message: Message, data: bytes, nbytes: int) -> None:
@@ -246,6 +265,7 @@ def _target(name: str, parse: Callable[[bytes], Any], inputs: st.SearchStrategy[
 RPC_WIRE_TARGETS = (
     _target("frames", parse_one_frame, FRAMES.map(agent_pb2.Frame.SerializeToString), 4),
     _target("envelopes", parse_one_envelope, ENVELOPES.map(agent_pb2.Envelope.SerializeToString), 4),
+    _target("questions", parse_one_question, QUESTIONS.map(agent_pb2.VouchRequest.SerializeToString), 1),
     _target("tensors", decode_all_tensors, TENSORS.map(_envelope_of), 2),
     _target("flat-values", read_flat_value, FLAT, 4),
     _target("failures", read_failure, FAILURES, 2),

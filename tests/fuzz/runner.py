@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hypothesis import Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.mutation import MAX_INPUT_BYTES, mutate
 from tests.fuzz.target import Target, run
@@ -137,7 +137,13 @@ def draw(target: Target, count: int, start: int) -> list[bytes]:
     found = [b""]
 
     @seed(start)
-    @settings(max_examples=count, database=None, phases=[Phase.generate], deadline=None)
+    @settings(
+        max_examples=count,
+        database=None,
+        phases=[Phase.generate],
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],  # on a machine that is busy
+    )
     @given(target.inputs)
     def collect(data: bytes) -> None:
         found.append(data)

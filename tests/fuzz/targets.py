@@ -7,6 +7,7 @@ from tests.fuzz.rpc_socket_targets import RPC_SOCKET_TARGETS
 from tests.fuzz.rpc_value_targets import RPC_VALUE_TARGETS
 from tests.fuzz.rpc_wire_targets import RPC_WIRE_TARGETS
 from tests.fuzz.target import Target
+from tests.fuzz.tracing_targets import TRACING_TARGETS
 
 __all__ = ["TARGETS"]
 
@@ -17,4 +18,5 @@ TARGETS: tuple[Target, ...] = (
     *RPC_PAYLOAD_TARGETS,
     *RPC_VALUE_TARGETS,
     *RPC_MESSAGE_TARGETS,
+    *TRACING_TARGETS,
 )

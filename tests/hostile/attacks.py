@@ -19,7 +19,7 @@ from gradwire.c10d.security import SHARED_HOST_NAME
 from gradwire.c10d.stores.server import EXECUTE, POP
 from gradwire.proto.v1 import agent_pb2, store_pb2
 from gradwire.rpc.contracts.messages import MessageType
-from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD
+from gradwire.rpc.transports.settings import EXCHANGE_METHOD, TRANSFER_METHOD, VOUCH_METHOD
 from gradwire.rpc.transports.socket_frames import HEADER, FrameKind
 
 from tests.http2 import PREFACE, data_in, grpc_request
@@ -110,6 +110,9 @@ def openings(hello: bytes, canary: str, nonce: bytes = b"", word: str = "", pmi_
     kinds = (MessageType.CALL, MessageType.RREF_CREATE, MessageType.RESULT, MessageType.ERROR)
     envelopes = [agent_pb2.Envelope(id=1, type=kind, body=body) for kind in kinds]
     opening = agent_pb2.Hello.FromString(hello)
+    question = agent_pb2.VouchRequest(
+        group=opening.group, worker_name=opening.worker_name, member_id=opening.worker_id
+    )
     frames = [
         agent_pb2.Frame(hello=opening),
         agent_pb2.Frame(choice=agent_pb2.SocketChoice()),
@@ -127,6 +130,7 @@ def openings(hello: bytes, canary: str, nonce: bytes = b"", word: str = "", pmi_
         "HTTP/2": PREFACE,
         "stream": grpc_request(EXCHANGE_METHOD, *(each.SerializeToString() for each in frames)),
         "payloads": grpc_request(TRANSFER_METHOD, *(each.SerializeToString() for each in chunks)),
+        "question": grpc_request(VOUCH_METHOD, question.SerializeToString()),
         "store": grpc_request(EXECUTE, store_pb2.Operation(kind=store_pb2.LIST_KEYS).SerializeToString()),
         "queue": grpc_request(POP, store_pb2.Operation(kind=store_pb2.QUEUE_POP, keys=["q"]).SerializeToString()),
         "socket": (nonce or secrets.token_bytes(32)) + socket_frames,

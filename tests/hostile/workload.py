@@ -36,7 +36,7 @@ UNKNOWN = "unknown"
 LARGE = 1 << 18
 """The number of floats that travel apart from envelopes."""
 
-CALL_INTERVAL_S = 0.03
+CALL_INTERVAL_S = 0.1
 """Seconds between calls, for which the processor is left to the attacks."""
 
 MIB = 1 << 20
