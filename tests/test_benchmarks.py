@@ -21,6 +21,7 @@ from benchmarks import (
     calls,
     collectives,
     idle,
+    observability,
     stalled_peer,
     throughput,
     tls,
@@ -128,6 +129,8 @@ def test_a_case_without_a_name_has_that_of_its_class():
         (throughput, ["--seconds", "0"], "--seconds is 0: give more than 0"),
         (table, ["--cases", "benchmarks.harness"], "module 'benchmarks.harness' has no list CASES"),
         (idle, ["--workers", "1"], "--workers is 1: give at least 2"),
+        (observability, ["--rounds", "0"], "--rounds is 0: give at least 1"),
+        (observability, ["--save", "/no/folder"], "--save /no/folder is no folder"),
         (tls, ["--rounds", "0"], "--rounds is 0: give at least 1"),
         (tls, ["--save", "/no/folder"], "--save /no/folder is no folder"),
     ],
@@ -205,6 +208,21 @@ def test_the_cost_of_tls_is_measured(measure, tmp_path, loopback):
         (row,) = (line for line in lines if line.startswith(other["variant"]))
         ratio = float(row.partition("|")[2].split()[0])
         assert ratio == pytest.approx(other["median"] / baseline["median"], abs=0.01)
+
+
+@pytest.mark.timeout(120)
+def test_the_cost_of_watching_is_measured(measure, tmp_path):
+    file = tmp_path / "figures.json"
+    names = ["view", "otel, every call"]
+    flags = ["--rounds", 2, "--seconds", 0.05, "--json", file, "--save", tmp_path]
+    lines = measure(observability.main, "--rows", *names, *flags)
+    assert (tmp_path / "observability.txt").read_text().splitlines() == lines
+    figures = json.loads(file.read_text())
+    assert [each["row"] for each in figures["measured"]] == ["off", *names]
+    for measured in figures["measured"]:
+        assert measured["calls"] >= len(measured["medians of rounds"]) == 2
+        assert 0 < measured["median"] <= measured["p99"]
+        assert measured["cpu"] > 0
 
 
 def test_where_there_are_no_two_hosts_the_reason_is_told(monkeypatch):

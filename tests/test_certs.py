@@ -1,4 +1,4 @@
-"""`python -m gradwire.certs`: tokens, CAs, certificates, and what it refuses."""
+"""`gradwire certs`: tokens, CAs, certificates, and what it refuses."""
 
 import os
 import stat
@@ -21,11 +21,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def refused(run: Callable[..., str]) -> Callable[..., str]:
+def refused(run: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def run_here(*arguments: object) -> str:
         with pytest.raises(SystemExit) as caught:
             run(*arguments)
-        return str(caught.value)
+        return f"{caught.value}: {capsys.readouterr().err}"
 
     return run_here
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_made_is_said(run, refused, tmp_path):
     assert "ca.pem" in refused("worker", "a", "--ca", tmp_path)
     run("ca", tmp_path, "--days", 2)
     assert "too long" in refused("worker", "a", "--ca", tmp_path, "--days", 3)
-    assert refused("ca", tmp_path / "new", "--days", 0) == "2"
+    assert refused("ca", tmp_path / "new", "--days", 0).startswith("2: Usage")
     assert "must match" in refused("worker", "a/b", "--ca", tmp_path)
     assert "must match" in refused("names", "a b")
     run("ca", tmp_path / "other")
@@ -91,4 +91,4 @@ def test_as_a_program(python, tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "")
     again = python.run("-m", "gradwire.certs", "ca", tmp_path / "x")
     assert (again.returncode, again.stdout) == (1, "")
-    assert again.stderr.startswith("gradwire.certs: ")
+    assert again.stderr.startswith("Error: ")

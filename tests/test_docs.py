@@ -230,7 +230,7 @@ def test_the_snippets_of_a_page_run(workers, tmp_path, page):
     started[0].run(run_page, module_name, [dedent(FIRST.get(page, "")), *codes, dedent(AFTER[page])])
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_the_snippets_that_start_workers_run(workers, free_port, number):
     code = [code for code in snippets("docs/rpc.md") if STARTS in code][number]
 
@@ -271,7 +271,7 @@ def test_the_snippets_that_make_process_groups_run(workers, free_port, number):
     worker.run(run_it)
 
 
-def test_the_programs_of_the_readme_run_as_printed(tmp_path, free_port):
+def test_the_programs_of_the_readme_run_as_printed(python, tmp_path, free_port):
     programs = {found[1]: code for code in snippets("README.md") if (found := re.match(r"# (\w+\.py)\n", code))}
     assert programs.keys() == {"trainer.py", "server.py"}
     for name, code in programs.items():
@@ -281,7 +281,7 @@ def test_the_programs_of_the_readme_run_as_printed(tmp_path, free_port):
     done = subprocess.run(
         ["bash", "-e", "-c", commands.replace("29500", str(free_port)) + "wait $!"],
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env={**os.environ, "PATH": f"{python.executable.parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=110,

@@ -77,6 +77,7 @@ def test_it_runs_under_torchrun(python, tmp_path, monkeypatch, credentials):
         Path(program).write_text(WITH_CERTIFICATES.format(folder=tmp_path, program=PARAMETER_SERVER))
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     options = ["--nproc-per-node", "3"]
+    monkeypatch.setenv("PYTHON_EXEC", str(python.executable))  # torchrun starts it
     done = python.run(torchrun, *options, program, "--epochs", "2", "--quiet", timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "epoch  2" in done.stdout

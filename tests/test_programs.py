@@ -28,7 +28,9 @@ def script(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_program_ends_alike_on_both(python, monkeypatch):
     monkeypatch.chdir(ROOT)
-    done = python.run("-m", "tests.programs", "rnn", timeout=280)  # of two processes
+    done = python.run(
+        "-m", "tests.programs", "rnn", "--python", python.executable, timeout=280
+    )  # of two processes
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("| rnn")]
     assert [cell.split()[0] for cell in line.strip("| ").split("|")[2:]] == ["ok", "ok", "none"]

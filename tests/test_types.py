@@ -15,7 +15,6 @@ PROGRAM = Path(__file__).with_name("typed_program.py")
 CONFIGURATION = """
 [mypy]
 strict = True
-pretty = False
 follow_imports = silent
 
 [mypy-{unread}]
@@ -41,17 +40,11 @@ def installed(tmp_path) -> Path:
 def test_a_users_program_is_checked(installed, pytestconfig):
     """mypy finds every error that the page announces, at its line, and no other; `assert_type` fails with one."""
     cache = pytestconfig.cache.mkdir("mypy")  # torch's own types take 10 s to read for the first time
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--config-file=",
-        "--strict",
-        "--follow-imports=silent",
-        "--no-pretty",
-    ]
+    configuration = installed / "mypy.ini"
+    configuration.write_text(CONFIGURATION.format(unread=",".join(UNREAD)))
+    command = [sys.executable, "-m", "mypy", f"--config-file={configuration}", f"--cache-dir={cache}"]
     done = subprocess.run(
-        [*command, f"--cache-dir={cache}", str(installed / PROGRAM.name)],
+        [*command, str(installed / PROGRAM.name)],
         env={"MYPYPATH": str(installed), "PATH": ""},
         capture_output=True,
         text=True,

@@ -33,25 +33,33 @@ import cloudpickle
 T = TypeVar("T")
 
 PRELOAD = [
+    "click",
     "cloudpickle",
     "gradwire",
     "gradwire.c10d.engines.gloo.engine",
     "gradwire.c10d.engines.shm.engine",
+    "gradwire.c10d.security.token",
     "gradwire.compat",
+    "gymnasium",
     "hypothesis",
+    "matplotlib.pyplot",
     "numpy",
     "psutil",
     "pytest",
+    "sklearn.datasets",
     "torch._dynamo",  # torch.optim loads it on the first step
+    "torch.distributed.optim",
     "tests.workers",
     "tests.remote_functions",
+    "tests.certificates",
     "tests.c10d.members",
+    "tests.c10d.trainings",
     "tests.huge_pages",  # the last: moves what the others have loaded
 ]
 """Modules that the fork server imports before the first worker, since nearly all workers need them.
 
 Workers import the test modules whose functions they run, and so what those import: pytest alone took 60 ms of
-processor time in each of some 3,000 workers.
+processor time in each of some 3,000 workers, cryptography 50, and what trains on process groups 500.
 """
 
 RESULT_TIMEOUT_S = 60.0
@@ -126,7 +134,11 @@ class Worker:
     def start(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Pending[T]:
         """Has the worker run `function(*args, **kwargs)` after what it was given before. Returns at once."""
         number = next(self._numbers)
-        self._connection.send_bytes(pickle.dumps((number, cloudpickle.dumps((function, args, kwargs)))))
+        message = pickle.dumps((number, cloudpickle.dumps((function, args, kwargs))))
+        try:
+            self._connection.send_bytes(message)
+        except OSError:
+            raise self._died() from None
         self._unanswered += 1
         return Pending(self, number)
 
@@ -196,10 +208,13 @@ class Worker:
         try:
             number, ok, value, text = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            self.process.join(5)
-            raise WorkerDiedError(f"{self.name} died {self.describe()}") from None
+            raise self._died() from None
         self._unanswered -= 1
         self._answers[number] = (ok, value, text)
+
+    def _died(self) -> WorkerDiedError:
+        self.process.join(5)
+        return WorkerDiedError(f"{self.name} died {self.describe()}")
 
 
 class Workers:

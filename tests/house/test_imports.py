@@ -17,6 +17,13 @@ ALSO = {
     "rpc/grpc_backend.py": {"extensions"},  # these start agents, which they hand all extensions
     "rpc/fault_injection.py": {"extensions"},
     "compat/extensions.py": {"extensions"},
+    "compat/__main__.py": {"cli"},  # `python -m gradwire.compat` is `gradwire run`
+    "cli/credential_checks.py": {"logs"},
+    "cli/group.py": {"", "logs"},  # the version
+    "cli/installation.py": {""},
+    "cli/certs.py": {"certs"},
+    "cli/spawn.py": {"spawn_hosting", "supervisor"},
+    "cli/store.py": {"store"},
 }
 PACKAGE_ARROWS = {
     "proto": set(),
@@ -26,7 +33,10 @@ PACKAGE_ARROWS = {
     "autograd": {"proto", "rpc"},
     "optim": {"rpc", "rref", "autograd", "c10d"},
     "nn": {"rpc", "rref", "autograd", "c10d"},
+    "view": {"proto", "rpc", "rref", "autograd", "c10d"},
+    "tracing": {"proto", "rpc", "rref", "view", "c10d"},
     "compat": {"rpc", "rref", "autograd", "optim", "nn", "c10d"},
+    "cli": {"rpc", "c10d", "compat", "view"},
 }
 RPC_ARROWS = {
     "execution": set(),

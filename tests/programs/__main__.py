@@ -27,6 +27,7 @@ def main() -> int:
         "programs", nargs="*", metavar="PROGRAM", help=f"programs to run, out of {', '.join(names)}"
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="print what the programs print")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that runs the programs")
     arguments = parser.parse_args()
     if unknown := set(arguments.programs) - set(names):
         parser.error(f"unknown program {', '.join(sorted(unknown))}: give some of {', '.join(names)}")
@@ -35,7 +36,10 @@ def main() -> int:
     for program in PROGRAMS:
         if arguments.programs and program.name not in arguments.programs:
             continue
-        comparison = Comparison(program, run(program, on_gradwire=False), run(program, on_gradwire=True))
+        outcomes = [
+            run(program, on_gradwire=on_gradwire, python=arguments.python) for on_gradwire in (False, True)
+        ]
+        comparison = Comparison(program, *outcomes)
         comparisons.append(comparison)
         print(" | ".join(comparison.row), flush=True)
         for name, outcome in (("torch's agent", comparison.torch), ("gradwire", comparison.gradwire)):

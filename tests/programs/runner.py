@@ -48,10 +48,17 @@ class Outcome:
         return self.status == 0
 
 
-def run(program: Program, *, on_gradwire: bool, folder: Path = HERE) -> Outcome:
-    """Runs a program until it ends, or its time limit is over; kills its process group afterwards."""
+def run(program: Program, *, on_gradwire: bool, folder: Path = HERE, python: str = sys.executable) -> Outcome:
+    """Runs a program until it ends, or its time limit is over; kills its process group afterwards.
+
+    Args:
+        program: what runs.
+        on_gradwire: whether it runs on gradwire, or else on torch's own agent.
+        folder: where the program is.
+        python: the path of the interpreter.
+    """
     launcher = ["-m", "gradwire.compat"] if on_gradwire else []
-    command = [sys.executable, *launcher, str(folder / program.path), *program.arguments]
+    command = [python, *launcher, str(folder / program.path), *program.arguments]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="program-") as work, tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(

@@ -1,0 +1,235 @@
+"""What gradwire logs: levels by part, and how many lines there are when workers die, or Ctrl-C ends them."""
+
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from gradwire import logs, rpc
+from gradwire.cli.group import gradwire
+from gradwire.errors import WorkerLostError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.remote_functions import wait_for, wait_until
+
+
+@pytest.fixture
+def loggers() -> Iterator[logging.Logger]:
+    """The logger `gradwire`; afterwards no logger below it has a level, and it has no handlers."""
+    root = logging.getLogger("gradwire")
+    before = [*root.handlers]
+    yield root
+    root.handlers[:] = before
+    for name in [*logging.Logger.manager.loggerDict]:
+        if name.partition(".")[0] == "gradwire":
+            logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+def test_a_level_counts_for_what_is_inside(loggers):
+    logs.set_level("rpc", "DEBUG")
+    logs.set_level("rpc.agent", "error")
+    logs.set_level("all", logging.INFO)
+    levels = {
+        name: logging.getLogger(f"gradwire.{name}").getEffectiveLevel()
+        for name in ("rpc.transports.sockets", "rpc.agent.links", "c10d.waiting")
+    }
+    assert levels == {"rpc.transports.sockets": 10, "rpc.agent.links": 40, "c10d.waiting": 20}
+
+
+@pytest.mark.parametrize(
+    ("part", "level", "problem"),
+    [
+        ("rcp", "INFO", "'rcp' is no part of gradwire: did you mean 'rpc'"),
+        ("rpc.agents", "INFO", "no part of gradwire"),
+        ("..", "INFO", "no part of gradwire"),
+        ("", "INFO", "no part of gradwire"),
+        ("rpc", "LOUD", "'LOUD' is no level: give one of DEBUG"),
+        ("rpc", -1, "-1 is no level"),
+        ("rpc", True, "True is no level"),
+    ],
+)
+def test_what_there_is_not_is_refused(part, level, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        logs.set_level(part, level)
+
+
+def test_the_variable(loggers, monkeypatch):
+    assert logs.parse_levels("rpc=debug, c10d.stores = Info") == {"rpc": "DEBUG", "c10d.stores": "INFO"}
+    assert logs.parse_levels("info") == {"all": "INFO"}
+    monkeypatch.setenv("GRADWIRE_LOG", "rpc=debug,audit=error")
+    logs.set_levels_from_environment()
+    assert [logging.getLogger(f"gradwire.{part}").level for part in ("rpc", "audit")] == [10, 40]
+    for text in ("rpc=debug,rpc=info", "rpc=", "=debug", "rpc", "rpc=debug,"):
+        monkeypatch.setenv("GRADWIRE_LOG", text)
+        with pytest.raises(ValueError, match=f"^GRADWIRE_LOG is {text!r}: "):
+            logs.set_levels_from_environment()
+
+
+@given(st.text(alphabet="rpc10d=,debuginfo. \0", max_size=30))
+def test_any_text_is_parsed_or_refused(text):
+    try:
+        levels = logs.parse_levels(text)
+    except ValueError:
+        return
+    assert set(levels.values()) <= {"DEBUG", "INFO"}
+
+
+def test_lines_are_printed_once(loggers, capsys):
+    logs.set_level("rref", "INFO")
+    logging.getLogger("gradwire.rref.forks").info("to stderr")
+    handler = logging.StreamHandler(sys.stdout)
+    logging.getLogger().addHandler(handler)
+    for each in [each for each in logging.getLogger().handlers if each is not handler]:
+        logging.getLogger().removeHandler(each)  # pytest's
+    try:
+        logging.getLogger("gradwire.rref.forks").info("to the program's handler")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    printed = capsys.readouterr()
+    assert printed.out == "to the program's handler\n"
+    assert "program" not in printed.err
+
+
+PROGRAM = """
+import logging
+import gradwire
+logging.getLogger("gradwire.rref.forks").debug("not this")
+logging.getLogger("gradwire.rpc.calls").debug("this")
+logging.getLogger("gradwire.c10d.waiting").warning("and this")
+"""
+
+
+def test_a_program_without_logging_prints_to_stderr(python, monkeypatch, tmp_path):
+    (tmp_path / "program.py").write_text(
+        PROGRAM.replace("import gradwire\n", "from gradwire import logs\nlogs.set_levels_from_environment()\n")
+    )
+    monkeypatch.setenv("GRADWIRE_LOG", "rpc=debug")
+    done = python.run(tmp_path / "program.py")
+    assert (done.returncode, done.stdout) == (0, "")
+    lines = [re.sub(r"^[\d-]+ [\d:,]+ \d+ ", "", line) for line in done.stderr.splitlines()]
+    assert lines == ["DEBUG gradwire.rpc.calls: this", "WARNING gradwire.c10d.waiting: and this"]
+
+
+def test_the_command_says_what_is_wrong_with_the_variable(monkeypatch):
+    monkeypatch.setenv("GRADWIRE_LOG", "rpc=loud")
+    done = CliRunner().invoke(gradwire, ["flight", "nowhere"])
+    assert (done.exit_code, "'loud' is no level" in done.output) == (1, True)
+
+
+def lose(name: str) -> None:
+    with pytest.raises(WorkerLostError):
+        rpc.rpc_sync(name, wait_for, ("never",), timeout=0)
+
+
+def test_a_killed_worker_is_one_line_on_each_other(workers):
+    started = workers.rpc(4)
+    calls = [worker.start(lose, "worker3") for worker in started[:3]]
+    started[3].run(wait_until, lambda: rpc.debug_info()["agent.server_active_calls"] == 3)
+    started[3].kill()
+    for call in calls:
+        call.result()
+    workers.each(started[:3], rpc.shutdown)
+    for worker in started[:3]:
+        (line,) = worker.log.read_text().splitlines()
+        assert re.fullmatch(r"worker worker3 is lost: .*", line)
+
+
+@pytest.mark.parametrize(
+    ("transports", "way"),
+    [
+        (("unix", "grpc"), r"a unix socket \(pid=\d+,uid=\d+\)"),
+        (("tcp", "grpc"), r"TCP without TLS \(127\.0\.0\.1:\d+\)"),
+        (("grpc",), r"gRPC on a unix socket \(/.*\)"),
+    ],
+)
+def test_one_line_says_how_a_worker_is_connected(workers, transports, way):
+    a, b = started = workers(2)
+    workers.each(started, logs.set_level, "rpc.transports.connection_log", "INFO")
+    workers.join_rpc(started, transports=transports)
+    for _ in range(3):
+        a.run(rpc.rpc_sync, "worker1", os.getpid)
+        b.run(rpc.rpc_sync, "worker0", os.getpid)
+    for me, peer, worker in (("worker0", "worker1", a), ("worker1", "worker0", b)):
+        (line,) = worker.log.read_text().splitlines()
+        text = (
+            rf".* INFO gradwire\.rpc\.transports\.connection_log: worker {me} is connected with worker {peer} by "
+        )
+        assert re.fullmatch(text + way, line)
+
+
+SPAWN = """
+import os
+import sys
+from pathlib import Path
+
+from gradwire import launch, rpc
+from tests.remote_functions import wait_for
+
+
+def work(rank, folder):
+    rpc.init_rpc(f"worker{rank}")
+    rpc.barrier()
+    Path(folder, str(rank)).touch()
+    rpc.rpc_sync(f"worker{(rank + 1) % 3}", wait_for, ("never",), timeout=0)
+
+
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        work(int(os.environ["RANK"]), sys.argv[1])
+    else:
+        launch.spawn(work, 3, (sys.argv[1],))
+"""
+
+
+def interrupted(python, arguments, folder: Path, watched: int) -> str:
+    """Sends SIGINT to a launcher and its processes when they wait for each other; returns what they print."""
+    errors = folder / "errors"
+    with errors.open("w") as output, python.start(*arguments, stdout=output, stderr=output) as started:
+        wait_until(lambda: all((folder / str(rank)).exists() for rank in range(watched)), seconds=60)
+        os.killpg(started.pid, signal.SIGINT)
+        started.wait(60)
+    return errors.read_text()
+
+
+def test_ctrl_c_on_a_spawn_shows_the_launchers_own_interrupt(python, tmp_path):
+    """As with torch.multiprocessing, whose processes end by SIGINT without a traceback."""
+    program = tmp_path / "program.py"
+    program.write_text(SPAWN)
+    lines = interrupted(python, [program, tmp_path], tmp_path, 3).splitlines()
+    # Who has not got its own yet may hear that of another.
+    lines = [line for line in lines if not re.fullmatch(r"worker worker\d is lost: it .*", line)]
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "Traceback (most recent call last):",
+        "KeyboardInterrupt",
+    ]
+
+
+def test_ctrl_c_on_torchrun_shows_the_interrupts_of_the_program(python, tmp_path, monkeypatch, free_port):
+    """Each rank has the traceback of its main thread, as without gradwire, and there are none of other threads."""
+    program = tmp_path / "program.py"
+    program.write_text(SPAWN)
+    monkeypatch.setenv("PYTHON_EXEC", str(python.executable))  # torchrun starts it
+    run = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", free_port]
+    text = interrupted(python, [*run, program, tmp_path, "ranks"], tmp_path, 3)
+    assert not re.search(r"(?<![\w/])gradwire-", text)  # the names of threads
+    assert "Exception in" not in text
+    assert not re.search("^Task exception|^Future exception|never retrieved", text, re.M)
+    # Who has not got its own yet may hear of that of another.
+    lost = re.findall("^worker .*", text, re.M)
+    assert all(re.fullmatch(r"worker worker\d is lost: it ended by KeyboardInterrupt", line) for line in lost)
+    assert (
+        text.count("Traceback (most recent call last):") <= 4
+    )  # of the ranks and of torchrun, line by line mixed
+    assert "threading.py" not in text
+    errors = {
+        line.partition(":")[0]
+        for line in text.splitlines()
+        if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)
+    }
+    assert errors <= {"KeyboardInterrupt", "torch.distributed.elastic.multiprocessing.api.SignalException"}
