@@ -41,7 +41,7 @@ from .grpc_calls import (
     write_frame,
 )
 from .handshake import MAX_CONNECTION
-from .outbox import Outbox
+from .outbox import SENT_TICKET, Outbox
 from .settings import DIAL_ATTEMPTS, DIAL_BACKOFF_S, DUPLICATE_TIMEOUT_S, EXCHANGE_METHOD, aio
 from .stream_pulse import StreamPulse
 from .stream_socket import StreamSocket
@@ -71,6 +71,8 @@ class GrpcStream:
             number: of this stream among those of the two workers.
         """
         self.outbox = Outbox()
+        self._is_asleep = True
+        """Whether the loop has to be woken for an envelope that is queued. Set on the loop only."""
         self._parts = parts
         self._loop = parts.loop
         self._peer = peer
@@ -100,8 +102,9 @@ class GrpcStream:
 
     def send(self, envelope: bytes) -> int:
         """Sends an envelope, or queues it."""
-        ticket, first = self.outbox.send(envelope)
-        if first:
+        ticket = self.outbox.send(envelope)
+        # Not only for the first in the queue: Ctrl-C may have come between the two steps then.
+        if ticket != SENT_TICKET and self._is_asleep:
             self._loop.call_soon_threadsafe(self._start_or_wake)
         return ticket
 
@@ -288,6 +291,7 @@ class GrpcStream:
             self._loop.call_later(BROKEN_SOCKET_GRACE_S, end, reason)
 
     def _start_or_wake(self) -> None:
+        self._is_asleep = False
         if self._state is StreamState.IDLE and not self.goodbye:
             self._state = StreamState.DIALING
             self._dialing = self._loop.create_task(self._dial())
@@ -374,7 +378,10 @@ class GrpcStream:
                     await write(self.goodbye)
                     return
                 else:
-                    await self._wake.wait()
+                    self._is_asleep = True
+                    if self.outbox.is_empty or self._socket.is_offered:  # looked at after the flag is set
+                        await self._wake.wait()
+                    self._is_asleep = False
                     self._wake.clear()
         except (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError):
             pass  # `run` sees the same end while it reads, with the reason

@@ -11,7 +11,7 @@ from ..wire.framing import bytes_field
 from .base import BEGINNING_BYTES, Connecting, TransportClosedError
 from .envelope_socket import CLOSED, EnvelopeSocket
 
-__all__ = ["Outbox"]
+__all__ = ["SENT_TICKET", "Outbox"]
 
 FRAME_BYTES = 1 << 20
 """Maximum bytes of envelopes that share a frame; a larger envelope has a frame of its own."""
@@ -55,11 +55,11 @@ class Outbox:
         """Whether nothing is queued in front of the stream."""
         return not self._queue and not self._frames
 
-    def send(self, envelope: bytes) -> tuple[int, bool]:
+    def send(self, envelope: bytes) -> int:
         """Writes an envelope to the socket, or queues it.
 
         Returns:
-            Its ticket, and whether the queue was empty before.
+            Its ticket; SENT_TICKET if it went to the socket.
 
         Raises:
             TransportClosedError: the connection is closed.
@@ -73,7 +73,7 @@ class Outbox:
             connection.send(envelope)
         except BrokenPipeError:
             raise TransportClosedError(self.closed_reason or CLOSED) from None
-        return SENT_TICKET, False
+        return SENT_TICKET
 
     def send_behind(self, envelope: bytes, seconds: float) -> bool:
         """Has the socket write an envelope together with a later one; returns False if there is no socket.
@@ -94,12 +94,12 @@ class Outbox:
         if self.socket is not None:
             self.socket.flush()
 
-    def _append(self, envelope: bytes) -> tuple[int, bool]:
+    def _append(self, envelope: bytes) -> int:
         if self.closed_reason is not None:
             raise TransportClosedError(self.closed_reason)
         ticket = next(self._tickets)
         self._queue[ticket] = envelope
-        return ticket, len(self._queue) == 1
+        return ticket
 
     def put_frame(self, frame: bytes) -> bool:
         """Queues a frame without envelopes, in front of the envelopes; returns False if there are too many."""

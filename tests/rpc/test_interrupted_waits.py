@@ -1,40 +1,21 @@
-"""A wait that is interrupted loses neither its answer nor a segment, wherever a signal handler raises.
+"""A wait that is interrupted loses neither its answer nor a segment, wherever a signal handler raises."""
 
-Python runs the handlers of signals on the main thread, after calls and at the beginnings of functions and loops. A
-trace function raises in their place: at the first such moment of a wait, at the second, and so on to the last.
-"""
-
-import dis
 import gc
 import os
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 from gradwire import rpc
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent
-from gradwire.rpc.execution.poller import Poller
-from gradwire.rpc.execution.waiter import SocketWaiter
 
 from tests.remote_functions import wait_until
+from tests.rpc.interruption import UNINTERRUPTED, InterruptError, Interruption
 from tests.rpc.segments import MIB, segments_in_use, used_bytes
 from tests.rpc.test_waiting_threads import nothing_is_pending
 
 ELEMENTS = MIB // 4
-
-UNINTERRUPTED = 3
-"""Waits in a row that end before the moment at which to interrupt: then there are no more of them."""
-
-FINALIZERS = frozenset({"_release", "<lambda>"})
-"""Functions in which Python drops what is raised."""
-
-
-class InterruptError(BaseException):
-    """Is raised as KeyboardInterrupt is."""
 
 
 def echo_when_told(path: str, value: Any) -> Any:
@@ -42,66 +23,6 @@ def echo_when_told(path: str, value: Any) -> Any:
     with open(path, "rb", buffering=0) as pipe:
         pipe.read(1)
     return value
-
-
-class Interruption:
-    """Raises InterruptError at a moment of what the calling thread runs inside it: a context manager.
-
-    Attributes:
-        waits: whether the thread has waited for its socket.
-    """
-
-    def __init__(self, moment: int, tell: Callable[[], object]) -> None:
-        """Interrupts nothing yet.
-
-        Args:
-            moment: which one, counted from 1.
-            tell: called once the thread waits for its socket, or is not going to.
-        """
-        self.waits = False
-        self._left = moment
-        self._tell = tell
-        self._is_told = False
-
-    def __enter__(self) -> Self:
-        self._before = sys.gettrace()
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-        self._tell_once()
-
-    def _tell_once(self) -> None:
-        if not self._is_told:
-            self._is_told = True
-            self._tell()
-
-    def _trace(self, frame: FrameType, _event: str, _arg: object) -> Callable[..., Any] | None:
-        code = frame.f_code
-        if code.co_name in FINALIZERS:
-            return None
-        if code is SocketWaiter.wait.__code__:
-            self.waits = True
-            self._tell_once()
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        operations = code.co_code
-        is_moment = True
-
-        def step(frame: FrameType, event: str, _arg: object) -> Callable[..., Any]:
-            nonlocal is_moment
-            if event == "opcode":
-                if is_moment:
-                    self._left -= 1
-                    if not self._left:
-                        raise InterruptError
-                is_moment = dis.opname[operations[frame.f_lasti]].startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
-            elif code is Poller.read_here.__code__:  # which returns
-                self._tell_once()
-            return step
-
-        return step
 
 
 def interrupt_at_each_moment(path: str, value: torch.Tensor) -> int:
@@ -145,7 +66,7 @@ def nothing_is_left() -> bool:
 def test_a_wait_may_be_interrupted_at_any_moment(workers, transports, elements, tmp_path):
     a, b = workers.rpc(2, transports=transports, busy_poll=0)
     interrupts = a.run(interrupt_at_each_moment, str(tmp_path / "pipe"), torch.arange(elements))
-    assert interrupts > 80
+    assert interrupts > 50
     for worker in (a, b):
         worker.run(wait_until, nothing_is_left)
         assert worker.run(used_bytes) <= 4 * 8 * ELEMENTS

@@ -6,6 +6,7 @@ a large payload uses all connections, and does not hold up a smaller one behind 
 The thread that sends a payload also writes, as far as the socket takes it, and threads of the executor go on when
 there is space. Ctrl-C may interrupt the main thread between any two steps. So threads that are not the executor's
 write once, and what has been written is noted by the same call: a C function that a signal does not interrupt.
+What is left to do is handed over to the executor in the same way.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 from ...execution.executor import Executor
@@ -108,9 +110,11 @@ class SendingBundle:
 
     def _put_interruptibly(self, payload: _Payload) -> None:
         """Writes what an idle connection takes of the first part; has the executor do the rest."""
+        poller = self._executor.poller
         part = payload.next_part()
         taken: list[_SendingConnection] = []
         sent: list[int] = []
+        go_on = partial(self._continue, payload, part, taken, sent)
         try:
             taken.extend(map(self._idle.pop, (-1,)))
             sent.extend(map(taken[0].socket.sendmsg, (part,), ((),), (socket.MSG_NOSIGNAL,)))
@@ -118,15 +122,22 @@ class SendingBundle:
                 self._idle.extend(map(taken.pop, (0,)))
                 if self.has_ended:
                     self._idle.clear()
-                elif self._payloads:  # queued by a thread that found no idle connection
-                    self._executor.submit_urgent(self._write_queued)
         except (IndexError, BlockingIOError):  # none is idle, or its socket is full
             pass
         except OSError as error:
             self.end(f"broke: {error}")
         finally:
+            # Only C functions from here on, one in each block: a signal interrupts none of them.
             if taken or not sent:
-                self._executor.submit_urgent(self._continue, payload, part, taken, sent)
+                try:
+                    poller.handed_over.append((-1, go_on))
+                finally:
+                    poller.wake()
+            elif self._payloads:  # queued by a thread that found no idle connection
+                try:
+                    poller.handed_over.append((-1, self._write_queued))
+                finally:
+                    poller.wake()
 
     def _continue(
         self, payload: _Payload, part: list[memoryview], taken: "list[_SendingConnection]", sent: list[int]

@@ -1,0 +1,88 @@
+"""Interrupts what a thread does, at each moment at which the handler of a signal may raise.
+
+Python runs the handlers of signals on the main thread, in calls of C functions and at the beginnings of functions
+and loops. A trace function raises in their place: at the first such moment, at the second, and so on to the last.
+"""
+
+import dis
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+from gradwire.rpc.execution.poller import Poller
+from gradwire.rpc.execution.waiter import SocketWaiter
+
+UNINTERRUPTED = 3
+"""Runs in a row that end before the moment at which to interrupt: then there are no more of them."""
+
+FINALIZERS = frozenset({"_release", "<lambda>"})
+"""Functions in which Python drops what is raised."""
+
+
+class InterruptError(BaseException):
+    """Is raised as KeyboardInterrupt is."""
+
+
+class Interruption:
+    """Raises InterruptError at a moment of what the calling thread runs inside it: a context manager.
+
+    Attributes:
+        waits: whether the thread has waited for its socket.
+    """
+
+    def __init__(self, moment: int, tell: Callable[[], object] = lambda: None) -> None:
+        """Interrupts nothing yet.
+
+        Args:
+            moment: which one, counted from 1.
+            tell: called once the thread waits for its socket, or is not going to.
+        """
+        self.waits = False
+        self._left = moment
+        self._tell = tell
+        self._is_told = False
+        self._has_returned = False
+
+    def __enter__(self) -> Self:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+        self._tell_once()
+
+    def _tell_once(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._tell()
+
+    def _trace(self, frame: FrameType, _event: str, _arg: object) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if code.co_name in FINALIZERS:
+            return None
+        if code is SocketWaiter.wait.__code__:
+            self.waits = True
+            self._tell_once()
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        operations = code.co_code
+        is_moment = True
+
+        def step(frame: FrameType, event: str, _arg: object) -> Callable[..., Any]:
+            nonlocal is_moment
+            if event == "opcode":
+                if is_moment and not self._has_returned:
+                    self._left -= 1
+                    if not self._left:
+                        raise InterruptError
+                is_moment = dis.opname[operations[frame.f_lasti]].startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+                self._has_returned = False
+            elif event == "return":
+                self._has_returned = True
+            elif code is Poller.read_here.__code__:  # which returns
+                self._tell_once()
+            return step
+
+        return step
