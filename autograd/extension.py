@@ -100,7 +100,7 @@ class Autograd(Extension):
             header.anomaly_check_nan = anomaly.check_nan
 
     def may_repeat(self) -> bool:
-        """Returns False inside a context: another thread is not in it."""
+        """Returns False inside a context, because a thread that sends the request again is not inside it."""
         return current_context() is None
 
     def on_send_aborted(self, message: Outgoing) -> None:
@@ -158,7 +158,11 @@ class Autograd(Extension):
         self.contexts.on_worker_lost(worker.wire_id, end, end.as_error(worker.name))
 
     def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
-        """Aborts the passes that need a suspect worker. Has those failed whose gradients it may not have got."""
+        """Aborts the passes that need a suspect worker.
+
+        The callers of other passes are told to fail those in which this worker has sent it gradients: they may be
+        lost.
+        """
         error = WorkerSuspectError(worker.name, reason)
         for context_id, (caller, number) in self.contexts.on_worker_suspect(worker.wire_id, error):
             if caller != worker.wire_id:
@@ -202,7 +206,7 @@ class Autograd(Extension):
             self.engine.backward(context, [root], retain_graph=retain_graph)
 
     def _send_release(self, worker: int, context_id: int, told: Set[int], lost: str) -> None:
-        """Tells a worker that a context has ended: see `Contexts`."""
+        """Tells a worker that a context has ended; the arguments are explained at `Contexts`."""
         self.agent.control.send(
             self.agent.incarnation(worker),
             "autograd.release",

@@ -72,10 +72,10 @@ class LeafGradients:
         self._swap_lock = swap_lock
         self._gradients: GradientsByLeaf = {}
         self._hooks: dict[Any, _NodeHooks] = {}
-        """Of the accumulation nodes given to `prepare`."""
+        """The hooks of the accumulation nodes that were given to `prepare`."""
 
     def prepare(self, nodes: Iterable[Any]) -> None:
-        """Does what `accumulate` can do for accumulation nodes before their gradients are there."""
+        """Looks up the hooks of accumulation nodes for `accumulate`, while gradients are being computed."""
         self._hooks.update((node, _NodeHooks(node)) for node in nodes)
 
     def accumulate(
@@ -183,7 +183,7 @@ class LeafGradients:
 
 @final
 class _NodeHooks:
-    """The hooks of an accumulation node, which those that are registered later on are added to."""
+    """The node's own dicts of hooks, so hooks that are registered later appear in them."""
 
     __slots__ = ("after", "before")
 
@@ -201,13 +201,13 @@ def _hooks(register: Any) -> dict[int, Any]:
 
 
 def _ignore(*_: Any) -> None:
-    """Is a hook that does nothing."""
+    """A hook that does nothing."""
 
 
 def _can_steal(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Returns whether a gradient can be kept without a copy, as far as C++ knows.
+    """Returns whether a gradient can be kept without a copy; the caller checks that Python has no other reference.
 
-    That is, no other tensor shares its memory, and it is laid out like the leaf.
+    It can if C++ has none either, no other tensor shares its memory, and it is laid out like the leaf.
     """
     if gradient._use_count() != 1:  # type: ignore[attr-defined]
         return False
@@ -220,7 +220,7 @@ def _can_steal(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
         or gradient._is_zerotensor()
     ):
         return False
-    return _has_layout_of(gradient, leaf) and storage_use_count(gradient) == 2
+    return _has_layout_of(gradient, leaf) and storage_use_count(gradient) == 2  # the gradient, and the call itself
 
 
 def _has_layout_of(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:

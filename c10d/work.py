@@ -16,7 +16,7 @@ __all__ = ["GroupWork"]
 
 @final
 class GroupWork(TorchWork):
-    """An operation of a process group. Only the group makes it.
+    """An operation of a process group, as its methods return it to the caller.
 
     A `wait` that runs into its own timeout raises TimeoutError; the operation goes on.
 
@@ -24,8 +24,8 @@ class GroupWork(TorchWork):
         operation: name of the operation.
         outputs: what `result()` returns.
         pending: the operation; None if it is done already.
-        devices: devices on whose streams the operation goes on after `wait`; streams also wait for the future.
-        group: kept until the operation is done, so that the group does not end before.
+        devices: GPUs on which `wait`, here and of the future, has the current streams wait for the operation.
+        group: kept alive until the operation is done.
     """
 
     def __init__(

@@ -130,15 +130,16 @@ def _check_token(token: object) -> None:
         raise CredentialsError(f"the token is of type {type(token).__name__}: give a str that is not empty")
     if not token.isascii() or not token.isprintable() or " " in token:
         raise CredentialsError("the token has characters that are no printable ASCII, or spaces")
-    kind, size = next(
-        ((kind, len(set(alphabet.lower()))) for kind, alphabet in _ALPHABETS if set(token) <= set(alphabet)),
-        ("other", 64),
+    alphabet, size = next(
+        ((f" {name}", len(set(letters.lower()))) for name, letters in _ALPHABETS if set(token) <= set(letters)),
+        ("", 64),
     )
     needed = math.ceil(MIN_TOKEN_BITS / math.log2(size))
     if len(token) < needed or len(set(token)) < MIN_TOKEN_CHARACTERS:
         raise CredentialsError(
-            f"the token can be guessed: it has {len(token)} {kind} characters, {len(set(token))} different ones. "
-            f"Give one of {MIN_TOKEN_BITS} random bits or more, such as `gradwire certs token` prints"
+            f"the token can be guessed: it has {len(token)}{alphabet} characters ({len(set(token))} different), "
+            f"and needs {needed} ({MIN_TOKEN_CHARACTERS} different). Give one of {MIN_TOKEN_BITS} random bits or "
+            "more, such as `gradwire certs token` prints"
         )
 
 

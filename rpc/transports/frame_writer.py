@@ -26,14 +26,14 @@ from .tls_socket import AnySocket, TlsSocket
 __all__ = ["FrameWriter"]
 
 MAX_BEHIND = 32
-"""Frames that wait for another one, at most."""
+"""When so many frames wait for another one, all of them are written."""
 
-BEGINNING_BYTES = 64
-"""Bytes of a frame that are kept to know it by, when it will not be written."""
+KEPT_BYTES = 64
+"""Bytes that are kept of a frame that will not be written: enough to tell which envelope it carried."""
 
 MAX_WRITE_BYTES = 1 << 20
 MAX_WRITE_FRAMES = 64
-"""Of queued frames that are written at a time, at most, unless one frame has more bytes."""
+"""Bytes and frames that one write takes from the queue, at most. A larger frame is written alone."""
 
 _DESCRIPTOR = struct.Struct("i")
 
@@ -70,7 +70,7 @@ class FrameWriter:
         self._behind: deque[bytes] = deque()
         """Frames that wait for another one."""
         self._take_along_at = 0.0
-        """By the monotonic clock, when they have waited long enough for others of their kind."""
+        """The monotonic time from which on any frame takes them along."""
         self._descriptors: deque[tuple[bytes, int]] = deque()
         """The frames in the queue that a descriptor goes with, in order, and the descriptors."""
         self._descriptor_lock = threading.Lock()
@@ -85,7 +85,7 @@ class FrameWriter:
         self._is_waiting = False
         self._is_to_be_released = False
         self._unwritten: list[bytes] = []
-        """The beginnings of the frames that were in the queue when the connection broke."""
+        """The first `KEPT_BYTES` of each frame that was in the queue, and not begun, when the connection broke."""
         self.is_broken = False
         """Whether nothing can be sent any more."""
         self.has_sent = False
@@ -169,7 +169,10 @@ class FrameWriter:
                 self._flush()  # a thread may have found the lock held
 
     def take_unwritten(self) -> list[bytes]:
-        """Returns the beginnings of the frames of which nothing has been written. Called once, after `cut`."""
+        """Returns the first bytes of each frame of which nothing has been written. Called once, after `cut`.
+
+        Returns nothing while another thread is writing: which frames that one has begun cannot be told then.
+        """
         if self._writing.acquire(blocking=False):
             self._drop_queue()
             self._writing.release()
@@ -191,7 +194,7 @@ class FrameWriter:
 
     def _drop_queue(self) -> None:
         """Drops what will not be written any more. Called with the lock."""
-        self._unwritten += [frame[:BEGINNING_BYTES] for frame in list(self._queue)[self._count_begun() :]]
+        self._unwritten += [frame[:KEPT_BYTES] for frame in list(self._queue)[self._count_begun() :]]
         self._current = None
         self._queue.clear()
 
@@ -221,7 +224,7 @@ class FrameWriter:
     def _flush_if_possible(self) -> None:
         if not self._is_full:
             self._flush()
-        elif not self._is_waiting:  # Ctrl-C came before it could be
+        elif not self._is_waiting:  # Ctrl-C came before the executor was told to wait
             self._wait_for_writable()
 
     def _flush(self) -> None:
@@ -319,7 +322,7 @@ class FrameWriter:
 
 
 _writers_here: "weakref.WeakSet[FrameWriter]" = weakref.WeakSet()
-"""Of all agents of this process, for a fork."""
+"""The writers of all agents of this process, which a forked child must not use."""
 
 
 def _break_in_child() -> None:

@@ -1,4 +1,4 @@
-"""What the names in the pickle of a message stand for, if not anything is accepted from its sender."""
+"""Resolves the names in the pickle of a message whose sender may send exposed or plain values only."""
 
 import builtins
 import sys
@@ -24,10 +24,10 @@ from .unpickling import as_parameter
 __all__ = ["MessageNames", "find_exposure", "is_method_exposed", "show"]
 
 MAX_DIMENSIONS = 64
-"""Of a small tensor."""
+"""The most dimensions of a small tensor."""
 
 MAX_SHOWN = 200
-"""Characters of a text of a peer that are shown in errors."""
+"""Characters that errors show of a peer's text, at most."""
 
 _PACKAGE = errors.__name__.partition(".")[0]
 _OWN_MODULES = (f"{_PACKAGE}.optim.grad_clip", f"{_PACKAGE}.optim.local_optimizer")
@@ -35,13 +35,14 @@ _OWN_MODULES = (f"{_PACKAGE}.optim.grad_clip", f"{_PACKAGE}.optim.local_optimize
 
 _MISSING = object()
 _ORIGINAL_NAMES = {"_VariableFunctionsClass": ("torch", ""), "TensorBase": ("torch", "Tensor.")}
-"""What torch's functions and methods, which pickle as attributes of these classes of torch._C, are called in
-`exposed`."""
+"""The module, and prefix of the name, by which `exposed` lists the functions of these classes of torch._C.
+
+torch's functions and methods pickle as attributes of them, as `torch.add` does of `_VariableFunctionsClass`."""
 
 
 @final
 class MessageNames:
-    """The names in one message. A NameResolver."""
+    """Resolves the names in one message: a NameResolver (pickle_machine.py)."""
 
     def __init__(
         self, policy: Policy, guard: MethodGuard, tensors: Sequence[torch.Tensor], references: Sequence[Any]
@@ -59,7 +60,7 @@ class MessageNames:
         self._policy = policy
         self._guard = guard
         self._unused: dict[Name, None] = {}
-        """Names that the pickle may use any way yet. They are checked before something of a program runs."""
+        """Names in the pickle that it has not used yet. All must be accepted before anything exposed runs."""
         self._makers: Mapping[tuple[str, str], Callable[..., Any]] = {
             **_MAKERS,
             (unpickling.__name__, "tensor_placeholder"): partial(_item, tensors),
@@ -140,7 +141,7 @@ class MessageNames:
         return Made(make(exposure.target), _set_state if isinstance(exposure.target, type) else None)
 
     def _begin_to_run(self, name: Name) -> None:
-        """Notes that something exposed is about to run, if that may be and all names so far are accepted."""
+        """Notes that something exposed is about to run. Raises RefusedValueError if it may not."""
         for unused in self._unused:  # such as the function that is called
             self._check(unused)
         self._unused.clear()
@@ -153,7 +154,7 @@ class MessageNames:
         self.has_run = True
 
     def _check(self, name: Name) -> None:
-        """Checks a name before it is used."""
+        """Raises RefusedValueError if the policy does not accept a name."""
         key = name.module, name.name
         is_known = key in self._makers or key == GETATTR
         if not is_known and _constant(name) is None and _error_class(name) is None:

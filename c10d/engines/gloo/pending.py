@@ -13,15 +13,15 @@ from ...torch_types import TorchWork
 __all__ = ["GlooCollective", "GlooMessage"]
 
 TranslateError = Callable[[RuntimeError, str, float, float], Exception]
-"""Takes an error of Gloo, the operation's name, its timeout in seconds and its start by time.monotonic."""
+"""Takes Gloo's error, the operation's name, timeout (s) and start (monotonic); returns the error to raise."""
 
 SPIN_S = 0.0004
-"""Seconds for which a thread yields the processor before it sleeps in C++, as waking it up takes long, too."""
+"""Seconds for which a thread polls, yielding the processor, before it sleeps in C++; waking up takes as long."""
 
 
 @final
 class GlooCollective:
-    """A collective in flight, a PendingOperation (engines/base.py).
+    """A collective in flight, a PendingOperation (c10d/pending.py).
 
     Args:
         translate_error: returns the error to raise for an error of Gloo.
@@ -39,7 +39,7 @@ class GlooCollective:
         self._error: Exception | None = None
 
     def wait(self, timeout: float | None) -> None:
-        """Waits in C++, see PendingOperation.wait."""
+        """Waits in C++; see PendingOperation.wait."""
         work = self._work
         if work is not None:
             _spin(work)
@@ -80,11 +80,11 @@ class GlooCollective:
 
 @final
 class GlooMessage:
-    """A send or receive in flight, a PendingOperation (engines/base.py).
+    """A send or receive in flight, a PendingOperation (c10d/pending.py).
 
     Gloo makes progress by itself, but reports the end of a message only to a thread that waits for it. So the
-    first `wait` without a timeout waits in C++; if there is none when `done` or `on_done` is called, a thread is
-    started.
+    first `wait` without a timeout waits in C++ itself. A thread is started for that if `done` or `on_done` is
+    called before, if `wait` has a timeout, or for a receive from any rank.
 
     Args:
         translate_error: returns the error to raise for an error of Gloo.
@@ -107,7 +107,7 @@ class GlooMessage:
         self._callbacks: list[Callable[[], None]] = []
 
     def wait(self, timeout: float | None) -> None:
-        """Waits in C++, or for the thread that does, see PendingOperation.wait."""
+        """Waits in C++, or for the thread that does; see PendingOperation.wait."""
         # A failure of the group would not wake a thread that waits in C++ for a message from any rank.
         if not self._is_done and timeout is None and self._operation != "recv_anysource":
             with self._lock:
@@ -129,7 +129,7 @@ class GlooMessage:
         return self._is_done
 
     def source(self) -> int:
-        """Returns the rank that sent the message."""
+        """Returns the rank that sent the message, once a receive is done."""
         return self._source
 
     def on_done(self, callback: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ class GlooMessage:
         callback()
 
     def fail(self, error: Exception) -> None:
-        """Finishes the operation with an error, whatever Gloo does with it."""
+        """Ends the operation with an error at once, although Gloo may still be working on it."""
         self._finish(error.with_traceback(None))
 
     def _ensure_waiter(self) -> None:

@@ -59,7 +59,7 @@ class MpiGroupState:
 
 @final
 class MpiOperation:
-    """An MPI request in flight, a PendingOperation (engines/base.py).
+    """An MPI request in flight, a PendingOperation (c10d/pending.py).
 
     Args:
         group: that it belongs to.

@@ -4,9 +4,9 @@ MPICH connects to the address in PMI_PORT, asks for its rank, and exchanges the 
 key-value space of the server. Requests are lines of `cmd=name key=value ...`, each answered by a line. The
 protocol is version 1 of PMI's wire protocol, described in MPICH's src/pmi (simple PMI).
 
-A client's PMI_ID is a random number that it has from the group's store; the server knows its rank by it, and drops
-clients without one. Beyond PMI, the server lets the ranks agree to finalize MPI: each sends the command `leave` on
-a connection of its own, and all are answered when all have sent it.
+A client's PMI_ID is a random number that rank 0 has given it through the group's store. It tells the server the
+client's rank, and clients without one are dropped. Beyond PMI, the server lets the ranks agree to finalize MPI:
+each sends the command `leave` on a connection of its own, and all are answered when all have sent it.
 """
 
 import itertools
@@ -32,13 +32,13 @@ MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 64, 1024
 """Characters of a key and of a value; MPICH splits longer values."""
 
 MAX_VALUES_PER_RANK = 64
-"""Values that the ranks of a world put, on average."""
+"""Values that the ranks of a world may put, on average."""
 
 GREETING_TIMEOUT_S = 2.0
 """Seconds that a connection may take to say its PMI_ID."""
 
 MAX_STRANGERS = 64
-"""Connections, beyond one of each rank, that may not have said it yet; further ones are closed."""
+"""Connections, beyond one for each rank, that may be open without a PMI_ID; further ones are closed."""
 
 ACCEPT_PAUSE_S = 0.1
 """Seconds after which a connection that could not be accepted is tried again."""
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class _RefusedError(Exception):
-    """A client does not behave."""
+    """A client does not keep to the protocol, or is no rank of the world."""
 
 
 @final
@@ -106,8 +106,8 @@ class PmiServer:
     def finish(self, timeout: float) -> None:
         """Waits up to `timeout` seconds until all ranks but rank 0, which runs in this process, have disconnected.
 
-        MPICH sends `finalize` when the process exits, and waits for the answer. No thread can answer it by then,
-        so the answer is sent in advance.
+        MPICH in this process sends `finalize` when the process exits, and waits for the answer. The server's
+        thread no longer runs by then, so the answer is sent in advance.
         """
         self._others_gone.wait(timeout)
         for client in list(self._clients):
@@ -189,7 +189,7 @@ class PmiServer:
             self._deny(client, "its request is malformed")
 
     def _deny(self, client: "_Client", reason: object) -> None:
-        """Drops a client that does not behave."""
+        """Records in the audit log why a client is refused, and drops it."""
         worker = f"rank {client.rank}" if client.rank is not None else ""
         self.audit.deny(LISTENER, reason, peer=client.peer, worker=worker)
         self._drop(client)

@@ -24,7 +24,7 @@ class ReceivingChannels(Protocol):
 
 @final
 class PendingReceive:
-    """A receive in flight, a PendingOperation (engines/base.py). Its attributes are guarded by the channels' lock.
+    """A receive in flight, a PendingOperation (c10d/pending.py). Its attributes are guarded by the channels' lock.
 
     Args:
         channels: that the message arrives on.
