@@ -1,13 +1,16 @@
 """The cost of remote calls: of one that carries nothing, and of what it may carry."""
 
 import os
+import time
 from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+from gradwire import rpc
 
 from .harness import Case, seconds_of
 from .systems import System, system_here, worker_name
+from .worker_sets import WARM_UP
 
 __all__ = ["CASES"]
 
@@ -19,6 +22,24 @@ MIB = 1 << 20
 
 def noop() -> None:
     """Does nothing."""
+
+
+def noop_times(seconds: float) -> tuple[list[float], int]:
+    """Calls `noop` on the peer for some seconds, by gradwire.
+
+    Returns:
+        The seconds of each call, and the number of further calls, at the beginning, that are not counted.
+    """
+    for _ in range(WARM_UP):
+        rpc.rpc_sync(PEER, noop)
+    times = []
+    end = time.perf_counter() + seconds
+    begun = 0.0
+    while begun < end:
+        begun = time.perf_counter()
+        rpc.rpc_sync(PEER, noop)
+        times.append(time.perf_counter() - begun)
+    return times, WARM_UP
 
 
 def echo(tensor: torch.Tensor) -> torch.Tensor:

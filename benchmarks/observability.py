@@ -20,11 +20,11 @@ from gradwire import rpc
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.page import Page
 
+from .calls import noop_times
 from .harness import Comparison
 from .machine import machine_facts
 from .systems import worker_name
 from .text_report import arguments_of, make_parser, publish
-from .tls import call_times
 from .worker_sets import WorkerSet, preload, take_turns
 
 SAVED = "observability.txt"
@@ -101,7 +101,7 @@ def set_url(url: str) -> None:
 def run_round(seconds: float) -> tuple[list[float], int] | None:
     """Calls for some seconds, on worker 0; asks for the state of the workers meanwhile, in the third process."""
     if rpc.is_initialized():
-        return call_times(seconds) if rpc.get_worker_info().id == 0 else None
+        return noop_times(seconds) if rpc.get_worker_info().id == 0 else None
     time.sleep(seconds / 2)
     if _url:
         with urllib.request.urlopen(_url, timeout=30) as answer:

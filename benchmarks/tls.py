@@ -23,13 +23,13 @@ import torch
 from gradwire import rpc
 from gradwire.c10d import Credentials
 
-from .calls import PEER, noop
+from .calls import PEER, noop, noop_times
 from .harness import Comparison
 from .machine import machine_facts
 from .systems import worker_name
 from .text_report import arguments_of, make_parser, publish
 from .two_hosts import Host, two_hosts
-from .worker_sets import WARM_UP, WorkerSet, preload, take_turns
+from .worker_sets import WorkerSet, preload, take_turns
 
 SAVED = "tls.txt"
 """The file that `--save` writes."""
@@ -92,20 +92,6 @@ def carrier() -> str:
     return str(rpc.debug_info()["transports"][PEER])
 
 
-def call_times(seconds: float) -> tuple[list[float], int]:
-    """Calls for some seconds; returns the seconds of each call, and the number of calls that are not counted."""
-    for _ in range(WARM_UP):
-        rpc.rpc_sync(PEER, noop)
-    times = []
-    end = time.perf_counter() + seconds
-    begun = 0.0
-    while begun < end:
-        begun = time.perf_counter()
-        rpc.rpc_sync(PEER, noop)
-        times.append(time.perf_counter() - begun)
-    return times, WARM_UP
-
-
 def measure(hosts: Sequence[Host], rounds: int, seconds: float) -> tuple[list[Comparison], dict[str, str]]:
     """Measures all variants. Returns the comparison of each pair, and what carries messages, by variant."""
     times: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
@@ -116,7 +102,7 @@ def measure(hosts: Sequence[Host], rounds: int, seconds: float) -> tuple[list[Co
         carriers = {worker_set.name: worker_set.ask(carrier) for worker_set in take_turns(sets, 1)}
         for worker_set in take_turns(sets, rounds):
             before = sum(worker_set.ask_all(time.process_time))
-            measured, uncounted = worker_set.ask(call_times, seconds)
+            measured, uncounted = worker_set.ask(noop_times, seconds)
             used = sum(worker_set.ask_all(time.process_time)) - before
             times[worker_set.name].append(measured)
             cpu[worker_set.name].append(used / (len(measured) + uncounted))

@@ -5,11 +5,12 @@ reads differently is translated: the indentation of lists, and links to files th
 """
 
 import ast
-import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from diagrams import BLOCK, mark
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,7 +45,6 @@ ROOT_PAGES = {
 }
 """Files at the root, and the pages of the site that they become."""
 
-MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^( *)(```+)")
 ITEM = re.compile(r"^(- |\d+\. )")
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
@@ -133,10 +133,9 @@ def site_link(page: str, target: str, anchor: str, repository: str) -> str:
 
 def picture_of(page: str, source: str) -> str:
     """Returns the Markdown of the picture that docs/diagrams.py has drawn of a diagram, at its own width."""
-    name = hashlib.sha256(source.encode()).hexdigest()
     for path in (ROOT / "docs" / "diagrams").glob(f"{page}-*.svg"):
         drawing = path.read_text()
-        if name in drawing:
+        if drawing.startswith(mark(source)):
             width = re.search(r'viewBox="\S+ \S+ (\d+)', drawing)[1]
             return f'![Diagram](diagrams/{path.name}){{ width="{width}" style="background: white" }}'
     raise ValueError(f"a diagram of {page}.md is not drawn: run docs/diagrams.py")
@@ -163,7 +162,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     def link(found: re.Match[str]) -> str:
         return f"]({site_link(source, found[1], found[2] or '', config.repo_url)})"
 
-    with_pictures = MERMAID.sub(lambda found: picture_of(page.file.name, found[1]), markdown)
+    with_pictures = BLOCK.sub(lambda found: picture_of(page.file.name, found[1]), markdown)
     return LINK.sub(link, "\n".join(indent_for_lists(with_pictures.splitlines())))
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from gradwire import logs, rpc
+from gradwire.c10d import Credentials
 from gradwire.cli.group import gradwire
 from gradwire.errors import WorkerLostError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.remote_functions import wait_for, wait_until
+from tests.rpc.test_ports import join
 
 
 @pytest.fixture
@@ -141,17 +143,21 @@ def test_a_killed_worker_is_one_line_on_each_other(workers):
 
 
 @pytest.mark.parametrize(
-    ("transports", "way"),
+    ("transports", "has_token", "way"),
     [
-        (("unix", "grpc"), r"a unix socket \(pid=\d+,uid=\d+\)"),
-        (("tcp", "grpc"), r"TCP without TLS \(127\.0\.0\.1:\d+\)"),
-        (("grpc",), r"gRPC on a unix socket \(/.*\)"),
+        (("unix", "grpc"), False, r"a unix socket \(pid=\d+,uid=\d+\)"),
+        (("tcp", "grpc"), False, r"TCP without TLS \(127\.0\.0\.1:\d+\)"),
+        (("grpc",), False, r"gRPC on a unix socket \(/.*\)"),
+        (("unix", "grpc"), True, r"a unix socket \(pid=\d+,uid=\d+\)"),
+        (("tcp", "grpc"), True, r"TCP with TLS \(127\.0\.0\.1:\d+\)"),
+        (("grpc",), True, r"gRPC on a unix socket \(/.*\)"),
     ],
 )
-def test_one_line_says_how_a_worker_is_connected(workers, transports, way):
+def test_one_line_says_how_a_worker_is_connected(workers, transports, has_token, way):
     a, b = started = workers(2)
     workers.each(started, logs.set_level, "rpc.transports.connection_log", "INFO")
-    workers.join_rpc(started, transports=transports)
+    credentials = Credentials(token="5f0c9a1be27d4386a1f4c7d29b0e8653") if has_token else None
+    workers.join_rpc(started, transports=transports, credentials=credentials)
     for _ in range(3):
         a.run(rpc.rpc_sync, "worker1", os.getpid)
         b.run(rpc.rpc_sync, "worker0", os.getpid)
@@ -161,6 +167,24 @@ def test_one_line_says_how_a_worker_is_connected(workers, transports, way):
             rf".* INFO gradwire\.rpc\.transports\.connection_log: worker {me} is connected with worker {peer} by "
         )
         assert re.fullmatch(text + way, line)
+
+
+def test_one_line_says_how_workers_on_two_hosts_are_connected_by_grpc(hosts):
+    net = hosts(1, 1)
+    for worker in net.workers:
+        worker.run(logs.set_level, "rpc.transports.connection_log", "INFO")
+    joining = [
+        w.start(join, rank, 2, net.address(0), {}, transports=("grpc",)) for rank, w in enumerate(net.workers)
+    ]
+    for each in joining:
+        each.result()
+    net.workers[0].run(rpc.rpc_sync, "worker1", os.getpid)
+    lines = [line for w in net.workers for line in w.log.read_text().splitlines() if " is connected with " in line]
+    assert len(lines) == 2
+    for line in lines:
+        assert re.search(
+            r"worker worker\d is connected with worker worker\d by gRPC with TLS \(10\.91\.0\.\d:\d+\)$", line
+        )
 
 
 SPAWN = """

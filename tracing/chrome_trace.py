@@ -47,17 +47,23 @@ def merge(workers: Sequence[WorkerTrace]) -> Event:
         events += _of_torch(number, worker, shift, base_ns)
         events += _of_calls(number, worker, shift, base_ns)
         events += _of_runs(number, worker, shift, base_ns, calls)
+        events += _of_left_out(number, worker, shift, base_ns)
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": base_ns,
-        "workers": {each.name: _clock_facts(each.clock) for each in workers},
+        "workers": {each.name: _facts(each) for each in workers},
         "traceEvents": events,
     }
 
 
-def _clock_facts(clock: Clock) -> dict[str, float]:
-    return {"clock_offset_us": clock.last.offset_ns / 1e3, "clock_error_us": clock.error_ns / 1e3}
+def _facts(worker: WorkerTrace) -> dict[str, float]:
+    clock = worker.clock
+    return {
+        "clock_offset_us": clock.last.offset_ns / 1e3,
+        "clock_error_us": clock.error_ns / 1e3,
+        "left_out": worker.recording.left_out,
+    }
 
 
 class _Shift:
@@ -68,14 +74,14 @@ class _Shift:
 
     def of_event(self, event: Event) -> int:
         """Returns the time of an event of torch, in nanoseconds."""
-        return self._clock.here(self._recording.base_ns + round(event["ts"] * 1e3))
+        return self._clock.to_local(self._recording.base_ns + round(event["ts"] * 1e3))
 
     def of(self, time_ns: int) -> int:
         """Returns the time of a call or a run, in nanoseconds."""
-        return self._clock.here(time_ns)
+        return self._clock.to_local(time_ns)
 
     def times(self) -> Iterator[int]:
-        """Yields all times, but those of remarks about processes and threads."""
+        """Yields all times but those of metadata events."""
         yield from (self.of_event(each) for each in self._recording.events if each["ph"] != "M")
         yield from (self.of(each.begun_ns) for each in self._recording.calls)
         yield from (self.of(each.begun_ns) for each in self._recording.runs)
@@ -102,8 +108,8 @@ def _of_torch(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> 
         yield changed
     for process in processes.values():
         name = worker.name if process == main else f"{worker.name} {labels.get(process, '')}".rstrip()
-        yield _remark("process_name", process, 0, {"name": name})
-        yield _remark("process_sort_index", process, 0, {"sort_index": process})
+        yield _metadata_event("process_name", process, 0, {"name": name})
+        yield _metadata_event("process_sort_index", process, 0, {"sort_index": process})
 
 
 def _of_calls(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> Iterator[Event]:
@@ -114,8 +120,8 @@ def _of_calls(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> 
         thread = FIRST_ROW + row
         if row == rows:
             rows += 1
-            yield _remark("thread_name", process, thread, {"name": f"calls {rows}"})
-            yield _remark("thread_sort_index", process, thread, {"sort_index": thread})
+            yield _metadata_event("thread_name", process, thread, {"name": f"calls {rows}"})
+            yield _metadata_event("thread_sort_index", process, thread, {"sort_index": thread})
         begun = (shift.of(call.begun_ns) - base_ns) / 1e3
         yield {
             "ph": "X",
@@ -127,7 +133,7 @@ def _of_calls(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> 
             "dur": (call.ended_ns - call.begun_ns) / 1e3,
             "args": {"id": call.id, "callee": call.callee},
         }
-        yield _arrow("s", worker.wire_id, call.id, process, thread, begun)
+        yield _flow_event("s", worker.wire_id, call.id, process, thread, begun)
 
 
 def _rows(calls: Iterable[Call]) -> Iterator[tuple[int, Call]]:
@@ -165,10 +171,25 @@ def _of_runs(
             "args": {"id": run.id, "caller": run.caller},
         }
         if (run.caller, run.id) in calls:
-            yield _arrow("f", run.caller, run.id, process, run.thread, begun)
+            yield _flow_event("f", run.caller, run.id, process, run.thread, begun)
 
 
-def _arrow(phase: str, caller: int, call: int, process: int, thread: int, time_us: float) -> Event:
+def _of_left_out(number: int, worker: WorkerTrace, shift: _Shift, base_ns: int) -> Iterator[Event]:
+    """Yields an instant event where the recording of one worker begins to be incomplete, if it does."""
+    if left_out := worker.recording.left_out:
+        yield {
+            "ph": "i",
+            "s": "p",
+            "cat": "gradwire",
+            "name": f"from here on, {left_out} events are left out: the recording would be too large",
+            "pid": number * PROCESSES_PER_WORKER,
+            "tid": 0,
+            "ts": max(shift.of(worker.recording.complete_until_ns) - base_ns, 0) / 1e3,
+            "args": {"left_out": left_out},
+        }
+
+
+def _flow_event(phase: str, caller: int, call: int, process: int, thread: int, time_us: float) -> Event:
     """Returns the beginning or the end of the arrow from a call to the function that it runs."""
     identifier = (caller << FLOW_SHIFT) | call
     end = {"bp": "e"} if phase == "f" else {}
@@ -184,5 +205,5 @@ def _arrow(phase: str, caller: int, call: int, process: int, thread: int, time_u
     }
 
 
-def _remark(kind: str, process: int, thread: int, arguments: Mapping[str, Any]) -> Event:
+def _metadata_event(kind: str, process: int, thread: int, arguments: Mapping[str, Any]) -> Event:
     return {"ph": "M", "name": kind, "ts": 0, "pid": process, "tid": thread, "args": dict(arguments)}

@@ -58,7 +58,7 @@ class Clock:
         """How far times by the clock here may be wrong, in nanoseconds."""
         return max(self.first.error_ns, self.last.error_ns)
 
-    def here(self, there_ns: int) -> int:
+    def to_local(self, there_ns: int) -> int:
         """Returns the time by the clock here for one by that of the other worker; nanoseconds since 1970."""
         first, last = self.first, self.last
         elapsed = last.at_ns - first.at_ns

@@ -1,12 +1,12 @@
 """The part of a worker in a profile of all workers: it records while another one, or it itself, asks for that."""
 
-import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from ..errors import RpcError
 from ..rpc.contracts.agent import RpcAgent
@@ -14,23 +14,40 @@ from ..rpc.contracts.extension import Extension
 from ..rpc.contracts.messages import Handler, Incoming, MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
-from .recorder import SETTINGS, Recorder
+from .profile_request import ProfileRequest, read_profile_id
+from .recorder import Recorder
 from .recording import encode
 
-__all__ = ["GroupProfile"]
+__all__ = ["END_PROFILE", "GroupProfile"]
+
+END_PROFILE = "profile.end"
+"""The control message that ends a profile whose recording nobody waits for."""
+
+MAX_ENDED = 256
+"""Profiles that are remembered because their end has arrived before their beginning."""
+
+_ProfileKey = tuple[WorkerInfo, str]
+"""The worker that profiles, and the id that it has given to the profile."""
 
 
 @final
 class GroupProfile(Extension):
     """Records the calls of one agent, and what torch does in its process. Its hooks are off at other times."""
 
+    control_kinds: ClassVar = (END_PROFILE,)
+
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
         self.is_on = False
         self._lock = threading.Lock()
+        """Held while torch's profiler starts and stops: a process has one."""
         self._recorder: Recorder | None = None
-        self._asked_by: WorkerInfo | None = None
-        """Who has asked for the recording: the only one that may end it."""
+        self._profile: _ProfileKey | None = None
+        """The profile that is recorded: only its own end ends it."""
+        self._max_bytes = 0
+        self._ended: deque[_ProfileKey] = deque(maxlen=MAX_ENDED)
+        """Profiles that have ended and not begun here. Their beginning may still wait for a thread."""
+        agent.control.on(END_PROFILE, self._on_end)
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of requests to begin and end a recording, and of the question for the time."""
@@ -58,12 +75,13 @@ class GroupProfile(Extension):
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:  # noqa: ARG002
         """Ends a recording for which a lost worker has asked."""
-        if worker == self._asked_by:
-            self.agent.submit(self._drop)
+        if self._profile is not None:
+            self.agent.submit(self._drop_of, worker)
 
     def close(self) -> None:
         """Ends the recording."""
-        self._drop()
+        with self._lock:
+            self._drop()
 
     def _run(self, run: Callable[[Incoming], Any], message: Incoming) -> Any:
         recorder = self._recorder
@@ -72,36 +90,59 @@ class GroupProfile(Extension):
         return recorder.run(run, message)
 
     def _start(self, message: Incoming) -> None:
-        wanted = json.loads(message.value) if isinstance(message.value, str) else None
-        if not isinstance(wanted, list) or not set(wanted) <= set(SETTINGS):
-            raise ValueError("malformed message: it is no beginning of a profile")
-        with self._lock:
-            if self._asked_by is not None:
+        request = ProfileRequest.decode(message.value)
+        profile = message.source, request.profile
+        with self.agent.blocking(), self._lock:
+            if profile in self._ended:
+                self._ended.remove(profile)
+                raise RpcError(f"the profile of {message.source.name!r} has ended before it began here")
+            if self._profile is not None:
                 raise RpcError(
-                    f"worker {self.agent.info.name!r} is being profiled already, by {self._asked_by.name!r}: "
+                    f"worker {self.agent.info.name!r} is being profiled already, by {self._profile[0].name!r}: "
                     "one gradwire.profile of a worker can be open at a time"
                 )
-            self._recorder = Recorder(self.agent.info.name, dict.fromkeys(wanted, True))
-            self._asked_by = message.source
-            self.turn(on=True)
+            self._recorder = Recorder(self.agent.info.name, dict.fromkeys(request.settings, True))
+            self._profile, self._max_bytes = profile, request.max_bytes
+            self.set_enabled(True)
         if self.agent.end_of(message.source.wire_id) is not None:  # lost before the request has run
-            self._drop()
+            self._drop_of(message.source)
 
     def _stop(self, message: Incoming) -> bytes:
-        with self._lock:
-            recorder = self._take() if self._asked_by == message.source else None
-        if recorder is None:
+        profile = message.source, read_profile_id(message.value)
+        recording, max_bytes = None, self._max_bytes
+        with self.agent.blocking(), self._lock:
+            if (recorder := self._take(profile)) is not None:
+                max_bytes, recording = self._max_bytes, recorder.stop()
+        if recording is None:
             raise RpcError(f"worker {self.agent.info.name!r} is not being profiled by {message.source.name!r}")
-        return encode(recorder.stop())
+        return encode(recording, max_bytes)
+
+    def _on_end(self, source: WorkerInfo, payload: object) -> None:
+        # On another thread, because it may have to wait until torch's profiler has started or stopped.
+        self.agent.submit(self._end, (source, read_profile_id(payload)))
+
+    def _end(self, profile: _ProfileKey) -> None:
+        with self._lock:
+            if (recorder := self._take(profile)) is not None:
+                recorder.cancel()
+
+    def _drop_of(self, worker: WorkerInfo) -> None:
+        with self._lock:
+            if self._profile is not None and self._profile[0] == worker:
+                self._drop()
 
     def _drop(self) -> None:
-        with self._lock:
-            recorder = self._take()
-        if recorder is not None:
+        if self._profile is not None and (recorder := self._take(self._profile)) is not None:
             recorder.cancel()
 
-    def _take(self) -> Recorder | None:
-        """Turns the hooks off, and returns what records."""
-        recorder, self._recorder, self._asked_by = self._recorder, None, None
-        self.turn(on=False)
+    def _take(self, profile: _ProfileKey) -> Recorder | None:
+        """Turns the hooks off, and returns what records a profile.
+
+        If that is not recorded, remembers that it has ended, and returns None. Called with the lock held.
+        """
+        if self._profile != profile:
+            self._ended.append(profile)
+            return None
+        recorder, self._recorder, self._profile = self._recorder, None, None
+        self.set_enabled(False)
         return recorder

@@ -17,8 +17,10 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future
 from .chrome_trace import WorkerTrace, merge
 from .clocks import Clock, ClockReading, read_clock
+from .group_profile import END_PROFILE
+from .profile_request import ProfileRequest, new_profile_id
 from .recorder import SETTINGS
-from .recording import decode
+from .recording import MAX_BYTES, MIN_BYTES, decode
 
 __all__ = ["Profile", "profile"]
 
@@ -34,11 +36,13 @@ class Profile:
     clock_errors: by the name of a worker, the seconds by which its times may be wrong beside those of this worker:
         half of the round trip of the fastest exchange.
     missing: by the name of a worker, why the trace has nothing of it.
+    left_out: by the name of a worker, how many of its last events are left out, if any: see `max_bytes`.
     """
 
     path: Path
     clock_errors: dict[str, float] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
 
 
 @contextmanager
@@ -49,6 +53,7 @@ def profile(
     record_shapes: bool = False,
     profile_memory: bool = False,
     with_stack: bool = False,
+    max_bytes: int = MAX_BYTES,
     timeout: float = 60.0,
 ) -> Iterator[Profile]:
     """Context manager that writes one Chrome trace of all workers: what torch.profiler records, and their calls.
@@ -62,6 +67,8 @@ def profile(
         record_shapes: see torch.profiler.profile.
         profile_memory: see torch.profiler.profile.
         with_stack: see torch.profiler.profile.
+        max_bytes: bytes of JSON that a worker sends, at most. Beyond them, its last events are left out, which the
+            trace says at that time, and `Profile.left_out`.
         timeout: seconds that a worker may take to begin, and to answer with what it has recorded.
 
     Raises:
@@ -69,50 +76,66 @@ def profile(
             out, with a warning: see `Profile.missing`.
         NotInitializedError, UnknownWorkerError: nothing was begun.
         FileNotFoundError: the folder of the file does not exist.
+        ValueError: `max_bytes` is too small.
     """
     found = Profile(Path(path))
     if not found.path.parent.is_dir():
         raise FileNotFoundError(f"the folder of {str(found.path)!r} does not exist: make it first")
+    if not isinstance(max_bytes, int) or max_bytes < MIN_BYTES:
+        raise ValueError(f"max_bytes is {max_bytes!r}: give {MIN_BYTES} at least")
     wanted = [record_shapes, profile_memory, with_stack]
-    settings = [name for name, is_on in zip(SETTINGS, wanted, strict=True) if is_on]
+    settings = tuple(name for name, is_on in zip(SETTINGS, wanted, strict=True) if is_on)
     agent = current_agent()
     chosen = agent.workers() if workers is None else [agent.worker(each) for each in workers]
     present = [each for each in chosen if workers is not None or agent.end_of(each.wire_id) is None]
-    session = _Session(agent, dict.fromkeys(present), timeout)
-    session.start(settings)
+    request = ProfileRequest(profile=new_profile_id(), settings=settings, max_bytes=max_bytes)
+    session = _Session(agent, dict.fromkeys(present), request, timeout)
     try:
-        yield found
-    finally:
-        session.stop(found)
+        session.start()
+        try:
+            yield found
+        finally:
+            session.stop(found)
+    finally:  # also after Ctrl-C in one of the steps above
+        session.abandon()
 
 
 @final
 class _Session:
     """One profile of some workers."""
 
-    def __init__(self, agent: RpcAgent, workers: Iterable[WorkerInfo], timeout: float) -> None:
+    def __init__(
+        self, agent: RpcAgent, workers: Iterable[WorkerInfo], request: ProfileRequest, timeout: float
+    ) -> None:
         self._agent = agent
         self._workers = list(workers)
+        self._request = request
         self._timeout = timeout
+        self._recording: dict[WorkerInfo, None] = {}
+        """The workers that may record: those asked to begin, until they have answered that they have ended."""
         self._first: dict[WorkerInfo, ClockReading] = {}
 
-    def start(self, settings: list[str]) -> None:
+    def start(self) -> None:
         """Has all workers begin. If one cannot, ends it on the others, and raises what that one has answered."""
         for worker in self._workers:
             self._first[worker] = self._read_clock(worker)
+        answers = {}
+        for worker in self._workers:
+            self._recording[worker] = None
+            answers[worker] = self._ask(worker, MessageType.PROFILE_START, self._request.encode())
         started: list[WorkerInfo] = []
         failure: Exception | None = None
-        for worker, answer in self._ask_all(MessageType.PROFILE_START, json.dumps(settings)).items():
+        for worker, answer in answers.items():
             try:
                 answer.wait()
                 started.append(worker)
             except Exception as error:
                 failure = failure or error
         if failure is not None:
-            self._workers = started
-            for answer in self._ask_all(MessageType.PROFILE_STOP, None).values():
+            for worker, answer in self._ask_to_stop(started).items():
                 with suppress(Exception):  # of a worker that has failed since
                     answer.wait()
+                    del self._recording[worker]
             raise failure
 
     def stop(self, found: Profile) -> None:
@@ -124,20 +147,35 @@ class _Session:
             except Exception as error:
                 found.missing[worker.name] = printable(error, 500)
         traces = []
-        for worker, answer in self._ask_all(MessageType.PROFILE_STOP, None).items():
+        for worker, answer in self._ask_to_stop(self._workers).items():
             try:
-                recording = decode(answer.wait())
+                answered = answer.wait()
+                del self._recording[worker]
+                recording = decode(answered, self._request.max_bytes)
             except Exception as error:
                 found.missing[worker.name] = printable(error, 500)
                 continue
             if worker in last:
                 clock = Clock(self._first[worker], last[worker])
                 found.clock_errors[worker.name] = clock.error_ns / 1e9
+                if recording.left_out:
+                    found.left_out[worker.name] = recording.left_out
                 traces.append(WorkerTrace(worker.name, worker.wire_id, recording, clock))
         for name, reason in found.missing.items():
             log.warning("the profile %s has nothing of worker %s: %s", found.path, name, reason)
+        for name, count in found.left_out.items():
+            log.warning("the profile %s lacks the last %d events of worker %s: max_bytes", found.path, count, name)
         text = json.dumps(merge(traces), allow_nan=False)
         found.path.write_text(text)
+
+    def abandon(self) -> None:
+        """Has the workers that may still record end that. Waits for none of them.
+
+        A worker that has not begun, as its thread is busy, will not begin.
+        """
+        for worker in self._recording:
+            self._agent.control.send(worker, END_PROFILE, self._request.profile)
+        self._recording = {}
 
     def _read_clock(self, worker: WorkerInfo) -> ClockReading:
         """Reads the clock of a worker. Raises RpcError if it answers with no time."""
@@ -151,8 +189,8 @@ class _Session:
 
         return read_clock(ask)
 
-    def _ask_all(self, kind: MessageType.ValueType, value: str | None) -> "Mapping[WorkerInfo, Future[object]]":
-        answers = {}
-        for worker in self._workers:
-            answers[worker] = self._agent.request(worker, Request(kind, value, timeout=self._timeout))
-        return answers
+    def _ask_to_stop(self, workers: Iterable[WorkerInfo]) -> "Mapping[WorkerInfo, Future[object]]":
+        return {each: self._ask(each, MessageType.PROFILE_STOP, self._request.profile) for each in workers}
+
+    def _ask(self, worker: WorkerInfo, kind: MessageType.ValueType, value: str) -> "Future[object]":
+        return self._agent.request(worker, Request(kind, value, timeout=self._timeout))

@@ -6,8 +6,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch.autograd import profiler
@@ -23,6 +24,8 @@ __all__ = ["SETTINGS", "Recorder"]
 
 SETTINGS = ("record_shapes", "profile_memory", "with_stack")
 """The options of torch's profiler that a profile of all workers has; all are off by default."""
+
+R = TypeVar("R", Call, Run)
 
 
 @final
@@ -42,8 +45,9 @@ class Recorder:
         self._names = MethodNames()
         self._in_flight: dict[int, tuple[int, str, int]] = {}
         """The callee, the method and the beginning of each call without an answer, by its id."""
-        self._calls: list[Call] = []
-        self._runs: list[Run] = []
+        self._found = Recording(os.getpid())
+        """The calls that have ended, and the runs."""
+        self._lock = threading.Lock()
         # Not torch.profiler.profile, which is built on this one: it loads torch.compile, which takes a second.
         self._profile = profiler.profile(
             use_kineto=True,
@@ -61,14 +65,16 @@ class Recorder:
         now = time.time_ns()
         self._profile.__exit__(None, None, None)
         for identifier, (callee, method, begun) in self._in_flight.copy().items():
-            self._calls.append(Call(identifier, callee, method, begun, now))
+            self._keep(self._found.calls, Call(identifier, callee, method, begun, now))
         with tempfile.TemporaryDirectory(prefix="gradwire-profile-") as folder:
             path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))
             trace = json.loads(path.read_text())
         events = [each for each in trace["traceEvents"] if isinstance(each.get("pid"), int)]  # not torch's remarks
         base = int(trace.get("baseTimeNanoseconds", 0))
-        return Recording(os.getpid(), base, events, self._calls[:MAX_CALLS], self._runs[:MAX_CALLS])
+        # Copies: functions that still run note their end.
+        calls, runs = [*self._found.calls], [*self._found.runs]
+        return replace(self._found, base_ns=base, events=events, calls=calls, runs=runs)
 
     def cancel(self) -> None:
         """Ends the recording and drops it."""
@@ -82,8 +88,8 @@ class Recorder:
     def end_call(self, identifier: int) -> None:
         """Notes the end of a call."""
         found = self._in_flight.pop(identifier, None)
-        if found is not None and len(self._calls) < MAX_CALLS:
-            self._calls.append(Call(identifier, *found, time.time_ns()))
+        if found is not None:
+            self._keep(self._found.calls, Call(identifier, *found, time.time_ns()))
 
     def run(self, run: Callable[[Incoming], Any], message: Incoming) -> Any:
         """Runs a handler, notes when, and returns what it returns."""
@@ -93,9 +99,15 @@ class Recorder:
         try:
             return run(message)
         finally:
-            if len(self._runs) < MAX_CALLS:
-                thread = threading.get_native_id()
-                self._runs.append(Run(source, identifier, method, thread, begun, time.time_ns()))
+            thread = threading.get_native_id()
+            self._keep(self._found.runs, Run(source, identifier, method, thread, begun, time.time_ns()))
+
+    def _keep(self, rows: list[R], row: R) -> None:
+        if len(rows) < MAX_CALLS:
+            rows.append(row)
+        else:
+            with self._lock:
+                self._found.leave_out(row.begun_ns)
 
 
 def _all_threads() -> Any:

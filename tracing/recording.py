@@ -3,15 +3,22 @@
 import json
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 from ..c10d.security.peer_text import printable
 
-__all__ = ["MAX_BYTES", "MAX_CALLS", "Call", "Recording", "Run", "decode", "encode"]
+__all__ = ["MAX_BYTES", "MAX_CALLS", "MIN_BYTES", "Call", "Recording", "Run", "decode", "encode"]
 
-MAX_BYTES = 256 << 20
-"""Bytes of the JSON of a recording, at most."""
+MAX_BYTES = 64 << 20
+"""Bytes of the JSON of a recording, at most, unless the profile sets another bound: some 300,000 events.
+
+The worker that profiles parses the recordings of all workers, which takes some ten times as much memory.
+"""
+
+MIN_BYTES = 1 << 12
+"""The least bound of a recording, in bytes."""
 
 MAX_CALLS = 1 << 20
 """Calls, and runs of functions, that a worker records at most; it leaves out those that come later."""
@@ -57,22 +64,64 @@ class Recording:
 
     process: int
     base_ns: int = 0
+    left_out: int = 0
+    """How many events, calls and runs are left out, because the recording would be too large."""
+    complete_until_ns: int = 0
+    """When the first of them began, if any are left out; nanoseconds since 1970."""
     events: list[dict[str, Any]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
+    def leave_out(self, time_ns: int) -> None:
+        """Counts something that is left out, and began at this time."""
+        self.complete_until_ns = min(self.complete_until_ns, time_ns) if self.left_out else time_ns
+        self.left_out += 1
+
+
+LISTS = ("events", "calls", "runs")
+COUNTS = ("process", "base_ns", "left_out", "complete_until_ns")
 
 MAX_NS = 1 << 63
 
 
-def encode(recording: Recording) -> bytes:
-    """Returns a recording as bytes."""
-    fields = {name: getattr(recording, name) for name in Recording.__dataclass_fields__}
-    return zlib.compress(json.dumps(fields, separators=(",", ":")).encode(), 1)
+def encode(recording: Recording, max_bytes: int = MAX_BYTES) -> bytes:
+    """Returns a recording as bytes. What began last is left out if it has too many.
+
+    Args:
+        recording: what is left out of it is counted in it.
+        max_bytes: of the JSON, at least MIN_BYTES.
+    """
+    kept: dict[str, list[str]] = {name: [] for name in LISTS}
+    nbytes = MIN_BYTES // 2  # for the other fields
+    for time_ns, name, item in sorted(_timed(recording), key=lambda timed: timed[0]):
+        text = json.dumps(item, separators=(",", ":"))
+        nbytes += len(text) + 1
+        if nbytes <= max_bytes:
+            kept[name].append(text)
+        else:
+            recording.leave_out(max(int(time_ns), 0))
+    parts = [f'"{name}":{getattr(recording, name)}' for name in COUNTS]
+    parts += [f'"{name}":[{",".join(texts)}]' for name, texts in kept.items()]
+    return zlib.compress(f"{{{','.join(parts)}}}".encode(), 1)
 
 
-def decode(data: object) -> Recording:
+def _timed(recording: Recording) -> Iterator[tuple[float, str, object]]:
+    """Yields what is in the lists of a recording, with its time in nanoseconds, and the name of the list."""
+    for event in recording.events:
+        # The names of processes and threads are not left out.
+        yield recording.base_ns + event["ts"] * 1e3 if event["ph"] != "M" else 0, "events", event
+    for call in recording.calls:
+        yield call.begun_ns, "calls", call
+    for run in recording.runs:
+        yield run.begun_ns, "runs", run
+
+
+def decode(data: object, max_bytes: int = MAX_BYTES) -> Recording:
     """Returns the recording that another worker has encoded. Events that are malformed are left out.
+
+    Args:
+        data: what the worker has answered.
+        max_bytes: of the JSON, as the worker was asked for.
 
     Raises:
         ValueError: the bytes are no recording, or too large a one.
@@ -81,25 +130,23 @@ def decode(data: object) -> Recording:
         raise ValueError(f"malformed recording: it is of type {type(data).__name__}")
     try:
         inflater = zlib.decompressobj()
-        text = inflater.decompress(data, MAX_BYTES)
+        text = inflater.decompress(data, max_bytes)
         # Without NaN and infinity, which are no JSON: the merged trace could not be read.
         text = b"{}" if inflater.unconsumed_tail else text
         fields = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
     except (zlib.error, RecursionError, ValueError) as error:
         raise ValueError(f"malformed recording: {printable(error)}") from None
     if inflater.unconsumed_tail:
-        raise ValueError(f"the recording has more than {MAX_BYTES} bytes: profile fewer steps")
-    lists = ("events", "calls", "runs")
-    if not isinstance(fields, dict) or not all(isinstance(fields.get(name), list) for name in lists):
+        raise ValueError(f"malformed recording: it has more than {max_bytes} bytes")
+    if not isinstance(fields, dict) or not all(isinstance(fields.get(name), list) for name in LISTS):
         raise ValueError("malformed recording: it has no lists of events, calls and runs")
-    if not _are_counts([fields.get("process"), fields.get("base_ns")]):
-        raise ValueError("malformed recording: it has no process id and no time")
+    if not _are_counts([fields.get(name) for name in COUNTS]):
+        raise ValueError("malformed recording: it has no process id and no times")
     return Recording(
-        fields["process"],
-        fields["base_ns"],
-        [each for each in fields["events"] if _is_event(each)],
-        [Call(*_shown(each)) for each in fields["calls"] if _is_row(each, 5)],
-        [Run(*_shown(each)) for each in fields["runs"] if _is_row(each, 6)],
+        **{name: fields[name] for name in COUNTS},
+        events=[each for each in fields["events"] if _is_event(each)],
+        calls=[Call(*_shown(each)) for each in fields["calls"] if _is_row(each, 5)],
+        runs=[Run(*_shown(each)) for each in fields["runs"] if _is_row(each, 6)],
     )
 
 

@@ -34,6 +34,8 @@ class Viewing(Extension):
         """Finds who waits for whom, when this worker asks the others."""
         self._lost: deque[str] = deque(maxlen=MAX_EVENTS)
         """The names of the workers that were lost, the last ones."""
+        self._malformed: set[int] = set()
+        """The workers whose last state was malformed, by wire id."""
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of questions for the state and the stacks of this worker."""
@@ -56,6 +58,7 @@ class Viewing(Extension):
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Records a worker that is lost."""
+        self._malformed.discard(worker.wire_id)
         if not end.orderly and worker.name not in self._lost:
             self._lost.append(worker.name)
         self._record("left" if end.orderly else "lost", worker, end.reason)
@@ -71,6 +74,15 @@ class Viewing(Extension):
         """Returns the state of this worker, as JSON values."""
         now = time.time()
         return snapshot(self.agent, [each for each in list(self._events) if now - each["time"] < EVENTS_S])
+
+    def is_news(self, worker: WorkerInfo, *, is_malformed: bool) -> bool:
+        """Returns whether the state of a worker is malformed, and was not when it was asked before."""
+        was_malformed = worker.wire_id in self._malformed
+        if is_malformed:
+            self._malformed.add(worker.wire_id)
+        else:
+            self._malformed.discard(worker.wire_id)
+        return is_malformed and not was_malformed
 
     def _record(self, event: str, worker: WorkerInfo, reason: str) -> None:
         self._events.append({"time": time.time(), "event": event, "worker": worker.name, "reason": reason})

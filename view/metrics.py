@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -62,7 +62,7 @@ def _of_workers(states: Json) -> Iterable[Metric]:
         ("bytes_sent", "Bytes of bodies and tensors sent."),
         ("bytes_received", "Bytes of bodies and tensors received."),
     ):
-        traffic = GaugeMetricFamily(f"gradwire_{name}", text, labels=["worker"])
+        traffic = CounterMetricFamily(f"gradwire_{name}", text, labels=["worker"])
         for worker, state in states.items():
             traffic.add_metric([worker], state["traffic"][name])
         yield traffic
@@ -84,7 +84,7 @@ def _of_links(states: Json) -> Iterable[Metric]:
         ("sent", "Bytes sent to another worker."),
         ("received", "Bytes received from another worker."),
     ):
-        family = GaugeMetricFamily(f"gradwire_link_bytes_{side}", text, labels=["worker", "peer", "channel"])
+        family = CounterMetricFamily(f"gradwire_link_bytes_{side}", text, labels=["worker", "peer", "channel"])
         found = [
             (count, [worker, peer, channel])
             for worker, state in states.items()
@@ -105,7 +105,7 @@ def _of_calls(states: Json, side: str, key: str, label: str, active: str) -> Ite
     gauge = GaugeMetricFamily(
         f"gradwire_calls_{active}", f"Calls that are {active.replace('_', ' ')}.", labels=labels
     )
-    failed = GaugeMetricFamily(f"gradwire_calls_{side}_failed", "Calls that have failed.", labels=labels)
+    failed = CounterMetricFamily(f"gradwire_calls_{side}_failed", "Calls that have failed.", labels=labels)
     found = [(name, each) for name, state in states.items() for each in state["calls"][side]]
     found.sort(key=lambda pair: -pair[1]["count"])
     for worker, each in found[:MAX_SERIES]:

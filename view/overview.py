@@ -1,6 +1,7 @@
 """The state of a job: those of all its workers, and the collectives in which some wait for others."""
 
 import json
+import logging
 import math
 import time
 from typing import Any, cast
@@ -11,11 +12,14 @@ from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import MessageType, Request
 from ..rpc.contracts.worker import WorkerInfo
 from .extension import Viewing
+from .schema import problem_of
 from .snapshot import VERSION
 from .stacks import stacks
 from .timeline import merged_timeline
 
 __all__ = ["overview_of", "stacks_of"]
+
+log = logging.getLogger(__name__)
 
 MAX_ANSWER_CHARACTERS = 1 << 23
 """Characters of the longest answer that is read."""
@@ -39,10 +43,7 @@ def overview_of(agent: RpcAgent, timeout: float = 2.0) -> dict[str, Any]:
     ]
     workers = []
     for worker, answer in asked:
-        state: Any
-        state, error = (viewing.snapshot(), None) if answer is None else _read(answer, dict)
-        if state is not None and state.get("version") != VERSION:
-            state, error = None, f"its state has version {printable(state.get('version'))}, not {VERSION}"
+        state, error = (viewing.snapshot(), None) if answer is None else _read_state(viewing, worker, answer)
         workers.append({"name": worker.name, "id": worker.id, "error": error, "state": state})
     return {
         "version": VERSION,
@@ -69,6 +70,19 @@ def stacks_of(agent: RpcAgent, name: str, timeout: float = 5.0) -> list[dict[str
     if found is None:
         raise RpcError(f"worker {name!r} does not show its stacks: {error}")
     return cast(list[dict[str, Any]], found)
+
+
+def _read_state(viewing: Viewing, worker: WorkerInfo, answer: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """Returns the state that a worker answers with, or why there is none. Whoever shows it need not check it."""
+    state, error = _read(answer, dict)
+    if state is None:
+        return None, error
+    if state.get("version") != VERSION:
+        return None, f"its state has version {printable(state.get('version'))}, not {VERSION}"
+    problem = problem_of(state)
+    if viewing.is_news(worker, is_malformed=problem is not None):
+        log.warning("the state of worker %s is malformed, and left out: %s", worker.name, problem)
+    return (state, None) if problem is None else (None, f"its state is malformed: {problem}")
 
 
 def _ask(agent: RpcAgent, worker: WorkerInfo, timeout: float) -> Any:

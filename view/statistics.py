@@ -19,6 +19,7 @@ from ..rpc.contracts.messages import Deferred, Handler, Incoming, MessageType, R
 from ..rpc.contracts.view import View
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
+from ..rref.methods import method_of_call
 from .histogram import Histogram
 from .names import FUNCTION_KINDS, OTHER, Names, operation_key
 from .timeline import COUNTERS, Timeline
@@ -156,8 +157,7 @@ class CallStatistics(Extension):
         known = function, worker.wire_id, kind
         sent = self._known_sent.get(known)
         if sent is None:
-            sent = self._series(self._sent, _Sent, kind, value, worker)
-            self._remember(self._known_sent, known, sent)
+            sent = self._find(self._known_sent, known, self._sent, _Sent, kind, value, worker)
         self._in_flight[identifier] = sent, perf_counter_ns()
 
     def on_failure(self, identifier: int, error: BaseException, outcome: Outcome) -> None:  # noqa: ARG002
@@ -208,8 +208,8 @@ class CallStatistics(Extension):
         known = value[0] if is_plain else _key_of(message.envelope.type, value), source
         served = known_served.get(known)
         if served is None:
-            served = self._series(self._served, _Served, message.envelope.type, value, message.source)
-            self._remember(known_served, known, served)
+            kind = message.envelope.type
+            served = self._find(known_served, known, self._served, _Served, kind, value, message.source)
         served.queued.add(began - arrived)
         try:
             result = run(message)
@@ -235,6 +235,25 @@ class CallStatistics(Extension):
         served.durations.add(perf_counter_ns() - began)
 
     # Both.
+
+    def _find(
+        self,
+        known_table: _Known[S],
+        known: tuple[Any, ...],
+        table: dict[Any, S],
+        make: Callable[[str, str], S],
+        kind: MessageType.ValueType,
+        value: Any,
+        worker: WorkerInfo,
+    ) -> S:
+        """Returns the series of a call that is not found by the function alone."""
+        if kind in FUNCTION_KINDS and (method := method_of_call(value)) is not None:
+            known = (known[0], method), *known[1:]  # one function calls the methods of all references
+            if (found := known_table.get(known)) is not None:
+                return found
+        series = self._series(table, make, kind, value, worker)
+        self._remember(known_table, known, series)
+        return series
 
     def _series(
         self,

@@ -8,9 +8,6 @@ __all__ = ["Waits"]
 
 Json = Mapping[str, Any]
 
-MAX_RANKS = 1 << 16
-"""Ranks of a process group; a worker that tells of more is not believed."""
-
 MAX_SILENT = 4
 """Workers without an answer that are named for a rank of which nothing is known."""
 
@@ -31,14 +28,11 @@ class Waits:
         """
         states = {each["name"]: each["state"] for each in workers if each["state"] is not None}
         silent = [each["name"] for each in workers if each["state"] is None]
-        try:
-            lines = {name: state["worker"]["at"] for name, state in states.items()}
-            found = [*_of_workers(states), *self._of_groups(states, silent)]
-            for each in found:
-                each["missing_at"] = {name: lines[name] for name in each["missing"] if lines.get(name)}
-            return sorted(found, key=lambda each: each["since"])
-        except (KeyError, TypeError, AttributeError, ValueError):  # a state of another worker is malformed
-            return []
+        lines = {name: state["worker"]["at"] for name, state in states.items()}
+        found = [*_of_workers(states), *self._of_groups(states, silent)]
+        for each in found:
+            each["missing_at"] = {name: lines[name] for name in each["missing"] if lines.get(name)}
+        return sorted(found, key=lambda each: each["since"])
 
     def _of_groups(self, states: Mapping[str, Json], silent: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yields the waits of collectives of process groups."""
@@ -46,8 +40,6 @@ class Waits:
         for name, state in states.items():
             for group in state["process_groups"]:
                 key = group["name"], tuple(group["global_ranks"])
-                if not 0 <= group["rank"] < group["size"] <= MAX_RANKS:
-                    raise ValueError("malformed state: no rank of a group")
                 groups[key][group["rank"]] = name, group
         self._known = {
             key: {**self._known.get(key, {}), **{rank: name for rank, (name, _) in ranks.items()}}

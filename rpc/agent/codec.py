@@ -210,7 +210,7 @@ class Codec:
             message.payloads, message.nbytes = writer.external, writer.nbytes
             # Now: the receiver may ask for the counts at once.
             inline, apart = writer.inline_nbytes, writer.external_nbytes
-            self.traffic.sent_apart(message.destination.wire_id, writer.nbytes, inline, apart)
+            self.traffic.sent_by_channel(message.destination.wire_id, writer.nbytes, inline, apart)
             if self._waiting_control:
                 self._is_piggybacked(message)
             message.ticket = self._network.send(message.destination, data)
@@ -297,7 +297,7 @@ class Codec:
             self.record_refusal(source, error)
             self._extensions.on_decode_error(source, envelope, error)
             raise
-        self.traffic.received_apart(source.wire_id, by_channel)
+        self.traffic.received_by_channel(source.wire_id, by_channel)
         message = Incoming(source, envelope, body, tensors, sum(by_channel.values()))
         if user_values:
             self._extensions.on_receive(message)

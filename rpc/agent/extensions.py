@@ -65,7 +65,7 @@ class Extensions:
             self._packer.find_reducers_by(extension.find_reducer)
         self._packer.detach_parameters_if(extension.detaches_parameters)
         self._extensions = (*self._extensions, extension)
-        extension.on_turned = self._collect
+        extension.on_enabled = self._collect
         self._collect()
 
     def _collect(self) -> None:

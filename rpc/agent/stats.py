@@ -133,7 +133,7 @@ class TrafficStats:
             link.sent += 1
             link.inline_sent += nbytes
 
-    def sent_apart(self, worker: int, nbytes: int, inline: int, apart: Mapping[str, int]) -> None:
+    def sent_by_channel(self, worker: int, nbytes: int, inline: int, apart: Mapping[str, int]) -> None:
         """Counts a message that has been sent with payloads outside it.
 
         Args:
@@ -165,7 +165,7 @@ class TrafficStats:
             link.received += 1
             link.inline_received += nbytes
 
-    def received_apart(self, worker: int, by_channel: Mapping[str, int]) -> None:
+    def received_by_channel(self, worker: int, by_channel: Mapping[str, int]) -> None:
         """Counts a message that has arrived; its bytes by channel, those inside it as INLINE."""
         with self._lock:
             self._messages_received += 1

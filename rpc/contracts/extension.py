@@ -36,17 +36,17 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     """The kinds of control messages that it registers handlers for."""
 
     is_on: bool = True
-    """Whether its hooks on messages are called. An extension that is off costs nothing. `turn` changes it."""
+    """Whether its hooks on messages are called. One that is off costs nothing. `set_enabled` changes it."""
 
     def __init__(self, agent: RpcAgent) -> None:
         self.agent = agent
-        self.on_turned: Callable[[], None] = lambda: None
+        self.on_enabled: Callable[[], None] = lambda: None
         """Called when `is_on` has changed; the agent sets it."""
 
-    def turn(self, *, on: bool) -> None:
+    def set_enabled(self, is_on: bool) -> None:
         """Has the hooks on messages called from now on, or not any more. Calls in flight may miss some of them."""
-        self.is_on = on
-        self.on_turned()
+        self.is_on = is_on
+        self.on_enabled()
 
     def handlers(self) -> Mapping[MessageType.ValueType, Handler]:
         """Returns the handlers of its message types."""

@@ -6,7 +6,7 @@ import zlib
 import pytest
 from gradwire.tracing.chrome_trace import FIRST_ROW, PROCESSES_PER_WORKER, WorkerTrace, merge
 from gradwire.tracing.clocks import EXCHANGES, Clock, ClockReading, read_clock
-from gradwire.tracing.recording import Call, Recording, Run, decode, encode
+from gradwire.tracing.recording import MIN_BYTES, Call, Recording, Run, decode, encode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +52,7 @@ def test_times_of_a_clock_that_drifts_come_back(ahead_s, drift):
     clock = Clock(ClockReading(first, there(first) - first, 7), ClockReading(last, there(last) - last, 9))
     assert clock.error_ns == 9
     for here_ns in (first, 53 * SECOND, last):
-        assert abs(clock.here(there(here_ns)) - here_ns) < 1e-6 * SECOND
+        assert abs(clock.to_local(there(here_ns)) - here_ns) < 1e-6 * SECOND
 
 
 def test_clocks_are_aligned_and_arrows_connect():
@@ -72,7 +72,7 @@ def test_clocks_are_aligned_and_arrows_connect():
     )
     shifted = Clock(ClockReading(0, ahead, 1000), ClockReading(SECOND, ahead, 2000))
     trace = merge([WorkerTrace("a", 4, caller, SAME), WorkerTrace("b", 5, callee, shifted)])
-    assert trace["workers"]["b"] == {"clock_offset_us": 7e6, "clock_error_us": 2.0}
+    assert trace["workers"]["b"] == {"clock_offset_us": 7e6, "clock_error_us": 2.0, "left_out": 0}
     events = {(each["name"], each["ph"]): each for each in trace["traceEvents"]}
     assert (events["call", "s"]["ts"], events["call", "s"]["tid"]) == (0.0, FIRST_ROW)
     assert (events["call", "f"]["ts"], events["call", "f"]["pid"]) == (0.5e6, PROCESSES_PER_WORKER)
@@ -97,8 +97,43 @@ def test_calls_in_one_row_do_not_overlap(times):
 
 def test_a_recording_travels():
     event = {"ph": "X", "pid": 3, "tid": 4, "ts": 0.5, "name": "f"}
-    recording = Recording(3, 17, [event], [Call(1, 2, "f", 3, 4)], [Run(1, 2, "f", 3, 4, 5)])
+    recording = Recording(
+        3, 17, 2, 18, events=[event], calls=[Call(1, 2, "f", 3, 4)], runs=[Run(1, 2, "f", 3, 4, 5)]
+    )
     assert decode(encode(recording)) == recording
+
+
+def test_what_began_last_is_left_out_of_a_recording_that_is_too_large():
+    event = {"ph": "X", "pid": 3, "tid": 4, "dur": 1.0, "name": "f" * 100}
+    name = {"ph": "M", "name": "thread_name", "pid": 3, "ts": 0, "args": {"name": "main"}}
+    times = [*range(0, 100, 2), *range(1, 100, 2)]
+    recording = Recording(
+        3,
+        base_ns=SECOND,
+        events=[{**event, "ts": 1.0 * time} for time in times] + [name],
+        calls=[Call(time, 1, "f", SECOND + time * 1000, SECOND + 200_000) for time in range(100)],
+    )
+    data = encode(recording, MIN_BYTES)
+    assert len(zlib.decompress(data)) <= MIN_BYTES
+    found = decode(data, MIN_BYTES)
+    kept = len(found.events) + len(found.calls)
+    assert 0 < kept < 201
+    assert found.left_out == 201 - kept
+    assert name in found.events
+    times_ns = [SECOND + each["ts"] * 1000 for each in found.events if each["ph"] != "M"]
+    times_ns += [call.begun_ns for call in found.calls]
+    assert max(times_ns) <= found.complete_until_ns <= SECOND + 99_000
+    clock = Clock(ClockReading(0, 0, 0), ClockReading(2 * SECOND, 0, 0))
+    trace = merge([WorkerTrace("a", 0, found, clock)])
+    (said,) = [each for each in trace["traceEvents"] if each["ph"] == "i"]
+    assert said["args"] == {"left_out": found.left_out} == {"left_out": trace["workers"]["a"]["left_out"]}
+    assert max(each["ts"] for each in trace["traceEvents"]) == said["ts"]
+
+
+def test_a_recording_beyond_what_was_asked_for_is_refused():
+    recording = Recording(3, calls=[Call(each, 1, "f", each, each) for each in range(1000)])
+    with pytest.raises(ValueError, match=f"more than {MIN_BYTES} bytes"):
+        decode(encode(recording), MIN_BYTES)
 
 
 JSON = st.recursive(

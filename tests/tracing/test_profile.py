@@ -142,6 +142,26 @@ def profile_calls_of(path, *names):
     return found
 
 
+def test_a_trace_says_what_it_lacks(workers, tmp_path):
+    (worker,) = workers.rpc(1)
+
+    def profile_too_much(path):
+        with gradwire.profile(path, max_bytes=1 << 14) as found:
+            for _ in range(100):
+                rpc.rpc_sync("worker0", multiply_on, (None,))
+        with pytest.raises(ValueError, match="max_bytes is 1"), gradwire.profile(path, max_bytes=1):
+            raise AssertionError("it has begun")
+        return found
+
+    found = worker.run(profile_too_much, tmp_path / "trace.json")
+    trace, _ = read(tmp_path / "trace.json")
+    (said,) = events_of(trace, ph="i", cat="gradwire")
+    assert found.left_out == {"worker0": said["args"]["left_out"]}
+    assert found.missing == {}
+    assert 0 < len(events_of(trace, cat="rpc_call")) < 100
+    assert "left out" in said["name"]
+
+
 def test_a_worker_that_dies_is_left_out(workers, tmp_path):
     a, b, c = workers.rpc(3)
 

@@ -43,12 +43,12 @@ class ParameterServer:
 def train(rounds, size):
     """Trains with the parameters of worker0. Keeps the reference to them, and the context of the last round."""
     server = rpc.remote("worker0", ParameterServer, (size,))
-    for _ in range(rounds):
+    for number in range(rounds):
         with contextlib.ExitStack() as stack:
             context = stack.enter_context(autograd.context())
             autograd.backward(context, [server.rpc_sync().forward(2.0).sum()])
             server.rpc_sync().step(context)
-            if _ == rounds - 1:
+            if number == rounds - 1:
                 kept.extend([server, stack.pop_all()])
 
 

@@ -188,16 +188,14 @@ def test_lost_and_returned_workers_are_shown(workers, browser):
         os.kill(b.pid, signal.SIGSTOP)
         with contextlib.ExitStack() as stack:
             stack.callback(os.kill, b.pid, signal.SIGCONT)
-            view.wait_for("suspect", "#events")
-        view.wait_for("back", "#events")
+            view.wait_for(r"worker1\s*suspect", "#events")
+        view.wait_for(r"worker1\s*back", "#events")
         c.kill()
         view.wait_for("worker2", "#lost")
         minute = view.page.evaluate("fetch('/api/job', {headers}).then(answer => answer.json())")["timeline"]
         assert sum(minute["lost"]) == 1
-        assert (
-            sum(minute["returned"]) >= 1
-        )  # the one that was stopped may have noticed that the others were silent
-        assert {
-            row["worker"] for row in view.rows("events") if row["event"] == "back" and row["seen by"] == "worker0"
-        } == {"worker1"}
+        # On a busy machine, workers that were not stopped may have been silent for so long, too.
+        assert sum(minute["returned"]) >= 1
+        seen = [each for each in view.rows("events") if each["seen by"] == "worker0"]
+        assert "worker1" in {each["worker"] for each in seen if each["event"] == "back"}
         assert {row["worker"] for row in view.rows("lost")} == {"worker2"}

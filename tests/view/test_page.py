@@ -67,6 +67,8 @@ def test_the_page_shows_what_the_workers_count(workers):
         if each.name.endswith("_count") and each.labels["function"].endswith(".add")
     ]
     assert (sample.labels["worker"], sample.labels["callee"], sample.value) == ("worker0", "worker1", 7)
+    growing = "messages_sent", "bytes_sent", "link_bytes_sent", "link_bytes_received", "calls_sent_failed"
+    assert {families[f"gradwire_{name}"].type for name in growing} == {"counter"}
 
 
 def test_requests_without_the_key_are_refused(workers):

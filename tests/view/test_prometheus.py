@@ -90,4 +90,4 @@ def test_prometheus_scrapes_the_calls_of_a_job(workers, prometheus, tmp_path, is
     up = {labels["worker"]: value for labels, value in query("gradwire_worker_up")}
     assert up == {each.name: 1 for each in members}
     assert [value for _, value in query('up{job="gradwire"}')] == [1]
-    assert query(f'gradwire_link_bytes_sent{{worker="worker0",peer="{callee}",channel="inline"}}')[0][1] > 0
+    assert query(f'gradwire_link_bytes_sent_total{{worker="worker0",peer="{callee}",channel="inline"}}')[0][1] > 0

@@ -12,7 +12,6 @@ from gradwire.c10d import TCPStore
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.extension import Viewing
 from gradwire.view.overview import overview_of, stacks_of
-from gradwire.view.waits import Waits
 
 from tests.remote_functions import add, identity, set_event, wait_for, wait_until
 from tests.rpc.test_rejoining import join
@@ -186,18 +185,3 @@ def test_a_worker_that_is_started_again_has_returned(workers):
 def wait_for_event(name):
     viewing = current_agent().extension(Viewing)
     wait_until(lambda: name in [each["event"] for each in viewing.snapshot()["events"]])
-
-
-def test_malformed_states_of_others_are_left_out():
-    assert Waits().of([{"name": "worker0", "state": {"collectives": 3}}, {"name": "worker1", "state": None}]) == []
-
-
-def test_a_rank_beyond_all_groups_is_not_believed():
-    """Else a list as long as the size that another worker tells would be made."""
-    collective = {"state": "in flight", "number": 1, "since": 0.0, "operation": "barrier", "call_site": "a.py:1"}
-    group = {"name": "g", "global_ranks": [], "rank": 0, "size": 10**12, "collective": collective}
-    state = {"worker": {"at": ""}, "collectives": [], "process_groups": [group]}
-    worker = {"name": "worker0", "state": state}
-    assert Waits().of([worker]) == []
-    group["size"] = 2
-    assert Waits().of([worker])[0]["missing"] == ["rank 1"]

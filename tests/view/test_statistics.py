@@ -67,8 +67,9 @@ class Exposed:
         return 2
 
 
-def test_methods_are_counted_by_name_under_a_policy(workers):
-    a, b = workers.rpc(2, view=rpc.View(), policy=rpc.Policy(accepts="exposed"))
+@pytest.mark.parametrize("options", [{}, {"policy": rpc.Policy(accepts="exposed")}], ids=["any", "exposed"])
+def test_methods_are_counted_by_name(workers, options):
+    a, b = workers.rpc(2, view=rpc.View(), **options)
     assert b.run(served) == {}  # and so it has imported this module
 
     def call():
@@ -76,8 +77,8 @@ def test_methods_are_counted_by_name_under_a_policy(workers):
         return remote.step() + remote.step() + remote.stop()
 
     assert a.run(call) == 4
-    there = b.run(served)
-    assert (there["RRef.step"]["count"], there["RRef.stop"]["count"]) == (2, 1)
+    for counts in b.run(served), a.run(sent):
+        assert (counts["RRef.step"]["count"], counts["RRef.stop"]["count"]) == (2, 1)
 
 
 def test_calls_are_in_flight_and_running_until_they_end(workers):
