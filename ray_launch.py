@@ -206,11 +206,11 @@ class _Supervisor:
                     self._ray.kill(actor)
 
     def _start_store(self) -> Any:
-        """Starts the host of the store, which is on the node of this process, if that is one of the cluster's."""
+        """Starts the host of the store, on the node of this process."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         node = self._ray.get_runtime_context().get_node_id()
-        here = NodeAffinitySchedulingStrategy(node, soft=True)
+        here = NodeAffinitySchedulingStrategy(node, soft=False)  # if soft, any node will do for it
         actor = self._ray.remote(StoreActor).options(
             num_cpus=0, scheduling_strategy=here, runtime_env=self._runtime_env()
         )
