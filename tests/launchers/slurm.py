@@ -106,12 +106,12 @@ class SlurmCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self._cancel_jobs()
+            self._cancel_all()
         finally:
             self._stop_daemons()
 
-    def _cancel_jobs(self) -> None:
-        """Ends the jobs that still run, which would outlive the daemons."""
+    def _cancel_all(self) -> None:
+        """Ends what still runs, which would outlive the daemons."""
         if len(self._daemons) == len(DAEMONS) and all(process.poll() is None for process, _ in self._daemons):
             self.run("scancel", f"--user={getpass.getuser()}")
             wait_until(lambda: not self.run("squeue", "--noheader"), 20)
