@@ -13,7 +13,7 @@ from .c10d.security import Credentials
 from .c10d.stores.tcp import TCPStore
 from .logs import set_levels_from_environment
 
-__all__ = ["End", "Place", "RankActor", "StoreActor", "forwarded_variables"]
+__all__ = ["End", "Location", "RankActor", "StoreActor", "forwarded_variables"]
 
 _OF_ONE_PROCESS = (
     "GRADWIRE_ADVERTISED_HOST",
@@ -40,30 +40,32 @@ _NOT_OF_THE_NODE = (
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where the process of a rank runs.
 
-    node: Ray's id of the node.
-    host: the address of the node.
+    host: the address of its node.
     pid: the process id.
+    port: that is reserved for it; 0 without one.
     """
 
-    node: str
     host: str
     pid: int
+    port: int = 0
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class End:
-    """How the function of a rank has ended.
+    """How the function of a rank has ended, or why it did not begin.
 
     status: the exit status of the process: 0 if the function has returned.
-    traceback: of what it raised; empty if it raised nothing, or SystemExit.
+    traceback: of what was raised; empty if nothing was, or SystemExit.
+    context: when it was raised, if not by the function: " when …".
     """
 
     status: int = 0
     traceback: str = ""
+    context: str = ""
 
 
 def forwarded_variables(credentials: Credentials | None, environment: Mapping[str, str]) -> dict[str, str]:
@@ -109,28 +111,33 @@ class RankActor:
     """The process of a rank. It runs one function, on its main thread."""
 
     def __init__(self, rank: int) -> None:
-        import ray
-
         self._rank = rank
-        node = ray.get_runtime_context().get_node_id()
-        self._place = Place(node, ray.util.get_node_ip_address(), os.getpid())
         self._reserved: socket.socket | None = None
 
     def __repr__(self) -> str:  # Ray writes it before each line that the process prints
         return f"rank {self._rank}"
 
-    def place(self) -> Place:
-        """Returns where this process runs."""
-        return self._place
+    def locate(self, port: int | None = None) -> Location:
+        """Returns where this process runs.
 
-    def reserve_port(self) -> int:
-        """Returns a port which programs that take any free port do not get until this process ends."""
-        family = socket.AF_INET6 if ":" in self._place.host else socket.AF_INET
-        self._reserved = socket.socket(family)
+        Args:
+            port: the one to reserve for this process; 0, or if it is taken, any; None for none. Programs that take
+                any free port do not get it until this process ends.
+        """
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        return Location(host, os.getpid(), 0 if port is None else self._reserve(host, port))
+
+    def _reserve(self, host: str, port: int) -> int:
+        self._reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those do that may listen on it
-        self._reserved.bind((self._place.host, 0))
-        port: int = self._reserved.getsockname()[1]
-        return port
+        try:
+            self._reserved.bind((host, port))
+        except OSError:
+            self._reserved.bind((host, 0))
+        reserved: int = self._reserved.getsockname()[1]
+        return reserved
 
     def run(self, fn: Callable[..., object], args: tuple[Any, ...], variables: Mapping[str, str]) -> End:
         """Runs `fn(rank, *args)` with these environment variables, as a process of its own would."""

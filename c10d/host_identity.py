@@ -3,6 +3,7 @@
 Sharing memory and sharing a network are independent: containers on one machine may share either without the other.
 """
 
+import errno
 import fcntl
 import ipaddress
 import json
@@ -16,10 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Self, final
 
-from ..errors import ProcessGroupError
-from .addresses import INSECURE_VARIABLE, is_numeric
+from ..errors import ProcessGroupError, StoreError
+from .addresses import INSECURE_VARIABLE, is_numeric, resolve
 from .exchanged_values import parse_list, unexpected_value
-from .listening import ListenSettings
+from .listening import ADVERTISED_VARIABLE, ANY_PORT, HOST_VARIABLE, ListenSettings
 from .stores.describe import innermost_store
 from .torch_types import TorchStore
 
@@ -37,6 +38,7 @@ __all__ = [
     "is_local",
     "listen",
     "network_id",
+    "own_address",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -182,15 +184,55 @@ def listen(hosts: Sequence[HostIdentity], store: TorchStore) -> tuple[socket.soc
     GRADWIRE_HOST and GRADWIRE_ADVERTISED_HOST may say other addresses. GRADWIRE_PORTS says which ports.
 
     Raises:
-        OSError: the address is not one of this host, or no port is free.
+        ProcessGroupError: GRADWIRE_HOST is no address of this host, or none that other hosts reach.
+        OSError: no port is free.
     """
     settings = ListenSettings.from_environment()
     if can_share_loopback(hosts):
         return settings.ports.listen(LOOPBACK), LOOPBACK
-    bind = settings.host or address_for_others(store)
-    is_wildcard = is_numeric(bind) and ipaddress.ip_address(bind).is_unspecified
-    dialled = settings.advertised_host or (address_for_others(store) if is_wildcard else bind)
-    return settings.ports.listen(bind), dialled
+    host, advertised = settings.host, settings.advertised_host
+    if host is None:
+        bind = address_for_others(store)
+    elif is_numeric(host) and ipaddress.ip_address(host).is_unspecified:
+        bind, advertised = host, advertised or address_for_others(store)
+    else:
+        bind = _chosen_address(host, is_dialled=advertised is None)
+    return settings.ports.listen(bind), advertised or bind
+
+
+def _chosen_address(host: str, *, is_dialled: bool) -> str:
+    """Returns the address of GRADWIRE_HOST. Raises ProcessGroupError if it is of no use."""
+    try:
+        address = own_address(host)
+    except (OSError, StoreError) as error:
+        problem = f"where this process cannot listen ({getattr(error, 'strerror', None) or error})"
+        raise ProcessGroupError(
+            f"{HOST_VARIABLE} is {host!r}, {problem}: give an address of this machine"
+        ) from error
+    if is_dialled and is_local(address):
+        raise ProcessGroupError(
+            f"{HOST_VARIABLE} is {host!r}, here {address}, which only processes of this host reach: give an "
+            f"address that the other hosts reach, or say by {ADVERTISED_VARIABLE} what they dial"
+        )
+    return address
+
+
+def own_address(host: str) -> str:
+    """Returns the first address of a host name that is one of this machine, loopback addresses last.
+
+    Raises:
+        OSError: none of them is.
+        StoreError: the name cannot be resolved.
+    """
+    problem: OSError | None = None
+    for address in sorted(resolve(host), key=is_local):
+        try:
+            ANY_PORT.listen(address).close()
+        except OSError as error:
+            problem = error
+        else:
+            return address
+    raise problem or OSError(errno.EADDRNOTAVAIL, "it has no address")
 
 
 def network_id() -> str:

@@ -44,7 +44,10 @@ class PortRange:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     def listen(self, host: str) -> socket.socket:
-        """Returns a socket that listens on a numeric address.
+        """Returns a socket that listens on an address of this host.
+
+        Args:
+            host: the address; of a name, the first one (`host_identity.own_address` chooses better).
 
         Raises:
             OSError: the address is not one of this host, or none of the ports is free.

@@ -14,6 +14,7 @@ from ..c10d.torch_types import TorchStore
 from ..errors import RpcError
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
 from .contracts.agent import Destination, RpcAgent, current_agent, holder
+from .contracts.child_process import noting_error_of_child
 from .contracts.options import RpcBackendOptions, check_rpc_timeout
 from .contracts.worker import WorkerInfo, check_worker_name
 from .contracts.worker_end import WorkerEnd, last_uncaught_error
@@ -129,6 +130,7 @@ def init_rpc(
             raise KeyboardInterrupt from None  # without the frames of the wait
         # gRPC must not be torn down while it runs, so a program that ends without shutdown leaves here. Unlike
         # atexit, Finalize also runs in the children of multiprocessing, and not in forks of this process.
+        opened.enter_context(noting_error_of_child())
         leave = Finalize(None, _leave_at_exit, (agent, last_uncaught_error()), exitpriority=LEAVE_PRIORITY)
         opened.callback(leave.cancel)
         holder.set_default(agent, opened.pop_all())

@@ -8,6 +8,7 @@ from ...c10d.security import printable
 from ...errors import LossCause, WorkerLostError
 from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import text_of
+from .child_process import error_of_child
 
 __all__ = ["SHUT_DOWN", "WorkerEnd", "last_uncaught_error"]
 
@@ -73,8 +74,8 @@ class WorkerEnd:
         Args:
             stale: the result of `last_uncaught_error` while the program still ran; that error did not end it.
         """
-        # The children of multiprocessing end while their exception is being handled; a script after that.
-        error = sys.exception()
+        # Until Python 3.12, children of multiprocessing end while their exception is handled; a script after that.
+        error = sys.exception() or error_of_child()
         last = last_uncaught_error()
         if error is None and last is not stale and not hasattr(sys, "ps1"):  # in a prompt, errors end nothing
             error = last

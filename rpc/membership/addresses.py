@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self, final
 
 from ...c10d.addresses import is_loopback, is_numeric, is_tcp_address, resolve
-from ...c10d.host_identity import LOOPBACK, address_for_others, is_local
+from ...c10d.host_identity import LOOPBACK, address_for_others, is_local, own_address
 from ...c10d.listening import ANY_PORT, PortRange
 from ...c10d.stores.describe import innermost_store
 from ...c10d.torch_types import TorchStore
@@ -218,18 +218,10 @@ def _first_address(host: str) -> str:
 
 
 def _own_address(host: str) -> str:
-    """Returns the first address of a host name that is one of this machine, loopback addresses last."""
-    problem = "it has no address"
-    for address in sorted(resolve(host), key=is_local):
-        try:
-            family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.bind(where)
-        except OSError as error:
-            problem = str(error.strerror)
-        else:
-            return address
-    raise RpcError(
-        f"host is {host!r}, where this worker cannot listen ({problem}): give an address of this machine, or "
-        "leave host out"
-    )
+    try:
+        return own_address(host)
+    except OSError as error:
+        raise RpcError(
+            f"host is {host!r}, where this worker cannot listen ({error.strerror}): give an address of this "
+            "machine, or leave host out"
+        ) from error

@@ -1,6 +1,5 @@
 """A pickled value and the bytes of its tensors as one piece of bytes, for collectives that move bytes."""
 
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +32,17 @@ def flatten(packed: Packed) -> memoryview:
     tensors = [
         message.SerializeToString() for message in encode_tensors(packed.tensors, put, leaves=packed.leaves)
     ]
-    stream = io.BytesIO()
-    pickle.Pickler(stream, protocol=5).dump((packed.body, tensors, payloads))
-    return stream.getbuffer()
+    written = _Written()
+    pickle.Pickler(written, protocol=5).dump((packed.body, tensors, payloads))
+    return memoryview(written.data)
+
+
+class _Written:
+    """What a pickler has written. If a view of a BytesIO is in cyclic garbage, Python 3.12 crashes."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.write = self.data.extend
 
 
 def unflatten(

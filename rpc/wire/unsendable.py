@@ -60,7 +60,7 @@ def explain_failure(
     for _ in range(MAX_DEPTH):
         if isinstance(part, _ADVISED):
             break  # what it consists of is no concern of the program's
-        for suffix, inner in _parts(part):
+        for suffix, inner in _parts(part, pickler):
             if (problem := pickling_error(inner)) is not None:
                 path, part, error = path + suffix, inner, problem
                 break
@@ -85,8 +85,8 @@ def _outermost(
     return " and ".join(label), value, error
 
 
-def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """Yields the parts of a container or object, each with how Python code would name it."""
+def _parts(value: object, pickler: str) -> Iterator[tuple[str, object]]:
+    """Yields what is pickled with a container or object, each part with how Python code would name it."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
         yield from ((f" key {key!r}", key) for key in value)
@@ -95,7 +95,8 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, set | frozenset):
         yield from ((f" item {item!r}", item) for item in value)
     elif isinstance(value, FunctionType):
-        yield from ((f".__closure__ {name}", item) for name, item in _captured(value))
+        if pickler != BY_NAME:  # else only its name is sent
+            yield from ((f".__closure__ {name}", item) for name, item in _captured(value))
     elif not isinstance(value, type) and hasattr(value, "__dict__") and not callable(value):
         yield from ((f".{name}", item) for name, item in vars(value).items())
 

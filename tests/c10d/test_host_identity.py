@@ -255,6 +255,43 @@ def test_an_unknown_interface_is_an_error(hosts):
         make_group_on(hosts(1, 1), "gradwire", GLOO_SOCKET_IFNAME="eth7")
 
 
+def say_name_of_host(names: str) -> None:
+    with open("/etc/hosts", "a") as file:  # of this host only
+        file.write(names)
+
+
+def test_a_name_to_listen_on_need_not_be_known_elsewhere(hosts):
+    net = hosts(1, 1)
+    net.workers[0].run(say_name_of_host, f"127.0.1.1 trainer\n{net.address(0)} trainer\n")
+    variables = ({"GRADWIRE_HOST": "trainer"}, {})
+    making = [
+        each.start(make_group, net.address(0), rank, 2, "gradwire", variables[rank])
+        for rank, each in enumerate(net.workers)
+    ]
+    for pending in making:
+        pending.result()
+    assert everywhere(net.workers, exchange) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        ("10.91.0.77", r"cannot listen \(Cannot assign requested address\): give an address of this machine"),
+        ("no.such.name", "cannot listen .* cannot be resolved"),
+        ("localhost", "which only processes of this host reach: give an address that the other hosts reach"),
+    ],
+)
+def test_a_host_that_others_cannot_reach_is_an_error(hosts, host, problem):
+    net = hosts(1, 1)
+    making = [
+        each.start(make_group, net.address(0), rank, 2, "gradwire", {"GRADWIRE_HOST": host})
+        for rank, each in enumerate(net.workers)
+    ]
+    for pending in making:  # rank 0 listens, and tells the other ones
+        with pytest.raises(ProcessGroupError, match=f"GRADWIRE_HOST is '{host}', .*{problem}"):
+            pending.result()
+
+
 def test_the_address_for_others(hosts):
     net = hosts(1)
     (worker,) = net.workers

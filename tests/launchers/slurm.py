@@ -6,6 +6,7 @@
 It needs Debian's packages slurm-wlm and munge, and root, and does not touch a cluster of the machine.
 """
 
+import getpass
 import os
 import secrets
 import shutil
@@ -23,6 +24,8 @@ __all__ = ["SlurmCluster", "why_unavailable"]
 
 NODE = "localhost"
 """The node's name in Slurm, which has to resolve."""
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
 
 CONFIGURATION = """\
 ClusterName=gradwire
@@ -51,7 +54,7 @@ PartitionName=all Nodes={node} Default=YES State=UP
 
 def why_unavailable() -> str:
     """Returns why no cluster can be started here; empty if one can."""
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "srun", "sbatch") if not _find(name)]
+    missing = [name for name in (*DAEMONS, "srun", "sbatch") if not _find(name)]
     if missing:
         return f"Slurm is not installed (apt-get install slurm-wlm munge): there is no {', '.join(missing)}"
     return "" if os.geteuid() == 0 else "slurmd needs root to start tasks"
@@ -74,8 +77,6 @@ class SlurmCluster:
         munge = self._folder / "munge"
         for each in (munge, self._folder / "state", self._folder / "spool"):
             each.mkdir(parents=True)
-        for each in (self._folder, *list(self._folder.parents)[:-2]):  # munged wants a socket that all can reach
-            each.chmod(each.stat().st_mode | 0o011)
         key = munge / "key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
@@ -88,6 +89,7 @@ class SlurmCluster:
         (self._folder / "slurm.conf").write_text(text)
         files = [f"--{name}-file={munge}/{name}" for name in ("key", "log", "pid", "seed")]
         try:
+            # By force, since munged wants a socket that all users can reach. All of this is root's.
             self._start("munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
             wait_until(lambda: self._check() and (munge / "socket").exists(), 20)
             self._start("slurmctld", "-D", "-c")
@@ -103,6 +105,18 @@ class SlurmCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        try:
+            self._cancel_all()
+        finally:
+            self._stop_daemons()
+
+    def _cancel_all(self) -> None:
+        """Ends what still runs, which would outlive the daemons."""
+        if len(self._daemons) == len(DAEMONS) and all(process.poll() is None for process, _ in self._daemons):
+            self.run("scancel", f"--user={getpass.getuser()}")
+            wait_until(lambda: not self.run("squeue", "--noheader"), 20)
+
+    def _stop_daemons(self) -> None:
         for process, _ in reversed(self._daemons):
             process.terminate()
             try:

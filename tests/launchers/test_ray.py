@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,15 +27,20 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELAST
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[object]:
-    """Two nodes with two CPUs each."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """Two nodes with two CPUs each, and one without gradwire, on which only those may be that ask for it."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install gradwire[ray]")
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     os.environ["PYTHONPATH"] = str(ROOT)  # Ray's processes find the tests
+    broken = tmp_path_factory.mktemp("broken")
+    (broken / "gradwire").mkdir()
+    (broken / "gradwire" / "__init__.py").write_text("raise ImportError('there is no gradwire here')")
+    path = {"PYTHONPATH": f"{broken}:{ROOT}"}
     started = cluster_utils.Cluster()
     try:
         for _ in range(2):
             started.add_node(num_cpus=2, object_store_memory=STORE_BYTES, include_dashboard=False)
+        started.add_node(num_cpus=0, resources={"bare": 1}, object_store_memory=STORE_BYTES, env_vars=path)
         ray.init(address=started.address, log_to_driver=False)
         yield started
     finally:
@@ -168,16 +174,75 @@ def test_the_limit_ends_all_with_its_error(cluster, tmp_path, how, error, text):
     wait_until(lambda: not Path(f"/proc/{other}").exists())
 
 
-def fail_with_the_node(rank: int, folder: Path) -> None:
-    """Rank 1 waits on its first node until that is gone; the test then ends the job by a file."""
+def kill_itself(rank: int, folder: Path) -> None:
+    """All ranks are killed at once, when all of them run, and write where they are when they are back."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        (folder / f"first-{rank}").touch()
+        wait_until(lambda: len(list(folder.glob("first-*"))) == 2, 300)
+        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / f"again-{rank}").write_text(f"{os.environ['LOCAL_RANK']} {os.environ['LOCAL_WORLD_SIZE']}")
+
+
+def test_processes_that_restart_at_once_know_each_other(cluster, tmp_path):
+    launch.ray(kill_itself, 2, (tmp_path,), restarts=1, backoff=Backoff(initial=0), strategy="STRICT_PACK")
+    again = sorted(path.read_text() for path in tmp_path.glob("again-*"))
+    assert again == ["0 2", "1 2"]
+
+
+def unload() -> object:
+    raise ModuleNotFoundError("No module named 'bread'")
+
+
+class Unloadable:
+    """Pickles here and fails to unpickle there."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return unload, ()
+
+
+def test_arguments_that_do_not_unpickle_are_told(cluster, tmp_path, caplog):
+    problem = "terminated with the following error when it unpickled its function and arguments:(.|\n)*'bread'"
+    with (
+        caplog.at_level(logging.WARNING, "gradwire"),
+        pytest.raises(ProcessRaisedException, match=problem),
+    ):
+        launch.ray(describe, 1, (Unloadable(),), restarts=1, backoff=Backoff(initial=0), grace_period=0.1)
+    line = r"process 0 \(pid .* raised ModuleNotFoundError: No module named 'bread' when it unpickled its function"
+    assert re.search(line, caplog.text), caplog.text
+
+
+def test_a_node_without_gradwire_is_told(cluster, tmp_path):
+    problem = "process 0 terminated with the following error when it started:(.|\n)*no gradwire here"
+    with pytest.raises(ProcessRaisedException, match=problem):
+        launch.ray(describe, 1, (tmp_path,), resources={"bare": 1}, grace_period=0.1)
+
+
+def stay_with_the_node(rank: int, folder: Path) -> None:
+    """Waits on its first node until that is gone; the test then ends the job by files."""
     restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    (folder / f"{rank}-{restart}").write_text(node())
-    if rank == 1 and restart == "0":
+    master = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
+    is_reserved = rank == 0 and is_taken(*master.split())
+    local = f"{os.environ['LOCAL_RANK']} {os.environ['LOCAL_WORLD_SIZE']}"
+    unfinished = folder / f"unfinished-{rank}-{restart}"
+    unfinished.write_text(f"{node()} {local} {master} {is_reserved}")
+    unfinished.rename(folder / f"{rank}-{restart}")
+    if restart == "0":
         threading.Event().wait()
-    wait_until(lambda: (folder / "1-1").exists(), 300)
+    wait_until(lambda: len(list(folder.glob("[0-9]-1"))) == len(list(folder.glob("[0-9]-0"))), 300)
 
 
-def test_a_process_whose_node_is_gone_is_started_on_another(cluster, tmp_path):
+def is_taken(host: str, port: str) -> bool:
+    """Whether a program that takes any free port does not get this one."""
+    with socket.socket() as other:
+        try:
+            other.bind((host, int(port)))
+        except OSError:
+            return True
+        return False
+
+
+def test_processes_whose_node_is_gone_are_started_on_another(cluster, tmp_path):
+    spot = {"CPU": 1, "spot": 1}
     nodes = [
         cluster.add_node(num_cpus=2, resources={"spot": 2}, object_store_memory=STORE_BYTES) for _ in range(2)
     ]
@@ -185,24 +250,30 @@ def test_a_process_whose_node_is_gone_is_started_on_another(cluster, tmp_path):
 
     def remove_the_node() -> None:
         try:
-            wait_until(lambda: (tmp_path / "1-0").exists() and (tmp_path / "1-0").read_text(), 300)
-            place = (tmp_path / "1-0").read_text()
-            cluster.remove_node(next(each for each in cluster.list_all_nodes() if each.node_id == place))
+            wait_until(lambda: len(list(tmp_path.glob("[0-9]-0"))) == 2, 300)
+            lost = (tmp_path / "0-0").read_text().split()[0]
+            cluster.remove_node(next(each for each in cluster.list_all_nodes() if each.node_id == lost))
         except BaseException as error:
             thread_error.append(error)
 
     remover = threading.Thread(target=remove_the_node)
     remover.start()
     try:
-        spot = {"CPU": 1, "spot": 1}
-        launch.ray(fail_with_the_node, 2, (tmp_path,), restarts=1, strategy="SPREAD", resources=spot)
+        launch.ray(stay_with_the_node, 2, (tmp_path,), restarts=1, strategy="STRICT_PACK", resources=spot)
     finally:
         remover.join()
         for each in nodes:
             if each in cluster.list_all_nodes():
                 cluster.remove_node(each)
     assert not thread_error
-    assert (tmp_path / "1-0").read_text() != (tmp_path / "1-1").read_text()
+    first = [(tmp_path / f"{rank}-0").read_text().split() for rank in range(2)]
+    again = [(tmp_path / f"{rank}-1").read_text().split() for rank in range(2)]
+    assert len({each[0] for each in first}) == len({each[0] for each in again}) == 1
+    assert first[0][0] != again[0][0]
+    for each in (first, again):
+        assert [words[1:3] for words in each] == [["0", "2"], ["1", "2"]]
+        assert each[0][3:5] == each[1][3:5]  # MASTER_ADDR and MASTER_PORT
+        assert each[0][5] == "True"
 
 
 def test_without_room_the_error_says_what_there_is(cluster):

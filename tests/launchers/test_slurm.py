@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers import slurm
+from tests.remote_functions import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "parameter_server.sh"
@@ -56,3 +57,17 @@ def test_without_an_address_the_error_names_it(run):
     program = "from gradwire import rpc; rpc.init_rpc('worker')"
     text = run("srun", "--ntasks=1", "python", "-c", program, check=False)
     assert "MASTER_ADDR, MASTER_PORT, which are not set" in text
+
+
+def test_a_cluster_that_ends_leaves_no_job_and_changes_no_folder(tmp_path):
+    if reason := slurm.why_unavailable():
+        pytest.skip(reason)
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    script, pid = tmp_path / "script.sh", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
+    with slurm.SlurmCluster(private / "cluster") as started:
+        started.run("sbatch", "--output=/dev/null", str(script))
+        wait_until(lambda: pid.exists() and pid.read_text(), 60)
+    assert not Path(f"/proc/{int(pid.read_text())}").exists()
+    assert private.stat().st_mode & 0o777 == 0o700

@@ -46,6 +46,7 @@ class Interruption:
 
     def __enter__(self) -> Self:
         self._before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 has such events only if it was set before settrace
         sys.settrace(self._trace)
         return self
 
@@ -65,8 +66,6 @@ class Interruption:
         if code is SocketWaiter.wait.__code__:
             self.waits = True
             self._tell_once()
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
         operations = code.co_code
         is_moment = True
 
@@ -85,4 +84,7 @@ class Interruption:
                 self._tell_once()
             return step
 
+        frame.f_trace = step  # before the next line, for Python 3.13
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
         return step

@@ -115,6 +115,9 @@ def test_unsendable_functions_and_arguments(two_workers):
     def check() -> None:
         with pytest.raises(SerializationError, match=r"the function cannot be sent: .*<lambda> .* top level"):
             rpc.rpc_async("worker1", lambda: 1)
+        lock = threading.Lock()  # with its code, the lock would be the reason
+        with pytest.raises(SerializationError, match=r"args\[0\] .*<lambda> has no importable name"):
+            rpc.rpc_async("worker1", identity, (lambda: lock,))
         with pytest.raises(SerializationError, match="args") as caught:
             rpc.rpc_async("worker1", identity, ([{"x": (1, threading.Lock())}],))
         assert caught.value.path == "args[0][0]['x'][1]"

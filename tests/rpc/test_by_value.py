@@ -206,8 +206,9 @@ def test_a_reference_in_a_closure_keeps_its_value_alive(pair):
 def test_what_does_not_pickle_is_named(pair):
     def check():
         lock = threading.Lock()
-        with pytest.raises(SerializationError, match="lock"):
+        with pytest.raises(SerializationError, match="lock") as caught:
             rpc.rpc_sync("worker1", lambda: lock)
+        assert caught.value.path == "the function.__closure__ lock"
 
     pair[0].run(check)
 

@@ -1,7 +1,9 @@
 """Members send values of wrong types and sizes in gradwire's own messages, which breaks those messages only."""
 
+import gc
 import itertools
 import pickle
+import sys
 import threading
 import tracemalloc
 from functools import partial
@@ -124,6 +126,22 @@ def test_what_is_no_flattened_value_is_refused(value):
     assert len(unflatten(pickle.dumps(FLAT))[1]) == 1
     with pytest.raises(ValueError, match="malformed value"):
         unflatten(pickle.dumps(value))
+
+
+def test_a_flattened_value_may_be_in_cyclic_garbage(workers):
+    """As when an exception holds the frame that has it."""
+
+    def check() -> list[str]:
+        unraised: list[str] = []
+        sys.unraisablehook = lambda error: unraised.append(str(error.exc_value))
+        cycle: list[object] = [flatten(Packer().pack(torch.ones(1000), "the value"))]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        return unraised
+
+    (worker,) = workers(1)  # some releases of Python would end it
+    assert worker.run(check) == []
 
 
 def test_a_closure_in_a_header_is_small():

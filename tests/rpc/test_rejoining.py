@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gradwire import launch, rpc
 from gradwire.c10d import TCPStore
 from gradwire.errors import RendezvousError, WorkerLostError
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import add, wait_until
+from tests.rpc.all_gathers import AT_ONCE, groups
+from tests.rpc.broadcasts import BETWEEN_HOSTS, LARGE, each_result, group_count, total
 from tests.workers import Worker
 
 SIZE = 3
@@ -100,6 +103,38 @@ def test_a_killed_worker_comes_back_into_a_static_group(group, workers, port):
     gathered = [worker.start(lambda: rpc.all_gather(os.getpid())) for worker in group]
     expected = {f"w{rank}": worker.pid for rank, worker in enumerate(group)}
     assert [each.result() for each in gathered] == [expected] * SIZE
+    for each in [worker.start(rpc.shutdown) for worker in group]:
+        each.result()
+
+
+def gather_and_broadcast(names: list[str]) -> tuple[list[dict[str, int]], dict[str, list[float]], int, int]:
+    """Runs what goes through process groups of the first workers; returns the results, and how many there are."""
+    gathered = [rpc.all_gather(number) for number in range(6)]
+    receivers = [[name for name in names if name != left_out] for left_out in names]
+    tensor = torch.ones(LARGE)
+    sums = {" ".join(each): each_result(each, total, (tensor,)) for each in receivers}
+    rpc.all_gather("all have sent")
+    return gathered, sums, groups(), group_count()
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_with_a_worker_that_has_come_back_there_are_no_process_groups(workers, port, restarts):
+    """As in dynamic groups, collectives go by messages, and large tensors to each worker by itself."""
+    options = {"transports": BETWEEN_HOSTS, "insecure": True, "all_gather": AT_ONCE}
+    group = list(workers(SIZE))
+    for pending in [worker.start(join, rank, port, **options) for rank, worker in enumerate(group)]:
+        pending.result()
+    if restarts:
+        group[1].kill()
+        (group[1],) = workers(1)
+        group[1].run(join, 1, port, **options)
+        reach_everybody(group)
+    names = [f"w{rank}" for rank in range(SIZE)]
+    for gathered, sums, all_gather_groups, broadcast_groups in workers.each(group, gather_and_broadcast, names):
+        assert gathered == [dict.fromkeys(names, number) for number in range(6)]
+        assert sums == {"w1 w2": [LARGE] * 2, "w0 w2": [LARGE] * 2, "w0 w1": [LARGE] * 2}
+        assert bool(all_gather_groups) is not restarts
+        assert bool(broadcast_groups) is not restarts
     for each in [worker.start(rpc.shutdown) for worker in group]:
         each.result()
 
