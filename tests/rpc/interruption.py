@@ -78,10 +78,10 @@ class Interruption:
                         raise InterruptError
                 is_moment = dis.opname[operations[frame.f_lasti]].startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
                 self._has_returned = False
-            elif event == "return":
+            else:  # it returns, after which no handler runs before the next step of the caller
                 self._has_returned = True
-            elif code is Poller.read_here.__code__:  # which returns
-                self._tell_once()
+                if code is Poller.read_here.__code__:
+                    self._tell_once()
             return step
 
         frame.f_trace = step  # before the next line, for Python 3.13
