@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from tests import ports  # noqa: E402
+from tests import ports, servers  # noqa: E402
 from tests.c10d.members import join_all  # noqa: E402
 from tests.hosts import Network, why_unavailable  # noqa: E402
 from tests.interpreters import Python  # noqa: E402
@@ -54,7 +54,15 @@ class RootIsNoPackage:
 def pytest_configure(config: pytest.Config) -> None:
     """Registers `RootIsNoPackage`, since the hooks of a conftest.py do not apply to the folder above its own."""
     config.pluginmanager.register(RootIsNoPackage())
+    if hasattr(config, "workerinput"):
+        servers.use(Path(config.workerinput["servers"]))
     gc.disable()  # until all test modules are loaded: a fifth of that time went into useless collections
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Starts the processes from which all others are forked, for all processes of a parallel run."""
+    node.workerinput["servers"] = str(servers.of_this_run().folder)
 
 
 LONG_MODULES = frozenset(
