@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 
 ROOT = Path(__file__).parent.parent
 # A loaded machine may keep workers from sending anything for seconds. Tests of liveness set their own options.
@@ -38,9 +39,25 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all test modules are loaded: a fifth of that time went into useless collections
     if hasattr(config, "workerinput"):
         servers.use(Path(config.workerinput["servers"]))
-    elif config.getoption("tx", None):
-        return  # this process has others run the tests, and need not load torch
+    elif config.getoption("tx", None):  # this process has others run the tests, and need not load torch
+        servers.of_this_run()  # which load it meanwhile
+        if not sys.dont_write_bytecode:
+            rewrite_asserts(config)
+        return
     config.pluginmanager.import_plugin("tests.fixtures")
+
+
+def rewrite_asserts(config: pytest.Config) -> None:
+    """Writes the bytecode of test modules, with the asserts that pytest has rewritten, as far as it is not there.
+
+    All processes of a parallel run would do this for all modules, at the same time: four seconds for each of them.
+    """
+    state = config.stash[rewrite.assertstate_key]
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        target = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(path, target) is None and rewrite.try_makedirs(target.parent):
+            digest, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, digest, target)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -54,6 +71,7 @@ LONG_MODULES = frozenset(
         "test_benchmarks.py",
         "test_conformance.py",
         "test_docs.py",
+        "test_elastic_example.py",
         "test_example_programs.py",
         "test_examples.py",
         "test_launch.py",
@@ -63,7 +81,9 @@ LONG_MODULES = frozenset(
         "test_programs.py",
         "test_quiet.py",
         "test_quiet_runs.py",
+        "test_restarts.py",
         "test_several_hosts.py",
+        "test_tutorials.py",
         "test_types.py",
     }
 )
