@@ -63,6 +63,7 @@ class _Installation:
 
     def __init__(self) -> None:
         self.is_installed = False
+        self._is_complete = False  # whether `install` has patched all modules that were imported before it
         self._lock = threading.Lock()
         self._patches = Patches()
         self._remove_hooks: list[Callable[[], None]] = []
@@ -79,17 +80,20 @@ class _Installation:
             for function in (SendRpc, RecvRpc):
                 self._patches.patch(function._backward_cls, NODE_METHODS)
             self._remove_hooks = [call_on_import(name, self._patch_module) for name in REPLACEMENTS]
+            self._is_complete = True
+            self._patches.patch_importers()
 
     def uninstall(self) -> None:
         with self._lock:
             for remove in self._remove_hooks:
                 remove()
             self._patches.undo()
-            self.is_installed = False
+            self.is_installed = self._is_complete = False
 
     def _patch_module(self, module: types.ModuleType) -> None:
         self._patches.patch(module, REPLACEMENTS[module.__name__]())
-        self._patches.patch_importers()
+        if self._is_complete:  # else `install` looks through all modules, once for all tables
+            self._patches.patch_importers()
 
 
 _installation = _Installation()

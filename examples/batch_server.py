@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from gradwire import launch, rpc
 from gradwire.errors import WorkerLostError
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.multiprocessing.spawn import ProcessExitedException
@@ -39,6 +38,8 @@ PIXELS = 64
 @cache
 def load_data() -> tuple[Tensor, Tensor]:
     """Loads images (1797, 64), float32 in [0, 1], and labels (1797,), int64; the clients use the last 300."""
+    from sklearn.datasets import load_digits  # a second of processor time, which not all processes need
+
     digits = load_digits()
     return torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 

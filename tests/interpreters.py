@@ -14,8 +14,6 @@ has such a process forked, passes its signals on to it, and ends as it ends.
 
 import contextlib
 import fcntl
-import gc
-import importlib
 import json
 import multiprocessing
 import multiprocessing.context
@@ -34,20 +32,9 @@ from typing import IO, Any
 import torch
 from gradwire import launch
 
-__all__ = ["Program", "Python"]
+from tests.servers import Servers, of_this_run
 
-PRELOAD = [
-    "click",
-    "gradwire.compat",
-    "gradwire.c10d.engines.gloo.engine",
-    "gradwire.c10d.engines.shm.engine",
-    "gradwire.c10d.security.token",
-    "matplotlib.pyplot",
-    "numpy",
-    "sklearn.datasets",
-    "torch._dynamo",  # torch.optim loads it on the first step
-    "torch.distributed.optim",
-]
+__all__ = ["Program", "Python", "fork_programs"]
 
 TIMEOUT_S = 110.0
 """Seconds that a program may take unless the test says otherwise."""
@@ -60,8 +47,6 @@ MAX_DESCRIPTORS = 64
 
 _FREE_DESCRIPTORS = 500
 """From here on, descriptors are not used by programs that have just started."""
-
-SERVER = "import sys; sys.path[:] = {path}; from tests.interpreters import serve; serve({control}, {commands})"
 
 EXECUTABLE = """\
 #!{python} -IS
@@ -78,7 +63,7 @@ for number in map(int, os.listdir("/proc/self/fd")):
         pass  # the folder itself
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
-request = [arguments, dict(os.environ), os.getcwd(), numbers]
+request = [arguments, dict(os.environ), os.getcwd(), numbers, {log!r}, True]
 socket.send_fds(server, [json.dumps(request).encode()], numbers)
 pid = int(server.recv(100))
 for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2:
@@ -152,24 +137,16 @@ class Python:
     executable: runs a program too, for those who want the path of an interpreter. The program does not outlive it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, servers: Servers | None = None) -> None:
+        """Runs programs that are forked by the servers of this test run, unless others are given."""
+        self._address = str((servers or of_this_run()).programs)
         self._folder = tempfile.TemporaryDirectory()
-        self.executable = Path(self._folder.name, "python")
-        address = str(Path(self._folder.name, "socket"))
-        self.executable.write_text(EXECUTABLE.format(python=sys.executable, address=address))
-        self.executable.chmod(0o700)
         self._sessions = Path(self._folder.name, "sessions")
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as commands:
-            commands.bind(address)
-            commands.listen()
-            code = SERVER.format(path=sys.path, control=theirs.fileno(), commands=commands.fileno())
-            self._server = subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=[theirs.fileno(), commands.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+        self.executable = Path(self._folder.name, "python")
+        self.executable.write_text(
+            EXECUTABLE.format(python=sys.executable, address=self._address, log=str(self._sessions))
+        )
+        self.executable.chmod(0o700)
 
     @property
     def sessions(self) -> set[int]:
@@ -177,9 +154,7 @@ class Python:
         return set(map(int, self._sessions.read_text().split())) if self._sessions.exists() else set()
 
     def close(self) -> None:
-        """Ends the process from which programs are forked. They go on."""
-        self._control.close()
-        self._server.wait()
+        """Removes `executable`. Programs that run go on."""
         self._folder.cleanup()
 
     def run(self, *arguments: object, timeout: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
@@ -197,69 +172,58 @@ class Python:
 
     def start(self, *arguments: object, stdout: IO[str], stderr: IO[str]) -> Program:
         """Starts a program with the environment and the folder of this process, and these files for its output."""
-        request = [list(map(str, arguments)), dict(os.environ), os.getcwd(), [1, 2]]
-        reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            descriptors = [theirs.fileno(), stdout.fileno(), stderr.fileno()]
-            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
-        return Program(arguments, reply)
+        log = str(self._sessions)
+        request = [list(map(str, arguments)), dict(os.environ), os.getcwd(), [1, 2], log, False]
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            server.connect(self._address)
+            socket.send_fds(server, [json.dumps(request).encode()], [stdout.fileno(), stderr.fileno()])
+        except BaseException:
+            server.close()
+            raise
+        return Program(arguments, server)
 
 
 # In the process from which programs are forked.
 
 
-def serve(control: int, commands: int) -> None:
-    """Forks programs until the other end is closed, and ends this process. Returns in a program's process.
+def fork_programs(listener: socket.socket, alive: int) -> bool:
+    """Forks programs for those who connect, until `alive` is at its end.
 
-    Args:
-        control: the socket by which `Python` asks for programs, each with a socket for the answers.
-        commands: the socket on which those connect that were started as `Python.executable`.
+    Returns:
+        Whether this process is that of a program, which has run.
     """
-    for name in PRELOAD:
-        importlib.import_module(name)
-    gc.collect()
-    if "triton" not in sys.modules:  # whose bindings, in CUDA builds, report what stays as leaks
-        gc.freeze()
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = socket.socket(fileno=control)
-    listener = socket.socket(fileno=commands)
-    programs = _Programs(Path(listener.getsockname()).with_name("sessions"))
+    programs = _Programs()
     while True:
-        ready, _, _ = select.select([requests, listener, *programs.watched()], [], [])
+        ready, _, _ = select.select([alive, listener, *programs.watched()], [], [])
         programs.handle(ready)
-        if listener in ready:
-            reply, _ = listener.accept()
-            message, descriptors, _, _ = socket.recv_fds(reply, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
-            is_command = True
-        elif requests in ready:
-            message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
-            if not message:
-                os._exit(0)
-            reply = socket.socket(fileno=descriptors.pop(0))
-            is_command = False
-        else:
+        if alive in ready:
+            return False
+        if listener not in ready:
             continue
-        if message and programs.start(reply, is_command=is_command):
-            break
+        reply, _ = listener.accept()
+        message, descriptors, _, _ = socket.recv_fds(reply, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+        if message:
+            *request, log, is_command = json.loads(message)
+            if programs.start(reply, Path(log), is_command=is_command):
+                break
         for descriptor in descriptors:
             os.close(descriptor)
     signal.signal(signal.SIGINT, interrupt)
-    requests.close()
+    os.close(alive)
     listener.close()
     programs.close()
-    arguments, environment, folder, numbers = json.loads(message)
+    arguments, environment, folder, numbers = request
     _move(descriptors, numbers)
     _be(arguments, environment, folder)
+    return True
 
 
 class _Programs:
-    """The programs that run, in the process from which they were forked.
+    """The programs that run, in the process from which they were forked."""
 
-    sessions: a file with the process ids of all programs.
-    """
-
-    def __init__(self, sessions: Path) -> None:
-        self._sessions = sessions
+    def __init__(self) -> None:
         self._running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of the process
         self._commands: dict[socket.socket, int] = {}  # those whose programs end with them
 
@@ -267,13 +231,13 @@ class _Programs:
         """Returns what is readable when a program has ended, or who has asked for one."""
         return [*self._running, *self._commands]
 
-    def start(self, reply: socket.socket, *, is_command: bool) -> bool:
-        """Forks a program, and says which process it is. Returns whether this is that process."""
+    def start(self, reply: socket.socket, log: Path, *, is_command: bool) -> bool:
+        """Forks a program, and says which process it is, to `log` too. Returns whether this is that process."""
         if (pid := os.fork()) == 0:
             os.setsid()
             reply.close()
             return True
-        with self._sessions.open("a") as sessions:
+        with contextlib.suppress(FileNotFoundError), log.open("a") as sessions:  # who asked for it is gone
             print(pid, file=sessions)
         with contextlib.suppress(OSError):  # who asked for it is gone, as `handle` will see
             reply.send(str(pid).encode())
@@ -317,8 +281,8 @@ def _be(arguments: list[str], environment: dict[str, str], folder: str) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    if threads := environment.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(threads))
+    # torch remakes its pool of threads on the first use after a fork; two threads that use it at once abort.
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     if arguments[0] == "-u":
         arguments = arguments[1:]
         for stream in sys.stdout, sys.stderr:

@@ -14,14 +14,14 @@ __all__ = ["free_port"]
 FIRST_PORT = 20_000
 PORTS_PER_PROCESS = 1_000
 
-_process_number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
 _offsets = itertools.count(random.SystemRandom().randrange(PORTS_PER_PROCESS))
 
 
 def free_port() -> int:
     """Returns a TCP port on which nobody listens; no two calls in a process return the same port soon."""
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
     while True:
-        port = FIRST_PORT + PORTS_PER_PROCESS * _process_number + next(_offsets) % PORTS_PER_PROCESS
+        port = FIRST_PORT + PORTS_PER_PROCESS * process + next(_offsets) % PORTS_PER_PROCESS
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

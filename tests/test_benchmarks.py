@@ -30,7 +30,7 @@ from benchmarks import (
 from benchmarks.harness import Comparison
 from benchmarks.report import PAIRS
 from tests.hosts import why_unavailable
-from tests.workers import PRELOAD
+from tests.workers import use_fork_server
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,7 +52,7 @@ def measure(capsys):
 
 
 def test_importing_the_benchmarks_leaves_the_fork_server_of_the_tests_alone():
-    assert vars(forkserver._forkserver)["_preload_modules"] == PRELOAD
+    assert vars(forkserver._forkserver)["ensure_running"] is use_fork_server
 
 
 @pytest.mark.timeout(300)

@@ -1,9 +1,14 @@
 """The worker processes of the other tests: tests/workers.py."""
 
 import os
+import sys
 
+import psutil
 import pytest
 
+from tests.interpreters import Python
+from tests.remote_functions import wait_until
+from tests.servers import Servers
 from tests.workers import WorkerDiedError
 
 
@@ -65,3 +70,21 @@ def test_output_and_stacks_are_described(workers):
     a.run(print, "hello from the worker")
     assert "hello from the worker" in a.describe()
     assert "_worker_main" in a.describe()
+
+
+def test_workers_and_programs_are_forked_from_two_processes_for_all_of_the_run(workers, python):
+    first, second = (psutil.Process(worker.pid).ppid() for worker in workers(2))
+    programs = int(python.run("-c", "import os; print(os.getppid())").stdout)
+    assert first == second
+    assert psutil.Process(first).ppid() == programs
+
+
+def test_these_processes_end_when_nobody_uses_them(python, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(python.executable))  # which has torch loaded
+    servers = Servers.start()
+    own = Python(servers)
+    assert own.run("-c", "print(6 * 7)").stdout == "42\n"
+    own.close()
+    assert servers.folder.exists()
+    servers.close()
+    wait_until(lambda: not servers.folder.exists())

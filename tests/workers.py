@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,37 +31,9 @@ from typing import Any, Generic, TypeVar
 
 import cloudpickle
 
+from tests.servers import of_this_run
+
 T = TypeVar("T")
-
-PRELOAD = [
-    "click",
-    "cloudpickle",
-    "gradwire",
-    "gradwire.c10d.engines.gloo.engine",
-    "gradwire.c10d.engines.shm.engine",
-    "gradwire.c10d.security.token",
-    "gradwire.compat",
-    "gymnasium",
-    "hypothesis",
-    "matplotlib.pyplot",
-    "numpy",
-    "psutil",
-    "pytest",
-    "sklearn.datasets",
-    "torch._dynamo",  # torch.optim loads it on the first step
-    "torch.distributed.optim",
-    "tests.workers",
-    "tests.remote_functions",
-    "tests.certificates",
-    "tests.c10d.members",
-    "tests.c10d.trainings",
-    "tests.huge_pages",  # the last: moves what the others have loaded
-]
-"""Modules that the fork server imports before the first worker, since nearly all workers need them.
-
-Workers import the test modules whose functions they run, and so what those import: pytest alone took 60 ms of
-processor time in each of some 3,000 workers, cryptography 50, and what trains on process groups 500.
-"""
 
 RESULT_TIMEOUT_S = 60.0
 """Seconds that a result may take unless the test says otherwise."""
@@ -71,11 +44,26 @@ EXIT_TIMEOUT_S = 2.0
 BUSY_EXIT_TIMEOUT_S = 0.3
 """The same for workers that have not answered the test by then: most of them wait for what never comes."""
 
+TEST_PROCESS = "PYTEST_XDIST_WORKER"
+"""The environment variable that names the process of a parallel test run. By it, workers choose free ports."""
+
 TRANSPORTS = os.environ.get("GRADWIRE_TEST_TRANSPORTS", "unix,tcp,grpc").split(",")
 """What may carry the messages of workers, unless a test says otherwise."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOAD)
+
+
+def use_fork_server() -> None:
+    """Has multiprocessing use the fork server of this test run, in place of one for each process."""
+    resource_tracker.ensure_running()
+    if _server._forkserver_alive_fd is None:  # in a process that was not forked from it
+        servers = of_this_run()
+        _server._forkserver_address = str(servers.workers)
+        _server._forkserver_alive_fd = servers.alive
+
+
+_server: Any = forkserver._forkserver
+_server.ensure_running = use_fork_server
 
 
 class WorkerDiedError(AssertionError):
@@ -120,7 +108,7 @@ class Worker:
         self._answers: dict[int, tuple[bool, Any, str]] = {}
         self._connection, theirs = _context.Pipe()
         self.process: BaseProcess = _context.Process(
-            target=_worker_main, args=(theirs, str(log)), name=name, daemon=True
+            target=_worker_main, args=(theirs, str(log), os.environ.get(TEST_PROCESS)), name=name, daemon=True
         )
         self.process.start()
         theirs.close()
@@ -281,7 +269,9 @@ def _init_rpc(name: str, rank: int, world_size: int, url: str, options: dict[str
     )
 
 
-def _worker_main(connection: Connection, log: str) -> None:
+def _worker_main(connection: Connection, log: str, test_process: str | None) -> None:
+    if test_process is not None:
+        os.environ[TEST_PROCESS] = test_process
     gc.freeze()  # what the fork server loaded stays: collections need not look at it
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(output, 1)

@@ -40,6 +40,19 @@ def test_globals_of_modules_that_imported_the_names_are_patched(program, install
     assert program.limit == 60.0
 
 
+def test_the_globals_of_all_modules_are_looked_through_once(program, monkeypatch):
+    """There are several thousand modules, and a dozen of torch's that are patched."""
+    passes = []
+    look = Patches.patch_importers
+    monkeypatch.setattr(Patches, "patch_importers", lambda patches: passes.append(look(patches)))
+    compat.install()
+    try:
+        assert len(passes) == 1
+        assert program.RRef is rpc.RRef
+    finally:
+        compat.uninstall()
+
+
 def test_uninstalling_restores_every_name(program):
     modules = [m for name, m in sys.modules.items() if name.startswith(("torch.distributed", "torch._C._dist"))]
     before = {module.__name__: dict(vars(module)) for module in [*modules, program]}

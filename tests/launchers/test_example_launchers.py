@@ -12,6 +12,7 @@ from tests.c10d import open_mpi
 from tests.certificates import TOKEN
 from tests.hosts import Network
 from tests.interpreters import Python
+from tests.servers import Servers
 
 PROGRAM = parameter_server.__file__
 SCRIPTS = Path(sys.executable).parent
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.timeout(300)
 
 def run_torchrun(node: int, master: str, environment: dict[str, str]) -> tuple[int, str]:
     """Runs torchrun on the host of this worker, whose network its processes share; returns status and output."""
-    here = Python()
+    servers = Servers.start()
+    here = Python(servers)
     os.environ.update(environment, PYTHON_EXEC=str(here.executable))  # which torchrun starts
     try:
         options = ["--nnodes", "2", "--node-rank", node, "--nproc-per-node", "2"]
@@ -31,6 +33,7 @@ def run_torchrun(node: int, master: str, environment: dict[str, str]) -> tuple[i
         )
     finally:
         here.close()
+        servers.close()
     return done.returncode, done.stdout + done.stderr
 
 
