@@ -29,8 +29,10 @@ class GlobalId(NamedTuple):
     @classmethod
     def from_payload(cls, payload: object) -> "GlobalId":
         """Returns the id that another worker has sent as a tuple. Raises ValueError if it is none."""
-        if isinstance(payload, tuple) and len(payload) == 2 and all(type(each) is int for each in payload):
-            return cls(*payload)
+        if isinstance(payload, tuple) and len(payload) == 2:
+            worker, number = payload
+            if type(worker) is int and type(number) is int:
+                return cls(worker, number)
         raise ValueError(f"malformed id: {reprlib.repr(payload)}")
 
     @classmethod

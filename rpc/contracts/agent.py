@@ -270,6 +270,11 @@ class RpcAgent(ABC):
         self.shutdown(graceful=False, timeout=0)
 
 
+class _ThreadState(threading.local):
+    agent: RpcAgent | None = None
+    """The agent that the thread belongs to."""
+
+
 @final
 class CurrentAgent:
     """Holds the current agent."""
@@ -277,11 +282,11 @@ class CurrentAgent:
     def __init__(self) -> None:
         self._default: RpcAgent | None = None
         self._afterwards = ExitStack()
-        self._of_thread = threading.local()
+        self._thread = _ThreadState()
 
     def get(self) -> RpcAgent | None:
         """Returns the calling thread's agent, or else that of the process."""
-        return getattr(self._of_thread, "agent", None) or self._default
+        return self._thread.agent or self._default
 
     def set_default(self, agent: RpcAgent, afterwards: ExitStack) -> None:
         """Sets the agent of the process, and a stack that is closed when it is forgotten."""
@@ -296,17 +301,17 @@ class CurrentAgent:
 
     def bind_thread(self, agent: RpcAgent) -> None:
         """Makes an agent the calling thread's, for as long as the thread lives."""
-        self._of_thread.agent = agent
+        self._thread.agent = agent
 
     @contextmanager
     def using(self, agent: RpcAgent) -> Iterator[None]:
         """Makes an agent the calling thread's inside a `with` block."""
-        before = getattr(self._of_thread, "agent", None)
-        self._of_thread.agent = agent
+        before = self._thread.agent
+        self._thread.agent = agent
         try:
             yield
         finally:
-            self._of_thread.agent = before
+            self._thread.agent = before
 
 
 holder = CurrentAgent()

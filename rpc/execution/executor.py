@@ -328,7 +328,7 @@ class Executor:
                 need = self._need() if self._must_look_for_threads(leaves=leaves) else Need.NOTHING
             if need is not Need.NOTHING:
                 self._provide(need)
-            if self._wakeups and (task is None or self._thread.is_counted):
+            if self._wakeups.waiters and (task is None or self._thread.is_counted):
                 self._wakeups.wake_all()
             if task is not None:
                 return task
@@ -350,17 +350,17 @@ class Executor:
 
     def _has_undone(self) -> bool:
         """Returns whether something is queued that the other threads may have left undone."""
-        return bool(self._wakeups or self._tasks or self._urgent)
+        return bool(self._wakeups.waiters or self._tasks or self._urgent)
 
     def _must_watch(self) -> bool:
         """Returns whether a thread has to look after the others. Called with the lock."""
-        return bool(self.poller.kept or self._wakeups) or self._watching.is_on
+        return bool(self.poller.kept or self._wakeups.waiters) or self._watching.is_on
 
     def _must_look_for_threads(self, *, leaves: bool) -> bool:
         """Returns whether a thread may be missing. Called with the lock."""
         if not self._polling or (self.poller.kept and not self._watchers):
             return True
-        if not self._has_runnable():
+        if not (self._tasks or self._urgent) or not self._has_runnable():
             return bool(self._tasks)  # of which the stall detector has to know
         # What may run is seen by a watcher in a moment, if this thread does not come to it.
         return not self._watchers and not leaves

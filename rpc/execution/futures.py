@@ -64,7 +64,8 @@ class Future(torch.futures.Future[T]):
             operation: what the call does, unless `describe` is set.
             read_answer: has the thread that waits read the answer itself; None if it cannot.
         """
-        AnyFuture.__init__(self, [])  # not by torch.futures.Future, whose Python takes half of the time
+        # As all methods of C++ that are hot: not by torch.futures.Future, whose Python takes half of the time.
+        AnyFuture.__init__(self, [])
         self.worker = worker
         """The name of the worker that the call was sent to."""
         self.describe: Callable[[], str] = lambda: operation
@@ -133,14 +134,18 @@ class Future(torch.futures.Future[T]):
                 else:
                     self._executor.poller.stop_reading_here()
                     self._wait_interruptibly(reads=reads)
-            return super().wait()
+            value: T = AnyFuture.wait(self)
+            return value
         except Exception as error:
             raise copy_error(without_frames(error)) from error.__cause__  # torch has added those of this call
+
+    done = AnyFuture.done
 
     def value(self) -> T:
         """Returns the result of a call that is done, or raises its exception."""
         try:
-            return super().value()
+            value: T = AnyFuture.value(self)
+            return value
         except Exception as error:
             raise copy_error(without_frames(error)) from error.__cause__
 
@@ -191,7 +196,7 @@ class Future(torch.futures.Future[T]):
     def set_result(self, result: T) -> None:
         """Completes the future with a value."""
         self._wake()
-        super().set_result(result)  # runs callbacks, for which nobody else should wait
+        AnyFuture.set_result(self, result)  # runs callbacks, for which nobody else should wait
         if self._callback is not None:
             self._call_back()
 
@@ -203,8 +208,11 @@ class Future(torch.futures.Future[T]):
     def _wake(self) -> None:
         self.is_completing = True
         while self._waiters:
-            with contextlib.suppress(IndexError):  # another thread has taken it
-                self._executor.release(self._waiters.pop())
+            try:
+                waiter = self._waiters.pop()
+            except IndexError:  # another thread has taken it
+                return
+            self._executor.release(waiter)
 
 
 def _in_this_context(callback: Callable[..., S]) -> Callable[..., S]:

@@ -122,9 +122,11 @@ class Poller:
 
     def watch_again(self, descriptor: int) -> None:
         """Has a thread handle a file descriptor when it is ready again."""
-        if (handler := self._on_ready.get(descriptor)) is not None:
-            with contextlib.suppress(OSError):  # unwatched meanwhile
+        try:
+            if (handler := self._on_ready.get(descriptor)) is not None:
                 self._epoll.modify(descriptor, handler[1] | select.EPOLLONESHOT)
+        except OSError:
+            pass  # unwatched meanwhile
 
     def unwatch(self, descriptor: int) -> None:
         """Forgets a file descriptor; an OnReady of it may still run."""

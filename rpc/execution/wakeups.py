@@ -1,6 +1,5 @@
 """Threads that are to be woken, a moment later than now."""
 
-import contextlib
 from collections import deque
 from typing import final
 
@@ -18,17 +17,18 @@ class DeferredWakeups:
     """
 
     def __init__(self) -> None:
-        self._waiters: deque[Wakeable] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiters)
+        self.waiters: deque[Wakeable] = deque()
+        """Those that are not woken yet. Read without a call, because the executor looks at it all the time."""
 
     def add(self, waiter: Wakeable) -> None:
         """Has a thread woken by the next `wake_all`."""
-        self._waiters.append(waiter)
+        self.waiters.append(waiter)
 
     def wake_all(self) -> None:
         """Wakes the threads."""
-        while self._waiters:
-            with contextlib.suppress(IndexError):  # another thread has taken it
-                self._waiters.popleft().release()
+        while self.waiters:
+            try:
+                waiter = self.waiters.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            waiter.release()

@@ -289,15 +289,17 @@ class EnvelopeSocket:
         if not (self.received and (received := self.received.pop())):
             received = self.receive(*self.receive_args[0])
         self._has_heard = True
+        data: bytes
         if self._segments is None:
-            return cast("bytes", received)
+            data = received
+            return data
         data, rights = received[:2]
         for _, _, descriptors in rights:
             count = len(descriptors) // _DESCRIPTOR.size
             self._received_descriptors.extend(struct.unpack(f"{count}i", descriptors[: count * _DESCRIPTOR.size]))
         if len(self._received_descriptors) > MAX_DESCRIPTORS:
             raise ValueError("descriptors without segments")
-        return cast("bytes", data)
+        return data
 
     def _read_large(self, large: LargeEnvelope) -> None:
         after = large.read(self._connection)
