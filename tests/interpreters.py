@@ -281,8 +281,7 @@ def _be(arguments: list[str], environment: dict[str, str], folder: str) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    # torch remakes its pool of threads on the first use after a fork; two threads that use it at once abort.
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    _renew_thread_pool()
     if arguments[0] == "-u":
         arguments = arguments[1:]
         for stream in sys.stdout, sys.stderr:
@@ -308,7 +307,13 @@ def _be(arguments: list[str], environment: dict[str, str], folder: str) -> None:
             eval(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
 
 
+def _renew_thread_pool() -> None:
+    """Has torch remake its pool of threads now: on the first use after a fork, two threads at once would abort."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+
+
 def _fork_instead_of_spawn() -> None:
     """Makes multiprocessing fork the processes of this program, which it would start as new interpreters."""
+    multiprocessing.context.SpawnProcess._after_fork = staticmethod(_renew_thread_pool)
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.context.ForkProcess._Popen)
     launch.spawn.__kwdefaults__["start_method"] = "fork"  # so that its store is in a process of its own
