@@ -125,14 +125,15 @@ def serve(programs: int, workers: int, alive: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in 0, 1:
         os.dup2(nothing, number)
-    os.close(nothing)
     for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()
     if os.fork() == 0:
         os.close(programs)
-        _fork_workers(workers, alive)
+        _fork_workers(workers, alive, nothing)
     os.close(workers)
+    os.dup2(nothing, 2)  # each program gets its own
+    os.close(nothing)
     if "triton" not in sys.modules:  # whose bindings, in CUDA builds, report what stays as leaks
         gc.freeze()
     from tests.interpreters import fork_programs
@@ -145,10 +146,16 @@ def serve(programs: int, workers: int, alive: int) -> None:
     os._exit(0)
 
 
-def _fork_workers(listener: int, alive: int) -> None:
+def _fork_workers(listener: int, alive: int, nothing: int) -> None:
     try:
+        for name in PRELOAD_FOR_WORKERS:
+            importlib.import_module(name)
+        os.dup2(
+            nothing, 2
+        )  # `tests.workers` gives each worker its own; others would write among the dots of pytest
+        os.close(nothing)
         with contextlib.suppress(SystemExit):  # nobody uses it any more
-            multiprocessing.forkserver.main(listener, alive, PRELOAD_FOR_WORKERS)
+            multiprocessing.forkserver.main(listener, alive, [])
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
