@@ -10,12 +10,13 @@ kineto profiler has freed. So a session that is closed ends the events of the ca
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
 from torch.autograd import profiler, profiler_legacy
 from torch.autograd.profiler import record_function
+from torch.autograd.profiler_util import FunctionEvent
 
 from ...proto.v1 import agent_pb2
 from ...torch_internals import (
@@ -53,11 +54,13 @@ class Session:
         self.config = config
         self.is_kineto = is_kineto
         self.started_ns = time.time_ns()
+        """When it began, or a moment later: torch has begun to record before. See `origin_ns`."""
         self.is_closed = False
         self._lock = threading.Lock()
         self._is_recording = True
         """Whether torch records in this profile."""
         self._calls: set[ProfiledCall] = set()
+        self._first_call: ProfiledCall | None = None
         self._events: list[agent_pb2.ProfileEvent] = []
 
     def start_call(self, key: str, node: int) -> "ProfiledCall":
@@ -65,6 +68,7 @@ class Session:
         call = ProfiledCall(self, key, node)
         with self._lock:
             self._calls.add(call)
+            self._first_call = self._first_call or call
         return call
 
     def finish_call(self, call: "ProfiledCall") -> None:
@@ -90,6 +94,19 @@ class Session:
             while self._calls:
                 self._calls.pop().end_event()
             return self._events
+
+    def origin_ns(self, recorded: Iterable[FunctionEvent]) -> int:
+        """Returns from when torch has counted the times of what it has recorded, in nanoseconds of Unix time.
+
+        By the first call, whose beginning is known by both clocks: a thread that had to wait for a processor may
+        have made this session long after torch had begun, and other workers' events would come before the call.
+        """
+        first = self._first_call
+        if first is not None:
+            for event in recorded:
+                if event.name == first.key:
+                    return first.started_ns - round(event.time_range.start * 1000)
+        return self.started_ns
 
     def run(self, node: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a function with torch's legacy profiler enabled, and returns its result.
@@ -232,7 +249,7 @@ def _make_exit(hooks: TorchHooks, original: Callable[..., Any], is_kineto: bool)
         finally:
             hooks.release()
         if events and not is_kineto:
-            merge_events(profile.function_events, events, session.started_ns)
+            merge_events(profile.function_events, events, session.origin_ns(profile.function_events))
         return outcome
 
     return exit_

@@ -11,6 +11,7 @@ from gradwire.errors import SerializationError
 from gradwire.rpc.agent.extensions import Extensions
 from gradwire.rpc.contracts.messages import Incoming
 from gradwire.rpc.profiling.extension import REMOTE_PREFIX, RPCExecMode, build_rpc_profiling_key
+from gradwire.rpc.profiling.sessions import TorchHooks
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerActivity
 
@@ -69,6 +70,24 @@ def test_a_profile_has_the_call_and_the_callees_events(workers, profile):
         remote = {(n, node, inside) for n, node, is_remote, inside in events if is_remote}
         assert remote >= {(f"{name}{REMOTE_PREFIX}{operation}", 1, True) for operation in OPERATIONS}
         assert all(each.startswith(name) for each, _, _ in remote)
+
+
+def profiled_by_a_thread_that_had_to_wait() -> tuple[str, list]:
+    acquire = TorchHooks.acquire
+
+    def acquire_late(hooks: TorchHooks) -> None:
+        threading.Event().wait(0.05)  # longer than the call takes
+        acquire(hooks)
+
+    with mock.patch.object(TorchHooks, "acquire", acquire_late):
+        return profiled(RPCExecMode.ASYNC, remote_functions.torch_operations)
+
+
+def test_remote_events_come_behind_their_call_on_a_busy_machine(workers):
+    a, _ = workers.rpc(2)
+    name, events = a.run(profiled_by_a_thread_that_had_to_wait)
+    assert name == key(RPCExecMode.ASYNC, "torch_operations")
+    assert {inside for _, _, is_remote, inside in events if is_remote} == {True}
 
 
 def test_operators_and_scripts_have_torchs_names(workers):
