@@ -105,7 +105,8 @@ class Session:
         if first is not None:
             for event in recorded:
                 if event.name == first.key:
-                    return first.started_ns - round(event.time_range.start * 1000)
+                    start_us: float = event.time_range.start
+                    return first.started_ns - round(start_us * 1000)
         return self.started_ns
 
     def run(self, node: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
