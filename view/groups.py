@@ -15,7 +15,8 @@ MAX_MESSAGES = 32
 def process_groups() -> list[dict[str, Any]]:
     """Returns gradwire's process groups as JSON values, with their last collective and messages in flight."""
     groups = [group for group in list(known_groups()) if isinstance(group, ProcessGroup)]
-    return [_describe(group) for group in groups[:MAX_GROUPS]]
+    # One that is to be formed by `reconfigure` has no ranks yet.
+    return [_describe(group) for group in groups[:MAX_GROUPS] if group.size() > 0]
 
 
 def _describe(group: ProcessGroup) -> dict[str, Any]:

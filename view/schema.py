@@ -42,6 +42,10 @@ def _count(value: Any) -> str | None:
     return None if type(value) is int and 0 <= value < MAX_NUMBER else " is no count"
 
 
+def _identifier(value: Any) -> str | None:
+    return None if type(value) is int and 0 <= value < 1 << 64 else " is no id"
+
+
 def _or_none(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
@@ -109,7 +113,7 @@ def _group(value: Any) -> str | None:
 _STATE = _with(
     {
         "time": _number,
-        "worker": _with({**_names(_text, "host", "at"), "pid": _count}),
+        "worker": _with({"host": _text, "at": _or_none(_text), "pid": _count}),
         "links": _by_name(_with({"state": _text, "transport": _or_none(_text)})),
         "lost": _by_name(_text),
         "traffic": _with(
@@ -156,7 +160,7 @@ _STATE = _with(
         "contexts": _with(
             {
                 "count": _count,
-                "oldest": _each(_with({"id": _count, "creator": _text, "age_s": _number, "backward": _flag})),
+                "oldest": _each(_with({"id": _identifier, "creator": _text, "age_s": _number, "backward": _flag})),
             }
         ),
         "streams": _with(_names(_count, "produced", "consumed", "bytes_sent", "bytes_received")),

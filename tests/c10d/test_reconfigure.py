@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gradwire import c10d
 from gradwire.c10d import GroupOptions, HashStore, TCPStore
 from gradwire.errors import GroupAbortedError, ProcessGroupError, RankLostError, UnsupportedOperationError
+from gradwire.view.groups import process_groups
 
 import tests.c10d.fake_nccl  # noqa: F401 - registers its engine, in workers too
 from tests.c10d.members import everywhere, total
@@ -149,6 +150,18 @@ def fail_to_agree() -> str:
     with pytest.raises(ProcessGroupError) as caught:
         c10d.reconfigure(min_size=3, timeout=0.2)
     return str(caught.value)
+
+
+def shown_sizes() -> list[int]:
+    return [each["size"] for each in process_groups()]
+
+
+def test_the_view_shows_a_group_once_it_has_ranks(members):
+    """Before that, its rank and size are -1."""
+    pair = members(2, "gradwire_shm", has_ranks=False)
+    assert everywhere(pair, shown_sizes) == [[], []]
+    everywhere(pair, form, 2)
+    assert everywhere(pair, shown_sizes) == [[2], [2]]
 
 
 def test_too_few_members(members):

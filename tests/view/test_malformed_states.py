@@ -48,6 +48,13 @@ def places(value, place=()):
         yield from places(inner, (*place, key))
 
 
+def test_a_worker_in_no_line_and_a_late_context_are_not_refused(state):
+    """As under `python -c`; ids of contexts have 64 bits."""
+    state["worker"]["at"] = None
+    state["contexts"]["oldest"][0]["id"] = (1 << 64) - 1
+    assert problem_of(state) is None
+
+
 def test_whatever_is_not_refused_can_be_shown(agents, state):
     """Each value of a state is replaced by others in turn: what is then not refused has metrics and waits."""
     agent, *_ = agents(1)
