@@ -109,31 +109,32 @@ class GroupProfile(Extension):
 
     def _stop(self, message: Incoming) -> bytes:
         profile = message.source, read_profile_id(message.value)
-        recording, max_bytes = None, self._max_bytes
-        with self.agent.blocking(), self._lock:
-            if (recorder := self._take(profile)) is not None:
-                max_bytes, recording = self._max_bytes, recorder.stop()
-        if recording is None:
-            raise RpcError(f"worker {self.agent.info.name!r} is not being profiled by {message.source.name!r}")
-        return encode(recording, max_bytes)
+        with self.agent.blocking():
+            with self._lock:
+                max_bytes = self._max_bytes
+                if (recorder := self._take(profile)) is not None:
+                    recorder.stop()
+            if recorder is None:
+                raise RpcError(f"worker {self.agent.info.name!r} is not being profiled by {message.source.name!r}")
+            return encode(recorder.recording(), max_bytes)  # which takes long, so without the lock
 
     def _on_end(self, source: WorkerInfo, payload: object) -> None:
         # On another thread, because it may have to wait until torch's profiler has started or stopped.
         self.agent.submit(self._end, (source, read_profile_id(payload)))
 
     def _end(self, profile: _ProfileKey) -> None:
-        with self._lock:
+        with self.agent.blocking(), self._lock:
             if (recorder := self._take(profile)) is not None:
-                recorder.cancel()
+                recorder.stop()
 
     def _drop_of(self, worker: WorkerInfo) -> None:
-        with self._lock:
+        with self.agent.blocking(), self._lock:
             if self._profile is not None and self._profile[0] == worker:
                 self._drop()
 
     def _drop(self) -> None:
         if self._profile is not None and (recorder := self._take(self._profile)) is not None:
-            recorder.cancel()
+            recorder.stop()
 
     def _take(self, profile: _ProfileKey) -> Recorder | None:
         """Turns the hooks off, and returns what records a profile.

@@ -20,7 +20,7 @@ from .clocks import Clock, ClockReading, read_clock
 from .group_profile import END_PROFILE
 from .profile_request import ProfileRequest, new_profile_id
 from .recorder import SETTINGS
-from .recording import MAX_BYTES, MIN_BYTES, decode
+from .recording import MAX_BYTES, MIN_BYTES, MOST_BYTES, decode
 
 __all__ = ["Profile", "profile"]
 
@@ -76,13 +76,13 @@ def profile(
             out, with a warning: see `Profile.missing`.
         NotInitializedError, UnknownWorkerError: nothing was begun.
         FileNotFoundError: the folder of the file does not exist.
-        ValueError: `max_bytes` is too small.
+        ValueError: `max_bytes` is too small, or too large.
     """
     found = Profile(Path(path))
     if not found.path.parent.is_dir():
         raise FileNotFoundError(f"the folder of {str(found.path)!r} does not exist: make it first")
-    if not isinstance(max_bytes, int) or max_bytes < MIN_BYTES:
-        raise ValueError(f"max_bytes is {max_bytes!r}: give {MIN_BYTES} at least")
+    if not isinstance(max_bytes, int) or not MIN_BYTES <= max_bytes <= MOST_BYTES:
+        raise ValueError(f"max_bytes is {max_bytes!r}: give {MIN_BYTES} at least, and {MOST_BYTES} at most")
     wanted = [record_shapes, profile_memory, with_stack]
     settings = tuple(name for name, is_on in zip(SETTINGS, wanted, strict=True) if is_on)
     agent = current_agent()

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from .recorder import SETTINGS
-from .recording import MAX_BYTES, MIN_BYTES
+from .recording import MAX_BYTES, MIN_BYTES, MOST_BYTES
 
 __all__ = ["ProfileRequest", "new_profile_id", "read_profile_id"]
 
@@ -52,7 +52,7 @@ class ProfileRequest:
         settings, max_bytes = fields["settings"], fields["max_bytes"]
         if not isinstance(settings, list) or not all(each in SETTINGS for each in settings):
             raise ValueError("malformed message: a profile has no such settings")
-        if type(max_bytes) is not int or max_bytes < MIN_BYTES:
-            raise ValueError(f"malformed message: a recording has {MIN_BYTES} bytes at least")
+        if type(max_bytes) is not int or not MIN_BYTES <= max_bytes <= MOST_BYTES:
+            raise ValueError(f"malformed message: a recording has {MIN_BYTES} to {MOST_BYTES} bytes")
         profile = read_profile_id(fields["profile"])
         return ProfileRequest(profile=profile, settings=tuple(settings), max_bytes=max_bytes)

@@ -45,6 +45,7 @@ class Recorder:
         self._names = MethodNames()
         self._in_flight: dict[int, tuple[int, str, int]] = {}
         """The callee, the method and the beginning of each call without an answer, by its id."""
+        self._stopped_ns = 0
         self._found = Recording(os.getpid())
         """The calls that have ended, and the runs."""
         self._lock = threading.Lock()
@@ -60,12 +61,15 @@ class Recorder:
         except RuntimeError as error:
             raise RpcError(f"worker {name!r} cannot be profiled: {error}") from None
 
-    def stop(self) -> Recording:
-        """Ends the recording and returns it."""
-        now = time.time_ns()
+    def stop(self) -> None:
+        """Ends the recording."""
+        self._stopped_ns = time.time_ns()
         self._profile.__exit__(None, None, None)
+
+    def recording(self) -> Recording:
+        """Returns what has been recorded, after `stop`. Called once."""
         for identifier, (callee, method, begun) in self._in_flight.copy().items():
-            self._keep(self._found.calls, Call(identifier, callee, method, begun, now))
+            self._keep(self._found.calls, Call(identifier, callee, method, begun, self._stopped_ns))
         with tempfile.TemporaryDirectory(prefix="gradwire-profile-") as folder:
             path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))
@@ -75,10 +79,6 @@ class Recorder:
         # Copies: functions that still run note their end.
         calls, runs = [*self._found.calls], [*self._found.runs]
         return replace(self._found, base_ns=base, events=events, calls=calls, runs=runs)
-
-    def cancel(self) -> None:
-        """Ends the recording and drops it."""
-        self._profile.__exit__(None, None, None)
 
     def begin_call(self, identifier: int, worker: WorkerInfo, request: Request) -> None:
         """Notes the beginning of a call."""

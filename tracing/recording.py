@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..c10d.security.peer_text import printable
 
-__all__ = ["MAX_BYTES", "MAX_CALLS", "MIN_BYTES", "Call", "Recording", "Run", "decode", "encode"]
+__all__ = ["MAX_BYTES", "MAX_CALLS", "MIN_BYTES", "MOST_BYTES", "Call", "Recording", "Run", "decode", "encode"]
 
 MAX_BYTES = 64 << 20
 """Bytes of the JSON of a recording, at most, unless the profile sets another bound: some 300,000 events.
@@ -18,6 +18,7 @@ The worker that profiles parses the recordings of all workers, which takes some 
 """
 
 MIN_BYTES = 1 << 12
+MOST_BYTES = 1 << 40
 """The least bound of a recording, in bytes."""
 
 MAX_CALLS = 1 << 20
@@ -72,10 +73,10 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
-    def leave_out(self, time_ns: int) -> None:
-        """Counts something that is left out, and began at this time."""
+    def leave_out(self, time_ns: int, count: int = 1) -> None:
+        """Counts what is left out. Args: time_ns: when the first of it began. count: how much there is."""
         self.complete_until_ns = min(self.complete_until_ns, time_ns) if self.left_out else time_ns
-        self.left_out += 1
+        self.left_out += count
 
 
 LISTS = ("events", "calls", "runs")
@@ -93,13 +94,15 @@ def encode(recording: Recording, max_bytes: int = MAX_BYTES) -> bytes:
     """
     kept: dict[str, list[str]] = {name: [] for name in LISTS}
     nbytes = MIN_BYTES // 2  # for the other fields
-    for time_ns, name, item in sorted(_timed(recording), key=lambda timed: timed[0]):
-        text = json.dumps(item, separators=(",", ":"))
+    as_json = json.JSONEncoder(separators=(",", ":")).encode
+    timed = sorted(_timed(recording), key=lambda timed: timed[0])
+    for number, (time_ns, name, item) in enumerate(timed):
+        text = as_json(item)
         nbytes += len(text) + 1
-        if nbytes <= max_bytes:
-            kept[name].append(text)
-        else:
-            recording.leave_out(max(int(time_ns), 0))
+        if nbytes > max_bytes:
+            recording.leave_out(max(int(time_ns), 0), len(timed) - number)
+            break
+        kept[name].append(text)
     parts = [f'"{name}":{getattr(recording, name)}' for name in COUNTS]
     parts += [f'"{name}":[{",".join(texts)}]' for name, texts in kept.items()]
     return zlib.compress(f"{{{','.join(parts)}}}".encode(), 1)
