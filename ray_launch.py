@@ -272,8 +272,7 @@ class _Supervisor:
             rank.location, rank.pending = answer, None
             if answer.port:
                 self._variables.update(MASTER_ADDR=answer.host, MASTER_PORT=str(answer.port))
-                self._locate_ranks()
-                self._master_node = rank.node
+                self._master_node = answer.node
         elif isinstance(answer, End):
             rank.end = answer
             rank.pending = rank.actor.__ray_terminate__.remote()  # runs the exit handlers

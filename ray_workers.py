@@ -45,11 +45,13 @@ class Location:
 
     host: the address of its node.
     pid: the process id.
+    node: Ray's id of its node.
     port: that is reserved for it; 0 without one.
     """
 
     host: str
     pid: int
+    node: str
     port: int = 0
 
 
@@ -127,7 +129,8 @@ class RankActor:
         import ray
 
         host = ray.util.get_node_ip_address()
-        return Location(host, os.getpid(), 0 if port is None else self._reserve(host, port))
+        node = ray.get_runtime_context().get_node_id()
+        return Location(host, os.getpid(), node, 0 if port is None else self._reserve(host, port))
 
     def _reserve(self, host: str, port: int) -> int:
         self._reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
