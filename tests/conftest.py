@@ -56,7 +56,10 @@ def rewrite_asserts(config: pytest.Config) -> None:
     for path in (ROOT / "tests").rglob("test_*.py"):
         target = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
         if rewrite._read_pyc(path, target) is None and rewrite.try_makedirs(target.parent):
-            digest, code = rewrite._rewrite_test(path, config)
+            try:
+                digest, code = rewrite._rewrite_test(path, config)
+            except (OSError, SyntaxError, UnicodeDecodeError):
+                continue  # pytest reports it if it collects it
             rewrite._write_pyc(state, code, digest, target)
 
 

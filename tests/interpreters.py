@@ -127,7 +127,7 @@ class Program:
             received = self._reply.recv(100).decode()
         except (TimeoutError, BlockingIOError):
             raise subprocess.TimeoutExpired(list(map(str, self._arguments)), seconds) from None
-        assert received, "the process from which programs are forked has ended"
+        assert received, f"the process from which programs are forked has ended: {of_this_run().errors()}"
         return received
 
 

@@ -12,10 +12,12 @@ import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 __all__ = ["PRELOAD", "Servers", "of_this_run", "serve", "use"]
 
@@ -52,6 +54,9 @@ Workers import the test modules whose functions they run, and so what those impo
 processor time in each of some 3,000 workers, cryptography 50, and what trains on process groups 500.
 """
 
+LOG = "errors"
+"""The file in the folder of the servers that has what they wrote to stderr."""
+
 _SERVER = "import sys; sys.path[:] = {path}; from tests.servers import serve; serve(*{numbers})"
 
 
@@ -66,7 +71,10 @@ class Servers:
         self.folder = folder
         self.programs = folder / "programs"
         self.workers = folder / "workers"
-        self.alive = os.open(folder / "alive", os.O_WRONLY)
+        try:
+            self.alive = os.open(folder / "alive", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            raise RuntimeError("the processes from which tests are forked have ended: see above why") from error
 
     @classmethod
     def start(cls) -> "Servers":
@@ -90,6 +98,11 @@ class Servers:
             )
         os.close(alive)
         return servers
+
+    def errors(self) -> str:
+        """Returns what they have written to stderr since they are loaded."""
+        log = self.folder / LOG
+        return log.read_text() if log.exists() else ""
 
     def close(self) -> None:
         """Has them end when no other process uses them any more."""
@@ -122,6 +135,7 @@ def serve(programs: int, workers: int, alive: int) -> None:
         workers: the socket on which multiprocessing asks for workers.
         alive: is at its end when all processes have ended that use these servers.
     """
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends those who use them
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in 0, 1:
         os.dup2(nothing, number)
@@ -130,9 +144,8 @@ def serve(programs: int, workers: int, alive: int) -> None:
     gc.collect()
     if os.fork() == 0:
         os.close(programs)
-        _fork_workers(workers, alive, nothing)
+        _fork_workers(workers, alive, interrupt)
     os.close(workers)
-    os.dup2(nothing, 2)  # each program gets its own
     os.close(nothing)
     if "triton" not in sys.modules:  # whose bindings, in CUDA builds, report what stays as leaks
         gc.freeze()
@@ -140,20 +153,28 @@ def serve(programs: int, workers: int, alive: int) -> None:
 
     listener = socket.socket(fileno=programs)
     folder = Path(listener.getsockname()).parent
+    _log_errors(folder)
+    signal.signal(signal.SIGINT, interrupt)
     if fork_programs(listener, alive):
         return
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def _fork_workers(listener: int, alive: int, nothing: int) -> None:
+def _log_errors(folder: Path) -> None:
+    """Writes errors of this process into a file: those of others that inherit it came among pytest's dots."""
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _fork_workers(listener: int, alive: int, interrupt: Any) -> None:
     try:
         for name in PRELOAD_FOR_WORKERS:
             importlib.import_module(name)
-        os.dup2(
-            nothing, 2
-        )  # `tests.workers` gives each worker its own; others would write among the dots of pytest
-        os.close(nothing)
+        with socket.socket(fileno=os.dup(listener)) as workers:
+            _log_errors(Path(workers.getsockname()).parent)
+        signal.signal(signal.SIGINT, interrupt)
         with contextlib.suppress(SystemExit):  # nobody uses it any more
             multiprocessing.forkserver.main(listener, alive, [])
     except BaseException:

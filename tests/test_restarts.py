@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -192,7 +193,8 @@ def announce(rank: int) -> None:
     if rank == 1 and restart_count() == 0:
         fail("is killed")
     print(os.getpid(), flush=True)
-    signal.pause()
+    while True:
+        time.sleep(0.1)  # not signal.pause: the signal may come just before it
 
 
 LAUNCHER = """

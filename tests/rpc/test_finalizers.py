@@ -12,6 +12,7 @@ from gradwire import rpc
 from gradwire.errors import RpcError
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 
 from tests.remote_functions import identity, wait_until
 from tests.rpc.generators import count_to
@@ -31,6 +32,8 @@ def locks_of(*roots: object) -> list[threading.Lock]:
         if id(each) in seen or isinstance(each, ENDS_OF_WALK):
             continue
         seen[id(each)] = each
+        if isinstance(each, EnvelopeSocket):
+            seen[id(each.reading)] = each.reading  # whoever holds it is to have the socket watched again
         if isinstance(each, Lock):
             found.append(each)
         elif isinstance(each, types.FunctionType):  # not its module

@@ -128,6 +128,11 @@ def test_what_is_no_flattened_value_is_refused(value):
         unflatten(pickle.dumps(value))
 
 
+def test_a_flattened_value_refers_to_no_stream():
+    """Python 3.12 crashes when a BytesIO with an open buffer is in cyclic garbage."""
+    assert type(flatten(Packer().pack(torch.ones(1000), "the value")).obj) is bytearray
+
+
 def test_a_flattened_value_may_be_in_cyclic_garbage(workers):
     """As when an exception holds the frame that has it."""
 
