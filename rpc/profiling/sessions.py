@@ -98,15 +98,15 @@ class Session:
     def origin_ns(self, recorded: Iterable[FunctionEvent]) -> int:
         """Returns from when torch has counted the times of what it has recorded, in nanoseconds of Unix time.
 
-        By the first call, whose beginning is known by both clocks: a thread that had to wait for a processor may
-        have made this session long after torch had begun, and other workers' events would come before the call.
+        As far as is known: a thread may have to wait for a processor between any two steps. Torch had begun before
+        this session did, and it began the event of the first call between two known times.
         """
-        first = self._first_call
-        if first is not None:
+        if (first := self._first_call) is not None:
             for event in recorded:
                 if event.name == first.key:
-                    start_us: float = event.time_range.start
-                    return first.started_ns - round(start_us * 1000)
+                    start_ns = round(float(event.time_range.start) * 1000)
+                    latest_ns = min(first.entered_ns, self.started_ns + start_ns)
+                    return (first.started_ns + latest_ns) // 2 - start_ns
         return self.started_ns
 
     def run(self, node: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -155,6 +155,8 @@ class ProfiledCall:
         self._ended: torch.futures.Future[None] = torch.futures.Future()
         scope = record_function(key)
         scope.__enter__()
+        self.entered_ns = time.time_ns()
+        """When the event had begun. It began between `started_ns` and this."""
         scope._call_end_callbacks_on_future(self._ended)
 
     @property
