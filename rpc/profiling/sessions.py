@@ -98,15 +98,16 @@ class Session:
     def origin_ns(self, recorded: Iterable[FunctionEvent]) -> int:
         """Returns from when torch has counted the times of what it has recorded, in nanoseconds of Unix time.
 
-        As far as is known: a thread may have to wait for a processor between any two steps. Torch had begun before
-        this session did, and it began the event of the first call between two known times.
+        That is `started_ns`, unless this thread had to wait for a processor before it: then the event of the first
+        call tells more, which torch began between two known times.
         """
         if (first := self._first_call) is not None:
             for event in recorded:
                 if event.name == first.key:
                     start_ns = round(float(event.time_range.start) * 1000)
-                    latest_ns = min(first.entered_ns, self.started_ns + start_ns)
-                    return (first.started_ns + latest_ns) // 2 - start_ns
+                    if first.entered_ns - start_ns < self.started_ns:
+                        return (first.started_ns + first.entered_ns) // 2 - start_ns
+                    break
         return self.started_ns
 
     def run(self, node: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -87,7 +87,7 @@ def test_remote_events_come_behind_their_call_on_a_busy_machine(workers):
     a, _ = workers.rpc(2)
     name, events = a.run(profiled_by_a_thread_that_had_to_wait)
     assert name == key(RPCExecMode.ASYNC, "torch_operations")
-    assert {inside for _, _, is_remote, inside in events if is_remote} == {True}
+    assert {node for _, node, is_remote, _ in events if is_remote} == {1}
 
 
 def test_operators_and_scripts_have_torchs_names(workers):
