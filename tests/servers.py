@@ -163,9 +163,10 @@ def serve(programs: int, workers: int, alive: int) -> None:
 
 def _log_errors(folder: Path) -> None:
     """Writes errors of this process into a file: those of others that inherit it came among pytest's dots."""
-    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 2)
-    os.close(log)
+    with contextlib.suppress(FileNotFoundError):  # the run has ended already
+        log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 2)
+        os.close(log)
 
 
 def _fork_workers(listener: int, alive: int, interrupt: Any) -> None:

@@ -65,6 +65,8 @@ class ChunkedChannel:
         self._on_broken = on_broken
         self._on_disconnected = on_disconnected or on_broken
         self._numbers = itertools.count(1)
+        self._starting: dict[int, tuple[int, int]] = {}
+        """The receivers and sizes of the payloads that are started and not queued yet, by transfer id."""
         self._senders: dict[int, _TransferSender] = {}
         """By peer."""
         self._receivers: dict[int, _TransferReceiver] = {}
@@ -74,8 +76,9 @@ class ChunkedChannel:
 
     def queued_bytes(self, peer: int) -> int:
         """Returns the bytes for a peer that have not been given to gRPC. Called on any thread."""
+        starting = sum(nbytes for receiver, nbytes in self._starting.copy().values() if receiver == peer)
         sender = self._senders.get(peer)
-        return sender.queued_bytes if sender is not None else 0
+        return starting + (sender.queued_bytes if sender is not None else 0)
 
     def send(self, peer: int, data: memoryview) -> tuple[agent_pb2.Payload, StartTransfer]:
         """Numbers the payload; starting the transfer queues the bytes without a copy."""
@@ -152,9 +155,15 @@ class ChunkedChannel:
         return self._receivers.setdefault(peer, _TransferReceiver(self._loop))
 
     def _start(self, peer: int, number: int, data: memoryview) -> None:
-        self._loop.call_soon_threadsafe(self._enqueue, peer, number, data)
+        self._starting[number] = peer, data.nbytes  # counted at once: a busy process runs the loop much later
+        try:
+            self._loop.call_soon_threadsafe(self._enqueue, peer, number, data)
+        except BaseException:
+            self._starting.pop(number, None)
+            raise
 
     def _enqueue(self, peer: int, number: int, data: memoryview) -> None:
+        self._starting.pop(number, None)
         sender = self._senders.get(peer)
         if sender is None:
             hello = agent_pb2.Chunks(hello=self._handshake.hello).SerializeToString()
