@@ -11,9 +11,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from tests.remote_functions import wait_until
+
 
 class Ended(NamedTuple):
-    """What a test looks at of a span. Ids are in hexadecimal."""
+    """What a test looks at of a span. Ids are in hexadecimal, the time at which it began in nanoseconds."""
 
     name: str
     kind: str
@@ -23,6 +25,7 @@ class Ended(NamedTuple):
     attributes: dict[str, Any]
     is_error: bool
     events: tuple[str, ...]
+    began: int
 
 
 @functools.cache
@@ -35,8 +38,13 @@ def exporter() -> InMemorySpanExporter:
     return made
 
 
-def ended() -> list[Ended]:
-    """Returns the spans of this process that have ended, in this order, and forgets them."""
+def ended(count: int = 0) -> list[Ended]:
+    """Returns the spans of this process that have ended, in this order, and forgets them.
+
+    Waits until there are `count`: the span of a call to `remote` ends with its confirmation, which may come
+    after the value.
+    """
+    wait_until(lambda: len(exporter().get_finished_spans()) >= count)
     spans = exporter().get_finished_spans()
     exporter().clear()
     return [_ended(span) for span in spans]
@@ -52,6 +60,7 @@ def _ended(span: ReadableSpan) -> Ended:
         dict(span.attributes or {}),
         span.status.status_code is StatusCode.ERROR,
         tuple(event.name for event in span.events),
+        span.start_time or 0,
     )
 
 
