@@ -151,6 +151,7 @@ class Poller:
             -1 if there is nothing more to do; None if nothing happened in this time.
         """
         if not (events := self._epoll.poll(seconds, 1)):
+            self._thread.spinner.discard_delays()
             return None
         ((descriptor, _),) = events
         handler = self._on_ready.get(descriptor)

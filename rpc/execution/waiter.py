@@ -22,8 +22,9 @@ MAX_SKIPPED = 64
 CHECK_INTERVAL_S = 0.005
 """Seconds after which a thread looks whether it has had to wait for a processor, at the earliest."""
 
-MAX_DELAY = 0.05
-"""Share of the time in which a thread may have been ready to run and had no processor."""
+MAX_DELAY = 0.2
+"""Share of the time in which a thread may have been ready to run and had no processor. On two processors, threads
+that look at sockets are delayed by all others of their processes, for some per cent of the time."""
 
 Events = list[tuple[int, int]]
 """Descriptors that are ready, with the events of each."""
@@ -41,17 +42,17 @@ def processor_delay_ns() -> int | None:
 
 @final
 class Spinner:
-    """Looks at descriptors again and again, unless that has been in vain lately. Used by one thread.
+    """Looks at descriptors again and again, or once if more has been in vain lately. Used by one thread.
 
-    It does not look either while the thread has to wait for a processor now and then: others that can run
-    then have to wait as well, perhaps for the thread that looks.
+    It looks once, too, while the thread has to wait for a processor now and then: others that can run then have to
+    wait as well, perhaps for the thread that looks.
     """
 
     def __init__(self, seconds: float, delay_ns: Callable[[], int | None] = processor_delay_ns) -> None:
         """Has not looked yet.
 
         Args:
-            seconds: how long it looks at most; 0 for never, as it is where there is one processor.
+            seconds: how long it looks at most; 0 for once, as it is where there is one processor.
             delay_ns: returns how long the calling thread has had to wait for a processor so far.
         """
         self._seconds = seconds if len(os.sched_getaffinity(0)) > 1 else 0.0
@@ -74,11 +75,11 @@ class Spinner:
         """
         if self._to_skip or not self._seconds:
             self._to_skip = max(0, self._to_skip - 1)
-            return []
+            return poll(0)  # one look costs less than to go to sleep, and what follows a message may be there
         before = time.monotonic()
         if before > self._checked + CHECK_INTERVAL_S and self._was_delayed(before):
             self._to_skip = MAX_SKIPPED
-            return []
+            return poll(0)
         end = before + self._seconds
         while not (events := poll(0)):
             now = time.monotonic()
@@ -90,6 +91,10 @@ class Spinner:
             before = now
         self._skips = 0
         return events
+
+    def discard_delays(self) -> None:
+        """Has the delays up to now not count: the thread has slept, and those that ran are busy with something."""
+        self._delay_ns = None
 
     def _was_delayed(self, now: float) -> bool:
         """Returns whether the thread has had to wait for a processor since the last time that this was called."""

@@ -1,5 +1,6 @@
-"""Threads look at a socket for a moment before they sleep, but not where that is in vain."""
+"""Threads look at a socket again and again for a moment before they sleep, but only once where more is in vain."""
 
+import itertools
 import os
 import select
 import signal
@@ -7,10 +8,13 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gradwire import rpc
+from gradwire.rpc.execution import waiter as waiter_module
 from gradwire.rpc.execution.executor import Executor
+from gradwire.rpc.execution.poller import Poller
 from gradwire.rpc.execution.waiter import MAX_LOOK_S, MAX_SKIPPED, SocketWaiter, Spinner, processor_delay_ns
 
 from tests.remote_functions import identity
@@ -28,6 +32,13 @@ class Descriptor:
         return [(1, select.POLLIN)] if self.looks > self.ready_after else []
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Has each look of a spinner take 10 µs."""
+    times = itertools.count()
+    monkeypatch.setattr(waiter_module, "time", SimpleNamespace(monotonic=lambda: 1e-5 * next(times)))
+
+
 def no_delay() -> int:
     """Stands for a thread that never waits for a processor."""
     return 0
@@ -41,18 +52,18 @@ def test_a_descriptor_that_becomes_ready_is_found():
     assert descriptor.looks == 6
 
 
-def test_looking_in_vain_becomes_rare_and_recovers():
+def test_looking_in_vain_becomes_rare_and_recovers(clock):
     never, at_once = Descriptor(float("inf")), Descriptor(0)
-    spinner = Spinner(1e-9, no_delay)
+    spinner = Spinner(1e-3, no_delay)
 
     def skipped() -> int:
-        """Returns how many waits go by until the spinner looks again."""
+        """Returns how many waits go by, with one look in each, until the spinner looks again and again."""
         for count in range(MAX_SKIPPED + 2):
             before = never.looks
             spinner.spin(never.poll)
-            if never.looks > before:
+            if never.looks > before + 1:
                 return count
-        raise AssertionError("the spinner never looks again")
+        raise AssertionError("the spinner never looks again and again")
 
     assert [skipped() for _ in range(9)] == [0, 1, 3, 7, 15, 31, 63, 64, 64]
     for _ in range(MAX_SKIPPED + 1):
@@ -60,10 +71,10 @@ def test_looking_in_vain_becomes_rare_and_recovers():
     assert skipped() == 0
 
 
-def test_nobody_looks_if_it_is_switched_off():
-    descriptor = Descriptor(ready_after=0)
-    assert Spinner(0, no_delay).spin(descriptor.poll) == []
-    assert descriptor.looks == 0
+def test_a_thread_looks_once_if_it_is_switched_off():
+    never = Descriptor(float("inf"))
+    assert Spinner(0, no_delay).spin(never.poll) == []
+    assert never.looks == 1
 
 
 def test_looking_stops_when_a_look_takes_long():
@@ -85,22 +96,43 @@ def test_looking_stops_for_other_work():
     assert descriptor.looks == 1
 
 
-def test_nobody_looks_while_threads_wait_for_a_processor():
-    delays = iter([0, 0, 60_000_000_000, 60_000_000_000])
-    descriptor = Descriptor(ready_after=0)
-    spinner = Spinner(60, lambda: next(delays))
+class DelayedThread:
+    """A spinner whose thread was without a processor for some seconds before each look at its delay."""
 
-    def looks_after(seconds: float) -> bool:
-        """Returns whether the spinner looks, some time after its last wait."""
-        spinner._checked -= seconds
-        return bool(spinner.spin(descriptor.poll))
+    def __init__(self, *delays: int) -> None:
+        self.delays = iter(delays)
+        self.spinner = Spinner(60, lambda: next(self.delays) * 1_000_000_000)
 
-    assert looks_after(0)
-    assert looks_after(100)  # nothing is known of the time before
-    assert looks_after(100)
-    assert not looks_after(100)  # 60 seconds of them without a processor
-    assert [looks_after(0) for _ in range(MAX_SKIPPED)] == [False] * MAX_SKIPPED
-    assert looks_after(100)
+    def looks_after(self, seconds: float) -> bool:
+        """Returns whether it looks more than once, some time after its last wait."""
+        self.spinner._checked -= seconds
+        return bool(self.spinner.spin(Descriptor(ready_after=1).poll))
+
+
+def test_a_thread_looks_once_while_threads_wait_for_a_processor(clock):
+    thread = DelayedThread(0, 0, 60, 60)
+    assert thread.looks_after(0)
+    assert thread.looks_after(100)  # nothing is known of the time before
+    assert thread.looks_after(100)
+    assert not thread.looks_after(100)  # 60 seconds of them without a processor
+    assert [thread.looks_after(0) for _ in range(MAX_SKIPPED)] == [False] * MAX_SKIPPED
+    assert thread.looks_after(100)
+
+
+def test_delays_while_it_slept_do_not_count(clock):
+    thread = DelayedThread(0, 60, 120)
+    assert thread.looks_after(100)
+    thread.spinner.discard_delays()
+    assert thread.looks_after(100)  # 60 seconds of them without a processor, but it was asleep
+    assert not thread.looks_after(100)
+
+
+def test_a_thread_that_has_waited_in_vain_discards_its_delays():
+    poller = Poller(0.0003)
+    poller._thread.spinner._delay_ns = 1
+    assert poller.wait(0) is None
+    assert poller._thread.spinner._delay_ns is None
+    poller.close()
 
 
 def test_a_thread_knows_how_long_it_has_waited_for_a_processor():
