@@ -17,6 +17,7 @@ from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import wait_until
 from tests.rpc.all_gathers import AT_ONCE, fail_once, form, grouped, groups, rounds, same, went_through_group
+from tests.stopped import has_stopped
 
 
 def die_once(when: str) -> None:
@@ -168,6 +169,7 @@ def test_a_member_that_hangs_after_the_others_have_its_value(workers):
     c.run(stop_after_posting)
     pending = c.start(rounds, 2)
     assert workers.each([a, b], rounds, 1) == [[dict.fromkeys(["worker0", "worker1", "worker2"], 0)]] * 2
+    wait_until(lambda: has_stopped(c.pid))  # else it would stop after it was to go on
     os.kill(c.pid, signal.SIGCONT)
     workers.each([a, b], rpc.all_gather, 1)
     assert pending.result()[0] == dict.fromkeys(["worker0", "worker1", "worker2"], 0)
