@@ -424,7 +424,7 @@ def test_workers_leave_while_payloads_travel(pair):
     a.run(start_call, torch.sum, torch.ones(UNREAD))
     a.run(rpc.shutdown, graceful=False)
     b.run(rpc.shutdown, graceful=False)
-    assert a.run(threading.active_count) <= 2
+    a.run(wait_until, lambda: threading.active_count() <= 2)
 
 
 def call_and_interrupt(rounds):
