@@ -252,6 +252,7 @@ def test_all_workers_broadcast_at_once(workers, transports):
             thread.start()
         for thread in threads:
             thread.join()
+        rpc.barrier()  # the others may have begun later
         assert group_count() == (3 if transports == BETWEEN_HOSTS else 0)
 
     workers.each(started, several_threads)
