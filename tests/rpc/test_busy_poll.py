@@ -28,6 +28,12 @@ class Descriptor:
         return [(1, select.POLLIN)] if self.looks > self.ready_after else []
 
 
+@pytest.fixture(autouse=True)
+def _two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one processor nobody looks."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0, 1})
+
+
 def no_delay() -> int:
     """Stands for a thread that never waits for a processor."""
     return 0
