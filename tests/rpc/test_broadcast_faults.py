@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.rpc.broadcasts import (
     total,
 )
 from tests.rpc.test_fault_injection import faulty
+from tests.stopped import has_stopped, stopped
 
 
 def wait_on(name: str, tensor: torch.Tensor) -> float:
@@ -47,6 +49,7 @@ def test_a_receiver_is_killed_in_the_middle(workers):
     tensor_sum = a.run(lambda: total(ramp()))
     a.run(each_result, OTHERS, identity, (1,))
     os.kill(c.pid, signal.SIGSTOP)  # so that the broadcast hangs in the middle
+    wait_until(lambda: has_stopped(c.pid))
     a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
     c.kill()
     assert a.run(result_of, 0) == tensor_sum
@@ -72,10 +75,9 @@ def test_a_receiver_is_killed_in_the_middle(workers):
 def test_the_sender_is_killed_in_the_middle(workers):
     a, b, c, d = workers.rpc(4, transports=BETWEEN_HOSTS)
     a.run(each_result, OTHERS, total, (ramp(),))
-    os.kill(c.pid, signal.SIGSTOP)
-    a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
-    a.kill()
-    os.kill(c.pid, signal.SIGCONT)
+    with stopped(c):
+        a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
+        a.kill()
     for worker in (b, c, d):
         worker.run(lambda: wait_until(lambda: group_count() == 0))
     for worker in (b, c):
@@ -95,11 +97,10 @@ def test_a_receiver_that_hangs_delays_no_other(workers):
     for rounds in range(2):  # first before the group has formed, then after
         remaining = 3 * rounds
         workers.each([a, b, c, d], set_timeouts, 0.3)
-        os.kill(c.pid, signal.SIGSTOP)
-        a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
-        assert a.run(result_of, remaining) == a.run(result_of, remaining + 2) == tensor_sum
-        assert not a.run(lambda index: remote_functions.kept[index].done(), remaining + 1)
-        os.kill(c.pid, signal.SIGCONT)
+        with stopped(c):
+            a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
+            assert a.run(result_of, remaining) == a.run(result_of, remaining + 2) == tensor_sum
+            assert not a.run(lambda index: remote_functions.kept[index].done(), remaining + 1)
         assert a.run(result_of, remaining + 1) == tensor_sum
         a.run(retry_forming)
         workers.each([a, b, c, d], set_timeouts, 30.0)  # a busy machine may take a second to form a group
@@ -109,7 +110,8 @@ def test_a_receiver_that_hangs_delays_no_other(workers):
 
 
 def retry_forming() -> None:
-    """Makes a worker try again to form groups that could not be formed."""
+    """Makes a worker try again to form groups that could not be formed, once it knows which these are."""
+    wait_until(lambda: not any("broadcast" in thread.name for thread in threading.enumerate()))
     current_agent()._network.broadcasts._unformable.clear()
 
 
