@@ -364,6 +364,10 @@ def test_a_peer_that_dies_in_the_middle_is_lost(pair, kill):
     a.run(wait_until, lambda: not bulk()._sending and not bulk()._receiving)
 
 
+def connections_received():
+    return [len(each._connections) for each in list(bulk()._receiving.values())]
+
+
 def open_sockets():
     found = 0
     for name in os.listdir("/proc/self/fd"):
@@ -377,11 +381,12 @@ def test_no_descriptor_is_left_of_broken_connections(workers):
     workers.each([a, b], lambda: setattr(channel, "RETRY_AFTER_S", 0.01))
     workers.join_rpc([a, b], transports=TCP, channels=rpc.ChannelOptions(bulk_connections=5))
     a.run(connect_again)
+    b.run(wait_until, lambda: connections_received() == [5])  # which the other end may use before
     before = a.run(open_sockets), b.run(open_sockets)
     for _ in range(3):
         a.run(cut_bulk_connections, 1)
         a.run(connect_again)
-    b.run(wait_until, lambda: len(bulk()._receiving) == 1)
+    b.run(wait_until, lambda: connections_received() == [5])
     for worker, count in zip((a, b), before, strict=True):
         worker.run(wait_until, lambda count=count: open_sockets() <= count)
 
