@@ -225,7 +225,7 @@ def test_a_long_wait_in_a_collective_is_logged(three_workers):
 def test_a_timeout_of_shutdown_names_the_missing_workers(three_workers):
     def leave():
         with pytest.raises(RpcTimeoutError, match="shutdown waits for others to shut down: 'worker0'"):
-            rpc.shutdown(timeout=1)
+            rpc.shutdown(timeout=3)
 
     pending = [worker.start(leave) for worker in three_workers[1:]]
     for each in pending:
