@@ -34,7 +34,9 @@ calls = []
 """Futures that a worker keeps from one step of a test to the next."""
 
 held = []
-"""Connections that are not read before `release`."""
+"""Connections that are not read before `release`. Guarded by the lock."""
+
+holding = threading.Lock()
 
 
 def bulk():
@@ -56,14 +58,24 @@ def connect(name):
 
 def hold():
     """Has this worker read no bulk connection before `release`, as if the network were slow."""
-    receiving._ReceivingConnection._read = lambda connection: held.append(connection)
+
+    def read_later(connection):
+        with holding:
+            if receiving._ReceivingConnection._read is read_later:
+                held.append(connection)
+                return False
+        return _read(connection)
+
+    receiving._ReceivingConnection._read = read_later
 
 
 def release():
-    receiving._ReceivingConnection._read = _read
-    for connection in held:
+    with holding:
+        receiving._ReceivingConnection._read = _read
+        released = held.copy()
+        held.clear()
+    for connection in released:
         connection.resume()
-    held.clear()
 
 
 _read = receiving._ReceivingConnection._read
