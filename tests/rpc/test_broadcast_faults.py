@@ -109,9 +109,13 @@ def test_a_receiver_that_hangs_delays_no_other(workers):
     workers.each(workers.all, rpc.shutdown)
 
 
+def wait_until_no_group_forms() -> None:
+    wait_until(lambda: not any("broadcast" in thread.name for thread in threading.enumerate()))
+
+
 def retry_forming() -> None:
     """Makes a worker try again to form groups that could not be formed, once it knows which these are."""
-    wait_until(lambda: not any("broadcast" in thread.name for thread in threading.enumerate()))
+    wait_until_no_group_forms()
     current_agent()._network.broadcasts._unformable.clear()
 
 
@@ -211,6 +215,25 @@ def test_a_message_that_is_not_sent_fails_its_call_only(workers):
         with pytest.raises(SendFailedError, match="'worker1'"):
             first.wait()
         assert [future.wait() for future in others] == [total(ramp())] * 2
+        before = bytes_sent()
+        assert each_result(OTHERS, total, (ramp(),)) == [total(ramp())] * 3
+        assert bytes_sent() - before < 4 * LARGE + 10_000
+
+    started[0].run(call)
+
+
+def test_a_group_forms_again_after_a_message_was_not_sent(workers):
+    """Its members could not join it, since one of them was not told of it."""
+    started = faulty(workers, 4, messages_to_fail=["CALL"], num_fail_sends=1, transports=BETWEEN_HOSTS)
+    started[0].run(set_timeouts, 0.3)
+
+    def call() -> None:
+        first, *others = rpc.broadcast_call(OTHERS, total, (ramp(),))
+        with pytest.raises(SendFailedError, match="'worker1'"):
+            first.wait()
+        assert [future.wait() for future in others] == [total(ramp())] * 2
+        wait_until_no_group_forms()
+        set_timeouts(30.0)
         before = bytes_sent()
         assert each_result(OTHERS, total, (ramp(),)) == [total(ramp())] * 3
         assert bytes_sent() - before < 4 * LARGE + 10_000
