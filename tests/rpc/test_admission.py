@@ -124,6 +124,7 @@ def test_who_opens_no_stream_is_dropped(agents, impatient, said):
 
 def test_few_streams_wait_to_be_admitted(agents, loop, monkeypatch):
     monkeypatch.setattr(handshake, "MAX_UNADMITTED", 3)
+    monkeypatch.setattr(handshake, "HELLO_TIMEOUT_S", 60.0)
     a, b = agents(2)
 
     async def open_many() -> None:

@@ -13,10 +13,13 @@ from gradwire.c10d import group_membership
 from gradwire.c10d.engines.gloo.engine import GlooEngine
 from gradwire.errors import RpcTimeoutError
 from gradwire.rpc.collectives import all_gather_group
+from gradwire.rpc.collectives.all_gather_group import AllGatherGroup
 from gradwire.rpc.contracts.agent import current_agent
 
+from tests import remote_functions
 from tests.remote_functions import wait_until
 from tests.rpc.all_gathers import AT_ONCE, fail_once, form, grouped, groups, rounds, same, went_through_group
+from tests.stopped import has_stopped
 
 
 def die_once(when: str) -> None:
@@ -115,27 +118,41 @@ def test_members_die_and_arrive_late_at_random(workers, seed):
     assert before == {f"worker{rank}" for rank in range(5) if rank not in victims}
 
 
+def hurry_in_groups() -> None:
+    """Has this worker wait for others in a group for a tenth of what it is given, which it keeps."""
+    gather = AllGatherGroup.all_gather
+
+    def hurried(group: AllGatherGroup, number: int, value: object, seconds: float) -> object:
+        remote_functions.kept.append(seconds)
+        return gather(group, number, value, seconds / 10)
+
+    AllGatherGroup.all_gather = hurried
+
+
 def test_a_member_that_arrives_after_half_of_the_timeout(workers):
     a, b, c = grouped(workers, 3)
-    pending = [worker.start(rounds, 3, 6.0) for worker in (a, b)]
+    workers.each([a, b], hurry_in_groups)
+    pending = [worker.start(rounds, 3, 30.0) for worker in (a, b)]
 
     def arrive_late() -> list[dict[str, int]]:
         # The others have abandoned the group, and wait by messages.
         wait_until(lambda: rpc.rpc_sync("worker0", groups) == rpc.rpc_sync("worker1", groups) == 0)
-        return rounds(3, 6.0)
+        return rounds(3, 30.0)
 
     expected = [{"worker0": number, "worker1": number, "worker2": number} for number in range(3)]
     assert c.run(arrive_late) == expected
     assert [p.result() for p in pending] == [expected] * 2
+    assert 10 < a.run(lambda: remote_functions.kept[0]) <= 15
 
 
 def test_a_timeout_names_the_missing_member(workers):
     a, b, c = grouped(workers, 3)
+    workers.each([a, b], hurry_in_groups)
 
     def time_out() -> None:
         with pytest.raises(RpcTimeoutError, match="all_gather waits for 'worker2'") as caught:
-            rpc.all_gather("in time", timeout=3.0)
-        assert caught.value.seconds == 3.0
+            rpc.all_gather("in time", timeout=4.0)
+        assert caught.value.seconds == 4.0
         assert caught.value.worker == "worker2"
 
     workers.each([a, b], time_out)
@@ -168,6 +185,7 @@ def test_a_member_that_hangs_after_the_others_have_its_value(workers):
     c.run(stop_after_posting)
     pending = c.start(rounds, 2)
     assert workers.each([a, b], rounds, 1) == [[dict.fromkeys(["worker0", "worker1", "worker2"], 0)]] * 2
+    wait_until(lambda: has_stopped(c.pid))  # else it would stop after it was to go on
     os.kill(c.pid, signal.SIGCONT)
     workers.each([a, b], rpc.all_gather, 1)
     assert pending.result()[0] == dict.fromkeys(["worker0", "worker1", "worker2"], 0)

@@ -283,12 +283,12 @@ def test_shutdown_releases_everything(workers):
 def test_shutdown_while_a_group_forms(workers):
     started = workers.rpc(3, all_gather=AT_ONCE)
 
-    def gather_and_leave() -> list[str]:
+    def gather_and_leave() -> None:
         rpc.barrier()
         rpc.shutdown()
-        return group_threads()
+        wait_until(lambda: not group_threads())  # it waits for them, but not for ever
 
-    assert workers.each(started, gather_and_leave) == [[]] * 3
+    workers.each(started, gather_and_leave)
 
 
 def test_a_member_that_leaves_at_once(workers):
@@ -316,7 +316,6 @@ def test_workers_that_cannot_form_a_group(workers, who):
     started = workers.rpc(3, all_gather=AT_ONCE)
 
     def break_engine() -> None:
-        group_membership.FORM_TIMEOUT_S = 0.3
         if current_agent().info.id == who:
             group_membership.best_engine = no_engine
 

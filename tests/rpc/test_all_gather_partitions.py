@@ -137,7 +137,7 @@ def test_a_graceful_shutdown_of_all_four_ends(start):
     pending = [submit(agent.shutdown, graceful=True, timeout=0) for agent in members]
     for each in pending:
         each.result(60)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gradwire-agent")]
+    wait_until(lambda: not any(each.name.startswith("gradwire-agent") for each in threading.enumerate()))
 
 
 @pytest.mark.parametrize("is_sent", [True, False], ids=["answer", "value"])

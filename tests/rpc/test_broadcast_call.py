@@ -23,6 +23,7 @@ from tests.rpc.broadcasts import (
     ramp,
     total,
 )
+from tests.workers import Workers
 
 
 @pytest.fixture(params=[BETWEEN_HOSTS, ONE_HOST], ids=["process group", "shared memory"])
@@ -156,14 +157,14 @@ def test_tensors_that_share_memory_share_it_at_each_receiver(workers, transports
     a.run(call)
 
 
-def named_segments() -> set[str]:
-    """Shared memory that has a name; without MPI's, which tests beside this one come and go with."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("mpich")}
+def named_segments(workers: Workers) -> list[str]:
+    """Shared memory of these workers that has a name. Other files come and go with tests beside this one."""
+    of_torch = tuple(f"torch_{worker.pid}_" for worker in workers.all)
+    return [name for name in os.listdir("/dev/shm") if "gradwire" in name or name.startswith(of_torch)]
 
 
 def test_a_large_tensor_leaves_its_worker_once(workers):
     a, b, c, d = workers.rpc(4, transports=BETWEEN_HOSTS)
-    before = named_segments()
 
     def call() -> None:
         tensor = ramp(4 * MIB)  # 16 MiB
@@ -183,9 +184,8 @@ def test_a_large_tensor_leaves_its_worker_once(workers):
         assert received["broadcast_groups"] == 1
     workers.each(workers.all, rpc.shutdown)
     for worker in workers.all:
-        names = worker.run(lambda: [thread.name for thread in threading.enumerate()])
-        assert not [name for name in names if "broadcast" in name]
-    assert named_segments() <= before
+        worker.run(wait_until, lambda: not any("broadcast" in thread.name for thread in threading.enumerate()))
+    assert not named_segments(workers)
 
 
 def scaled(weight: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -252,6 +252,7 @@ def test_all_workers_broadcast_at_once(workers, transports):
             thread.start()
         for thread in threads:
             thread.join()
+        rpc.barrier()  # the others may have begun later
         assert group_count() == (3 if transports == BETWEEN_HOSTS else 0)
 
     workers.each(started, several_threads)

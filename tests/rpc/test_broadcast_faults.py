@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.rpc.broadcasts import (
     total,
 )
 from tests.rpc.test_fault_injection import faulty
+from tests.stopped import has_stopped, stopped
 
 
 def wait_on(name: str, tensor: torch.Tensor) -> float:
@@ -47,6 +49,7 @@ def test_a_receiver_is_killed_in_the_middle(workers):
     tensor_sum = a.run(lambda: total(ramp()))
     a.run(each_result, OTHERS, identity, (1,))
     os.kill(c.pid, signal.SIGSTOP)  # so that the broadcast hangs in the middle
+    wait_until(lambda: has_stopped(c.pid))
     a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
     c.kill()
     assert a.run(result_of, 0) == tensor_sum
@@ -72,10 +75,9 @@ def test_a_receiver_is_killed_in_the_middle(workers):
 def test_the_sender_is_killed_in_the_middle(workers):
     a, b, c, d = workers.rpc(4, transports=BETWEEN_HOSTS)
     a.run(each_result, OTHERS, total, (ramp(),))
-    os.kill(c.pid, signal.SIGSTOP)
-    a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
-    a.kill()
-    os.kill(c.pid, signal.SIGCONT)
+    with stopped(c):
+        a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
+        a.kill()
     for worker in (b, c, d):
         worker.run(lambda: wait_until(lambda: group_count() == 0))
     for worker in (b, c):
@@ -95,11 +97,10 @@ def test_a_receiver_that_hangs_delays_no_other(workers):
     for rounds in range(2):  # first before the group has formed, then after
         remaining = 3 * rounds
         workers.each([a, b, c, d], set_timeouts, 0.3)
-        os.kill(c.pid, signal.SIGSTOP)
-        a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
-        assert a.run(result_of, remaining) == a.run(result_of, remaining + 2) == tensor_sum
-        assert not a.run(lambda index: remote_functions.kept[index].done(), remaining + 1)
-        os.kill(c.pid, signal.SIGCONT)
+        with stopped(c):
+            a.run(lambda: start_and_keep(OTHERS, total, (ramp(),)))
+            assert a.run(result_of, remaining) == a.run(result_of, remaining + 2) == tensor_sum
+            assert not a.run(lambda index: remote_functions.kept[index].done(), remaining + 1)
         assert a.run(result_of, remaining + 1) == tensor_sum
         a.run(retry_forming)
         workers.each([a, b, c, d], set_timeouts, 30.0)  # a busy machine may take a second to form a group
@@ -108,8 +109,13 @@ def test_a_receiver_that_hangs_delays_no_other(workers):
     workers.each(workers.all, rpc.shutdown)
 
 
+def wait_until_no_group_forms() -> None:
+    wait_until(lambda: not any("broadcast" in thread.name for thread in threading.enumerate()))
+
+
 def retry_forming() -> None:
-    """Makes a worker try again to form groups that could not be formed."""
+    """Makes a worker try again to form groups that could not be formed, once it knows which these are."""
+    wait_until_no_group_forms()
     current_agent()._network.broadcasts._unformable.clear()
 
 
@@ -167,6 +173,13 @@ def test_a_payload_that_one_worker_refuses(workers, tmp_path):
     started[0].run(call)
 
 
+def expire(future: rpc.Future) -> None:
+    """Has the time of a call be up."""
+    agent = current_agent()
+    (identifier,) = [each for each, pending in agent._requests.pending.items() if pending.future is future]
+    agent._client._expire(identifier)
+
+
 def test_cancelling_and_timing_out_one_of_them(workers):
     a, b, *_ = workers.rpc(4, transports=BETWEEN_HOSTS, num_worker_threads=1)
     with_b = ["worker1", "worker2"]
@@ -180,8 +193,9 @@ def test_cancelling_and_timing_out_one_of_them(workers):
             one.wait()
         rpc.rpc_sync("worker1", set_event, ("first",))
         blocked.wait()
-        one, two = rpc.broadcast_call(with_b, wait_on, ("worker1", ramp()), timeout=2)
+        one, two = rpc.broadcast_call(with_b, wait_on, ("worker1", ramp()))
         assert two.wait() == total(ramp())
+        expire(one)
         with pytest.raises(RpcTimeoutError, match="'worker1'"):
             one.wait()
         rpc.rpc_sync("worker1", set_event, ("go",))
@@ -201,6 +215,25 @@ def test_a_message_that_is_not_sent_fails_its_call_only(workers):
         with pytest.raises(SendFailedError, match="'worker1'"):
             first.wait()
         assert [future.wait() for future in others] == [total(ramp())] * 2
+        before = bytes_sent()
+        assert each_result(OTHERS, total, (ramp(),)) == [total(ramp())] * 3
+        assert bytes_sent() - before < 4 * LARGE + 10_000
+
+    started[0].run(call)
+
+
+def test_a_group_forms_again_after_a_message_was_not_sent(workers):
+    """Its members could not join it, since one of them was not told of it."""
+    started = faulty(workers, 4, messages_to_fail=["CALL"], num_fail_sends=1, transports=BETWEEN_HOSTS)
+    started[0].run(set_timeouts, 0.3)
+
+    def call() -> None:
+        first, *others = rpc.broadcast_call(OTHERS, total, (ramp(),))
+        with pytest.raises(SendFailedError, match="'worker1'"):
+            first.wait()
+        assert [future.wait() for future in others] == [total(ramp())] * 2
+        wait_until_no_group_forms()
+        set_timeouts(30.0)
         before = bytes_sent()
         assert each_result(OTHERS, total, (ramp(),)) == [total(ramp())] * 3
         assert bytes_sent() - before < 4 * LARGE + 10_000

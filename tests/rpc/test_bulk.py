@@ -34,7 +34,9 @@ calls = []
 """Futures that a worker keeps from one step of a test to the next."""
 
 held = []
-"""Connections that are not read before `release`."""
+"""Connections that are not read before `release`. Guarded by the lock."""
+
+holding = threading.Lock()
 
 
 def bulk():
@@ -56,14 +58,24 @@ def connect(name):
 
 def hold():
     """Has this worker read no bulk connection before `release`, as if the network were slow."""
-    receiving._ReceivingConnection._read = lambda connection: held.append(connection)
+
+    def read_later(connection):
+        with holding:
+            if receiving._ReceivingConnection._read is read_later:
+                held.append(connection)
+                return False
+        return _read(connection)
+
+    receiving._ReceivingConnection._read = read_later
 
 
 def release():
-    receiving._ReceivingConnection._read = _read
-    for connection in held:
+    with holding:
+        receiving._ReceivingConnection._read = _read
+        released = held.copy()
+        held.clear()
+    for connection in released:
         connection.resume()
-    held.clear()
 
 
 _read = receiving._ReceivingConnection._read
@@ -364,6 +376,10 @@ def test_a_peer_that_dies_in_the_middle_is_lost(pair, kill):
     a.run(wait_until, lambda: not bulk()._sending and not bulk()._receiving)
 
 
+def connections_received():
+    return [len(each._connections) for each in list(bulk()._receiving.values())]
+
+
 def open_sockets():
     found = 0
     for name in os.listdir("/proc/self/fd"):
@@ -377,11 +393,12 @@ def test_no_descriptor_is_left_of_broken_connections(workers):
     workers.each([a, b], lambda: setattr(channel, "RETRY_AFTER_S", 0.01))
     workers.join_rpc([a, b], transports=TCP, channels=rpc.ChannelOptions(bulk_connections=5))
     a.run(connect_again)
+    b.run(wait_until, lambda: connections_received() == [5])  # which the other end may use before
     before = a.run(open_sockets), b.run(open_sockets)
     for _ in range(3):
         a.run(cut_bulk_connections, 1)
         a.run(connect_again)
-    b.run(wait_until, lambda: len(bulk()._receiving) == 1)
+    b.run(wait_until, lambda: connections_received() == [5])
     for worker, count in zip((a, b), before, strict=True):
         worker.run(wait_until, lambda count=count: open_sockets() <= count)
 
@@ -424,22 +441,29 @@ def test_workers_leave_while_payloads_travel(pair):
     a.run(start_call, torch.sum, torch.ones(UNREAD))
     a.run(rpc.shutdown, graceful=False)
     b.run(rpc.shutdown, graceful=False)
-    assert a.run(threading.active_count) <= 2
+    a.run(wait_until, lambda: threading.active_count() <= 2)
 
 
 def call_and_interrupt(rounds):
     """Interrupts the main thread at random moments while it sends large payloads."""
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupted = []
+
+    def interrupt(*_):
+        interrupted.append(True)  # a finalizer drops what is raised
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
     chance = random.Random(0)
     data = [chance.randbytes(nbytes) for nbytes in (THRESHOLD, 2 * THRESHOLD, MIB, 3 * MIB)]
     for _ in range(rounds):
         with contextlib.suppress(KeyboardInterrupt):
             try:
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.005))
-                while True:
+                while not interrupted:
                     rpc.rpc_async("worker1", len, (chance.choice(data),))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                interrupted.clear()
         assert [rpc.rpc_sync("worker1", identity, (each,)) for each in data] == data
     signal.signal(signal.SIGALRM, before)
 

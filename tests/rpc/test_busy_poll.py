@@ -39,6 +39,12 @@ def clock(monkeypatch):
     monkeypatch.setattr(waiter_module, "time", SimpleNamespace(monotonic=lambda: 1e-5 * next(times)))
 
 
+@pytest.fixture(autouse=True)
+def _two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one processor threads look once."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0, 1})
+
+
 def no_delay() -> int:
     """Stands for a thread that never waits for a processor."""
     return 0

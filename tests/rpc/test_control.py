@@ -54,7 +54,7 @@ def test_messages_travel_together(agents):
         a.control.send(b.info, "note", i, urgent=False)
     a.control.send(b.info, "note", 100, lambda _: last.set())
     assert last.wait(20)
-    assert got == list(range(101))
+    wait_until(lambda: sorted(got) == list(range(101)))  # one batch may overtake another
     assert a.debug_info()["messages_sent"] - before["messages_sent"] < 20
 
 

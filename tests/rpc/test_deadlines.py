@@ -1,25 +1,24 @@
 """Timeouts expire in the order of their times, only those of pending calls, and keep calls from beginning."""
 
-import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
 from gradwire.rpc.agent.server import Server
 from gradwire.rpc.agent.waiting_requests import WaitingRequests
+from gradwire.rpc.execution import deadlines as deadlines_module
 from gradwire.rpc.execution import stalls
 from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, keep, set_event, wait_for, wait_until
+from tests.stopped import stopped
 from tests.workers import Worker
 
 
@@ -33,19 +32,39 @@ def deadlines(live: set[int]) -> Iterator[tuple[Deadlines, "queue.SimpleQueue[in
         started.close()
 
 
-def test_calls_expire_in_the_order_of_their_times():
+class Clock:
+    """Stands still until it is started, however long that takes."""
+
+    def __init__(self) -> None:
+        self.monotonic = lambda: 0.0
+
+    def start(self) -> None:
+        began = time.monotonic()
+        self.monotonic = lambda: time.monotonic() - began
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(deadlines_module, "time", made)
+    return made
+
+
+def test_calls_expire_in_the_order_of_their_times(clock):
     with deadlines({1, 2, 3}) as (timeouts, expired):
         for identifier, seconds in ((3, 0.03), (1, 0.01), (2, 0.02)):
             timeouts.add(identifier, seconds)
+        clock.start()
         assert [expired.get(timeout=20) for _ in range(3)] == [1, 2, 3]
 
 
-def test_settled_calls_do_not_expire():
+def test_settled_calls_do_not_expire(clock):
     live = {1, 2, 3}
     with deadlines(live) as (timeouts, expired):
         for identifier in live:
             timeouts.add(identifier, 0.05 * identifier)
         live -= {2}
+        clock.start()
         assert [expired.get(timeout=20) for _ in range(2)] == [1, 3]
         assert expired.empty()
 
@@ -86,8 +105,13 @@ def waiting_requests() -> WaitingRequests:
     return rpc.api.current_agent()._server.waiting
 
 
-def is_queued(count: int) -> bool:
-    return rpc.debug_info()["agent.num_pending_requests"] == count
+def count_queued() -> int:
+    return rpc.debug_info()["agent.num_pending_requests"]
+
+
+def count_in_time() -> int:
+    """Returns how many of the requests that wait may still begin."""
+    return sum(deadline > time.monotonic() for deadline in waiting_requests()._deadlines.copy().values())
 
 
 def group_with_one_thread(workers, count: int) -> list[Worker]:
@@ -114,6 +138,7 @@ def test_a_call_that_has_timed_out_does_not_begin(workers):
         remote_functions.kept.append(in_time)
 
     a.run(call)
+    b.run(wait_until, lambda: count_queued() >= 3 and count_in_time() == 1)  # it may have got them later
     b.run(set_event, "release")
     assert a.run(lambda: remote_functions.kept[1].wait()) == 1
     assert b.run(lambda: remote_functions.kept) == ["in time"]
@@ -132,7 +157,7 @@ def test_the_caller_is_told_that_it_has_not_begun(workers):
         remote_functions.kept.append(rpc.rpc_async("worker1", keep, ("late",), timeout=0.2))
 
     a.run(call)
-    b.run(wait_until, lambda: is_queued(1))
+    b.run(wait_until, lambda: count_queued() == 1)
     b.run(wait_until, lambda: time.monotonic() > max(waiting_requests()._deadlines.values()))
     b.run(set_event, "release")
 
@@ -154,9 +179,9 @@ def test_calls_of_a_lost_worker_do_not_begin(workers):
         remote_functions.kept.append(rpc.remote("worker1", keep, ("its reference",)))
 
     c.run(call_three_times)
-    b.run(wait_until, lambda: is_queued(4))
+    b.run(wait_until, lambda: count_queued() == 4)
     c.kill()
-    b.run(wait_until, lambda: rpc.debug_info()["lost_workers"])
+    b.run(wait_until, lambda: rpc.debug_info()["lost_workers"] and not len(waiting_requests()))
     b.run(set_event, "release")
     assert a.run(rpc.rpc_sync, "worker1", keep, ("of the living",)) == 1
     assert b.run(lambda: remote_functions.kept) == ["of the living"]
@@ -178,7 +203,7 @@ def test_the_time_that_a_call_waits_for_capacity_counts(workers, tmp_path):
 
     def age_the_call_that_waits() -> None:
         pending = rpc.api.current_agent()._requests.pending
-        wait_until(lambda: any(request.is_waiting for request in list(pending.values())))
+        wait_until(lambda: any(request.waits_since for request in list(pending.values())))
         (waiting,) = [request for request in pending.values() if request.is_waiting]
         waiting.waits_since -= 20  # as if it had begun to wait so long ago
         release.touch()
@@ -199,19 +224,24 @@ def test_the_time_that_a_call_waits_for_capacity_counts(workers, tmp_path):
 
 def test_calls_in_the_socket_of_a_stopped_worker_do_not_begin(workers):
     """They have timed out, and are called off, when it goes on."""
-    a, b = workers.rpc(2)
+    a, b = group_with_one_thread(workers, 2)
 
-    def call(pid: int) -> None:
-        assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
-        os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    def never_expire() -> None:
+        add = WaitingRequests.add
+        WaitingRequests.add = lambda *args, waits: add(*args, waits=False)
+
+    def call() -> None:
         futures = [rpc.rpc_async("worker1", keep, (f"late {index}",), timeout=0.2) for index in range(3)]
         for future in futures:
             with pytest.raises(RpcTimeoutError):
                 future.wait()
 
-    a.run(call, b.pid)
-    os.kill(b.pid, signal.SIGCONT)
+    b.run(never_expire)
+    with stopped(b):
+        a.run(call)
+    b.run(wait_until, lambda: count_queued() == 3 and not len(waiting_requests()))
+    b.run(set_event, "release")
     assert a.run(rpc.rpc_sync, "worker1", add, (1, 1)) == 2
-    assert len(b.run(lambda: remote_functions.kept)) <= 1  # whose thread read it before the others
+    assert b.run(lambda: remote_functions.kept) == []
+    a.run(lambda: remote_functions.kept.clear())
     a.run(assert_clean)

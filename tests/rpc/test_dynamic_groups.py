@@ -105,13 +105,17 @@ def test_calls_to_a_worker_that_has_left(join_one):
     a.run(check)
 
 
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate()]
+
+
 def shut_down_without_an_answer_of_the_store() -> None:
     answered = threading.Event()
     roster_log.LEAVE_TIMEOUT_S = 0.01
     RosterLog._append = lambda log, _entry: answered.wait(60) and log._roster.members.clear()
     rpc.shutdown()
     assert not answered.is_set()
-    assert [each.name for each in threading.enumerate() if each.name.startswith("gradwire")] == ["gradwire-leave"]
+    wait_until(lambda: [each for each in threads() if each.startswith("gradwire")] == ["gradwire-leave"])
     answered.set()
 
 

@@ -172,18 +172,18 @@ def shut_down_interruptibly() -> None:
     rpc.shutdown()
 
 
-def is_interruptible() -> bool:
-    return signal.getsignal(signal.SIGUSR2) is signal.default_int_handler
+def is_shutting_down() -> bool:
+    return any(each["operation"] == "shutdown" for each in rpc.debug_info()["collectives"])
 
 
-def wait_until_the_other_is_interruptible() -> None:
-    wait_until(lambda: rpc.rpc_sync("worker1", is_interruptible))
+def wait_until_the_other_shuts_down() -> None:
+    wait_until(lambda: rpc.rpc_sync("worker1", is_shutting_down))
 
 
 def test_an_interrupted_shutdown(workers):
     a, b = workers.rpc(2)
     pending = b.start(shut_down_interruptibly)
-    a.run(wait_until_the_other_is_interruptible)
+    a.run(wait_until_the_other_shuts_down)
     os.kill(b.pid, signal.SIGUSR2)
     with pytest.raises(KeyboardInterrupt):
         pending.result()

@@ -194,7 +194,7 @@ class BroadcastChannel:
         with self._lock:
             if self._sending.get(group.receivers) is group:
                 del self._sending[group.receivers]
-            if not has_formed and not isinstance(error, GroupAbortedError):
+            if not has_formed and not group.forms_again and not isinstance(error, GroupAbortedError):
                 self._unformable.add(group.receivers)
                 log.warning(
                     "worker %d cannot form a process group with workers %s, and sends payloads to each of them "
@@ -273,7 +273,7 @@ class BroadcastChannel:
             for group in affected:
                 del self._sending[group.receivers]
         for group in affected:
-            group.abort()
+            group.abort(forms_again=True)
 
     async def close(self) -> None:
         """Fails what is expected; the groups have ended by `stop`."""

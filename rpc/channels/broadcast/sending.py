@@ -88,6 +88,8 @@ class SendingGroup:
         self._users = 0
         self._ended = False
         self._aborted = False
+        self.forms_again = False
+        """Whether the group was aborted although its members may form one."""
         self._group = BroadcastGroup(spec, lambda has_formed, error: on_end(self, has_formed, error))
         self._group.start()
 
@@ -161,9 +163,14 @@ class SendingGroup:
         self._on_resend(shared.data.nbytes)
         start()
 
-    def abort(self) -> None:
-        """Ends the group at once. Receivers request by chunks what has been announced and not received."""
+    def abort(self, *, forms_again: bool = False) -> None:
+        """Ends the group at once. Receivers request by chunks what has been announced and not received.
+
+        Args:
+            forms_again: see the attribute. Only the first cause counts.
+        """
         with self._lock:
+            self.forms_again = self.forms_again if self._aborted else forms_again
             self._aborted = True
             is_last = not self._ended and not self._users
             self._ended = True
@@ -268,7 +275,7 @@ class Broadcast:
     def not_sent(self, peer: int) -> None:
         """Aborts the group, because the message to `peer` was not sent: it may not know of all broadcasts."""
         if self._group is not None and peer in self._receivers:
-            self._group.abort()
+            self._group.abort(forms_again=True)
 
     def release(self) -> None:
         """Releases group and segments. Called when all messages have been sent, or could not be."""
