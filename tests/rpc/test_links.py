@@ -1,5 +1,6 @@
 """Links that break and heal: a worker is suspect while it does not answer, and what it holds stays."""
 
+import asyncio
 import secrets
 import threading
 import time
@@ -9,6 +10,8 @@ import torch
 from gradwire import Outcome, rpc
 from gradwire.c10d import Credentials
 from gradwire.errors import EvictedError, RpcTimeoutError, WorkerLostError, WorkerSuspectError
+from gradwire.rpc.agent import links as agent_links
+from gradwire.rpc.transports.probe import Reach
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_until
@@ -105,6 +108,37 @@ def test_a_killed_worker_is_lost_at_once(workers, transports):
         with pytest.raises(WorkerLostError):
             rpc.rpc_sync("worker1", add, (1, 1))
         assert links.state_of("worker1") == "lost"
+        wait_until(lambda: links.seen == [("left", "worker1")])
+
+    a.run(begin)
+    b.kill()
+    a.run(check)
+
+
+def notice_late() -> None:
+    """Has this worker find that one listens whose connection breaks, and then be kept from looking again."""
+    found = iter([Reach.LISTENING])
+    look = agent_links.probe_now
+    agent_links.probe_now = lambda *args: next(found, None) or look(*args)
+
+    async def wait_for_ever(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    agent_links.probe = wait_for_ever
+
+
+def test_a_killed_worker_that_listened_a_little_longer_is_not_suspect(workers):
+    """It was, if this worker had not connected to it again, in vain, within 0.1 s."""
+    a, b = workers.rpc(2, rpc_timeout=0)
+
+    def begin() -> None:
+        links.record_events()
+        links.call_for_ever("worker1")
+        notice_late()
+
+    def check() -> None:
+        with pytest.raises(WorkerLostError):
+            links.futures[-1].wait()
         wait_until(lambda: links.seen == [("left", "worker1")])
 
     a.run(begin)

@@ -280,6 +280,8 @@ def is_lost(name: str) -> bool:
         rpc.rpc_sync(name, add, (1, 1))
     except WorkerLostError:
         return True
+    except WorkerSuspectError:  # while its process ends
+        pass
     return False
 
 
