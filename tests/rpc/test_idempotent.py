@@ -122,7 +122,7 @@ def test_a_call_to_a_worker_that_is_lost_waits_for_the_next_one(join_one, how):
 def test_it_fails_when_its_time_is_over(join_one, tmp_path):
     log = tmp_path / "runs"
     a, b = join_one("a"), join_one("b")
-    a.run(start_call, str(log), idempotent=True, timeout=0.5)
+    a.run(start_call, str(log), idempotent=True, timeout=5)  # in which it must run
     b.process.join(20)
 
     def check() -> None:
@@ -147,7 +147,7 @@ def test_what_a_function_raises_is_not_tried_again(workers, tmp_path):
             rpc.rpc_sync("worker1", note_run_and_raise, (str(log),), idempotent=True)
         assert caught.value.outcome is Outcome.RAN
         with pytest.raises(RpcTimeoutError) as timed_out:
-            rpc.rpc_sync("worker1", wait_for, ("timed out",), timeout=0.1, idempotent=True)
+            rpc.rpc_sync("worker1", wait_for, ("timed out",), timeout=2, idempotent=True)  # in which it must begin
         assert timed_out.value.outcome is Outcome.UNKNOWN
         rpc.rpc_sync("worker1", set_event, ("timed out",))
 

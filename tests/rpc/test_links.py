@@ -228,7 +228,7 @@ def test_a_worker_whose_interpreter_is_held_is_suspect(workers):
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_idle_and_busy_workers_are_not_suspect(workers, transports):
     a, b = workers.rpc(
-        2, transports=transports, liveness=rpc.Liveness(heartbeat=0.05, suspect_after=0.6), num_worker_threads=2
+        2, transports=transports, liveness=rpc.Liveness(heartbeat=0.05, suspect_after=1.6), num_worker_threads=2
     )
 
     def check() -> None:

@@ -122,6 +122,7 @@ def test_answers_to_no_request_are_dropped(agents):
     with holder.using(a):
         assert rpc.rpc_sync(b.info, add, (1, 2)) == 3
     hold = threading.Event()
+    _release.clear()
     a._executor.submit_urgent(hold.wait, 20)  # one thread is busy, others are not
     served: list[int] = []
     original = a._executor.submit_urgent
