@@ -277,7 +277,14 @@ class Links:
     # Changes of state.
 
     def _check(self, link: _Link) -> None:
-        if link.state is LinkState.CHECKING:
+        if link.state is not LinkState.CHECKING:
+            return
+        end = link.end
+        assert end is not None
+        # It may have ended since, while this process was kept from connecting to it again, and from noticing.
+        if probe_now(self._endpoint.reach, link.address) is Reach.GONE:
+            self._lose(link, end)
+        else:
             self._suspect(link)
 
     def _suspect(self, link: _Link, *, in_passing: bool = False) -> None:

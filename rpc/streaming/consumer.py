@@ -130,6 +130,8 @@ class StreamConsumer:
                 case _:
                     error = RpcError(f"worker {self.producer.name!r} ends the stream with a malformed answer")
         with self._changed:
+            if self._is_broken and count is not None:
+                return  # an item was refused, which the end does not make good
             self._item_count, self._error, self._is_broken = count, error, count is None
             self._notify()
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from gradwire.rpc.transports.tls_socket import TlsSocket
 
 from tests.remote_functions import add, wait_for
 from tests.rpc.segments import network
+
+LIVENESS = rpc.Liveness(heartbeat=0.2, suspect_after=60.0, lease=60.0)
+"""Nobody is suspect because a busy machine has stalled it; see `suspect_after`."""
 
 futures: list[Any] = []
 """What a worker keeps from one step of a test to the next."""
@@ -58,6 +62,19 @@ def assert_suspect(future: Any, outcome: Outcome = Outcome.UNKNOWN) -> None:
         future.wait()
     assert caught.value.outcome is outcome
     assert caught.value.worker == "worker1"
+
+
+def suspect_after(seconds: float) -> None:
+    """Has this worker suspect others after so many seconds of silence."""
+    heartbeats = network()._streams._parts.heartbeats
+    heartbeats._liveness = replace(heartbeats._liveness, suspect_after=seconds)
+
+
+def assert_silent(future: Any) -> None:
+    """Checks that a call fails because its worker is silent, after a second."""
+    suspect_after(1.0)
+    assert_suspect(future)
+    suspect_after(LIVENESS.suspect_after)
 
 
 def stall_threads(seconds: float) -> None:

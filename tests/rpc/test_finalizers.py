@@ -113,8 +113,10 @@ def collect_with_call(call: Callable[[], object]) -> None:
 
     def call_once() -> None:
         nonlocal called
-        called = True
-        call()
+        try:
+            call()
+        finally:  # it may be another thread's collection that finds it
+            called = True
 
     CallsAtTheEnd(call_once)
     while not called:  # one of another thread may be under way, and then this one does nothing

@@ -275,16 +275,15 @@ def test_calls_that_are_passed_on_to_a_stopped_worker_wait(workers):
 
     def start() -> None:
         in_thread(lambda: [rpc.rpc_async("worker0", pass_on, timeout=0) for _ in range(20)])
-        wait_until(lambda: figures("worker0")["waiting_calls"] == 1)
-        assert figures("worker0")["calls_in_flight"] == 5
 
-    def check() -> None:
-        wait_until(lambda: figures()["waiting_calls"] == 5)
-        assert figures()["calls_in_flight"] == 5
+    def check(name: str, waiting: int) -> None:
+        wait_until(lambda: figures(name)["waiting_calls"] == waiting)
+        assert figures(name)["calls_in_flight"] == 5
 
     with stopped(b):
         c.run(start)
-        a.run(check)
+        a.run(check, "worker1", 5)
+        c.run(check, "worker0", 1)  # now that none of its calls ends any more
     assert c.run(lambda: [future.wait() for future in result_of_thread()]) == [None] * 20
     c.run(assert_nothing_in_flight, "worker0")
     a.run(assert_nothing_in_flight)

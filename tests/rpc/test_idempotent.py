@@ -15,6 +15,7 @@ from gradwire.errors import NotInitializedError, Outcome, RpcCancelledError, Rpc
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, keep, multiply, set_event, wait_for, wait_until
+from tests.rpc import links
 from tests.stopped import stopped
 
 
@@ -122,7 +123,7 @@ def test_a_call_to_a_worker_that_is_lost_waits_for_the_next_one(join_one, how):
 def test_it_fails_when_its_time_is_over(join_one, tmp_path):
     log = tmp_path / "runs"
     a, b = join_one("a"), join_one("b")
-    a.run(start_call, str(log), idempotent=True, timeout=0.5)
+    a.run(start_call, str(log), idempotent=True, timeout=5)  # in which it must run
     b.process.join(20)
 
     def check() -> None:
@@ -147,7 +148,7 @@ def test_what_a_function_raises_is_not_tried_again(workers, tmp_path):
             rpc.rpc_sync("worker1", note_run_and_raise, (str(log),), idempotent=True)
         assert caught.value.outcome is Outcome.RAN
         with pytest.raises(RpcTimeoutError) as timed_out:
-            rpc.rpc_sync("worker1", wait_for, ("timed out",), timeout=0.1, idempotent=True)
+            rpc.rpc_sync("worker1", wait_for, ("timed out",), timeout=2, idempotent=True)  # in which it must begin
         assert timed_out.value.outcome is Outcome.UNKNOWN
         rpc.rpc_sync("worker1", set_event, ("timed out",))
 
@@ -280,7 +281,7 @@ def test_in_a_static_group_it_runs_again_on_the_worker_that_is_started_again(wor
 def test_it_runs_again_on_a_suspect_worker_that_comes_back(workers, tmp_path):
     """A call in flight has begun, and runs twice; one that is made meanwhile runs once."""
     first, second = tmp_path / "first", tmp_path / "second"
-    a, b = workers.rpc(2, liveness=rpc.Liveness(heartbeat=0.2, suspect_after=1.0))
+    a, b = workers.rpc(2, liveness=links.LIVENESS)
 
     def begin() -> None:
         remote_functions.kept.append(
@@ -289,7 +290,9 @@ def test_it_runs_again_on_a_suspect_worker_that_comes_back(workers, tmp_path):
         wait_until(lambda: runs(first))
 
     def while_stopped() -> None:
-        wait_until(lambda: rpc.debug_info()["links"]["worker1"]["state"] == "suspect")
+        links.suspect_after(1.0)
+        wait_until(lambda: links.state_of("worker1") == "suspect")
+        links.suspect_after(links.LIVENESS.suspect_after)
         remote_functions.kept.append(
             rpc.rpc_async("worker1", note_run, (str(second),), timeout=60, idempotent=True)
         )

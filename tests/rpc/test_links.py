@@ -1,23 +1,27 @@
 """Links that break and heal: a worker is suspect while it does not answer, and what it holds stays."""
 
+import asyncio
 import secrets
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from gradwire import Outcome, rpc
 from gradwire.c10d import Credentials
 from gradwire.errors import EvictedError, RpcTimeoutError, WorkerLostError, WorkerSuspectError
+from gradwire.rpc.agent import links as agent_links
+from gradwire.rpc.transports.probe import Reach
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_until
 from tests.rpc import links
+from tests.rpc.links import LIVENESS
 from tests.rpc.test_several_hosts import join_all
 from tests.stopped import stopped
 
 TRANSPORTS = [("unix", "tcp", "grpc"), ("tcp", "grpc"), ("grpc",)]
-LIVENESS = rpc.Liveness(heartbeat=0.2, suspect_after=1.0, lease=60.0)
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
@@ -69,7 +73,7 @@ def test_a_stopped_worker_is_suspect_and_comes_back(workers, transports):
     a, b = workers.rpc(2, transports=transports, liveness=LIVENESS)
 
     def while_stopped() -> None:
-        links.assert_suspect(links.futures[-1])
+        links.assert_silent(links.futures[-1])
         assert links.state_of("worker1") == "suspect"
         begun = time.monotonic()
         with pytest.raises(WorkerSuspectError) as caught:
@@ -112,16 +116,46 @@ def test_a_killed_worker_is_lost_at_once(workers, transports):
     a.run(check)
 
 
+def notice_late() -> None:
+    """Has this worker find that one listens whose connection breaks, and then be kept from looking again."""
+    found = iter([Reach.LISTENING])
+    look = agent_links.probe_now
+    agent_links.probe_now = lambda *args: next(found, None) or look(*args)
+
+    async def wait_for_ever(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    agent_links.probe = wait_for_ever
+
+
+def test_a_killed_worker_that_listened_a_little_longer_is_not_suspect(workers):
+    """It was, if this worker had not connected to it again, in vain, within 0.1 s."""
+    a, b = workers.rpc(2, rpc_timeout=0)
+
+    def begin() -> None:
+        links.record_events()
+        links.call_for_ever("worker1")
+        notice_late()
+
+    def check() -> None:
+        with pytest.raises(WorkerLostError):
+            links.futures[-1].wait()
+        wait_until(lambda: links.seen == [("left", "worker1")])
+
+    a.run(begin)
+    b.kill()
+    a.run(check)
+
+
 def test_the_lease_of_a_worker_ends(workers):
-    liveness = rpc.Liveness(heartbeat=0.2, suspect_after=0.5, lease=1.0)
-    a, b = workers.rpc(2, liveness=liveness)
+    a, b = workers.rpc(2, liveness=replace(LIVENESS, lease=1.0))
 
     def begin() -> None:
         links.record_events()
         links.call_for_ever("worker1")
 
     def while_stopped() -> None:
-        links.assert_suspect(links.futures[-1])
+        links.assert_silent(links.futures[-1])
         wait_until(lambda: links.seen == [("suspect", "worker1"), ("left", "worker1")])
         with pytest.raises(WorkerLostError, match="did not come back within 1 s: nothing has come from it for"):
             rpc.rpc_sync("worker1", add, (1, 1))
@@ -138,15 +172,14 @@ def test_the_lease_of_a_worker_ends(workers):
 
 
 def test_calls_wait_if_they_are_to(workers):
-    liveness = rpc.Liveness(heartbeat=0.2, suspect_after=1.0, when_suspect="wait")
-    a, b = workers.rpc(2, liveness=liveness)
+    a, b = workers.rpc(2, liveness=replace(LIVENESS, when_suspect="wait"))
 
     def begin() -> None:
         links.record_events()
         links.call_for_ever("worker1")
 
     def while_stopped() -> None:
-        links.assert_suspect(links.futures.pop())  # it has been sent
+        links.assert_silent(links.futures.pop())  # it has been sent
         mine = rpc.RRef(torch.ones(2))
         large = torch.ones(1 << 20)
         links.futures.append(rpc.rpc_async("worker1", identity, ((mine, large, 7),)))
@@ -183,7 +216,7 @@ def test_a_worker_whose_interpreter_is_held_is_suspect(workers):
         links.record_events()
         links.call_for_ever("worker1")
         rpc.rpc_async("worker1", links.stall_threads, (3.0,), timeout=0)
-        links.assert_suspect(links.futures[-1])
+        links.assert_silent(links.futures[-1])
         wait_until(lambda: links.seen == [("suspect", "worker1"), ("back", "worker1")])
         assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
         rpc.rpc_sync("worker1", set_event, ("never",))
@@ -194,7 +227,7 @@ def test_a_worker_whose_interpreter_is_held_is_suspect(workers):
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_idle_and_busy_workers_are_not_suspect(workers, transports):
     a, b = workers.rpc(
-        2, transports=transports, liveness=rpc.Liveness(heartbeat=0.05, suspect_after=0.6), num_worker_threads=2
+        2, transports=transports, liveness=rpc.Liveness(heartbeat=0.05, suspect_after=1.6), num_worker_threads=2
     )
 
     def check() -> None:
@@ -233,7 +266,7 @@ def test_a_connection_with_tls_heals(workers):
 
     a.run(cut)
     with stopped(b):
-        a.run(lambda: links.assert_suspect(links.futures[-1]))
+        a.run(lambda: links.assert_silent(links.futures[-1]))
     a.run(lambda: wait_until(lambda: links.state_of("worker1") == "connected"))
     assert a.run(rpc.rpc_sync, "worker1", add, (1, 1)) == 2
     for event in ("never", "later"):
@@ -245,13 +278,17 @@ def test_hosts_that_are_parted_for_a_while(hosts, transports):
     net = hosts(1, 1)
     a, b = net.workers
     variables = {"MASTER_ADDR": net.address(0), "MASTER_PORT": "29500"}
-    liveness = rpc.Liveness(heartbeat=0.2, suspect_after=1.0)
-    for pending in join_all([a, b], variables, insecure=True, liveness=liveness, transports=transports):
+    for pending in join_all([a, b], variables, insecure=True, liveness=LIVENESS, transports=transports):
         pending.result()
 
     def while_parted() -> None:
-        links.assert_suspect(links.futures[-1])
+        links.assert_silent(links.futures[-1])
         wait_until(lambda: links.seen == [("suspect", "worker1")])
+
+    def suspect_worker0() -> None:
+        links.suspect_after(1.0)
+        wait_until(lambda: links.state_of("worker0") == "suspect")
+        links.suspect_after(LIVENESS.suspect_after)
 
     def after() -> None:
         wait_until(lambda: links.state_of("worker1") == "connected")
@@ -261,7 +298,7 @@ def test_hosts_that_are_parted_for_a_while(hosts, transports):
     a.run(have_a_reference_and_a_call)
     net.unplug(1)
     a.run(while_parted)
-    b.run(lambda: wait_until(lambda: links.state_of("worker0") == "suspect"))
+    b.run(suspect_worker0)
     net.plug(1)
     a.run(after)
     b.run(set_event, "never")

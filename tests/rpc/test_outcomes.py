@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import gradwire
-import psutil
 import pytest
 import torch
 from gradwire import rpc
@@ -36,6 +35,7 @@ from gradwire.errors import (
 
 from tests import remote_functions
 from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_for, wait_until
+from tests.stopped import has_stopped
 
 NOT_SENT = r"\(not sent: it has not run\)$"
 UNKNOWN = r"\(outcome unknown: it may have run\)$"
@@ -126,7 +126,7 @@ def fill_socket(pid: int) -> list[rpc.Future[Any]]:
     """Sends calls to worker1, which is stopped, until they are queued, and a few more."""
     rpc.rpc_sync("worker1", add, (1, 1))
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    wait_until(lambda: has_stopped(pid))
     data = bytes(8 << 10)
     futures = []
     while rpc.debug_info()["flow_control"]["worker1"]["send_queue_bytes"] < 64 << 10:
@@ -280,6 +280,8 @@ def is_lost(name: str) -> bool:
         rpc.rpc_sync(name, add, (1, 1))
     except WorkerLostError:
         return True
+    except WorkerSuspectError:  # while its process ends
+        pass
     return False
 
 

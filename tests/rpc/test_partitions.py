@@ -1,6 +1,7 @@
 """Networks between simulated hosts fail for a while: who was cut off comes back, and only calls are lost."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from gradwire.errors import WorkerLostError, WorkerSuspectError
 
 from tests import remote_functions
 from tests.hosts import Network
-from tests.remote_functions import add, assert_clean, keep, wait_for, wait_until
+from tests.remote_functions import add, assert_clean, keep, wait_until
 from tests.rpc import links
+from tests.rpc.links import LIVENESS
 
-LIVENESS = rpc.Liveness(heartbeat=0.3, suspect_after=1.0, lease=100.0)
-SHORT = rpc.Liveness(heartbeat=0.3, suspect_after=1.0, lease=2.0)
+SHORT = replace(LIVENESS, lease=2.0)
 
 CUTS: dict[str, tuple[Callable[[Network], Any], Callable[[Network], Any]]] = {
     "both ways": (
@@ -50,7 +51,7 @@ def begin() -> None:
 
 
 def when_suspect() -> None:
-    links.assert_suspect(links.futures.pop())
+    links.assert_silent(links.futures.pop())
     with pytest.raises(WorkerSuspectError) as caught:
         rpc.rpc_sync("worker1", add, (1, 1))
     assert caught.value.outcome is Outcome.NOT_SENT
@@ -82,10 +83,8 @@ def test_a_partition_costs_calls_and_no_references(hosts, cut):
         worker.run(assert_clean)
 
 
-def lost_while_waiting() -> None:
-    links.record_events()
-    with pytest.raises(WorkerSuspectError):
-        rpc.rpc_sync("worker1", wait_for, ("never",), timeout=0)
+def when_lost() -> None:
+    links.assert_silent(links.futures.pop())
     wait_until(lambda: links.seen == [("suspect", "worker1"), ("left", "worker1")])
     with pytest.raises(WorkerLostError) as caught:
         rpc.rpc_sync("worker1", add, (1, 1))
@@ -96,9 +95,8 @@ def test_a_silent_host_is_suspect_and_lost_after_the_lease(hosts):
     net = hosts(1, 1, 1)
     start(net, SHORT)
     first, _, third = net.workers
-    assert first.run(rpc.rpc_sync, "worker1", add, (1, 2)) == 3
-    waiting = first.start(lost_while_waiting)
+    first.run(begin)
     net.unplug(1)
-    waiting.result()
+    first.run(when_lost)
     assert first.run(rpc.rpc_sync, "worker2", add, (1, 2)) == 3
     assert third.run(rpc.rpc_sync, "worker0", add, (1, 2)) == 3

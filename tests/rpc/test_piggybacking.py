@@ -12,6 +12,7 @@ from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.execution import scheduler
 from gradwire.rpc.transports.frame_writer import FrameWriter
+from gradwire.rref import forks
 from gradwire.rref.forks import References
 
 from tests.remote_functions import add, wait_until
@@ -130,14 +131,15 @@ def test_the_confirmation_of_a_reference_comes_with_its_value(pair, monkeypatch)
         assert writes() == 1
 
 
-def test_who_waits_for_a_creation_does_not_wait_for_other_messages(pair):
+def test_who_waits_for_a_creation_does_not_wait_for_other_messages(pair, monkeypatch):
     a, b = pair
+    monkeypatch.setattr(forks, "MIN_WAITING_TIMEOUT_S", 30.0)
     with holder.using(a):
         early, late = rpc.remote(b.info, add, (1, 2)), rpc.remote(b.info, add, (1, 2))
         early._get_future().wait()
         wait_until(lambda: b._codec._to_flush or late._handle.creation.done())
         late._get_future().wait()
-        short = rpc.remote(b.info, add, (1, 2), timeout=0.9)
+        short = rpc.remote(b.info, add, (1, 2), timeout=20)
         short._handle.creation.wait()
 
 

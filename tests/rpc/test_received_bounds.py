@@ -21,6 +21,7 @@ from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import CALL, ERROR, RESULT
 from gradwire.rpc.contracts.options import FlowControlOptions
 from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.execution import stalls
 from gradwire.rpc.transports import outbox
 
 from tests.remote_functions import add, identity, wait_until
@@ -122,6 +123,7 @@ def test_answers_to_no_request_are_dropped(agents):
     with holder.using(a):
         assert rpc.rpc_sync(b.info, add, (1, 2)) == 3
     hold = threading.Event()
+    _release.clear()
     a._executor.submit_urgent(hold.wait, 20)  # one thread is busy, others are not
     served: list[int] = []
     original = a._executor.submit_urgent
@@ -200,7 +202,9 @@ def test_rejected_messages_count_as_received():
     assert isinstance(pauses[5], concurrent.futures.Future)
 
 
-def test_a_flood_of_malformed_messages_pauses_reading(agents):
+def test_a_flood_of_malformed_messages_pauses_reading(agents, monkeypatch):
+    for name in ("STALL_TIMEOUT_S", "MAX_STALL_TIMEOUT_S"):
+        monkeypatch.setattr(stalls, name, 3600.0)  # else another thread handles them, if this one is slow
     a, b = agents(2, flow_control=rpc.FlowControlOptions(max_received=4), num_worker_threads=1)
     hold = threading.Event()
     a._executor.submit(hold.wait, 20)

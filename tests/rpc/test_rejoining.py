@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire import launch, rpc
 from gradwire.c10d import TCPStore
-from gradwire.errors import RendezvousError, WorkerLostError
+from gradwire.errors import RendezvousError, WorkerLostError, WorkerSuspectError
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.remote_functions import add, wait_until
@@ -71,6 +71,8 @@ def fail_to_call(name: str) -> None:
             rpc.rpc_sync(name, add, (1, 2))
         except WorkerLostError:
             return True
+        except WorkerSuspectError:  # while its process ends
+            pass
         return False
 
     wait_until(is_lost)
@@ -206,7 +208,7 @@ def lose_and_get_back(rank: int, folder: Path) -> None:
     def is_back() -> bool:
         try:
             return rpc.rpc_sync("worker1", restart_count) == 1
-        except WorkerLostError:
+        except (WorkerLostError, WorkerSuspectError):
             return False
 
     if rank == 0:

@@ -217,3 +217,19 @@ def test_a_producer_that_ignores_the_window_ends_the_stream(agents):
                 list(stream)
             assert consumer.buffered_bytes == 0
     _go_on.set()
+
+
+def test_the_end_of_a_stream_does_not_hide_that_an_item_was_refused(agents):
+    a, b = agents(2)
+    _go_on.clear()
+    with holder.using(a):
+        stream = rpc.rpc_stream(b.info, wait_until_set, window_items=10)
+        (consumer,) = a.extension(Streams)._consumers.values()
+        send_item(b, a, consumer.id, 10)
+        wait_until(lambda: consumer._is_broken)
+        ended = threading.Event()
+        consumer._answer.add_done_callback(lambda _: ended.set())
+        _go_on.set()
+        assert ended.wait(20)
+        with pytest.raises(RpcError, match="worker 'agent1' sends more items than it was permitted to"):
+            list(stream)
