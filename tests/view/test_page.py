@@ -67,10 +67,10 @@ def test_the_page_shows_what_the_workers_count(workers):
     (sent,) = [each for each in first["state"]["calls"]["sent"] if each["function"].endswith(".add")]
     (served,) = [each for each in second["state"]["calls"]["served"] if each["function"].endswith(".add")]
     assert sent["count"] == served["count"] == 7
-    status, text = get(there, "/api/stacks/worker1")
+    _, text = get(there, "/api/stacks/worker1")
     assert any(thread["is_main"] for thread in json.loads(text)["threads"])
     assert get(there, "/api/stacks/nobody")[0] == 404
-    status, text = get(there, "/")
+    _, text = get(there, "/")
     assert "<script nonce=" in text
     assert "{{" not in text
     families = {each.name: each for each in text_string_to_metric_families(get(there, "/metrics")[1])}
