@@ -28,8 +28,8 @@ MAX_IN_A_ROW = 3
 """Signals that interrupt one call, which hit its cleaning up too."""
 
 NEXT_AFTER_S = 2e-5
-"""Seconds from one of them to the next. A timer that repeats itself would, on a busy machine, leave time for nothing
-but the handler."""
+"""Seconds from one of them to the next. A timer that repeats itself would leave, on a busy machine, time for
+nothing but the handler."""
 
 ELEMENTS = MIB // 8
 """Of a tensor that travels in a segment."""

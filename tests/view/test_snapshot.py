@@ -69,6 +69,7 @@ def test_bytes_are_counted_by_link_and_channel(workers, transports, channel):
         rpc.rpc_sync("worker1", identity, (1,))  # connects them, as shared memory needs
         for _ in range(3):
             rpc.rpc_sync("worker1", torch.sum, (torch.ones(1 << 20),))
+            wait_until(lambda: rpc.debug_info()["channels"]["worker1"] == channel)  # after the first payload
         return rpc.debug_info()
 
     here, there = a.run(call), b.run(rpc.debug_info)
