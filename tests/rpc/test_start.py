@@ -82,15 +82,13 @@ def fail(*args: Any, **options: Any) -> tuple[str, float]:
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, free_port: int) -> Iterator[Place]:
     """Returns a place to rendezvous, of the kind that the test names."""
-    kind = request.param
-    with TCPStore("127.0.0.1", 0, is_master=True) as own:
-        port = own.port
-        if kind == "store":
+    kind, port = request.param, free_port
+    if kind == "store":
+        with TCPStore("127.0.0.1", port, is_master=True) as own:
             yield Place(own.clone, connect=lambda: TCPStore("127.0.0.1", port))
-            return
-    if kind == "file":
+    elif kind == "file":
         yield Place(lambda: FileStore(str(tmp_path / "rendezvous")), f"file://{tmp_path}/rendezvous")
     elif kind == "tcp":
         yield Place(lambda: TCPStore("127.0.0.1", port), f"tcp://127.0.0.1:{port}")
