@@ -7,7 +7,7 @@ The output of the send's autograd node is its *gate*, at which a backward pass e
 
 import reprlib
 from collections.abc import Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -151,7 +151,7 @@ class Autograd(Extension):
         header = message.envelope.autograd
         if not header.anomaly:
             return inside(context)
-        return self._inside(context, AnomalyMode(enabled=True, check_nan=header.anomaly_check_nan))
+        return self._inside(context, AnomalyMode(enabled=True, check_nan=header.anomaly_check_nan), message)
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Aborts the passes that need a lost worker, and ends the contexts that the lost worker created."""
@@ -183,9 +183,14 @@ class Autograd(Extension):
         self.contexts.clear()
 
     @contextmanager
-    def _inside(self, context: Context, anomaly: AnomalyMode) -> Iterator[None]:
-        """Context manager that makes an autograd context and an anomaly mode current."""
-        with inside(context), self._anomaly.scope(anomaly):
+    def _inside(self, context: Context, anomaly: AnomalyMode, message: Incoming) -> Iterator[None]:
+        """Context manager that makes an autograd context current, and an anomaly mode until the call has run.
+
+        The mode is that of all threads, and the next call may begin as soon as this one is answered.
+        """
+        with inside(context), ExitStack() as mode:
+            mode.enter_context(self._anomaly.scope(anomaly))
+            message.on_ran = mode.close
             yield
 
     def _backward_from_rref(self, message: Incoming) -> None:

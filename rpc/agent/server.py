@@ -202,9 +202,13 @@ class Server:
 
     def _run_in_scope(self, message: Incoming, handler: Handler) -> bool:
         try:
-            message.value = self._codec.unpack(message)
-            message.has_begun = True
-            result = handler.run(message)
+            try:
+                message.value = self._codec.unpack(message)
+                message.has_begun = True
+                result = handler.run(message)
+            finally:
+                if message.on_ran is not None:
+                    message.on_ran()
             # Memory that the sender shares with this worker goes back to it with the answer.
             message.value, message.body = None, b""
             message.tensors.clear()

@@ -93,6 +93,8 @@ class Incoming:
     """What an extension keeps about this message, under the extension's class."""
     has_begun: bool = False
     """Whether its handler has begun to run."""
+    on_ran: Callable[[], None] | None = None
+    """Called when its handler has run or raised, before the answer is sent. The scope ends after that."""
 
 
 @dataclass(slots=True)

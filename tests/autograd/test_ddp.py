@@ -339,8 +339,9 @@ def test_other_replicas_wait_for_one_whose_pass_fails_until_the_groups_timeout(t
         raise LookupError("no gradient today")
 
     def run(rank):
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+        group = dist.new_group([0, 1])
         module = DistributedDataParallel(make_dense(2), process_group=group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)  # which making the module may exceed
         with autograd.context() as context_id:
             y = module(torch.ones(WIDTH).double())
             if rank == 0:

@@ -4,11 +4,14 @@ import pytest
 import torch
 from gradwire import autograd, rpc
 from gradwire.errors import RemoteError
+from gradwire.rpc.agent.server import Server
+from gradwire.rpc.contracts.messages import Outgoing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import remote_functions
 from tests.autograd.test_features import leaf
+from tests.remote_functions import set_event, wait_for
 
 
 def anomaly_here() -> tuple[bool, bool]:
@@ -66,6 +69,33 @@ def test_calls_and_passes_run_in_the_callers_anomaly_mode(three_workers):
             cause = caught.value.__cause__
             assert isinstance(cause, RemoteError)
             assert cause.worker == "worker1"
+
+    three_workers[0].run(check)
+
+
+def hold_after_an_answer() -> None:
+    """Has the thread that answers the next call in anomaly mode wait for an event when the answer is sent."""
+    send = Server._send
+
+    def send_and_wait(server: Server, answer: Outgoing) -> None:
+        send(server, answer)
+        if answer.reply_to is not None and answer.reply_to.envelope.autograd.anomaly:
+            Server._send = send
+            wait_for("go on")
+
+    Server._send = send_and_wait
+
+
+def test_the_mode_of_a_call_ends_before_its_answer(three_workers):
+    """torch has one mode for all threads, and the next call may run before that of this one has gone on."""
+
+    def check() -> None:
+        rpc.rpc_sync("worker1", hold_after_an_answer)
+        with autograd.context():
+            with torch.autograd.set_detect_anomaly(True):
+                assert rpc.rpc_sync("worker1", anomaly_here) == (True, True)
+            assert rpc.rpc_sync("worker1", anomaly_here)[0] is False
+        rpc.rpc_sync("worker1", set_event, ("go on",))
 
     three_workers[0].run(check)
 

@@ -77,6 +77,7 @@ def send_once(names):
 
 def test_workers_are_connected_first(workers):
     a, *_ = workers.rpc(4, transports=ONE_HOST)
+    a.run(setattr, multi_sender, "CONNECT_TIMEOUT_S", 1000)
     sent, transports = a.run(send_once, OTHERS)
     assert 16 * MIB < sent < 16 * MIB + 10_000
     assert transports == {"unix"}

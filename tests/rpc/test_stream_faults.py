@@ -236,8 +236,7 @@ def test_the_producer_dies(workers):
 
 def test_the_producer_is_suspect(workers):
     """The credit for what is taken then cannot be sent, but the stream has run."""
-    liveness = rpc.Liveness(heartbeat=0.2, suspect_after=0.5)
-    a, b = workers.rpc(2, rpc_timeout=0, liveness=liveness)
+    a, b = workers.rpc(2, rpc_timeout=0)
 
     def start() -> None:
         stream = rpc.rpc_stream("worker1", count_to, (100,), window_items=8)
@@ -246,6 +245,7 @@ def test_the_producer_is_suspect(workers):
         links.call_for_ever("worker1")
 
     def check() -> None:
+        links.cut(1)
         links.assert_suspect(links.futures.pop())
         taken = []
         with pytest.raises(WorkerSuspectError) as caught:

@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import re
 import threading
 
 import pytest
@@ -84,7 +85,8 @@ def test_joins_and_leaves_of_a_dynamic_group_arrive_in_order(join_one):
     events = [a.run(next_event) for _ in range(4)]
     assert events[:2] == [("joined", "c"), ("left", "c", "it has shut down")]
     assert events[2][:2] == ("left", "b")
-    assert "without a goodbye" in events[2][2]
+    # As this worker has noticed, or the one that takes the place, whichever was first.
+    assert re.search("without a goodbye|its process has ended", events[2][2])
     assert events[3] == ("joined", "b")
     again.run(rpc.shutdown)
     assert a.run(next_event)[:2] == ("left", "b")

@@ -47,7 +47,7 @@ def test_the_page_shows_a_job_to_those_who_have_the_key(workers, browser):
         view.wait_for("2 workers, asked by worker0")
         (call,) = view.rows("calls")
         assert (call["caller"], call["callee"], call["ended"]) == ("worker0", "worker1", "7")
-        assert [each["state"] for each in view.rows("workers")] == ["answers", "answers"]
+        wait_until(lambda: [each["state"] for each in view.rows("workers")] == ["answers", "answers"], pause=0.1)
         view.page.get_by_role("button", name="stacks").nth(1).click()
         assert "MainThread" in view.wait_for("MainThread", "#stacks")
     with browser.open(url.partition("?")[0], expected="status of 403") as view:

@@ -17,9 +17,10 @@ from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view import connections
 from gradwire.view.connections import MAX_CONNECTIONS
 from gradwire.view.page import Page
+from gradwire.view.server import MAX_REQUEST_BYTES
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.remote_functions import add
+from tests.remote_functions import add, wait_until
 
 TIMEOUT_S = 30.0
 TOKEN = "5f0c9a1be27d4386a1f4c7d29b0e8653"
@@ -42,22 +43,34 @@ def get(url, path, *, key=None, context=None):
             return error.code, error.read().decode()
 
 
+def get_job(url):
+    """Returns the state of a job once all workers have answered, who have 2 s for that."""
+    found = []
+
+    def all_have_answered():
+        status, text = get(url, "/api/job")
+        assert status == 200
+        found[:] = json.loads(text)["workers"]
+        return all(each["state"] is not None for each in found)
+
+    wait_until(all_have_answered, pause=0.1)
+    return found
+
+
 def test_the_page_shows_what_the_workers_count(workers):
     a, b = workers.rpc(2, view=rpc.View(address="0"))
     there = a.run(url)
     assert there.startswith("http://127.0.0.1:")
     assert b.run(url) != there
     a.run(lambda: [rpc.rpc_sync("worker1", add, (1, 2)) for _ in range(7)] and None)
-    status, text = get(there, "/api/job")
-    assert status == 200
-    first, second = json.loads(text)["workers"]
+    first, second = get_job(there)
     (sent,) = [each for each in first["state"]["calls"]["sent"] if each["function"].endswith(".add")]
     (served,) = [each for each in second["state"]["calls"]["served"] if each["function"].endswith(".add")]
     assert sent["count"] == served["count"] == 7
-    status, text = get(there, "/api/stacks/worker1")
+    _, text = get(there, "/api/stacks/worker1")
     assert any(thread["is_main"] for thread in json.loads(text)["threads"])
     assert get(there, "/api/stacks/nobody")[0] == 404
-    status, text = get(there, "/")
+    _, text = get(there, "/")
     assert "<script nonce=" in text
     assert "{{" not in text
     families = {each.name: each for each in text_string_to_metric_families(get(there, "/metrics")[1])}
@@ -81,7 +94,7 @@ def test_requests_without_the_key_are_refused(workers):
     assert get(there, "/nothing")[0] == 404
     host, port = there.removeprefix("http://").partition("/")[0].split(":")
     with socket.create_connection((host, int(port)), TIMEOUT_S) as connection:
-        connection.sendall(b"GET /" + b"a" * (1 << 20))
+        connection.sendall(b"GET /" + b"a" * (MAX_REQUEST_BYTES * 3 // 2))  # which is read whole before the answer
         with connection.makefile("rb") as answer:
             assert b" 400 " in answer.readline()
 
@@ -93,9 +106,9 @@ def test_the_server_ends_with_its_agent(workers):
 
     def leave():
         rpc.shutdown()
-        return [thread.name for thread in threading.enumerate() if "-view" in thread.name]
+        wait_until(lambda: not any("-view" in thread.name for thread in threading.enumerate()))
 
-    assert a.run(leave) == []
+    a.run(leave)
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(there, timeout=TIMEOUT_S)
 

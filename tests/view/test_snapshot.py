@@ -69,6 +69,7 @@ def test_bytes_are_counted_by_link_and_channel(workers, transports, channel):
         rpc.rpc_sync("worker1", identity, (1,))  # connects them, as shared memory needs
         for _ in range(3):
             rpc.rpc_sync("worker1", torch.sum, (torch.ones(1 << 20),))
+            wait_until(lambda: rpc.debug_info()["channels"]["worker1"] == channel)  # after the first payload
         return rpc.debug_info()
 
     here, there = a.run(call), b.run(rpc.debug_info)
@@ -97,7 +98,7 @@ def test_a_worker_that_is_not_in_a_barrier_is_named(workers):
         os.kill(pid, signal.SIGSTOP)
         try:
             wait_until(lambda: has_stopped(pid))
-            stopped = job(timeout=1.0)
+            stopped = job_without("worker2")
         finally:
             os.kill(pid, signal.SIGCONT)
         rpc.rpc_sync("worker2", set_event, ("go on",))
@@ -116,6 +117,18 @@ def test_a_worker_that_is_not_in_a_barrier_is_named(workers):
     c.run(rpc.barrier, ["worker0", "worker2"])
     in_barrier.result()
     assert observer.run(job)["waits"] == []
+
+
+def job_without(name):
+    """Returns the state of the job once all others but the worker with this name have answered in time."""
+    found = []
+
+    def others_have_answered():
+        found[:] = [job(timeout=1.0)]
+        return [each for each, state in states(found[0]).items() if state is None] == [name]
+
+    wait_until(others_have_answered)
+    return found[0]
 
 
 def functions_of_main_thread(name):
