@@ -128,7 +128,7 @@ class WorkerEventStream:
 
     @property
     def workers(self) -> Sequence[WorkerInfo]:
-        """The workers that were present when `worker_events` was called, by id. They have no WorkerJoined."""
+        """The workers present when `worker_events` was called, this one too, by id. None has a WorkerJoined."""
         return self._buffer.workers
 
     def __aiter__(self) -> Self:
@@ -171,8 +171,8 @@ def worker_events() -> WorkerEventStream:
                 case rpc.WorkerSuspect(worker, reason): ...
                 case rpc.WorkerBack(worker): ...
 
-    `workers` of the iterator are the workers that are present now. Each worker is either among them or has a
-    WorkerJoined; each has one WorkerLeft when it leaves. A worker that does not answer for a while has a
+    `workers` of the iterator are the workers that are present now, this one too. Each worker is either among them
+    or has a WorkerJoined; each has one WorkerLeft when it leaves. A worker that does not answer for a while has a
     WorkerSuspect, and a WorkerBack when it answers again. Events are queued without a bound until they are read.
     The iteration ends when this worker shuts down.
 
