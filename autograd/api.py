@@ -26,8 +26,9 @@ def context() -> AbstractContextManager[int]:
             autograd.backward(context_id, [loss])
             optimizer.step(context_id)
 
-    Calls that this thread makes inside belong to the context, and so do the calls that the called functions make.
-    At its end the context is released on all workers that it has reached.
+    Calls that this thread, or this asyncio task, makes inside belong to the context, and so do those of the called
+    functions, and of tasks and callbacks that are made inside. At its end the context is released on all workers
+    that it has reached.
 
     Returns:
         A context manager, which gives the id of the context. Entering it raises NotInitializedError if RPC is not

@@ -8,6 +8,7 @@ part of its own, until the one that opened the context ends it.
 import threading
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -30,11 +31,9 @@ Exchanged = tuple[dict[int, int], list[SendId], list[int]]
 message id; the messages that have arrived there; and the ids of the workers that it has sent any messages."""
 
 
-class _ThreadState(threading.local):
-    context: "Context | None" = None
-
-
-_current = _ThreadState()
+_current: "ContextVar[Context | None]" = ContextVar("gradwire.autograd.context", default=None)
+"""That of a thread, or of an asyncio task. Callbacks and tasks that are made inside take it along. If it has ended
+when they run, their calls belong to no context."""
 
 
 def creator_of(identifier: int) -> int:
@@ -43,18 +42,18 @@ def creator_of(identifier: int) -> int:
 
 
 def current_context() -> "Context | None":
-    """Returns the context that this thread's calls belong to."""
-    return _current.context
+    """Returns the context that the calls of this thread, or of this asyncio task, belong to."""
+    return _current.get()
 
 
 def set_current_context(context: "Context | None") -> None:
-    """Sets the context that this thread's calls belong to."""
-    _current.context = context
+    """Sets the context that the calls of this thread, or of this asyncio task, belong to."""
+    _current.set(context)
 
 
 @final
 class inside:  # noqa: N801 - a context manager, used like a function
-    """Context manager that makes a context the current one of this thread."""
+    """Context manager that makes a context the current one of this thread, or of this asyncio task."""
 
     __slots__ = ("_before", "_context")
 
@@ -63,11 +62,11 @@ class inside:  # noqa: N801 - a context manager, used like a function
         self._before: Context | None = None
 
     def __enter__(self) -> None:
-        self._before = _current.context
-        _current.context = self._context
+        self._before = _current.get()
+        _current.set(self._context)
 
     def __exit__(self, *_: object) -> None:
-        _current.context = self._before
+        _current.set(self._before)
 
 
 @dataclass(slots=True)

@@ -5,9 +5,10 @@ run their coroutines on one loop, on a daemon thread that starts with its first 
 """
 
 import asyncio
+import contextvars
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar, final
@@ -67,6 +68,18 @@ class EventLoop:
             self._shared.release()
 
 
+def _make_task(
+    loop: asyncio.AbstractEventLoop,
+    coroutine: "Coroutine[Any, Any, T] | Generator[Any, None, T]",
+    context: contextvars.Context | None = None,
+) -> "asyncio.Task[T]":
+    """Makes a task of the loop, without the context variables of the thread that has asked for it.
+
+    A task such as that of a connection may live much longer than what they hold.
+    """
+    return asyncio.Task(coroutine, loop=loop, context=context or contextvars.Context())
+
+
 class _SharedLoop:
     """The loop, its thread, and the number of its users."""
 
@@ -76,6 +89,7 @@ class _SharedLoop:
     def __init__(self) -> None:
         self.user_count = 0
         self.loop = asyncio.new_event_loop()
+        self.loop.set_task_factory(_make_task)
         self.thread = threading.Thread(target=self._run, name="gradwire-loop", daemon=True)
         self.thread.start()
 

@@ -186,8 +186,8 @@ def get_worker_infos() -> list[WorkerInfo]:
 def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> WorkerEventHandle:
     """Calls a function with each worker that joins the group from now on.
 
-    `workers` of the returned handle are the workers that are present now, this one too. Each worker is either among
-    them or passed to the callback, exactly once. No worker joins a static group after `init_rpc` has returned.
+    `workers` of the returned handle are the workers that are present now, this one too. Each worker is among them
+    or passed to the callback, exactly once. No worker joins a static group after `init_rpc` has returned.
 
     All callbacks of this function and of `on_worker_left` run one after another, in the order of the events, on a
     thread that runs incoming calls. They may make calls; one that blocks delays the others. Errors that a callback
