@@ -22,12 +22,13 @@ import os
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 from ..errors import ProcessGroupError
 from .addresses import format_address
@@ -189,10 +190,9 @@ class FailureDetector:
         except (OSError, ProcessGroupError) as error:
             store.set("address", json.dumps(["", 0, str(error)]))
             raise
-        port = listening.getsockname()[1]
         all_connected = asyncio.Event()
         self._event_loop.run(self._listen(listening, token, all_connected), timeout_s)
-        store.set("address", json.dumps([host, port, token]))
+        store.set("address", json.dumps([host, listening.getsockname()[1], token]))
         self._event_loop.run(asyncio.wait_for(all_connected.wait(), timeout_s))
 
     async def _listen(self, listening: socket.socket, token: str, all_connected: asyncio.Event) -> None:
@@ -239,8 +239,7 @@ class FailureDetector:
         async with asyncio.timeout(TOKEN_TIMEOUT_S):
             if self._identity is not None:  # at once, before anything is read
                 await writer.start_tls(self._identity.server_context())
-                certificate = writer.get_extra_info("ssl_object").getpeercert()
-                if SHARED_HOST_NAME not in certified_names(certificate):
+                if SHARED_HOST_NAME not in certified_names(writer.get_extra_info("ssl_object").getpeercert()):
                     raise _RefusedError(f"its certificate is not for {SHARED_HOST_NAME}")
             rank = await _read_rank(reader, token, self._size)
         if rank in self._writers:
@@ -256,19 +255,25 @@ class FailureDetector:
         self._event_loop.run(self._connect(host, port, token), timeout_s)
 
     async def _connect(self, host: str, port: int, token: str) -> None:
-        reader, writer = await asyncio.open_connection(
-            host,
-            port,
-            limit=MAX_LINE_BYTES,
-            ssl=self._identity.client_context() if self._identity is not None else None,
-            server_hostname=SHARED_HOST_NAME if self._identity is not None else None,
-        )
-        self._writers[0] = writer
-        _enable_keepalive(writer)
-        writer.write(f"{token} {self._rank}\n".encode())
-        if (answer := await reader.readline()) != b"welcome\n":
-            why = f": {printable(answer.decode(errors='replace').strip())}" if answer else ""
-            raise ConnectionRefusedError(f"rank 0 refused the connection of rank {self._rank}{why}")
+        answer = b""
+        tls: dict[str, Any] = {}
+        if self._identity is not None:
+            tls = {"ssl": self._identity.client_context(), "server_hostname": SHARED_HOST_NAME}
+        while not answer:
+            began = time.monotonic()
+            try:
+                reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES, **tls)
+                self._writers[0] = writer
+                _enable_keepalive(writer)
+                writer.write(f"{token} {self._rank}\n".encode())
+                if (answer := await reader.readline()) != b"welcome\n":
+                    why = f": {printable(answer.decode(errors='replace').strip())}" if answer else ""
+                    raise ConnectionRefusedError(f"rank 0 refused the connection of rank {self._rank}{why}")
+            except OSError:
+                if answer or time.monotonic() - began < TOKEN_TIMEOUT_S:
+                    raise
+                for each in self._writers.values():  # the token came late: this machine, or rank 0's, is too busy
+                    each.close()
         self._start_task(self._read_from(0, reader))
 
     # Messages: lines "KEYWORD RANK". All of this runs on the event loop.

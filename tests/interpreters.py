@@ -55,6 +55,8 @@ arguments = sys.argv[1:]
 if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-c", "-m", "-u"):
     os.execv({python!r}, [{python!r}, *arguments])
 numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if number < 3]
+signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until the program runs that they are for
 for number in map(int, os.listdir("/proc/self/fd")):
     try:
         if number > 2 and os.get_inheritable(number):
@@ -66,8 +68,14 @@ server.connect({address!r})
 request = [arguments, dict(os.environ), os.getcwd(), numbers, {log!r}, True]
 socket.send_fds(server, [json.dumps(request).encode()], numbers)
 pid = int(server.recv(100))
-for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2:
-    signal.signal(number, lambda number, _: os.kill(pid, number))
+def pass_on(number, _):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it has just ended
+for number in signals:
+    signal.signal(number, pass_on)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 status = int(server.recv(100) or -9)
 if status < 0:
     if -status != signal.SIGKILL:
@@ -115,8 +123,7 @@ class Program:
         try:
             self.wait(0)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            _kill(self.pid)
             self.wait()
         finally:
             self._reply.close()
@@ -256,14 +263,20 @@ class _Programs:
                 reply.send(str(status).encode())
             os.close(descriptor)
         for reply in self._commands.keys() & set(ready):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._commands.pop(reply), signal.SIGKILL)
+            _kill(self._commands.pop(reply))
 
     def close(self) -> None:
         """Forgets all programs, in the process of one."""
         for descriptor, (_, reply) in self._running.items():
             os.close(descriptor)
             reply.close()
+
+
+def _kill(program: int) -> None:
+    """Kills a program and its processes."""
+    for kill in os.killpg, os.kill:  # just after its fork, the program has no process group yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(program, signal.SIGKILL)
 
 
 def _move(descriptors: list[int], numbers: list[int]) -> None:

@@ -14,7 +14,10 @@ __all__ = ["has_stopped", "stopped"]
 
 def has_stopped(process: int) -> bool:
     """Returns whether no thread of a process runs any more, which takes a moment after SIGSTOP."""
-    states = [stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{process}/task").glob("*/stat")]
+    try:
+        states = [stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{process}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
+        return False
     return set(states) == {"T"}
 
 

@@ -268,7 +268,7 @@ def test_broadcast_calls_are_measured(measure):
     lines = measure(broadcast_call.main, "--receivers", 2, "--mib", 1, "--rounds", 1)
     (row,) = (line for line in lines if line.strip().startswith("1 MiB"))
     ours, theirs, ratio = map(float, (row.split()[2], row.split()[4], row.split()[6]))
-    assert ratio == pytest.approx(ours / theirs, abs=0.02)
+    assert ratio == pytest.approx(ours / theirs, rel=0.01, abs=0.02)
 
 
 def test_all_gather_is_measured(measure):
@@ -280,7 +280,7 @@ def test_all_gather_is_measured(measure):
 
 
 def test_a_stalled_peer_is_measured(measure):
-    lines = measure(stalled_peer.main, "--seconds", 0.5, "--kib", 16, "--in-flight", 1)
+    lines = measure(stalled_peer.main, "--seconds", 2, "--kib", 16, "--in-flight", 1)
     rows = {line.split()[0]: line.split() for line in lines if line.startswith(("before", "during", "ratio"))}
     for column, index in ((2, 1), (4, 2)):
         ratio = float(rows["during"][column]) / float(rows["before"][column])

@@ -15,7 +15,6 @@ import pytest
 
 from examples import parameter_server
 from tests.certificates import TOKEN, make_authority, write
-from tests.interpreters import Python
 
 PARAMETER_SERVER = parameter_server.__file__
 
@@ -25,9 +24,10 @@ def nothing_is_left(python, monkeypatch) -> Iterator[None]:
     """No process, and so no listening port, and no shared segment outlives an example."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("GRADWIRE_TEST", mark)  # new interpreters inherit it
-    before = set(os.listdir("/dev/shm"))
+    before, sessions = set(os.listdir("/dev/shm")), python.sessions
     yield
-    left = [process for process in psutil.process_iter() if _has(process, mark) or _is_of(process, python)]
+    started = python.sessions - sessions  # not of the tests before: the system uses process ids again
+    left = [process for process in psutil.process_iter() if _has(process, mark) or _is_of(process, started)]
     _, alive = psutil.wait_procs(left, timeout=20)  # multiprocessing's own end a moment after the program
     assert alive == []
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "gradwire" in name]
@@ -40,9 +40,9 @@ def _has(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def _is_of(process: psutil.Process, python: Python) -> bool:
+def _is_of(process: psutil.Process, sessions: set[int]) -> bool:
     try:
-        return os.getsid(process.pid) in python.sessions
+        return os.getsid(process.pid) in sessions
     except ProcessLookupError:
         return False
 

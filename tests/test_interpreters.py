@@ -50,3 +50,17 @@ def test_its_program_ends_with_it(start, number):
         process.send_signal(number)
         assert process.wait(60) == -number
         wait_until(lambda: not program.is_running() or program.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_signal_that_comes_as_soon_as_its_program_runs_is_passed_on(start):
+    code = """
+import signal
+import sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print("runs", flush=True)
+sys.exit(int(signal.sigwait({signal.SIGTERM}) == signal.SIGTERM) * 5)
+"""
+    with start(code, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "runs\n"
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 5

@@ -85,13 +85,18 @@ def try_credentials(rank: int, folder: Path) -> None:
     (folder / str(rank)).write_text(json.dumps(results))
 
 
+asked = threading.Event()
+
+
 def never() -> None:
+    asked.set()
     threading.Event().wait()
 
 
 def fail_in_one(rank: int, folder: Path, how: str) -> None:
     rpc.init_rpc(f"worker{rank}")
     if rank == 1:
+        assert asked.wait(60)  # worker0 has joined by then
         if how == "raises":
             raise ValueError("the reason")
         if how == "exits":

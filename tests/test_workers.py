@@ -69,7 +69,7 @@ def test_output_and_stacks_are_described(workers):
     (a,) = workers(1)
     a.run(print, "hello from the worker")
     assert "hello from the worker" in a.describe()
-    assert "_worker_main" in a.describe()
+    wait_until(lambda: "_worker_main" in a.describe())  # faulthandler writes line by line
 
 
 def test_workers_and_programs_are_forked_from_two_processes_for_all_of_the_run(workers, python):

@@ -44,6 +44,9 @@ EXIT_TIMEOUT_S = 2.0
 BUSY_EXIT_TIMEOUT_S = 0.3
 """The same for workers that have not answered the test by then: most of them wait for what never comes."""
 
+EXIT_STATUS_TIMEOUT_S = 30.0
+"""Seconds that the fork server may take to tell how a worker has ended."""
+
 TEST_PROCESS = "PYTEST_XDIST_WORKER"
 """The environment variable that names the process of a parallel test run. By it, workers choose free ports."""
 
@@ -201,7 +204,7 @@ class Worker:
         self._answers[number] = (ok, value, text)
 
     def _died(self) -> WorkerDiedError:
-        self.process.join(5)
+        self.process.join(EXIT_STATUS_TIMEOUT_S)
         return WorkerDiedError(f"{self.name} died {self.describe()}")
 
 

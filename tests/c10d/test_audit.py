@@ -5,8 +5,10 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -272,8 +274,9 @@ def test_errors_of_a_server_are_shown_without_control_characters(monkeypatch):
 
 
 @pytest.fixture(params=[None, TOKEN], ids=["clear", "TLS"])
-def detector(request) -> Iterator[tuple[FailureDetector, tuple[str, int], str]]:
+def detector(request, monkeypatch) -> Iterator[tuple[FailureDetector, tuple[str, int], str]]:
     """The failure detector of rank 0 of 2 ranks, its address, and its token."""
+    monkeypatch.setattr(failure_detector, "TOKEN_TIMEOUT_S", 60)
     store = HashStore()
     made: list[FailureDetector] = []
 
@@ -357,7 +360,7 @@ def test_the_flight_recorder_has_the_counts(group, tmp_path):
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[tuple[pmi.PmiServer, tuple[str, int]]]:
-    monkeypatch.setattr(pmi, "GREETING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(pmi, "GREETING_TIMEOUT_S", 60)
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     made = pmi.PmiServer(listener, [0])
@@ -384,10 +387,13 @@ def greet(made: pmi.PmiServer, address: tuple[str, int]) -> None:
     ],
     ids=["wrong id", "no id", "malformed", "long", "silent"],
 )
-def test_a_pmi_server_records_who_connects(server, caplog, sent, reason):
+def test_a_pmi_server_records_who_connects(server, caplog, monkeypatch, sent, reason):
     record_all(caplog)
     made, address = server
-    say(address, sent)
+    with monkeypatch.context() as patch:
+        if not sent:
+            patch.setattr(pmi, "GREETING_TIMEOUT_S", 0.2)
+        say(address, sent)
     greet(made, address)
     made._thread.join(30)
     denied = the_event(caplog, event="deny", listener="pmi")
@@ -405,3 +411,23 @@ def test_a_pmi_server_records_its_limit(server, caplog, monkeypatch):
     assert the_event(caplog, event="limit", listener="pmi")["limit"] == "MAX_STRANGERS=-1"
     monkeypatch.setattr(pmi, "MAX_STRANGERS", 64)
     greet(made, address)
+
+
+def test_a_pmi_server_hears_who_has_spoken_while_it_stalled(server, clock, monkeypatch):
+    """As on a machine that lets a process wait for the processor."""
+    made, address = server
+    spoken = threading.Event()
+    accept = made._accept
+    clock.now = time.monotonic()  # the server has looked at it already
+    monkeypatch.setattr(pmi, "time", SimpleNamespace(monotonic=clock))
+
+    def accept_and_stall() -> None:
+        accept()
+        assert spoken.wait(60)
+        clock.now += 61
+
+    monkeypatch.setattr(made, "_accept", accept_and_stall)
+    with socket.create_connection(address, 20) as connection:
+        connection.sendall(f"cmd=initack pmiid={made.ids[0]}\n".encode())
+        spoken.set()
+        assert connection.recv(4096).startswith(b"cmd=initack rc=0")

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.c10d import Credentials, FileStore
+from gradwire.c10d import Credentials, FileStore, failure_detector
 from gradwire.c10d.failure_detector import DIED, FailureDetector
-from gradwire.c10d.security import SHARED_HOST_NAME, issuing
+from gradwire.c10d.security import SHARED_HOST_NAME, Audit, issuing
 from gradwire.errors import ProcessGroupError, StoreTimeoutError
 
 from tests.c10d.members import everywhere
 from tests.certificates import make_authority, write
+from tests.remote_functions import wait_until
 
 notices: "queue.Queue[tuple[str, int, str]]" = queue.Queue()
 here: dict[str, Any] = {}
@@ -182,15 +183,48 @@ def test_connections_that_say_nothing_are_closed(detectors, tmp_path):
     assert first.run(next_notice) == ("lost", 1, DIED)
 
 
-@pytest.mark.parametrize("token", [None, "pL4gT9wHs6dVf0yNx3aQz8Cm"], ids=["none", "another token"])
-def test_ranks_without_the_credentials_of_the_others_are_refused(workers, tmp_path, token):
-    started = workers(2)
-    tokens = [TOKEN, token]
+def start_late(path: Path, rank: int, token: str | None, told: Path) -> None:
+    """Starts a failure detector; that of rank 1 says its token when rank 0 has stopped waiting for it."""
+    failure_detector.TOKEN_TIMEOUT_S = 0.1
+    deny, enable_keepalive = Audit.deny, failure_detector._enable_keepalive
+
+    def deny_and_be_patient(*args: Any, **fields: Any) -> None:
+        failure_detector.TOKEN_TIMEOUT_S = 60
+        deny(*args, **fields)
+        told.touch()
+
+    def stall(writer: Any) -> None:
+        enable_keepalive(writer)
+        if rank == 1:
+            wait_until(told.exists)
+
+    Audit.deny = deny_and_be_patient
+    failure_detector._enable_keepalive = stall
+    start_detector(path, rank, 2, token)
+
+
+@pytest.mark.parametrize("token", [None, TOKEN], ids=["clear", "TLS"])
+def test_a_rank_that_says_its_token_late_connects_again(workers, tmp_path, token):
+    """As on a machine that lets a process wait for the processor."""
+    first, second = workers(2)
     pending = [
-        each.start(start_detector, tmp_path / "store", rank, 2, tokens[rank], 3)
-        for rank, each in enumerate(started)
+        each.start(start_late, tmp_path / "store", rank, token, tmp_path / "told")
+        for rank, each in enumerate((first, second))
     ]
     for each in pending:
+        each.result()
+    second.kill()
+    assert first.run(next_notice) == ("lost", 1, DIED)
+
+
+@pytest.mark.parametrize("token", [None, "pL4gT9wHs6dVf0yNx3aQz8Cm"], ids=["none", "another token"])
+def test_ranks_without_the_credentials_of_the_others_are_refused(workers, tmp_path, token):
+    first, second = workers(2)
+    refused = second.start(start_detector, tmp_path / "store", 1, 2, token, 60)
+    with FileStore(str(tmp_path / "store")) as store:
+        store.wait(["host/1"])
+    waiting = first.start(start_detector, tmp_path / "store", 0, 2, TOKEN, 3)
+    for each in refused, waiting:
         with pytest.raises(ProcessGroupError, match="the ranks did not connect to rank 0"):
             each.result()
 

@@ -31,6 +31,7 @@ from gradwire.errors import (
 )
 
 from tests.c10d.members import everywhere, numbers, total
+from tests.remote_functions import wait_until
 from tests.workers import Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has newer names than 2.11
@@ -266,15 +267,17 @@ def test_fail_ends_operations_in_flight(group, kind):
 # The cost of waiting
 
 
-def cpu_time_of_a_barrier() -> tuple[float, float]:
+def cpu_time_of_a_barrier(begun: Path) -> tuple[float, float]:
+    begun.touch()
     wall, cpu = time.monotonic(), time.process_time()
     dist.barrier()
     return time.process_time() - cpu, time.monotonic() - wall
 
 
-def test_a_waiting_rank_uses_little_processor_time(group):
+def test_a_waiting_rank_uses_little_processor_time(group, tmp_path):
     first, second = group(2)
-    waiting = first.start(cpu_time_of_a_barrier)
+    waiting = first.start(cpu_time_of_a_barrier, tmp_path / "begun")
+    wait_until((tmp_path / "begun").exists)
     threading.Event().wait(3)  # the wait that is measured
     second.run(dist.barrier)
     used, waited = waiting.result()

@@ -10,7 +10,7 @@ import time
 import pytest
 from click.testing import CliRunner, Result
 from gradwire.c10d import TCPStore
-from gradwire.c10d.stores import clock, server
+from gradwire.c10d.stores import clock, remote, server
 from gradwire.cli import credential_checks, host_checks
 from gradwire.cli.clock_check import check_clock
 from gradwire.cli.group import gradwire
@@ -146,6 +146,7 @@ def test_a_clock_that_cannot_be_compared(environment, free_port):
     (finding,) = check_clock(f"127.0.0.1:{free_port}")
     assert (finding.level, "does not tell its time" in finding.text) == ("warning", True)
     environment.setattr(clock.clock_offset, "__defaults__", (30.0,))
+    environment.setattr(remote, "DIAGNOSIS_INTERVAL_S", 30.0)
     environment.setenv("GRADWIRE_TOKEN", TOKEN)
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         assert [each.level for each in check_clock(f"127.0.0.1:{store.port}")] == ["ok"]

@@ -47,8 +47,9 @@ _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _REDUCIBLE = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
 """Dtypes that Gloo reduces correctly. It treats bools as bytes, whose sums are no bools."""
 
-FAILURE_REASON_TIMEOUT_S = 1.0
-"""How long a broken connection waits for the failure detector of the group to say why it broke."""
+FAILURE_REASON_TIMEOUT_S = 5.0
+"""How long a broken connection waits for the failure detector of the group to say why it broke. By then each rank
+should have had the processor, on a machine that is too busy."""
 
 CLOSING_TAG = 2**31 - 1
 """Tag of the receives that time out to have Gloo close its connections. No message has this tag."""

@@ -116,12 +116,13 @@ class PmiServer:
 
     def _serve(self) -> None:
         while len(self._joined) < self._size or self._clients:
+            latest = time.monotonic() - GREETING_TIMEOUT_S  # what has come is read before
             for key, _ in self._selector.select(self._seconds_left()):
                 if key.data is None:
                     self._accept()
                 elif key.data in self._clients:  # not dropped in this round
                     self._receive(key.data)
-            self._drop_strangers()
+            self._drop_strangers(latest)
         self._selector.close()
         self._listener.close()
         self.audit.close()
@@ -153,9 +154,8 @@ class PmiServer:
         since = [each.connected for each in self._strangers()]
         return max(0.0, min(since) + GREETING_TIMEOUT_S - time.monotonic()) if since else None
 
-    def _drop_strangers(self) -> None:
-        """Drops clients that have taken too long to say who they are."""
-        latest = time.monotonic() - GREETING_TIMEOUT_S
+    def _drop_strangers(self, latest: float) -> None:
+        """Drops clients that have taken too long to say who they are: those that connected until `latest`."""
         for each in self._strangers():
             if each.connected <= latest:
                 self._deny(each, f"no PMI_ID within {GREETING_TIMEOUT_S:g} s")
