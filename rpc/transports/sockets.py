@@ -177,12 +177,16 @@ class SocketListener:
             The kind and the connection; None if there is none, for which the log says why.
         """
         for offer in offers:
-            if offer.kind in self.kinds:
+            while offer.kind in self.kinds:
+                began = self._loop.time()
                 try:
                     return offer.kind, await _dial(self._loop, offer, worker, self._identity)
                 except (OSError, ValueError) as error:
+                    if isinstance(error, ConnectionError) and self._loop.time() > began + NONCE_TIMEOUT_S:
+                        continue  # one of the processes was held up; the offer stands for some seconds
                     where = printable(offer.address)
                     log.info("no %s socket to %s, so gRPC is used: %s", offer.kind, where, printable(error))
+                    break
         return None
 
     async def close(self) -> None:

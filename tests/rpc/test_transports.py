@@ -1,5 +1,6 @@
 """What carries the messages between two workers: sockets where they can be connected, else the gRPC stream."""
 
+import asyncio
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.errors import WorkerLostError
+from gradwire.rpc.transports import sockets
 
 from tests.remote_functions import identity, wait_until
 from tests.rpc.segments import network
@@ -44,6 +46,32 @@ def test_workers_use_what_both_allow(workers, mine, theirs, used):
         p.result()
     assert started[0].run(transport_to, "worker1") == used
     assert started[1].run(transport_to, "worker0") == used
+
+
+def hold_up_a_nonce() -> None:
+    """Has the first connection to this worker closed because it has not said its nonce in time."""
+    sockets.NONCE_TIMEOUT_S = 0.5
+    receive = sockets._receive
+
+    async def receive_late(*args: object) -> bytes:
+        sockets._receive = receive
+        await asyncio.sleep(60)
+        return b""
+
+    sockets._receive = receive_late
+
+
+def wait_less_for_a_nonce() -> None:
+    sockets.NONCE_TIMEOUT_S = 0.5
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_socket_is_dialed_again_if_a_worker_was_held_up(workers, kind):
+    """As a busy machine may: gRPC would carry all calls of the two workers from then on."""
+    a, b = workers.rpc(2, transports=(kind, "grpc"))
+    a.run(wait_less_for_a_nonce)
+    b.run(hold_up_a_nonce)
+    assert a.run(transport_to, "worker1") == kind
 
 
 def test_a_worker_reaches_itself_without_a_socket(two_workers):
