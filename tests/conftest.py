@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ ROOT = Path(__file__).parent.parent
 os.environ.setdefault("GRADWIRE_SUSPECT_AFTER", "60")
 # Threads of OpenMP wait for more work by spinning otherwise: on small tensors, nine tenths of the processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A script's background commands ignore Ctrl-C, and what they start would, too. Many tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Appended, so that worker processes can import test modules by name without shadowing anything.
 if str(ROOT) not in sys.path:
