@@ -69,15 +69,15 @@ class EventLoop:
 
 
 def _make_task(
-    loop: asyncio.AbstractEventLoop,
-    coroutine: "Coroutine[Any, Any, T] | Generator[Any, None, T]",
-    context: contextvars.Context | None = None,
+    loop: asyncio.AbstractEventLoop, coroutine: "Coroutine[Any, Any, T] | Generator[Any, None, T]", **options: Any
 ) -> "asyncio.Task[T]":
     """Makes a task of the loop, without the context variables of the thread that has asked for it.
 
     A task such as that of a connection may live much longer than what they hold.
     """
-    return asyncio.Task(coroutine, loop=loop, context=context or contextvars.Context())
+    if options.get("context") is None:
+        options["context"] = contextvars.Context()
+    return asyncio.Task(coroutine, loop=loop, **options)
 
 
 class _SharedLoop:

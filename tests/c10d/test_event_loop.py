@@ -1,6 +1,7 @@
 """The event loop that stores and agents share."""
 
 import asyncio
+import contextvars
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,33 @@ def test_users_share_one_thread_that_ends_with_the_last_release():
     third = acquire_event_loop()
     assert third.run(current_thread()) is not thread
     third.release()
+
+
+async def find_variable() -> str:
+    return _variable.get()
+
+
+_variable = contextvars.ContextVar("_variable", default="that of no thread")
+
+
+def test_tasks_take_no_context_variables_along_unless_they_are_given():
+    loop = acquire_event_loop()
+    given = contextvars.Context()
+
+    async def set_in_given() -> None:
+        await asyncio.get_running_loop().create_task(set_variable(), context=given)
+
+    async def set_variable() -> None:
+        _variable.set("in the given context")
+
+    before = _variable.set("that of the calling thread")
+    try:
+        assert loop.run(find_variable()) == "that of no thread"
+        loop.run(set_in_given())
+        assert given[_variable] == "in the given context"
+    finally:
+        _variable.reset(before)
+        loop.release()
 
 
 def use_after_fork() -> int:
