@@ -130,6 +130,8 @@ OFFERS = st.builds(
 class _OfflineLoop:
     """What dials by an event loop: looks for numeric addresses only, and connects to nobody."""
 
+    time = staticmethod(_loop.time)
+
     async def getaddrinfo(self, host: str, port: str, **options: Any) -> list[Any]:
         return socket.getaddrinfo(host, port, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV, **options)
 
