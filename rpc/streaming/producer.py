@@ -66,6 +66,8 @@ class StreamProducer:
         self._lock = threading.Lock()
         self._is_advancing = False
         self._is_closing = False
+        self._cut_off = b""
+        """The encoded error of the stream if its generator is closed, and its consumer has not asked for that."""
         self._is_postponed = False
         """Whether it waits until less is queued to be sent to the consumer, whatever the window says."""
         self._sent_items = 0
@@ -92,9 +94,16 @@ class StreamProducer:
             self._taken_bytes = max(self._taken_bytes, nbytes)
         self.advance()
 
-    def close(self) -> None:
-        """Closes the generator: now, or if another thread advances it, after its next item."""
+    def close(self, error: Exception | None = None) -> None:
+        """Closes the generator: now, or if another thread advances it, after its next item.
+
+        Args:
+            error: why, for the consumer, which must not take the end for that of the items; None if it has asked
+                for it.
+        """
         with self._lock:
+            if error is not None and not self._is_closing:
+                self._cut_off = self._agent.encode_failure(error)
             self._is_closing = True
         self.advance()
 
@@ -102,7 +111,7 @@ class StreamProducer:
         """Runs the generator until there is no credit or it ends. Does nothing if another thread runs it."""
         while self._start_step():
             with self._agent.serving(self._request):
-                failure = b"" if self._is_closing else self._send_next_item()
+                failure = self._cut_off if self._is_closing else self._send_next_item()
                 if failure is not None:
                     self._close_items()
             if failure is not None:

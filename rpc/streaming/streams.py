@@ -12,7 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
-from ...errors import LimitReachedError, NotInitializedError, Outcome, WorkerLostError, WorkerSuspectError
+from ...errors import (
+    LimitReachedError,
+    NotInitializedError,
+    Outcome,
+    RpcError,
+    WorkerLostError,
+    WorkerSuspectError,
+)
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
 from ..contracts.arguments import CALL_PARTS
@@ -172,8 +179,9 @@ class Streams(Extension):
             raise
         # `on_worker_lost` or `on_worker_suspect` may have run before the producer was registered.
         consumer = producer.consumer.wire_id
-        if self.agent.end_of(consumer) is not None or self.agent.suspicion_of(consumer) is not None:
-            producer.close()
+        end, suspicion = self.agent.end_of(consumer), self.agent.suspicion_of(consumer)
+        if end is not None or suspicion is not None:
+            producer.close(self._cut_off(suspicion if end is None else end.reason))
         self.agent.submit(producer.advance)
         return Deferred(producer.done)
 
@@ -217,21 +225,28 @@ class Streams(Extension):
 
     def on_worker_lost(self, worker: WorkerInfo, end: WorkerEnd) -> None:
         """Ends the streams from and to a lost worker."""
-        self._end_streams(worker, end.as_error(worker.name))
+        self._end_streams(worker, end.as_error(worker.name), end.reason)
 
     def on_worker_suspect(self, worker: WorkerInfo, reason: str) -> None:
         """Ends the streams from and to a suspect worker, of which items may be lost."""
         error = WorkerSuspectError(worker.name, reason)
         error.outcome = Outcome.UNKNOWN
-        self._end_streams(worker, error)
+        self._end_streams(worker, error, reason)
 
-    def _end_streams(self, worker: WorkerInfo, error: Exception) -> None:
+    def _end_streams(self, worker: WorkerInfo, error: Exception, reason: str) -> None:
         for consumer in list(self._consumers.values()):
             if consumer.producer == worker:
                 consumer.fail(error)
         for producer in list(self._producers.values()):
             if producer.consumer == worker:
-                self.agent.submit(producer.close)  # it runs user code, which may block
+                # It runs user code, which may block. The worker may be back before, and read the answer.
+                self.agent.submit(producer.close, self._cut_off(reason))
+
+    def _cut_off(self, reason: str | None) -> RpcError:
+        """Returns the error of a stream that its producer, this worker, ends before its last item."""
+        error = RpcError(f"worker {self.agent.info.name!r} has ended the stream before its last item: {reason}")
+        error.outcome = Outcome.RAN
+        return error
 
     def live_objects(self) -> Mapping[str, int]:
         """Returns the numbers of open streams, and the bytes of their items that have not been taken."""
@@ -246,7 +261,7 @@ class Streams(Extension):
     def close(self) -> None:
         """Closes the generators, and ends the waits for items."""
         for producer in list(self._producers.values()):
-            producer.close()
+            producer.close(self._cut_off("it has shut down its RPC agent"))
         error = NotInitializedError(f"worker {self.agent.info.name!r} has shut down its RPC agent")
         error.outcome = Outcome.UNKNOWN  # they have been requested
         for consumer in list(self._consumers.values()):

@@ -11,6 +11,7 @@ from gradwire.errors import (
     LimitReachedError,
     NotInitializedError,
     RemoteError,
+    RpcError,
     RpcTimeoutError,
     SerializationError,
     WorkerLostError,
@@ -274,6 +275,19 @@ def test_the_generator_is_closed_if_its_consumer_alone_has_suspected_it(agents):
 
 async def collect(stream: rpc.RpcStream) -> list[Any]:
     return [item async for item in stream]
+
+
+def test_a_stream_is_not_complete_if_its_producer_alone_has_suspected_the_consumer(agents):
+    """As when the connection breaks, and the consumer has connected again before it has noticed."""
+    a, b = agents(2)
+    with holder.using(a):
+        stream = rpc.rpc_stream(b.info, count_to, (100,), window_items=2)
+        assert next(stream) == 0
+        b.extension(Streams).on_worker_suspect(a.info, "it has connected again")
+        why = "'agent1' has ended the stream before its last item: it has connected again"
+        with pytest.raises(RpcError, match=why) as caught:
+            list(stream)
+        assert caught.value.outcome is Outcome.RAN
 
 
 def test_an_item_that_takes_too_long(workers):
