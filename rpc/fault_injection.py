@@ -27,6 +27,7 @@ from ..c10d.torch_types import TorchStore
 from ..errors import SendFailedError
 from ..proto.v1 import agent_pb2
 from .agent import evictions
+from .agent.control import RetryingControlMessages
 from .agent.factories import AgentFactories
 from .agent.grpc_agent import GrpcAgent
 from .agent.network import Network
@@ -143,7 +144,11 @@ def start_faulty_agent(
         from ..extensions import DEFAULT_EXTENSIONS  # see control_kinds
 
         extensions = DEFAULT_EXTENSIONS
-    factories = AgentFactories(network=partial(Network, wrap=_Faults(rpc_backend_options).wrap))
+    factories = AgentFactories(
+        network=partial(Network, wrap=_Faults(rpc_backend_options).wrap),
+        # By themselves, so that they fail without the calls that they would be attached to.
+        control=partial(RetryingControlMessages, attaches=False),
+    )
     make_agent = partial(GrpcAgent, extensions=extensions, factories=factories)
     return start_agent(store, name, rank, world_size, rpc_backend_options, make_agent)
 

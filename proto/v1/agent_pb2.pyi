@@ -1375,41 +1375,81 @@ class ControlHeader(google.protobuf.message.Message):
 
     ACKNOWLEDGED_BELOW_FIELD_NUMBER: builtins.int
     MESSAGES_FIELD_NUMBER: builtins.int
+    PROCESSED_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
     acknowledged_below: builtins.int
     """all messages with smaller numbers have been acknowledged to the sender"""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ControlMessage]: ...
+    @property
+    def processed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The numbers of messages of the receiver that were attached to others, and that the sender has processed; and those
+        whose handlers have raised an error.
+        """
+
+    @property
+    def failed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ControlFailure]: ...
     def __init__(
         self,
         *,
         acknowledged_below: builtins.int = ...,
         messages: collections.abc.Iterable[Global___ControlMessage] | None = ...,
+        processed: collections.abc.Iterable[builtins.int] | None = ...,
+        failed: collections.abc.Iterable[Global___ControlFailure] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_below", b"acknowledged_below", "messages", b"messages"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_below", b"acknowledged_below", "failed", b"failed", "messages", b"messages", "processed", b"processed"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ControlHeader: typing_extensions.TypeAlias = ControlHeader
 
 @typing.final
 class ControlMessage(google.protobuf.message.Message):
+    """Control messages are the body of a CONTROL request, which is answered when they have been processed, or attached to any
+    other envelope: also to a CONTROL without an id, which has nothing else.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
     number: builtins.int
     """counts the control messages from one worker to another"""
     kind: builtins.str
     """selects the handler, such as "rref.fork" """
+    payload: builtins.bytes
+    """if it is attached: a pickle"""
     def __init__(
         self,
         *,
         number: builtins.int = ...,
         kind: builtins.str = ...,
+        payload: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kind", b"kind", "number", b"number"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kind", b"kind", "number", b"number", "payload", b"payload"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ControlMessage: typing_extensions.TypeAlias = ControlMessage
+
+@typing.final
+class ControlFailure(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    failure: builtins.bytes
+    """a RemoteFailure"""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        failure: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["failure", b"failure", "number", b"number"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ControlFailure: typing_extensions.TypeAlias = ControlFailure
 
 @typing.final
 class RemoteFailure(google.protobuf.message.Message):

@@ -13,7 +13,7 @@ from ..channels.broadcast.sending import Broadcast
 from ..channels.payloads import PayloadReader, body_of, read_inline
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.devices import NO_DEVICES, DeviceMap
-from ..contracts.messages import CONTROL, Buffer, Incoming, Outgoing, Request
+from ..contracts.messages import Buffer, Incoming, Outgoing, Request
 from ..contracts.options import RpcBackendOptions
 from ..contracts.pickler import BY_VALUE
 from ..contracts.worker import WorkerInfo
@@ -55,7 +55,7 @@ class Codec:
             packer: pickles values.
             extensions: add headers to messages and read them.
             network: carries the messages.
-            control: its messages are piggybacked on others.
+            control: its messages are attached to others.
         """
         self.traffic = TrafficStats()
         self._me = me
@@ -67,6 +67,7 @@ class Codec:
         self._network = network
         self._control = control
         self._waiting_control = control.waiting
+        self._dumps = partial(dumps, packer.pickler)
         self._to_flush: set[int] = set()
         """The workers for which messages wait that can."""
         self._devices = network.cuda_ipc.staging
@@ -193,9 +194,8 @@ class Codec:
             envelope.body.inline = message.body
             message.nbytes = nbytes
             self.traffic.sent(message.destination.wire_id, nbytes)
-            if self._waiting_control and self._is_piggybacked(message):
-                self._network.send_behind(message.destination, envelope.SerializeToString(), 0.0)
-                return
+            if self._waiting_control:
+                self._control.attach(message.destination, envelope, self._dumps)
             message.ticket = self._network.send(message.destination, envelope.SerializeToString())
             return
         tensors = message.tensors if message.reply_to is None else []  # of an answer, which is not sent again
@@ -206,13 +206,13 @@ class Codec:
                 encode_tensors(message.tensors, writer.put, message.device_map, message.leaves, writer)
             )
             message.tensors = []  # a received one gives its segment back, with this envelope
+            if self._waiting_control:
+                self._control.attach(message.destination, envelope, self._dumps)
             data = envelope.SerializeToString()
             message.payloads, message.nbytes = writer.external, writer.nbytes
             # Now: the receiver may ask for the counts at once.
             inline, apart = writer.inline_nbytes, writer.external_nbytes
             self.traffic.sent_by_channel(message.destination.wire_id, writer.nbytes, inline, apart)
-            if self._waiting_control:
-                self._is_piggybacked(message)
             message.ticket = self._network.send(message.destination, data)
         except Exception:  # after Ctrl-C the message may be on its way
             writer.abort()
@@ -220,13 +220,6 @@ class Codec:
             envelope.ClearField("tensors")
             raise
         writer.start()
-
-    def _is_piggybacked(self, message: Outgoing) -> bool:
-        """Returns whether a message is piggybacked on another. If not, piggybacks control messages on it."""
-        if message.envelope.type != CONTROL:
-            self._control.piggyback(message.destination)
-            return False
-        return message.envelope.answer_can_wait
 
     def send_behind(self, message: Outgoing) -> None:
         """Sends a message that can wait for another one to the same worker, to go in the same write.
@@ -246,7 +239,7 @@ class Codec:
                 return
             message.envelope.body.inline = body
             self.traffic.sent(worker.wire_id, len(body))
-            wait = control_messages.PIGGYBACK_AFTER_S
+            wait = control_messages.ATTACH_AFTER_S
             self._network.send_behind(worker, message.envelope.SerializeToString(), wait)
         except BaseException:
             self._extensions.on_send_aborted(message)
@@ -303,6 +296,14 @@ class Codec:
             self._extensions.on_receive(message)
         return message
 
+    def receive_control(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Takes the control messages that are attached to a message, or acknowledged by it."""
+        self._control.receive(source, envelope, partial(self._reader.load, source))
+
+    def receive_control_with_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Does the same for an answer, and leaves what may take long to the control thread."""
+        self._control.receive_with_answer(source, envelope, partial(self._reader.load, source))
+
     def unpack(self, message: Incoming) -> Any:
         """Returns the value of a message. Raises SerializationError, PolicyError, or what unpickling raises."""
         try:
@@ -323,7 +324,7 @@ class Codec:
 
     def encode_failure(self, error: BaseException) -> bytes:
         """Returns an exception as bytes, pickled if that can be. Never raises."""
-        return encode_failure(error, partial(dumps, self._packer.pickler))
+        return encode_failure(error, self._dumps)
 
     def decode_failure(self, worker: WorkerInfo, failure: Buffer) -> Exception:
         """Returns the exception that a worker has encoded by `encode_failure`, or its text."""

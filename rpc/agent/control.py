@@ -5,20 +5,16 @@ sends to each receiver. The receiver keeps the outcome of those it has processed
 with it; every message says below which number everything is acknowledged, so outcomes are kept only while a
 repetition can still come, and a later straggler is recognised by its number alone.
 
-Control messages to one worker travel together, as many as there are when the control thread comes to them, and are
-acknowledged together. Those that are not urgent wait up to LINGER_S (execution/scheduler.py) for others. After
-PIGGYBACK_AFTER_S they are piggybacked on any other message to the worker: they go behind it, in the same write of
-a socket, which costs no system call and no wake-up more. Their acknowledgement comes back in the same way.
+Control messages to one worker travel together. Those that are not urgent wait for other messages to the worker,
+whatever they are, and are attached to them (attached_control.py); so are the acknowledgements of attached ones.
+The control thread sends an envelope for those that have waited for LINGER_S (execution/scheduler.py). Urgent ones,
+and those that have to be sent again, are the body of a request, whose answer acknowledges them.
 """
 
-import contextlib
 import itertools
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -35,12 +31,14 @@ from ...errors import (
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent, holder
 from ..contracts.control import ControlHandler, OnSettled
-from ..contracts.messages import Handler, MessageType, Request
+from ..contracts.messages import CONTROL, Handler, Request
 from ..contracts.worker import WorkerInfo
 from ..execution.futures import error_of
 from ..execution.kept_errors import printable_text
 from ..execution.scheduler import Scheduler, SerialThread, Task
-from .control_inbox import WINDOW, ControlInbox, OnRefused
+from .attached_control import AttachedControl, Dumps
+from .control_inbox import ControlInbox, Loads, OnRefused
+from .control_queue import Batch, ControlMessage, ControlQueue, do_nothing
 
 __all__ = ["RetryingControlMessages"]
 
@@ -52,8 +50,9 @@ MAX_PAUSE_S = 5.0
 """Seconds between attempts: doubled from the first to the longest. An attempt that could not be sent ends at once,
 any other when its time is up."""
 
-PIGGYBACK_AFTER_S = 0.004
-"""Seconds that control messages wait for others of their kind: a batch costs more than the messages in it."""
+ATTACH_AFTER_S = 0.004
+"""Seconds that control messages wait for others of their kind, before they are attached to the next message: a
+header costs more than the messages in it."""
 
 RETRY_AFTER_S = 0.001
 """Seconds after which the control thread looks again if another thread is sending control messages to a worker."""
@@ -64,64 +63,6 @@ MAX_BATCH = 256
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Unacknowledged:
-    """A message that has been sent and is not acknowledged yet."""
-
-    kind: str
-    payload: Any
-    done: OnSettled
-    expected: tuple[type[Exception], ...]
-    urgent: bool
-    number: int = -1
-
-
-@final
-class _Peer:
-    """What is to be sent to one worker."""
-
-    def __init__(self, worker: WorkerInfo) -> None:
-        self.worker = worker
-        self.lingering: deque[_Unacknowledged] = deque()
-        """Messages that are not urgent, and have not been sent."""
-        self.urgent: deque[_Unacknowledged] = deque()
-        """Other messages that have not been sent."""
-        self.next_number = 0
-        self.is_full = False
-        """Whether messages wait until some that have been sent are acknowledged."""
-        self.unacknowledged: dict[int, _Unacknowledged] = {}
-        """Messages that have been sent, in the order of their numbers."""
-        self.paused: list[_Batch] = []
-        """Batches that have failed and will be sent again. Used on the control thread."""
-        self.sending = threading.Lock()
-        """Held by the thread that sends messages and numbers them. No thread waits for it."""
-
-    def pending(self) -> int:
-        """Returns the number of messages that are not acknowledged."""
-        queued = sum(sent.number < 0 for queue in (self.lingering, self.urgent) for sent in queue.copy())
-        return queued + len(self.unacknowledged)
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """Messages to one worker that travel together."""
-
-    peer: _Peer
-    messages: list[_Unacknowledged]
-    attempts: int = 0
-
-    def first_unacknowledged(self) -> int:
-        """Returns the number below which all messages to the worker are acknowledged."""
-        while True:
-            with contextlib.suppress(RuntimeError):  # the dict has changed
-                return next(iter(self.peer.unacknowledged), self.messages[0].number)
-
-    def exceeds_window(self) -> bool:
-        """Returns whether the messages have to wait until others are acknowledged."""
-        first = self.first_unacknowledged() if self.peer.unacknowledged else self.peer.next_number
-        return self.peer.next_number + len(self.messages) > first + WINDOW
-
-
 @final
 class RetryingControlMessages:
     """Sends control messages until they are acknowledged, and processes each that arrives once.
@@ -129,14 +70,32 @@ class RetryingControlMessages:
     `send` and `run` take no lock, so finalizers may call them.
     """
 
-    def __init__(self, agent: RpcAgent, scheduler: Callable[[str, Task], Scheduler] = SerialThread) -> None:
+    def __init__(
+        self, agent: RpcAgent, scheduler: Callable[[str, Task], Scheduler] = SerialThread, *, attaches: bool = True
+    ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            agent: this worker's.
+            scheduler: runs tasks on the control thread, given its name and a task to run first.
+            attaches: whether messages may be attached to others.
+        """
         self.waiting: dict[int, float] = {}
-        """Since when messages wait, by worker id. Who sends another message calls `piggyback` if any do."""
+        """Since when something waits, by worker id. Who sends another message calls `attach` if anything does."""
         self._agent = agent
+        self._attaches = attaches
         self._inbox = ControlInbox()
-        self._peers: dict[int, _Peer] = {}
+        self._queues: dict[int, ControlQueue] = {}
         """By worker id."""
         self._scheduler = scheduler(f"gradwire-control-{agent.info.name}", lambda: holder.bind_thread(agent))
+        self._attached = AttachedControl(
+            self._scheduler,
+            lambda: ATTEMPT_TIMEOUT_S,
+            self._attempt,
+            self._settle,
+            self._resume,
+            with_messages=attaches,
+        )
 
     def on(self, kind: str, handle: ControlHandler) -> None:
         """Registers what a kind of message does."""
@@ -151,23 +110,27 @@ class RetryingControlMessages:
         worker: WorkerInfo,
         kind: str,
         payload: Any,
-        done: OnSettled = lambda _error: None,
+        done: OnSettled = do_nothing,
         expected: tuple[type[Exception], ...] = (),
         *,
         urgent: bool = True,
     ) -> None:
         """Sends a message, again and again until it is acknowledged: see `ControlMessages.send`."""
-        sent = _Unacknowledged(kind, payload, done, expected, urgent)
-        peer = self._peers.get(worker.wire_id)
-        if peer is None:
-            peer = self._peers.setdefault(worker.wire_id, _Peer(worker))
+        sent = ControlMessage(kind, payload, done, expected, urgent)
+        queue = self._queue(worker)
         if urgent:
-            peer.urgent.append(sent)
-            self._scheduler.submit(partial(self._flush, peer))
+            queue.urgent.append(sent)
+            self._scheduler.submit(partial(self._flush, queue))
         else:
-            peer.lingering.append(sent)
+            queue.lingering.append(sent)
             if worker.wire_id not in self.waiting:
-                self._linger(peer)
+                self._linger(queue)
+
+    def _queue(self, worker: WorkerInfo) -> ControlQueue:
+        queue = self._queues.get(worker.wire_id)
+        if queue is None:
+            queue = self._queues.setdefault(worker.wire_id, ControlQueue(worker))
+        return queue
 
     def run(self, task: Task, *, urgent: bool = True) -> None:
         """Runs a task on the control thread, after everything that was submitted before."""
@@ -175,7 +138,7 @@ class RetryingControlMessages:
 
     def pending(self) -> int:
         """Returns how many sent messages are not acknowledged yet."""
-        return sum(peer.pending() for peer in list(self._peers.values()))
+        return sum(queue.pending() for queue in list(self._queues.values()))
 
     def handler(self, on_refused: OnRefused) -> Handler:
         """Returns the handler of CONTROL messages, which calls `on_refused` when that of a kind has raised."""
@@ -184,99 +147,171 @@ class RetryingControlMessages:
 
     def on_worker_back(self, worker: WorkerInfo) -> None:
         """Sends at once what was not acknowledged while a worker was suspect."""
-        if (peer := self._peers.get(worker.wire_id)) is not None:
-            self._scheduler.submit(partial(self._send_paused, peer))
+        if (queue := self._queues.get(worker.wire_id)) is not None:
+            self._scheduler.submit(partial(self._send_paused, queue))
+            self._scheduler.submit(partial(self._attached.send_again, queue))
+
+    def on_worker_lost(self, worker: WorkerInfo) -> None:
+        """Settles what was attached to messages to a worker that is lost; requests settle themselves."""
+        if (queue := self._queues.get(worker.wire_id)) is not None:
+            self._scheduler.submit(partial(self._attached.send_again, queue))
 
     def close(self) -> None:
         """Ends the control thread; messages that are not acknowledged are dropped."""
         self._scheduler.close(ATTEMPT_TIMEOUT_S)
 
-    # Sending: on the control thread, and on those that send the messages on which others are piggybacked.
+    # What is attached to other messages: on the threads that send and receive those.
 
-    def piggyback(self, worker: WorkerInfo) -> None:
-        """Puts messages that wait behind the next message to a worker. Called by the thread that sends it."""
+    def attach(self, worker: WorkerInfo, envelope: agent_pb2.Envelope, dumps: Dumps) -> None:
+        """Attaches what waits to a message that is about to be sent; called if something does.
+
+        Args:
+            worker: the receiver.
+            envelope: the message's.
+            dumps: pickles the payloads.
+        """
+        is_own = envelope.type == CONTROL
         since = self.waiting.get(worker.wire_id)
-        if since is None or time.monotonic() < since + PIGGYBACK_AFTER_S:
+        if since is None or (is_own and envelope.id):
             return
+        if not is_own and time.monotonic() < since + ATTACH_AFTER_S:
+            return
+        queue = self._queues[worker.wire_id]
+        held: list[bool] = []
         try:
-            self._send_queued(self._peers[worker.wire_id], piggybacked=True)
+            held.extend(map(queue.sending.acquire, (False,)))  # by one call, which Ctrl-C cannot interrupt
+            if held[0]:
+                alone = self._attached.attach(queue, envelope.control, dumps)
         except Exception:  # which is not that of the other message
             log.exception("control messages cannot be sent to %s", worker.name)
+            return
+        finally:
+            if held == [True]:
+                queue.sending.release()
+        if not held[0]:
+            return
+        if alone:
+            queue.urgent.extend(alone)
+            self._scheduler.submit(partial(self._flush, queue))
+        self._end_wait(queue)
 
-    def _linger(self, peer: _Peer) -> None:
-        self.waiting[peer.worker.wire_id] = time.monotonic()
-        self._scheduler.submit(partial(self._flush, peer), urgent=False)
+    def receive(self, source: WorkerInfo, envelope: agent_pb2.Envelope, loads: Loads) -> None:
+        """Takes what is attached to a message that has arrived, and processes the control messages.
 
-    def _flush(self, peer: _Peer) -> None:
-        if not self._send_queued(peer, piggybacked=False):
-            self._scheduler.call_later(RETRY_AFTER_S, partial(self._flush, peer))
-
-    def _send_queued(self, peer: _Peer, *, piggybacked: bool) -> bool:
-        """Sends the messages that are queued for a worker; if piggybacked, one batch of those that are not urgent.
-
-        Returns:
-            False if another thread is at it.
+        Args:
+            source: the sender.
+            envelope: the message's.
+            loads: unpickles payloads of that worker.
         """
+        header = envelope.control
+        if header.processed or header.failed:
+            self._attached.settle(self._queue(source), header, self._agent.decode_failure)
+        if header.messages and (envelope.type != CONTROL or not envelope.id):
+            self._process(source, header, loads)
+
+    def receive_with_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, loads: Loads) -> None:
+        """Does what `receive` does, on a thread that completes a request: the control thread runs the handlers."""
+        header = envelope.control
+        if header.processed or header.failed:
+            self._attached.settle(self._queue(source), header, self._agent.decode_failure)
+        if header.messages:
+            self._scheduler.submit(partial(self._process, source, header, loads), urgent=False)
+
+    def _process(self, source: WorkerInfo, header: agent_pb2.ControlHeader, loads: Loads) -> None:
+        queue = self._queue(source)
+        outcomes = self._inbox.process_attached(source, header, loads)
+        for number, failure in outcomes.items():
+            if failure is None:
+                queue.processed.append(number)
+            else:
+                queue.failed.append((number, failure))
+        if outcomes and source.wire_id not in self.waiting:
+            self._linger(queue)
+
+    # Sending: on the control thread.
+
+    def _linger(self, queue: ControlQueue) -> None:
+        self.waiting[queue.worker.wire_id] = time.monotonic()
+        self._scheduler.submit(partial(self._flush, queue), urgent=False)
+
+    def _end_wait(self, queue: ControlQueue) -> None:
+        """Notes that what has waited is sent."""
+        self.waiting.pop(queue.worker.wire_id, None)
+        # Left over, or queued in between by a thread that has seen others wait.
+        if (queue.lingering and not queue.is_full) or queue.has_outcomes():
+            self._linger(queue)
+
+    def _flush(self, queue: ControlQueue) -> None:
+        """Sends what is queued for a worker, and has not been attached to another message."""
+        if not queue.urgent and self._send_attached(queue):
+            return
+        if not self._send_queued(queue):
+            self._scheduler.call_later(RETRY_AFTER_S, partial(self._flush, queue))
+
+    def _send_attached(self, queue: ControlQueue) -> bool:
+        """Sends what waits attached to an envelope of its own; returns whether no message is left."""
+        if queue.worker.wire_id not in self.waiting or not (self._attaches or queue.has_outcomes()):
+            return not queue.lingering
+        try:
+            self._agent.post(queue.worker, CONTROL, None)
+        except Exception as error:  # which a request tells whoever has sent the messages
+            log.debug("control messages are not sent to %s: %s", queue.worker.name, error)
+            queue.drop_outcomes()  # the worker asks for them again
+            self.waiting.pop(queue.worker.wire_id, None)
+        return not queue.lingering
+
+    def _send_queued(self, queue: ControlQueue) -> bool:
+        """Sends what is queued for a worker as requests; returns False if another thread is at it."""
         held: list[bool] = []
         try:
             # By one call, which Ctrl-C cannot interrupt.
-            held.extend(map(peer.sending.acquire, (False,)))
+            held.extend(map(queue.sending.acquire, (False,)))
             if not held[0]:
                 return False
-            is_sent = self._send_some(peer, piggybacked=piggybacked)
-            while is_sent and not piggybacked and (peer.lingering or peer.urgent):
-                is_sent = self._send_some(peer, piggybacked=False)
+            is_sent = self._send_some(queue)
+            while is_sent and (queue.lingering or queue.urgent):
+                is_sent = self._send_some(queue)
         finally:
             if held == [True]:
-                peer.sending.release()
-        self.waiting.pop(peer.worker.wire_id, None)
-        # Left over, or queued in between by a thread that has seen others wait.
-        if peer.lingering and not peer.is_full:
-            self._linger(peer)
+                queue.sending.release()
+        self._end_wait(queue)
         return True
 
-    def _send_some(self, peer: _Peer, *, piggybacked: bool) -> bool:
+    def _send_some(self, queue: ControlQueue) -> bool:
         """Sends the messages that are queued first together; returns False if more must not be sent now."""
-        lingering = list(itertools.islice(peer.lingering.copy(), MAX_BATCH))
-        urgent = [] if piggybacked else list(itertools.islice(peer.urgent.copy(), MAX_BATCH - len(lingering)))
+        lingering = list(itertools.islice(queue.lingering.copy(), MAX_BATCH))
+        urgent = list(itertools.islice(queue.urgent.copy(), MAX_BATCH - len(lingering)))
         messages = [*lingering, *urgent]
         if not messages:
             return True
-        batch = _Batch(peer, messages)
-        while batch.exceeds_window():
-            if peer.is_full:
+        while queue.exceeds_window(len(messages)):
+            if queue.is_full:
                 return False
-            peer.is_full = True  # the thread that handles acknowledgements looks at it after them
-        peer.is_full = False
-        for sent in messages:
-            if sent.number < 0:
-                number = peer.next_number
-                peer.next_number = number + 1  # before it is given away: Ctrl-C may come in between
-                sent.number = number
-            peer.unacknowledged[sent.number] = sent
-        self._attempt(batch, piggybacked=piggybacked)
+            queue.is_full = True  # the thread that handles acknowledgements looks at it after them
+        queue.is_full = False
+        queue.number(messages)
+        self._attempt(Batch(queue, messages))
         # Not before, because Ctrl-C may come at any step.
         for _ in lingering:
-            peer.lingering.popleft()
+            queue.lingering.popleft()
         for _ in urgent:
-            peer.urgent.popleft()
+            queue.urgent.popleft()
         return True
 
-    def _attempt(self, batch: _Batch, *, piggybacked: bool = False) -> None:
+    def _attempt(self, batch: Batch) -> None:
         batch.attempts += 1
-        header = agent_pb2.ControlHeader(acknowledged_below=batch.first_unacknowledged())
+        header = agent_pb2.ControlHeader(acknowledged_below=batch.queue.first_unacknowledged())
         for sent in batch.messages:
             header.messages.add(number=sent.number, kind=sent.kind)
 
         def add_header(envelope: agent_pb2.Envelope) -> None:
             envelope.control.CopyFrom(header)
-            envelope.answer_can_wait = piggybacked
 
         try:
             future = self._agent.request(
-                batch.peer.worker,
+                batch.queue.worker,
                 Request(
-                    MessageType.CONTROL,
+                    CONTROL,
                     [sent.payload for sent in batch.messages],
                     timeout=ATTEMPT_TIMEOUT_S,
                     header=add_header,
@@ -292,11 +327,11 @@ class RetryingControlMessages:
 
     # On the control thread.
 
-    def _attempted(self, batch: _Batch, done: "torch.futures.Future[dict[int, bytes] | None]") -> None:
+    def _attempted(self, batch: Batch, done: "torch.futures.Future[dict[int, bytes] | None]") -> None:
         error = error_of(done)
         if isinstance(error, RpcTimeoutError | SendFailedError | AnswerFailedError | WorkerSuspectError):
             pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(batch.attempts - 1, 16))
-            batch.peer.paused.append(batch)
+            batch.queue.paused.append(batch)
             self._scheduler.call_later(pause, partial(self._send_again, batch))
         elif error is not None:
             self._fail(batch, error)
@@ -304,44 +339,46 @@ class RetryingControlMessages:
             failures = value if isinstance(value := done.value(), dict) else {}
             for index, sent in enumerate(batch.messages):
                 failure = failures.get(index)
-                failed = self._agent.decode_failure(batch.peer.worker, failure) if failure else None
-                self._settle(batch.peer, sent, failed)
-        self._resume(batch.peer)
+                failed = self._agent.decode_failure(batch.queue.worker, failure) if failure else None
+                self._settle(batch.queue, sent, failed)
+        self._resume(batch.queue)
 
-    def _send_again(self, batch: _Batch) -> None:
+    def _send_again(self, batch: Batch) -> None:
         """Sends a batch again at the end of its pause, unless the worker was back before."""
-        if batch in batch.peer.paused:
-            batch.peer.paused.remove(batch)
+        if batch in batch.queue.paused:
+            batch.queue.paused.remove(batch)
             self._attempt(batch)
 
-    def _send_paused(self, peer: _Peer) -> None:
+    def _send_paused(self, queue: ControlQueue) -> None:
         """Sends everything again whose pause has not ended."""
-        paused, peer.paused = peer.paused, []
+        paused, queue.paused = queue.paused, []
         for batch in paused:
             batch.attempts = 0
             self._attempt(batch)
 
-    def _fail(self, batch: _Batch, error: Exception) -> None:
+    def _fail(self, batch: Batch, error: Exception) -> None:
         """Settles messages that cannot be sent or read together: each by itself, if one may be to blame."""
         concerns_all = isinstance(error, WorkerLostError | NotInitializedError)
         if len(batch.messages) == 1 or concerns_all:
             for sent in batch.messages:
-                self._settle(batch.peer, sent, error)
+                self._settle(batch.queue, sent, error)
         else:
             for sent in batch.messages:
-                self._attempt(_Batch(batch.peer, [sent]))
-        self._resume(batch.peer)
+                self._attempt(Batch(batch.queue, [sent]))
+        self._resume(batch.queue)
 
-    def _resume(self, peer: _Peer) -> None:
+    def _resume(self, queue: ControlQueue) -> None:
         """Sends the messages that have waited for acknowledgements."""
-        if peer.is_full:
-            self._flush(peer)
+        if queue.is_full:
+            self._flush(queue)
 
-    def _settle(self, peer: _Peer, sent: _Unacknowledged, error: Exception | None) -> None:
+    def _settle(self, queue: ControlQueue, sent: ControlMessage, error: Exception | None) -> None:
         if error is not None and not isinstance(error, (WorkerLostError, NotInitializedError, *sent.expected)):
-            log.warning("control message %s to %s failed: %s", sent.kind, peer.worker.name, printable_text(error))
-        if peer.unacknowledged.pop(sent.number, None) is not None:  # else it was in two batches
+            log.warning("control message %s to %s failed: %s", sent.kind, queue.worker.name, printable_text(error))
+        if queue.unacknowledged.pop(sent.number, None) is not None:  # else it was in two batches
             try:
                 sent.done(error)
             except Exception:  # which must not keep others from being settled
-                log.exception("the end of control message %s to %s cannot be handled", sent.kind, peer.worker.name)
+                log.exception(
+                    "the end of control message %s to %s cannot be handled", sent.kind, queue.worker.name
+                )

@@ -6,25 +6,30 @@ control.py has the protocol.
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 from ...c10d.security import printable
 from ...errors import LimitReachedError, RpcError
+from ...proto.v1 import agent_pb2
 from ..contracts.control import ControlHandler
-from ..contracts.messages import Incoming, PiggybackedAnswer
+from ..contracts.messages import Incoming
 from ..contracts.worker import WorkerInfo
 from ..execution.kept_errors import printable_text
 from ..wire.failures import encode_failure
 
-__all__ = ["WINDOW", "ControlInbox", "OnRefused"]
+__all__ = ["WINDOW", "ControlInbox", "Loads", "OnRefused"]
 
 WINDOW = 1 << 14
 """Numbers, from the first that is not acknowledged, with which messages are sent to a worker, or accepted."""
 
 MAX_FAILURE_BYTES = 8 << 10
 """Bytes of an outcome that is kept."""
+
+Loads = Callable[[bytes], Any]
+"""Returns the value of a pickle from one worker. Raises what unpickling raises, or PolicyError."""
 
 OnRefused = Callable[[WorkerInfo, Exception], None]
 """Takes the sender of a control message, and the error that its handler has raised."""
@@ -55,18 +60,50 @@ class ControlInbox:
         """By the sender's wire id."""
         self._lock = threading.Lock()
 
-    def process(self, message: Incoming) -> dict[int, bytes] | PiggybackedAnswer | None:
-        """Processes control messages; returns the encoded errors of those that failed, by index."""
-        failures = self._process_all(message)
-        return PiggybackedAnswer(failures) if message.envelope.answer_can_wait else failures
+    def process(self, message: Incoming) -> dict[int, bytes] | None:
+        """Processes the control messages of a request; returns the encoded errors of those that failed, by index.
 
-    def _process_all(self, message: Incoming) -> dict[int, bytes] | None:
+        Those without a request are attached: see `process_attached`.
+        """
         header, payloads = message.envelope.control, message.value
+        if not message.envelope.id:
+            return None
         if len(header.messages) != len(payloads):
             raise ValueError(f"{len(header.messages)} control messages with {len(payloads)} payloads")
+        outcomes = self._process_all(message.source, header, lambda index: payloads[index])
+        failures = {
+            index: failure
+            for index, each in enumerate(header.messages)
+            if (failure := outcomes.get(each.number)) is not None
+        }
+        return failures or None
+
+    def process_attached(
+        self, source: WorkerInfo, header: agent_pb2.ControlHeader, loads: Loads
+    ) -> Mapping[int, bytes | None]:
+        """Processes the control messages that are attached to another message of a worker.
+
+        Args:
+            source: the worker.
+            header: has the messages.
+            loads: unpickles the payload of one.
+
+        Returns:
+            The encoded error of each, by number; None for those whose handlers have returned.
+        """
+        try:
+            return self._process_all(source, header, lambda index: loads(header.messages[index].payload))
+        except LimitReachedError as error:
+            self.on_refused(source, error)
+            return {}
+
+    def _process_all(
+        self, source: WorkerInfo, header: agent_pb2.ControlHeader, payload: Callable[[int], Any]
+    ) -> dict[int, bytes | None]:
+        """Processes messages, those of which that have not been; `payload` returns that of one, by index."""
         with self._lock:
-            received = self.received[message.source.wire_id]
-        failures = {}
+            received = self.received[source.wire_id]
+        outcomes: dict[int, bytes | None] = {}
         with received.lock:
             if header.acknowledged_below > received.floor:
                 received.floor = header.acknowledged_below
@@ -77,18 +114,17 @@ class ControlInbox:
                     f"control messages with numbers from {received.floor + WINDOW} on are refused",
                     f"WINDOW={WINDOW}",
                 )
-            for index, (each, payload) in enumerate(zip(header.messages, payloads, strict=True)):
+            for index, each in enumerate(header.messages):
                 if each.number < received.floor:
                     continue  # a straggler of a message that was acknowledged long ago
                 if each.number not in received.outcomes:
-                    received.outcomes[each.number] = self._process(message.source, each.kind, payload)
-                if (failure := received.outcomes[each.number]) is not None:
-                    failures[index] = failure
-        return failures or None
+                    received.outcomes[each.number] = self._process(source, each.kind, partial(payload, index))
+                outcomes[each.number] = received.outcomes[each.number]
+        return outcomes
 
-    def _process(self, source: WorkerInfo, kind: str, payload: Any) -> bytes | None:
+    def _process(self, source: WorkerInfo, kind: str, payload: Callable[[], Any]) -> bytes | None:
         try:
-            self.handlers[kind](source, payload)
+            self.handlers[kind](source, payload())
         except Exception as error:
             problem = printable_text(error)
             log.info("control message %s of worker %s is refused: %s", printable(kind), source.name, problem)

@@ -68,7 +68,7 @@ class Dispatcher:
             worker_events: is told of workers that join, leave or do not answer.
             executor: runs what may block.
             received: counts the requests that wait for a thread.
-            control: is told of workers that are back.
+            control: is told of workers that are back, or lost.
             failures: logs workers that fail.
             dynamic: whether the group is a dynamic one.
         """
@@ -218,5 +218,6 @@ class Dispatcher:
         else:
             self._failures.on_lost(worker, end.reason)
         self._requests.on_worker_lost(worker, end, unsent)
+        self._control.on_worker_lost(worker)
         self._all_gathers.on_worker_lost(worker)
         self._extensions.on_worker_lost(worker, end)

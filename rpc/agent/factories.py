@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+from ..contracts.agent import RpcAgent
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
 from ..execution.deadlines import Deadlines
 from ..execution.executor import Executor
-from ..execution.scheduler import Scheduler, SerialThread, Task
+from ..execution.scheduler import Task
 from ..membership.roster_log import RosterLog
+from .control import RetryingControlMessages
 from .network import Network
 
 __all__ = ["AgentFactories", "DeadlinesFactory"]
@@ -30,10 +32,10 @@ class AgentFactories:
         the executor.
     executor: runs incoming calls; see Executor.
     deadlines: keeps timeouts; see Deadlines.
-    scheduler: runs the tasks of control messages; takes a thread name, and a task to run first.
+    control: sends control messages; see RetryingControlMessages.
     """
 
     network: Callable[[WorkerInfo, RpcBackendOptions, str, RosterLog | None, Executor], Network] = Network
     executor: Callable[[int, str, Task, float], Executor] = Executor
     deadlines: DeadlinesFactory = Deadlines
-    scheduler: Callable[[str, Task], Scheduler] = SerialThread
+    control: Callable[[RpcAgent], RetryingControlMessages] = RetryingControlMessages

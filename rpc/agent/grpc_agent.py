@@ -35,7 +35,6 @@ from ..membership.worker_events import WorkerEvents
 from ..wire.pickling import Packer
 from .client import Client
 from .codec import Codec
-from .control import RetryingControlMessages
 from .dispatcher import Dispatcher
 from .extensions import Extensions
 from .factories import AgentFactories
@@ -93,7 +92,7 @@ class GrpcAgent(RpcAgent):
         self._closed = False
         self._failures = FailureLog()
         self._shutdown = threading.Lock()
-        self.control = self._control = RetryingControlMessages(self, factories.scheduler)
+        self.control = self._control = factories.control(self)
         self._calls = CallCounter()
         self._executor = factories.executor(
             options.num_worker_threads, f"gradwire-{info.name}", self._prepare_thread, options.busy_poll

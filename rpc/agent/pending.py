@@ -196,9 +196,11 @@ class PendingRequests:
             del message  # a thread that gets the value may take over the memory of its tensors
         except Exception as error:
             self.fail(pending, error, _outcome_of(envelope))
-            return
-        if pending is not None:
-            self._set_result(pending, value)
+        else:
+            if pending is not None:
+                self._set_result(pending, value)
+        if envelope.HasField("control"):
+            self._codec.receive_control_with_answer(source, envelope)
 
     def is_quick(self, envelope: agent_pb2.Envelope) -> bool:
         """Returns whether the thread that has read a message, an answer, may complete its request."""

@@ -107,6 +107,8 @@ class Server:
     def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
         """Runs a request and answers it. Runs on a thread of the executor."""
         nbytes = self._received.begin(source)
+        if envelope.HasField("control"):
+            self._codec.receive_control(source, envelope)
         handler = self._extensions.handlers.get(envelope.type)
         if handler is None:
             self.reject(source, envelope, ValueError(f"message type {envelope.type} has no handler here"))

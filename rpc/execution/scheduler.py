@@ -13,7 +13,7 @@ from typing import Protocol, final
 
 __all__ = ["Scheduler", "SerialThread", "Task"]
 
-LINGER_S = 0.01
+LINGER_S = 0.02
 """Seconds that a task which is not urgent waits for others."""
 
 log = logging.getLogger(__name__)

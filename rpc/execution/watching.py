@@ -11,9 +11,9 @@ __all__ = ["MAX_WATCHERS", "WATCH_INTERVAL_S", "Watch"]
 WATCH_INTERVAL_S = 0.001
 """Seconds that a thread may keep a socket, and what it has read, while it runs a function; until the next look."""
 
-MAX_WATCH_INTERVAL_S = 0.004
-"""Seconds between two looks while there is nothing to take over: to look, a thread needs the interpreter, and the
-others have to wait for it."""
+MAX_WATCH_INTERVAL_S = 0.008
+"""Seconds between two looks after some that have found nothing to take over: to look, a thread needs the
+interpreter, and the others have to wait for it."""
 
 WATCH_FOR_S = 0.02
 """Seconds after the last busy socket in which a waiting thread looks after the others."""
@@ -37,6 +37,8 @@ class Watch:
         self._has_undone = has_undone
         self._until = 0.0
         """By the monotonic clock."""
+        self._interval = WATCH_INTERVAL_S
+        """Seconds until the next look. Not reset by each message: most functions take less time."""
 
     @property
     def is_on(self) -> bool:
@@ -57,11 +59,11 @@ class Watch:
             Whether something has happened; False if there is something to do for a thread that watches, or nothing
             to watch any more.
         """
-        seconds = WATCH_INTERVAL_S
-        while not poll(seconds):
-            if self._has_undone():
+        while not poll(self._interval):
+            if self._has_undone() or self._poller.is_kept_for(WATCH_INTERVAL_S):
+                self._interval = WATCH_INTERVAL_S
                 return False
-            if self._poller.is_kept_for(WATCH_INTERVAL_S) or not (self._poller.kept or self.is_on):
+            if not (self._poller.kept or self.is_on):
                 return False
-            seconds = min(2 * seconds, MAX_WATCH_INTERVAL_S)
+            self._interval = min(2 * self._interval, MAX_WATCH_INTERVAL_S)
         return True

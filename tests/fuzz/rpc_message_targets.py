@@ -20,6 +20,7 @@ from gradwire.autograd.extension import Autograd
 from gradwire.errors import NotInitializedError, UnknownWorkerError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.control import RetryingControlMessages
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.channels.payloads import read_inline
@@ -174,7 +175,7 @@ def _agent(info: WorkerInfo) -> tuple[GrpcAgent, _Threads]:
             network=lambda *_: threads,
             executor=lambda *_: threads,
             deadlines=_NoDeadlines,
-            scheduler=lambda *_: threads,
+            control=lambda agent: RetryingControlMessages(agent, lambda *_: threads),
         ),
     )
     made.listen()

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from gradwire.errors import SerializationError, WorkerLostError
-from gradwire.rpc.agent import control
+from gradwire.rpc.agent import control, control_queue
 from gradwire.rpc.contracts.messages import MessageType, Request
 
 from tests.bad_network import BadNetwork, hurry
@@ -157,7 +157,7 @@ def test_errors_and_losses_are_told(agents):
 
 def test_what_is_kept_of_messages_is_bounded(agents, monkeypatch):
     """A sender does not run ahead of its acknowledgements, so a receiver need not keep more than a window."""
-    monkeypatch.setattr(control, "WINDOW", 600)
+    monkeypatch.setattr(control_queue, "WINDOW", 600)
     monkeypatch.setattr(control, "MAX_BATCH", 50)
     a, b = agents(2)
     got: list[int] = []
@@ -190,12 +190,12 @@ def test_messages_far_ahead_are_refused(agents):
 
         a.request(b.info, Request(MessageType.CONTROL, [number], header=fill)).wait()
 
-    for number in (control.WINDOW, 1 << 60):
+    for number in (control_queue.WINDOW, 1 << 60):
         with pytest.raises(ValueError, match="control messages with numbers from .* on are refused"):
             send(number)
-    send(control.WINDOW - 1)
+    send(control_queue.WINDOW - 1)
     send(1 << 60, acknowledged_below=(1 << 60) - 5)
-    assert got == [control.WINDOW - 1, 1 << 60]
+    assert got == [control_queue.WINDOW - 1, 1 << 60]
     assert b.control._inbox.received[a.info.id].outcomes.keys() == {1 << 60}
 
 

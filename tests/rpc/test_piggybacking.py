@@ -2,19 +2,25 @@
 
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from gradwire import rpc
+from gradwire.errors import SerializationError
 from gradwire.rpc.agent import control
+from gradwire.rpc.agent.codec import Codec
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.contracts.messages import MessageType, Outgoing
 from gradwire.rpc.execution import scheduler
 from gradwire.rpc.transports.frame_writer import FrameWriter
 from gradwire.rref import forks
 from gradwire.rref.forks import References
 
+from tests.bad_network import hurry
 from tests.remote_functions import add, wait_until
 
 FOREVER_S = 3600.0
@@ -27,7 +33,7 @@ def pair(request, agents, monkeypatch) -> tuple[GrpcAgent, GrpcAgent]:
     call(a, b)
     wait_until(lambda: a.debug_info()["transports"]["agent1"] == request.param[0])
     monkeypatch.setattr(scheduler, "LINGER_S", FOREVER_S)
-    monkeypatch.setattr(control, "PIGGYBACK_AFTER_S", 0.0)
+    monkeypatch.setattr(control, "ATTACH_AFTER_S", 0.0)
     return a, b
 
 
@@ -52,36 +58,136 @@ def count_writes(agent: GrpcAgent, monkeypatch) -> Callable[[], int]:
     return lambda: len(writes)
 
 
-def test_control_messages_are_piggybacked_on_a_call_and_acknowledged_with_an_answer(pair, monkeypatch):
+def count_control_messages(agent: GrpcAgent, monkeypatch) -> Callable[[], int]:
+    """Returns a function that returns how many CONTROL messages an agent has sent since."""
+    codec, sent = agent._codec, []
+    put = Codec._put
+
+    def count(self: Codec, message: Outgoing, broadcast: Any):
+        if self is codec and message.envelope.type == MessageType.CONTROL:
+            sent.append(message)
+        return put(self, message, broadcast)
+
+    monkeypatch.setattr(Codec, "_put", count)
+    return lambda: len(sent)
+
+
+def test_control_messages_are_attached_to_a_call_and_acknowledged_by_an_answer(pair, monkeypatch):
     a, b = pair
     got: list[int] = []
-    handled = threading.Event()
-
-    def note(_sender, payload: int) -> None:
-        got.append(payload)
-        if payload == 9:
-            handled.set()
-
-    b.control.on("note", note)
+    b.control.on("note", lambda _sender, payload: got.append(payload))
     told: list[Exception | None] = []
+    from_a, from_b = count_control_messages(a, monkeypatch), count_control_messages(b, monkeypatch)
     writes = count_writes(a, monkeypatch)
     for i in range(10):
         a.control.send(b.info, "note", i, told.append, urgent=False)
     assert not writes()
-    call(a, b)
+    call(a, b)  # whose answer acknowledges them, because they are processed before it runs
     assert writes() == 1
-    assert handled.wait(20)
     assert got == list(range(10))
-    wait_until(lambda: b._codec._to_flush)  # b has answered, but keeps it for what it sends next
-    assert a.control.pending() == 10
-    call(a, b)
-    wait_until(lambda: not a.debug_info()["agent.client_active_calls"])
     a.control.run(lambda: None)  # wakes the control thread, which settles them
     wait_until(lambda: told == [None] * 10)
     assert a.control.pending() == 0
+    assert not from_a()
+    assert not from_b()
 
 
-def test_what_is_urgent_is_not_piggybacked(pair):
+def test_messages_that_nobody_waits_for_are_settled_without_the_control_thread(pair):
+    a, b = pair
+    b.control.on("note", lambda _sender, _payload: None)
+    a.control.send(b.info, "note", 1, urgent=False)
+    assert a.control.pending() == 1
+    call(a, b)
+    wait_until(lambda: not a.control.pending())
+
+
+def test_the_error_of_an_attached_message_is_told(pair):
+    a, b = pair
+
+    def refuse(_sender, payload: int) -> None:
+        raise LookupError(f"no {payload}")
+
+    b.control.on("note", refuse)
+    told: list[Exception | None] = []
+    a.control.send(b.info, "note", 1, told.append, urgent=False)
+    call(a, b)
+    a.control.run(lambda: None)
+    wait_until(lambda: told)
+    (error,) = told
+    assert isinstance(error, LookupError)
+    assert str(error) == "no 1"
+    assert a.control.pending() == 0
+
+
+def test_what_nobody_sends_anything_with_is_sent_alone(pair, monkeypatch):
+    a, b = pair
+    monkeypatch.setattr(scheduler, "LINGER_S", 0.01)
+    got: list[int] = []
+    b.control.on("note", lambda _sender, payload: got.append(payload))
+    from_a, from_b = count_control_messages(a, monkeypatch), count_control_messages(b, monkeypatch)
+    settled = threading.Event()
+    a.control.send(b.info, "note", 1, lambda _error: settled.set(), urgent=False)
+    assert settled.wait(20)
+    assert got == [1]
+    assert (from_a(), from_b()) == (1, 1)
+
+
+@pytest.mark.parametrize("payload", [b"x" * 100_000, threading.Lock()], ids=["large", "unsendable"])
+def test_what_cannot_be_attached_is_sent_as_a_request(pair, payload):
+    a, b = pair
+    b.control.on("note", lambda _sender, _payload: None)
+    told: dict[str, Exception | None] = {}
+    for name, each in (("before", 1), ("odd", payload), ("after", 2)):
+        a.control.send(b.info, "note", each, partial(told.__setitem__, name), urgent=False)
+    call(a, b)
+    a.control.run(lambda: None)
+    wait_until(lambda: len(told) == 3)
+    error = told.pop("odd")
+    assert told == {"before": None, "after": None}
+    assert isinstance(error, SerializationError) if not isinstance(payload, bytes) else error is None
+    wait_until(lambda: not a.control.pending())
+
+
+def test_attached_messages_that_are_lost_are_sent_again(pair, monkeypatch):
+    a, b = pair
+    hurry(monkeypatch)
+    got: list[int] = []
+    b.control.on("note", lambda _sender, payload: got.append(payload))
+    monkeypatch.setattr(a._network, "send", lambda *_: 0)  # loses them
+    settled = threading.Event()
+    a.control.send(b.info, "note", 1, lambda _error: settled.set(), urgent=False)
+    with holder.using(a):
+        lost = rpc.rpc_async(b.info, add, (1, 2), timeout=60)
+    monkeypatch.undo()
+    a.control.run(lambda: None)
+    assert settled.wait(20)
+    assert got == [1]
+    lost.cancel()
+
+
+def test_an_acknowledgement_that_is_lost_is_repeated(pair, monkeypatch):
+    a, b = pair
+    hurry(monkeypatch)
+    got: list[int] = []
+    b.control.on("note", lambda _sender, payload: got.append(payload))
+    attached = b._control._queue(a.info)
+    settled = threading.Event()
+    a.control.send(b.info, "note", 1, lambda _error: settled.set(), urgent=False)
+    monkeypatch.setattr(attached, "processed", LossyDeque())
+    call(a, b)
+    assert got == [1]
+    wait_until(lambda: a.control.run(lambda: None) or settled.is_set())
+    assert got == [1]  # processed once
+
+
+class LossyDeque(deque):
+    """Takes nothing in."""
+
+    def append(self, _item: object) -> None:
+        pass
+
+
+def test_what_is_urgent_waits_for_no_other_message(pair):
     a, b = pair
     got: list[str] = []
     told = threading.Event()
@@ -92,16 +198,17 @@ def test_what_is_urgent_is_not_piggybacked(pair):
     assert got == ["waits", "urgent"]
 
 
-def test_control_messages_are_piggybacked_on_an_answer(pair):
+def test_control_messages_are_attached_to_an_answer(pair):
     a, b = pair
     got: list[int] = []
     a.control.on("note", lambda _sender, payload: got.append(payload))
     b.control.send(a.info, "note", 1, urgent=False)
     call(a, b)
+    a.control.run(lambda: None)  # wakes the control thread, which processes what came with an answer
     wait_until(lambda: got == [1])
 
 
-def test_a_message_behind_which_nothing_can_be_sent_is_sent(pair, monkeypatch):
+def test_a_message_to_which_nothing_can_be_attached_is_sent(pair, monkeypatch):
     a, b = pair
 
     def fail(*_args, **_options):
@@ -109,13 +216,12 @@ def test_a_message_behind_which_nothing_can_be_sent_is_sent(pair, monkeypatch):
 
     a.control.send(b.info, "note", 1, urgent=False)
     with monkeypatch.context() as patched:
-        patched.setattr(a._control, "_attempt", fail)
+        patched.setattr(a._control._attached, "attach", fail)
         call(a, b)
     assert a.control.pending() == 1
     b.control.on("note", lambda _sender, _payload: None)
-    a.control.run(lambda: None)
     call(a, b)
-    wait_until(lambda: not a.debug_info()["agent.client_active_calls"])
+    wait_until(lambda: not a.control.pending())
 
 
 def test_the_confirmation_of_a_reference_comes_with_its_value(pair, monkeypatch):

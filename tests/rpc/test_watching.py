@@ -38,8 +38,25 @@ def test_looks_become_less_frequent_while_there_is_nothing_to_take_over(poller):
     busy(poller)
     watch.extend()
     assert watch.wait(polls)
-    longer = [2 * WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S]
+    longer = [2 * WATCH_INTERVAL_S, 4 * WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S]
     assert polls.seconds == [WATCH_INTERVAL_S, *longer]
+
+
+def test_messages_do_not_make_looks_more_frequent_but_a_find_does(poller):
+    found: list[bool] = []
+    watch = Watch(poller, lambda: bool(found))
+    busy(poller)
+    watch.extend()
+    assert watch.wait(Polls(in_vain=9))
+    next_polls = Polls(in_vain=1)
+    assert watch.wait(next_polls)
+    assert next_polls.seconds[0] == MAX_WATCH_INTERVAL_S
+    found.append(True)
+    assert not watch.wait(Polls(in_vain=1))
+    found.clear()
+    after_find = Polls(in_vain=0)
+    assert watch.wait(after_find)
+    assert after_find.seconds == [WATCH_INTERVAL_S]
 
 
 def test_what_is_queued_is_looked_at_with_the_next_look(poller):

@@ -23,6 +23,7 @@ from gradwire.c10d.security.audit import Audit
 from gradwire.errors import LossCause, SendFailedError, UnknownWorkerError
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.control import RetryingControlMessages
 from gradwire.rpc.agent.factories import AgentFactories
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.agent.links import Absence
@@ -83,7 +84,7 @@ class Machine:
                 network=lambda *_: self.network,
                 executor=lambda *_: SimulatedExecutor(self),
                 deadlines=lambda expire, is_live, *_: SimulatedDeadlines(self, expire, is_live),
-                scheduler=lambda *_: SimulatedScheduler(self),
+                control=lambda agent: RetryingControlMessages(agent, lambda *_: SimulatedScheduler(self)),
             ),
         )
         self.agent.listen()

@@ -42,7 +42,7 @@ COLLECT_EVERY = 50
 @pytest.fixture(autouse=True)
 def simulated_waits(monkeypatch) -> None:
     """Has schedules depend neither on the clock nor on threads."""
-    monkeypatch.setattr(control, "PIGGYBACK_AFTER_S", 0.0)
+    monkeypatch.setattr(control, "ATTACH_AFTER_S", 0.0)
     monkeypatch.setattr(owner_table, "wait", wait_for_value)
 
 

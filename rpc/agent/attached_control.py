@@ -1,0 +1,180 @@
+"""Control messages inside the envelopes of other messages to the same worker.
+
+A control message that is not urgent waits for any envelope to its worker, and is attached to that: it costs no
+message of its own, and no thread is woken for it. What has become of it comes back in the same way. If nobody
+sends anything, the control thread sends an envelope for them. None of this is repeated: if an attached message is
+not acknowledged in time, it is sent as a request, as urgent ones are.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar, final
+
+from ...proto.v1 import agent_pb2
+from ..contracts.worker import WorkerInfo
+from ..execution.scheduler import Scheduler
+from .control_queue import Batch, ControlMessage, ControlQueue, do_nothing
+
+__all__ = ["AttachedControl", "Dumps", "Settle"]
+
+MAX_ATTACHED = 64
+"""Messages that are attached to one envelope, at most, and outcomes of others."""
+
+MAX_ATTACHED_BYTES = 1 << 10
+"""Bytes of the payload of an attached message. A larger one is sent as a request."""
+
+Dumps = Callable[[Any], bytes]
+"""Pickles a payload."""
+
+Settle = Callable[[ControlQueue, ControlMessage, Exception | None], None]
+"""Tells whoever has sent a message what has become of it."""
+
+T = TypeVar("T")
+
+
+@final
+class AttachedControl:
+    """Attaches control messages to envelopes, and takes what is attached to those that arrive."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        timeout: Callable[[], float],
+        attempt: Callable[[Batch], None],
+        settle: Settle,
+        resume: Callable[[ControlQueue], None],
+        *,
+        with_messages: bool,
+    ) -> None:
+        """Attaches nothing yet.
+
+        Args:
+            scheduler: runs `attempt`, `settle` and `resume`.
+            timeout: returns the seconds after which messages that are not acknowledged are sent as a request.
+            attempt: sends messages as a request.
+            settle: tells what has become of a message.
+            resume: sends messages that have waited for acknowledgements.
+            with_messages: whether to attach messages, and not only the outcomes of those received.
+        """
+        self._scheduler = scheduler
+        self._timeout = timeout
+        self._attempt = attempt
+        self._settle = settle
+        self._resume = resume
+        self._with_messages = with_messages
+
+    # Sending: on any thread, which holds the lock of the queue.
+
+    def attach(
+        self, queue: ControlQueue, header: agent_pb2.ControlHeader, dumps: Dumps
+    ) -> Sequence[ControlMessage]:
+        """Attaches the messages that wait, and the outcomes of those that have been received.
+
+        Returns:
+            Messages that are to be sent as a request instead, because they are large, or cannot be pickled.
+        """
+        header.processed.extend(_take(queue.processed))
+        for number, failure in _take(queue.failed):
+            header.failed.add(number=number, failure=failure)
+        waiting = list(itertools.islice(queue.lingering.copy(), MAX_ATTACHED)) if self._with_messages else []
+        if not waiting or queue.exceeds_window(len(waiting)):
+            return ()
+        pickled = [(sent, payload) for sent in waiting if (payload := _pickled(sent, dumps)) is not None]
+        queue.number([sent for sent, _ in pickled])
+        header.acknowledged_below = queue.first_unacknowledged()
+        for sent, payload in pickled:
+            sent.is_attached = True
+            header.messages.add(number=sent.number, kind=sent.kind, payload=payload)
+        if not queue.is_checked:
+            queue.is_checked = True
+            self._scheduler.submit(partial(self._check_later, queue), urgent=False)
+        # Not before, because Ctrl-C may come at any step.
+        for _ in waiting:
+            queue.lingering.popleft()
+        return [sent for sent in waiting if sent.number < 0] if len(pickled) < len(waiting) else ()
+
+    # Receiving: on any thread.
+
+    def settle(
+        self,
+        queue: ControlQueue,
+        header: agent_pb2.ControlHeader,
+        decode: Callable[[WorkerInfo, bytes], Exception],
+    ) -> None:
+        """Takes note of what has become of attached messages. May be called again with the same header.
+
+        Args:
+            queue: that of the worker which tells.
+            header: what it tells.
+            decode: decodes an error.
+        """
+        settled: list[tuple[ControlMessage, bytes]] = []
+        for number in header.processed:
+            sent = queue.unacknowledged.get(number)
+            if sent is None:
+                continue
+            if sent.done is do_nothing:
+                queue.unacknowledged.pop(number, None)
+            else:
+                settled.append((sent, b""))
+        for each in header.failed:
+            if (sent := queue.unacknowledged.get(each.number)) is not None:
+                settled.append((sent, each.failure))
+        if settled or queue.is_full:
+            self._scheduler.submit(partial(self._settle_all, queue, settled, decode), urgent=False)
+
+    # On the control thread.
+
+    def send_again(self, queue: ControlQueue) -> None:
+        """Sends all attached messages that are not acknowledged as a request: they may be lost."""
+        self._send_again(queue, _attached(queue))
+
+    def _send_again(self, queue: ControlQueue, messages: list[ControlMessage]) -> None:
+        for sent in messages:
+            sent.is_attached = False
+        if messages:
+            self._attempt(Batch(queue, messages))
+
+    def _check_later(self, queue: ControlQueue) -> None:
+        """Looks later whether the messages that are attached by now have been acknowledged."""
+        queue.is_checked = False  # first: what is attached from now on has the control thread look again
+        if attached := _attached(queue):
+            queue.is_checked = True
+            self._scheduler.call_later(self._timeout(), partial(self._check, queue, attached))
+
+    def _check(self, queue: ControlQueue, attached: list[ControlMessage]) -> None:
+        left = [sent for sent in attached if sent.is_attached and sent.number in queue.unacknowledged]
+        self._send_again(queue, left)
+        self._check_later(queue)
+
+    def _settle_all(
+        self,
+        queue: ControlQueue,
+        settled: list[tuple[ControlMessage, bytes]],
+        decode: Callable[[WorkerInfo, bytes], Exception],
+    ) -> None:
+        for sent, failure in settled:
+            self._settle(queue, sent, decode(queue.worker, failure) if failure else None)
+        self._resume(queue)
+
+
+def _take(queue: deque[T]) -> Iterator[T]:
+    """Takes what is in a queue, some of it if there is much."""
+    for _ in range(min(len(queue), MAX_ATTACHED)):
+        yield queue.popleft()
+
+
+def _attached(queue: ControlQueue) -> list[ControlMessage]:
+    """Returns the attached messages that are not acknowledged."""
+    return [sent for sent in queue.unacknowledged.copy().values() if sent.is_attached]
+
+
+def _pickled(sent: ControlMessage, dumps: Dumps) -> bytes | None:
+    """Returns the payload of a message as bytes; None if it is to be sent as a request."""
+    try:
+        payload = dumps(sent.payload)
+    except Exception:  # which the request tells whoever has sent it
+        return None
+    return payload if len(payload) <= MAX_ATTACHED_BYTES else None
