@@ -66,11 +66,11 @@ def restore_strides(flat: torch.Tensor, sizes: Sequence[int], strides: Sequence[
         strides: one for each dimension; none for a contiguous tensor.
 
     Raises:
-        ValueError: `can_keep_strides` does not hold.
+        ValueError: `can_keep_strides` does not hold, or a stride is negative.
     """
     if not strides:
         return flat.view(tuple(sizes))
-    if not can_keep_strides(sizes, strides):
+    if min(strides) < 0 or not can_keep_strides(sizes, strides):
         raise ValueError(f"malformed tensor: strides {tuple(strides)} for shape {tuple(sizes)}")
     order = dims_by_descending_stride(strides)
     tensor = flat.view([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -237,8 +237,7 @@ def decode_tensors(
     started: list[StartedCopy] = []
     try:
         tensors = [
-            None if message.HasField("shared") else _decode_checked(message, get, devices, started)
-            for message in messages
+            None if message.HasField("shared") else _decode(message, get, devices, started) for message in messages
         ]
     finally:
         if started and devices is not None:
@@ -261,45 +260,46 @@ def _decode_shared(message: agent_pb2.Tensor, tensors: Sequence[torch.Tensor | N
     return _finish(tensor, message) if message.requires_grad else tensor
 
 
-def _decode_checked(message: agent_pb2.Tensor, *args: Any) -> torch.Tensor:
-    """Does what `_decode` does. What torch raises for a tensor without a device is due to the message."""
-    try:
-        return _decode(message, *args)
-    except RuntimeError as error:
-        if message.device not in ("", "meta"):
-            raise
-        raise ValueError(f"malformed tensor: {error}") from None
-
-
 def _decode(
     message: agent_pb2.Tensor,
     get: GetPayload,
     devices: DeviceReader | None = None,
     started: list[StartedCopy] | None = None,
 ) -> torch.Tensor:
+    """Returns the tensor of a message, on its device. Its copy may still have to be waited for, as `started` says.
+
+    What torch raises before it copies to a device is due to the message, and becomes a ValueError.
+    """
     dtype = DTYPES_BY_NUMBER.get(message.dtype)
     sizes = tuple(message.sizes[: MAX_DIMENSIONS + 1])
     if dtype is None or not is_shape(sizes):
         raise ValueError(f"malformed tensor: dtype number {message.dtype}, shape {sizes}")
-    if not message.device and not message.parts and not message.strides and dtype in PLAIN_DTYPES:
-        return _decode_plain(message, sizes, dtype, get)
-    if message.device == "meta":
-        return _finish(_decode_meta(sizes, tuple(message.strides), dtype), message)
-    is_dense = not message.parts and dtype not in INTEGER_DTYPES and 0 not in sizes
-    if message.device and is_dense and devices is not None and started is not None:
+    is_copied = message.device not in ("", "meta")
+    is_dense = is_copied and not message.parts and dtype not in INTEGER_DTYPES and 0 not in sizes
+    if is_dense and devices is not None and started is not None:
         data = get(message.data)
         return _finish(decode_on_device(message, sizes, dtype, data, devices, started), message)
+    try:
+        if not message.device and not message.parts and not message.strides and dtype in PLAIN_DTYPES:
+            return _decode_plain(message, sizes, dtype, get)
+        tensor = _decode_on_host(message, sizes, dtype, get)
+    except RuntimeError as error:
+        raise ValueError(f"malformed tensor: {error}") from None
+    return _finish(tensor.to(local_device(message.device)) if is_copied else tensor, message)
+
+
+def _decode_on_host(
+    message: agent_pb2.Tensor, sizes: Sequence[int], dtype: torch.dtype, get: GetPayload
+) -> torch.Tensor:
+    """Returns the tensor of a message on the CPU, from where it is copied to a device, or on meta."""
+    if message.device == "meta":
+        return _decode_meta(sizes, tuple(message.strides), dtype)
     if message.parts and dtype not in INTEGER_DTYPES:
-        tensor = _decode_sparse(message, sizes, get)
-    else:
-        tensor = _decode_elements(message, sizes, dtype, get)
+        return _decode_sparse(message, sizes, get)
+    tensor = _decode_elements(message, sizes, dtype, get)
     if dtype in INTEGER_DTYPES:
-        tensor = _decode_quantized(message, tensor, dtype, get)
-    elif dtype in CARRIER_DTYPES:
-        tensor = tensor.view(dtype)
-    if message.device:
-        tensor = tensor.to(local_device(message.device))
-    return _finish(tensor, message)
+        return _decode_quantized(message, tensor, dtype, get)
+    return tensor.view(dtype) if dtype in CARRIER_DTYPES else tensor
 
 
 def _decode_plain(
@@ -347,16 +347,14 @@ def _finish(tensor: torch.Tensor, message: agent_pb2.Tensor) -> torch.Tensor:
 def _decode_meta(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if any(stride < 0 for stride in strides):
         raise ValueError(f"malformed tensor: strides {strides}")
-    try:
-        return torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
-    except RuntimeError as error:
-        raise ValueError(f"malformed tensor: {error}") from None
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
 
 
 def _decode_sparse(message: agent_pb2.Tensor, sizes: Sequence[int], get: GetPayload) -> torch.Tensor:
     layout = _LAYOUTS_BY_NUMBER.get(message.layout)
     expected = 2 if layout is torch.sparse_coo else 3
-    if layout is None or len(message.parts) != expected or any(part.parts for part in message.parts):
+    has_parts = len(message.parts) == expected and not any(part.parts or part.device for part in message.parts)
+    if layout is None or not has_parts:
         raise ValueError(f"malformed sparse tensor: {len(message.parts)} parts, layout number {message.layout}")
     *indices, values = (_decode(part, get) for part in message.parts)
     try:
@@ -381,7 +379,7 @@ def _decode_quantized(
     if not message.parts:
         return _retry_on_warning(lambda: quantized(integers, dtype, header.scale, header.zero_point))
     axis = header.axis
-    if any(part.parts for part in message.parts) or not 0 <= axis < len(sizes):
+    if any(part.parts or part.device for part in message.parts) or not 0 <= axis < len(sizes):
         raise ValueError(f"malformed quantized tensor: axis {axis} of shape {tuple(sizes)}")
     parts = [_decode(part, get) for part in message.parts]
     if [tuple(part.shape) for part in parts] != [(sizes[axis],)] * 2:

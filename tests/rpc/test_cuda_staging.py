@@ -161,6 +161,26 @@ def test_copies_of_a_malformed_message_are_waited_for(monkeypatch):
     assert runtime.events == ["pinned", "start", "blocking", "wait", "not blocking"]
 
 
+def test_what_torch_refuses_on_a_device_is_malformed_and_what_the_device_raises_is_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    runtime = Recorder()
+    data = agent_pb2.Payload(inline=bytes(4))
+    message = agent_pb2.Tensor(dtype=agent_pb2.FLOAT32, sizes=[1], strides=[-(2**63)], data=data, device="cuda:0")
+    with pytest.raises(ValueError, match="malformed tensor: strides"):
+        decode_tensors([message], lambda payload: payload.inline, staging(runtime))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(runtime, "empty", fail)
+    with pytest.raises(RuntimeError, match="CUDA error: out of memory"):
+        decode_tensors([message], lambda payload: payload.inline, staging(runtime))
+    monkeypatch.setattr(torch.Tensor, "to", fail)  # of a tensor that is made on the host
+    empty = agent_pb2.Tensor(dtype=agent_pb2.FLOAT32, sizes=[0], device="cuda:0")
+    with pytest.raises(RuntimeError, match="CUDA error: out of memory"):
+        decode_tensors([empty], lambda payload: payload.inline, staging(runtime))
+
+
 def test_a_runtime_is_loaded_once_and_when_it_is_needed():
     loaded = []
 

@@ -11,7 +11,7 @@ from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.wire.small_tensors import small_tensor
 from gradwire.rpc.wire.strides import MAX_DIMENSIONS
 from gradwire.rpc.wire.tensors import decode_tensors
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.remote_functions import identity
@@ -46,6 +46,7 @@ def messages(draw, depth: int = 0) -> agent_pb2.Tensor:
 
 
 @given(st.lists(messages(), min_size=1, max_size=3))
+@example([agent_pb2.Tensor(dtype=1, sizes=[2**40, 2**40, 0], device="cpu")])
 def test_any_tensor_message_is_decoded_or_refused(drawn):
     with warnings.catch_warnings(), contextlib.suppress(ValueError):
         warnings.simplefilter("ignore")
@@ -80,27 +81,50 @@ def test_dimensions_are_bounded(count, size):
         small_tensor(1, tuple(many), bytes(4))
 
 
+def inline(nbytes: int) -> agent_pb2.Payload:
+    return agent_pb2.Payload(inline=bytes(nbytes))
+
+
+HUGE_AND_EMPTY = [2**40, 2**40, 0]
+"""A shape of no elements whose strides fit into 64 bits, and which torch refuses."""
+
+
+@pytest.mark.parametrize("device", ["", "cpu", "cuda:0", "nonsense"])
 @pytest.mark.parametrize(
     "message",
     [
         agent_pb2.Tensor(dtype=1, sizes=[0, 2**62, 2**62]),
+        agent_pb2.Tensor(dtype=1, sizes=HUGE_AND_EMPTY),
+        agent_pb2.Tensor(dtype=34, sizes=HUGE_AND_EMPTY),
+        agent_pb2.Tensor(dtype=44, sizes=HUGE_AND_EMPTY),
         agent_pb2.Tensor(dtype=1, sizes=[2**62, 2**62], strides=[0, 0], shared=agent_pb2.SharedMemory(tensor=0)),
+        agent_pb2.Tensor(dtype=1, sizes=[1], strides=[-(2**63)], data=inline(4)),
+        agent_pb2.Tensor(dtype=34, sizes=[1], strides=[-(2**63)], data=inline(1)),
+        agent_pb2.Tensor(
+            dtype=1,
+            sizes=[2, 2],
+            parts=[agent_pb2.Tensor(dtype=12, sizes=HUGE_AND_EMPTY), agent_pb2.Tensor(dtype=1, sizes=[0])],
+        ),
         agent_pb2.Tensor(
             dtype=44,
             sizes=[1],
-            data=agent_pb2.Payload(inline=bytes(4)),
+            data=inline(4),
             quantization=agent_pb2.Quantization(axis=0),
             parts=[
-                agent_pb2.Tensor(dtype=12, sizes=[1], data=agent_pb2.Payload(inline=bytes(16))),
-                agent_pb2.Tensor(dtype=10, sizes=[1], data=agent_pb2.Payload(inline=bytes(1))),
+                agent_pb2.Tensor(dtype=12, sizes=[1], data=inline(16)),
+                agent_pb2.Tensor(dtype=10, sizes=[1], data=inline(1)),
             ],
         ),
     ],
 )
-def test_what_torch_refuses_is_a_value_error(message):
-    base = agent_pb2.Tensor(dtype=1, sizes=[1], data=agent_pb2.Payload(inline=bytes(4)))
+def test_what_torch_refuses_is_a_value_error(message, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refused = agent_pb2.Tensor()
+    refused.CopyFrom(message)
+    refused.device = device
+    base = agent_pb2.Tensor(dtype=1, sizes=[1], data=inline(4))
     with pytest.raises(ValueError, match="malformed tensor"):
-        decode_tensors([base, message], lambda payload: payload.inline)
+        decode_tensors([base, refused], lambda payload: payload.inline)
 
 
 def test_small_tensors_of_impossible_shapes_are_refused():

@@ -409,6 +409,7 @@ def test_tensors_that_no_other_contains_are_sent_alone():
 FLOAT, INT8 = agent_pb2.FLOAT32, agent_pb2.QINT8
 FOUR = agent_pb2.Tensor(dtype=FLOAT, sizes=[4], data=agent_pb2.Payload(inline=bytes(16)))
 SCALES = agent_pb2.Tensor(dtype=agent_pb2.FLOAT64, sizes=[1], data=agent_pb2.Payload(inline=bytes(8)))
+ON_DEVICE = agent_pb2.Tensor(dtype=agent_pb2.INT64, sizes=[1], data=SCALES.data, device="cuda:0")
 
 
 def sharing(
@@ -443,6 +444,8 @@ def sharing(
         agent_pb2.Tensor(dtype=INT8, sizes=[2], data=agent_pb2.Payload(inline=b"12"), parts=[SCALES, SCALES]),
         agent_pb2.Tensor(dtype=FLOAT, sizes=[1, 1], layout=agent_pb2.SPARSE_CSR, parts=[SCALES, SCALES]),
         agent_pb2.Tensor(dtype=FLOAT, sizes=[1, 1], layout=agent_pb2.SPARSE_CSR, parts=[SCALES, SCALES, SCALES]),
+        agent_pb2.Tensor(dtype=FLOAT, sizes=[1], parts=[ON_DEVICE, ON_DEVICE]),
+        agent_pb2.Tensor(dtype=INT8, sizes=[1], data=agent_pb2.Payload(inline=b"1"), parts=[ON_DEVICE, ON_DEVICE]),
         agent_pb2.Tensor(dtype=FLOAT, sizes=[2], strides=[-1], device="meta"),
         agent_pb2.Tensor(dtype=FLOAT, sizes=[2], device="meta"),
         agent_pb2.Tensor(dtype=FLOAT, sizes=[1 << 62, 1 << 62], strides=[1 << 62, 1], device="meta"),
