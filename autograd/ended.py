@@ -133,6 +133,8 @@ class EndedContexts:
         of = self._of(creator)
         if told.below < of.told.below:
             return  # it was sent before
+        if told.below == of.told.below:  # this one, or the last one, may be the older: no context opens again
+            told = OpenContexts(told.below, told.ids & of.told.ids)
         of.told = told
         remembered: tuple[OrderedDict[int, Any], ...] = (of.ended, self._cut, *self._left.values())
         for ended in remembered:
