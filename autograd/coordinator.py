@@ -150,7 +150,10 @@ class PassCoordinator:
         self.flush()
         for part in self._parts:
             try:
-                part.wait()
+                if self._one_answer:
+                    part.wait_alone()
+                else:
+                    part.wait()
             except Exception as error:
                 self.fail(error)
         if self._error is not None:

@@ -21,6 +21,7 @@ from ..execution.kept_errors import printable_text
 from ..wire.device_maps import device_map_of_answer
 from ..wire.failures import decode_failure, encode_failure
 from ..wire.flat_pickle import can_flatten, flatten, unflatten
+from ..wire.inline_tensors import decode_inline, encode_inline
 from ..wire.picklers import dumps
 from ..wire.pickling import Packed, Packer
 from ..wire.tensors import UnmappedDeviceError, decode_tensors, encode_tensors
@@ -73,6 +74,7 @@ class Codec:
         self._devices = network.cuda_ipc.staging
         channels = options.channels
         self._inline_threshold = min(channels.inline_threshold, channels.max_inline_bytes)
+        self._small_bytes = min(self._inline_threshold, channels.shared_memory_threshold)
 
     # Sending.
 
@@ -190,15 +192,22 @@ class Codec:
         """Puts the payloads of a message into channels, and its envelope into the transport."""
         envelope = message.envelope
         nbytes = len(message.body)
-        if not message.tensors and nbytes < self._inline_threshold:
-            envelope.body.inline = message.body
-            message.nbytes = nbytes
-            self.traffic.sent(message.destination.wire_id, nbytes)
-            if self._waiting_control:
-                self._control.attach(message.destination, envelope, self._dumps)
-            message.ticket = self._network.send(message.destination, envelope.SerializeToString())
-            return
         tensors = message.tensors if message.reply_to is None else []  # of an answer, which is not sent again
+        inline: int | None
+        if message.tensors:
+            inline = self._put_inline(message) if broadcast is None else None
+        else:
+            inline = 0 if nbytes < self._inline_threshold else None
+        if inline is not None:
+            envelope.body.inline = message.body
+            message.nbytes = nbytes + inline
+            self.traffic.sent(message.destination.wire_id, message.nbytes)
+            try:
+                message.ticket = self._network.send(message.destination, self._serialize(message))
+            except Exception:
+                _put_back(message, tensors)
+                raise
+            return
         writer = self._network.writer(message.destination, broadcast)
         try:
             writer.put_body(message.body, envelope.body)
@@ -206,20 +215,34 @@ class Codec:
                 encode_tensors(message.tensors, writer.put, message.device_map, message.leaves, writer)
             )
             message.tensors = []  # a received one gives its segment back, with this envelope
-            if self._waiting_control:
-                self._control.attach(message.destination, envelope, self._dumps)
-            data = envelope.SerializeToString()
+            data = self._serialize(message)
             message.payloads, message.nbytes = writer.external, writer.nbytes
             # Now: the receiver may ask for the counts at once.
-            inline, apart = writer.inline_nbytes, writer.external_nbytes
-            self.traffic.sent_by_channel(message.destination.wire_id, writer.nbytes, inline, apart)
+            self.traffic.sent_by_channel(
+                message.destination.wire_id, writer.nbytes, writer.inline_nbytes, writer.external_nbytes
+            )
             message.ticket = self._network.send(message.destination, data)
         except Exception:  # after Ctrl-C the message may be on its way
             writer.abort()
-            message.tensors = tensors
-            envelope.ClearField("tensors")
+            _put_back(message, tensors)
             raise
         writer.start()
+
+    def _serialize(self, message: Outgoing) -> bytes:
+        """Returns the envelope of a message as bytes, with the control messages that travel with it."""
+        if self._waiting_control:
+            self._control.attach(message.destination, message.envelope, self._dumps)
+        return message.envelope.SerializeToString()
+
+    def _put_inline(self, message: Outgoing) -> int | None:
+        """Puts the tensors of a message into its envelope; returns their bytes, or None if they go another way."""
+        if message.device_map:
+            return None
+        max_bytes = self._small_bytes - len(message.body)
+        nbytes = encode_inline(message.tensors, message.leaves, message.envelope, max_bytes)
+        if nbytes is not None:
+            message.tensors = []  # a received one gives its segment back
+        return nbytes
 
     def send_behind(self, message: Outgoing) -> None:
         """Sends a message that can wait for another one to the same worker, to go in the same write.
@@ -268,10 +291,15 @@ class Codec:
         Raises:
             Exception: it is malformed, or an extension refuses it.
         """
-        if payloads is read_inline and not envelope.tensors:
+        inline: tuple[list[torch.Tensor], int] | None = None
+        if payloads is read_inline:
+            inline = decode_inline(envelope.tensors) if envelope.tensors else ([], 0)
+        if inline is not None:
+            tensors, nbytes = inline
             body: Buffer = envelope.body.inline
-            self.traffic.received(source.wire_id, len(body))
-            message = Incoming(source, envelope, body, [], len(body))
+            nbytes += len(body)
+            self.traffic.received(source.wire_id, nbytes)
+            message = Incoming(source, envelope, body, tensors, nbytes)
             if user_values:
                 self._extensions.on_receive(message)
             return message
@@ -351,3 +379,9 @@ class Codec:
     def refused(self) -> Mapping[str, int]:
         """How many messages the policy has refused, by the name of their sender."""
         return self._reader.refused
+
+
+def _put_back(message: Outgoing, tensors: list[torch.Tensor]) -> None:
+    """Has a message, whose envelope was not sent, hold its tensors again."""
+    message.tensors = tensors
+    message.envelope.ClearField("tensors")

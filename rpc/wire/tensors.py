@@ -22,6 +22,7 @@ from .dtypes import (
     PLAIN_DTYPES,
 )
 from .elements import PutPayload, as_bytes, as_carrier, header
+from .inline_tensors import plain_tensor
 from .shared_tensors import find_shared, restore_shared
 from .small_tensors import MAX_TINY_BYTES, copy_bytes, is_in_order
 from .strides import MAX_DIMENSIONS, can_keep_strides, is_shape, restore_strides
@@ -308,17 +309,14 @@ def _decode_plain(
     """Returns a contiguous tensor of a plain dtype on the CPU."""
     count = math.prod(sizes)
     if not count:
-        tensor = torch.empty(sizes, dtype=dtype)
-    else:
-        data = get(message.data)
-        if count * dtype.itemsize != len(data):
-            raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of {dtype}")
-        tensor = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=dtype)
-        if len(sizes) != 1:
-            tensor = tensor.view(sizes).detach()  # see `_finish`
-    if message.requires_grad and (dtype.is_floating_point or dtype.is_complex):
-        tensor.requires_grad_()
-    return tensor
+        return _finish(torch.empty(sizes, dtype=dtype), message)
+    data = get(message.data)
+    if count * dtype.itemsize != len(data):
+        raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of {dtype}")
+    if not isinstance(data, bytes | memoryview):
+        raise ValueError("malformed tensor: its elements are in device memory, and it is not")
+    memory = bytearray(data) if isinstance(data, bytes) else data
+    return plain_tensor(memory, sizes, dtype, requires_grad=message.requires_grad)
 
 
 def _decode_elements(

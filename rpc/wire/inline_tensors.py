@@ -1,0 +1,100 @@
+"""Plain tensors whose elements are in the envelope: the straight way for most messages that carry tensors.
+
+Nothing is chosen here, and nothing looked up: `tensors` has what all other tensors need.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+import torch
+
+from ...proto.v1 import agent_pb2
+from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, NUMPY_DTYPES, PLAIN_DTYPES
+from .small_tensors import copy_bytes, is_in_order
+from .strides import MAX_DIMENSIONS, is_shape
+
+__all__ = ["decode_inline", "encode_inline", "plain_tensor"]
+
+_MAX_DIMENSIONS = slice(MAX_DIMENSIONS + 1)
+
+
+def encode_inline(
+    tensors: Sequence[torch.Tensor], leaves: AbstractSet[int], envelope: agent_pb2.Envelope, max_bytes: int
+) -> int | None:
+    """Puts tensors into an envelope with their elements, if all of them are plain and small.
+
+    Args:
+        tensors: all tensors of the message, which go to a CPU.
+        leaves: indices of tensors that require grad but arrive as autograd leaves.
+        envelope: that of the message; unchanged if nothing is returned.
+        max_bytes: the bytes that the elements of all tensors may have.
+
+    Returns:
+        The bytes of the elements; None if some tensor is not plain or small, or may share memory with another one.
+    """
+    nbytes = 0
+    is_alone = len(tensors) == 1
+    for index, tensor in enumerate(tensors):
+        size = tensor.nbytes if tensor.is_cpu and tensor.layout is torch.strided else 0
+        nbytes += size
+        if (
+            not size
+            or nbytes > max_bytes
+            or tensor.dtype not in NUMPY_DTYPES
+            or tensor.is_nested
+            # Tensors that require grad share no memory at the receiver.
+            or not (is_alone or (tensor.requires_grad and index not in leaves))
+            or not is_in_order(tensor, size)
+        ):
+            return None
+    add = envelope.tensors.add
+    for tensor in tensors:
+        message = add(dtype=DTYPE_NUMBERS[tensor.dtype], sizes=tensor.shape, requires_grad=tensor.requires_grad)
+        message.data.inline = copy_bytes(tensor)
+    return nbytes
+
+
+def decode_inline(messages: Iterable[agent_pb2.Tensor]) -> tuple[list[torch.Tensor], int] | None:
+    """Returns tensors whose elements are in the envelope, in memory that nothing else uses.
+
+    Args:
+        messages: those of all tensors of the envelope.
+
+    Returns:
+        The tensors, and the bytes of their elements; None if some of them are not plain, or malformed, which
+        `decode_tensors` tells.
+    """
+    tensors: list[torch.Tensor] = []
+    nbytes = 0
+    for message in messages:
+        dtype = DTYPES_BY_NUMBER.get(message.dtype)
+        sizes = tuple(message.sizes[_MAX_DIMENSIONS])
+        data = message.data.inline
+        if (
+            not data
+            or dtype not in PLAIN_DTYPES
+            or message.device
+            or message.strides
+            or message.parts
+            or message.HasField("shared")
+            or not is_shape(sizes)
+            or math.prod(sizes) * dtype.itemsize != len(data)
+        ):
+            return None
+        tensors.append(plain_tensor(bytearray(data), sizes, dtype, requires_grad=message.requires_grad))
+        nbytes += len(data)
+    return tensors, nbytes
+
+
+def plain_tensor(
+    memory: bytearray | memoryview, sizes: Sequence[int], dtype: torch.dtype, *, requires_grad: bool
+) -> torch.Tensor:
+    """Returns a contiguous tensor of a plain dtype in the memory of a buffer, which has as many elements."""
+    tensor = torch.frombuffer(memory, dtype=dtype)
+    if len(sizes) != 1:
+        # Detached so that autograd does not treat it as a view: in-place changes would be recorded on its base.
+        tensor = tensor.view(sizes).detach()
+    if requires_grad and (dtype.is_floating_point or dtype.is_complex):
+        tensor.requires_grad_()
+    return tensor
