@@ -20,6 +20,9 @@ PICKLE_PROTOCOL = 5
 class Pickler(Protocol):
     """What messages use of `pickle.Pickler`."""
 
+    memo: Any
+    """Its `copy` returns a dict of the objects that are in the pickle."""
+
     def dump(self, value: Any, /) -> None:
         """Pickles a value."""
 

@@ -20,10 +20,17 @@ from .picklers import PICKLE_PROTOCOL, fallback_reducers, make_pickler, resetter
 from .script import reduce_script_function, reduce_script_module
 from .small_tensors import address_of, is_small, reduce_small
 from .tensors import check_sendable
-from .unpickling import parameter_placeholder, reference_placeholder, tensor_placeholder
+from .unpickling import ONE_TENSOR, parameter_placeholder, reference_placeholder, tensor_placeholder
 from .unsendable import explain_failure
 
 __all__ = ["Packed", "Packer"]
+
+SMALL_BODY_BYTES = 8 << 10
+"""Bytes of a pickle that has few objects, whatever they are."""
+
+MANY_OBJECTS = 1 << 10
+"""Objects of one value after which a pickler is not used again: all of its memo, which never shrinks, is cleared
+after each value."""
 
 Reducer = Callable[[Any], Any]
 """Returns how to pickle an object, as `__reduce__` does."""
@@ -115,6 +122,12 @@ class Packer:
             ) from error
 
     def _pack(self, value: object, device_map: DeviceMap) -> Packed:
+        if type(value) is torch.Tensor and value.requires_grad:
+            check_sendable(value, device_map)
+            packed = Packed()
+            packed.body = ONE_TENSOR
+            packed.tensors.append(value)
+            return packed
         try:
             extractor = self._idle.pop()
         except IndexError:
@@ -128,8 +141,9 @@ class Packer:
             raise
         if extractor.parameter_ids:
             packed.leaves = self._leaves(extractor, value)
-        extractor.reset()
-        self._idle.append(extractor)
+        if len(packed.body) < SMALL_BODY_BYTES or extractor.is_small():
+            extractor.reset()
+            self._idle.append(extractor)
         return packed
 
     def _make_extractor(self) -> "_Extractor":
@@ -233,6 +247,10 @@ class _Extractor:
             self._owned_ids.clear()
         if self._addresses:
             self._addresses.clear()
+
+    def is_small(self) -> bool:
+        """Returns whether resetting it takes no longer than making another one."""
+        return len(self._pickler.memo.copy()) < MANY_OBJECTS
 
     def owned_parameters(self) -> AbstractSet[int]:
         """Returns the indices of the Parameters that belong to modules or optimizers."""

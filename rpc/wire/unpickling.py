@@ -16,8 +16,16 @@ import torch
 from torch import nn
 
 from ..contracts.messages import Buffer
+from .picklers import PICKLE_PROTOCOL
 
-__all__ = ["as_parameter", "parameter_placeholder", "reference_placeholder", "tensor_placeholder", "unpickle"]
+__all__ = [
+    "ONE_TENSOR",
+    "as_parameter",
+    "parameter_placeholder",
+    "reference_placeholder",
+    "tensor_placeholder",
+    "unpickle",
+]
 
 READ_BYTES = 1 << 16
 """Bytes of a large body that are read at a time: those of one frame of pickle."""
@@ -36,6 +44,8 @@ def unpickle(body: Buffer, tensors: Sequence[torch.Tensor], references: Sequence
     """
     if not tensors and not references:
         return pickle.loads(body)
+    if body == ONE_TENSOR and len(tensors) == 1:
+        return tensors[0]
     return _MessageUnpickler(body, tensors, references).load()
 
 
@@ -59,6 +69,17 @@ def as_parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
 def reference_placeholder(index: int) -> NoReturn:
     """Stands in a pickle for a reference of the message."""
     raise pickle.UnpicklingError(f"malformed message: it has no reference {index}")
+
+
+class _OneTensor:
+    """Is pickled as the tensor of a message that is nothing else."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tensor_placeholder, (0,)
+
+
+ONE_TENSOR = pickle.dumps(_OneTensor(), PICKLE_PROTOCOL)
+"""The body of a message whose value is a tensor that travels beside it, such as the result of most functions."""
 
 
 @final

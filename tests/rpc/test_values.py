@@ -8,7 +8,9 @@ import torch
 from gradwire import autograd, rpc
 from gradwire.errors import RpcError
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.wire.pickling import MANY_OBJECTS, SMALL_BODY_BYTES, Packer
 from gradwire.rpc.wire.tensors import decode_tensors, encode_tensors
+from gradwire.rpc.wire.unpickling import ONE_TENSOR, unpickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,3 +196,30 @@ def test_what_a_function_raises_is_logged_where_it_ran(workers, tmp_path):
     text = path.read_text()
     assert text.count("a call from worker worker0 failed") == 2
     assert text.count("TypeError: unsupported operand") == 2
+
+
+def test_a_large_value_does_not_make_later_ones_slow_to_pickle():
+    packer = Packer()
+    packer.pack("small", "the value")
+    (kept,) = packer._idle
+    packer.pack([f"object {number}" for number in range(MANY_OBJECTS)], "the value")
+    assert kept not in packer._idle  # its memo would be cleared, all of it, after each value
+    packer.pack(b"x" * SMALL_BODY_BYTES, "the value")
+    assert len(packer._idle) == 1
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tensor_by_itself_is_pickled_as_it_is_in_others(requires_grad):
+    tensor = torch.ones(2, requires_grad=requires_grad)
+    packer = Packer()
+    alone, inside = packer.pack(tensor, "the value"), packer.pack([tensor], "the value")
+    for packed in (alone, inside):
+        value = unpickle(packed.body, packed.tensors, [])
+        (unpickled,) = value if isinstance(value, list) else [value]
+        assert torch.equal(unpickled, tensor)
+    if requires_grad:
+        assert unpickle(alone.body, alone.tensors, []) is tensor
+        assert len(alone.body) < len(inside.body)
+        two = [tensor, torch.zeros(1)]
+        assert alone.body == ONE_TENSOR
+        assert unpickle(ONE_TENSOR, two, []) is tensor  # by way of the unpickler
