@@ -114,7 +114,11 @@ class Dispatcher:
             if payloads is read_inline and self._requests.is_quick(envelope):
                 self._requests.on_answer(source, envelope, payloads)
             elif self._requests.begin_answer(source, envelope.id):
-                self._executor.submit_urgent(self._requests.on_answer, source, envelope, payloads)
+                submit = partial(
+                    self._executor.submit_urgent, self._requests.on_answer, source, envelope, payloads
+                )
+                # A thread that answers a call of this worker to itself has nothing more to do then.
+                self._executor.call_last(submit)
         else:
             if not announced:
                 self._server.on_announced(source, envelope, waits=self._executor.is_busy)
