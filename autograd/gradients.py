@@ -32,6 +32,16 @@ UNSHARED = _references_in_accumulate()
 """The references to a gradient in `LeafGradients.accumulate` if nothing else refers to it."""
 
 
+def _references_to_base(view: torch.Tensor) -> tuple[int, int] | None:
+    """Returns how many references Python and C++ have to the tensor that a tensor is a view of, if it is one."""
+    base = view._base
+    return None if base is None else (sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+
+
+UNSHARED_BASE = _references_to_base(torch.zeros(1).view(1))
+"""The references to a tensor that nothing but a view of it refers to."""
+
+
 @final
 class GradSwapLock:
     """Locks leaves whose `.grad` a thread has replaced by the gradient of a context, for hooks to see.
@@ -220,7 +230,13 @@ def _can_steal(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
         or gradient._is_zerotensor()
     ):
         return False
-    return _has_layout_of(gradient, leaf) and storage_use_count(gradient) == 2  # the gradient, and the call itself
+    if not _has_layout_of(gradient, leaf):
+        return False
+    uses = storage_use_count(gradient)
+    if uses == 3:  # as of the gradient of a weight, which is a view of a tensor that nobody has any more
+        references = _references_to_base(gradient)
+        return references is not None and references == UNSHARED_BASE
+    return uses == 2  # the gradient, and the call itself
 
 
 def _has_layout_of(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:

@@ -214,6 +214,23 @@ class Stash(torch.autograd.Function):
         return gradient, None
 
 
+class StashView(torch.autograd.Function):
+    """As Stash, but its gradient is a view; keeps the tensor that it is a view of."""
+
+    @staticmethod
+    def forward(ctx, x, keep_base):
+        ctx.keep_base = keep_base
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        base = gradient.clone()[None]
+        Stash.pointer = base.data_ptr()
+        if ctx.keep_base:
+            Stash.kept = base
+        return base.view(3), None
+
+
 def test_gradients_are_stolen_unless_something_else_refers_to_them(three_workers):
     def check() -> None:
         for keep in (False, True):
@@ -222,6 +239,19 @@ def test_gradients_are_stolen_unless_something_else_refers_to_them(three_workers
                 autograd.backward(context_id, [multiply(Stash.apply(x, keep), x.detach()).sum()])
                 found = autograd.get_gradients(context_id)[x]
                 assert (found.data_ptr() == Stash.pointer) is not keep
+        for keep_base in (False, True):
+            x = leaf()
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [multiply(StashView.apply(x, keep_base), x.detach()).sum()])
+                found = autograd.get_gradients(context_id)[x]
+                assert (found.data_ptr() == Stash.pointer) is not keep_base
+                Stash.kept = None
+        for x, y in ((leaf(), leaf()[None]), (leaf()[None], leaf())):  # one has a view of the other's gradient
+            x, y = (each.detach().requires_grad_() for each in (x, y))
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [(x.view(3) + y.view(3)).square().sum()])
+                found = autograd.get_gradients(context_id)
+                assert found[x].data_ptr() != found[y].data_ptr()
         x, y = leaf(), leaf()
         with autograd.context() as context_id:
             autograd.backward(context_id, [(x + y).square().sum() + (x + y.view(3)).square().sum()])
