@@ -8,14 +8,14 @@ not acknowledged in time, it is sent as a request, as urgent ones are.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar, final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from ..execution.scheduler import Scheduler
-from .control_queue import Batch, ControlMessage, ControlQueue, do_nothing
+from .control_queue import ControlMessage, ControlQueue, do_nothing
 
 __all__ = ["AttachedControl", "Dumps", "Settle"]
 
@@ -42,7 +42,7 @@ class AttachedControl:
         self,
         scheduler: Scheduler,
         timeout: Callable[[], float],
-        attempt: Callable[[Batch], None],
+        attempt: Callable[[ControlQueue, list[ControlMessage]], None],
         settle: Settle,
         resume: Callable[[ControlQueue], None],
         *,
@@ -51,9 +51,9 @@ class AttachedControl:
         """Attaches nothing yet.
 
         Args:
-            scheduler: runs `attempt`, `settle` and `resume`.
-            timeout: returns the seconds after which messages that are not acknowledged are sent as a request.
-            attempt: sends messages as a request.
+            scheduler: runs `attempt`, `settle` and `resume` on the control thread.
+            timeout: returns the seconds after which messages that are not acknowledged are sent as requests.
+            attempt: sends messages as requests.
             settle: tells what has become of a message.
             resume: sends messages that have waited for acknowledgements.
             with_messages: whether to attach messages, and not only the outcomes of those received.
@@ -67,33 +67,29 @@ class AttachedControl:
 
     # Sending: on any thread, which holds the lock of the queue.
 
-    def attach(
-        self, queue: ControlQueue, header: agent_pb2.ControlHeader, dumps: Dumps
-    ) -> Sequence[ControlMessage]:
+    def attach(self, queue: ControlQueue, header: agent_pb2.ControlHeader, dumps: Dumps) -> None:
         """Attaches the messages that wait, and the outcomes of those that have been received.
 
-        Returns:
-            Messages that are to be sent as a request instead, because they are large, or cannot be pickled.
+        Those that are to be sent as a request instead, because they are large, or cannot be pickled, are put with
+        the urgent ones.
         """
         header.processed.extend(_take(queue.processed))
         for number, failure in _take(queue.failed):
             header.failed.add(number=number, failure=failure)
         waiting = list(itertools.islice(queue.lingering.copy(), MAX_ATTACHED)) if self._with_messages else []
         if not waiting or queue.exceeds_window(len(waiting)):
-            return ()
+            return
         pickled = [(sent, payload) for sent in waiting if (payload := _pickled(sent, dumps)) is not None]
         queue.number([sent for sent, _ in pickled])
         header.acknowledged_below = queue.first_unacknowledged()
         for sent, payload in pickled:
             sent.is_attached = True
             header.messages.add(number=sent.number, kind=sent.kind, payload=payload)
-        if not queue.is_checked:
-            queue.is_checked = True
-            self._scheduler.submit(partial(self._check_later, queue), urgent=False)
+        if len(pickled) < len(waiting):
+            queue.urgent.extend([sent for sent in waiting if sent.number < 0])
         # Not before, because Ctrl-C may come at any step.
         for _ in waiting:
             queue.lingering.popleft()
-        return [sent for sent in waiting if sent.number < 0] if len(pickled) < len(waiting) else ()
 
     # Receiving: on any thread.
 
@@ -128,26 +124,26 @@ class AttachedControl:
     # On the control thread.
 
     def send_again(self, queue: ControlQueue) -> None:
-        """Sends all attached messages that are not acknowledged as a request: they may be lost."""
+        """Sends all attached messages that are not acknowledged as requests: they may be lost."""
         self._send_again(queue, _attached(queue))
 
     def _send_again(self, queue: ControlQueue, messages: list[ControlMessage]) -> None:
         for sent in messages:
             sent.is_attached = False
         if messages:
-            self._attempt(Batch(queue, messages))
+            self._attempt(queue, messages)
 
-    def _check_later(self, queue: ControlQueue) -> None:
+    def check_later(self, queue: ControlQueue) -> None:
         """Looks later whether the messages that are attached by now have been acknowledged."""
-        queue.is_checked = False  # first: what is attached from now on has the control thread look again
-        if attached := _attached(queue):
+        if not queue.is_checked and (attached := _attached(queue)):
             queue.is_checked = True
             self._scheduler.call_later(self._timeout(), partial(self._check, queue, attached))
 
     def _check(self, queue: ControlQueue, attached: list[ControlMessage]) -> None:
+        queue.is_checked = False
         left = [sent for sent in attached if sent.is_attached and sent.number in queue.unacknowledged]
         self._send_again(queue, left)
-        self._check_later(queue)
+        self.check_later(queue)
 
     def _settle_all(
         self,

@@ -49,7 +49,8 @@ class ControlQueue:
         self.is_full = False
         """Whether messages wait until some that have been sent are acknowledged."""
         self.is_checked = False
-        """Whether the control thread will look whether attached messages have been acknowledged."""
+        """Whether a timer is set for the control thread, which alone uses this, to look whether attached messages
+        have been acknowledged."""
         self.unacknowledged: dict[int, ControlMessage] = {}
         """Messages that have been sent, in the order of their numbers."""
         self.paused: list[Batch] = []

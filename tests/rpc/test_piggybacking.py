@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.agent import control
+from gradwire.rpc.agent import attached_control, control
 from gradwire.rpc.agent.codec import Codec
+from gradwire.rpc.agent.control_queue import ControlMessage, ControlQueue
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.contracts.messages import MessageType, Outgoing
+from gradwire.rpc.contracts.messages import MessageType, Outgoing, Request
+from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution import scheduler
 from gradwire.rpc.transports.frame_writer import FrameWriter
 from gradwire.rref import forks
@@ -163,6 +165,61 @@ def test_attached_messages_that_are_lost_are_sent_again(pair, monkeypatch):
     assert settled.wait(20)
     assert got == [1]
     lost.cancel()
+
+
+def test_attached_messages_that_are_sent_again_travel_in_batches(pair, monkeypatch):
+    a, b = pair
+    got: list[int] = []
+    b.control.on("note", lambda _sender, payload: got.append(payload))
+    monkeypatch.setattr(control, "MAX_BATCH", 50)
+    with monkeypatch.context() as patched:
+        patched.setattr(a._network, "send", lambda *_: 0)  # loses them
+        for i in range(130):
+            a.control.send(b.info, "note", i, urgent=False)
+        for _ in range(3):
+            a.post(b.info, MessageType.CONTROL, None)
+    request, sizes = a.request, []
+
+    def note_size(worker: WorkerInfo, sent: Request) -> Any:
+        sizes.append(len(sent.value))
+        return request(worker, sent)
+
+    monkeypatch.setattr(a, "request", note_size)
+    a.control.on_worker_back(b.info)
+    wait_until(lambda: a.control.run(lambda: None) or not a.control.pending())
+    assert sorted(got) == list(range(130))
+    assert sizes == [50, 50, 30]
+
+
+def test_one_timer_looks_after_attached_messages(pair, monkeypatch):
+    a, b = pair
+    b.control.on("note", lambda _sender, _payload: None)
+    monkeypatch.setattr(a._network, "send", lambda *_: 0)  # loses them
+    call_later, timers, find = a._control._scheduler.call_later, [], attached_control._attached
+
+    def note_timer(seconds: float, task: Callable[[], None]) -> None:
+        if seconds == control.ATTEMPT_TIMEOUT_S:
+            timers.append(task)
+        call_later(seconds, task)
+
+    def attach() -> None:
+        a.control.send(b.info, "note", 1, urgent=False)
+        a.post(b.info, MessageType.CONTROL, None)
+
+    def attach_meanwhile(queue: ControlQueue) -> list[ControlMessage]:
+        monkeypatch.setattr(attached_control, "_attached", find)
+        attach()  # as another thread may
+        return find(queue)
+
+    monkeypatch.setattr(a._control._scheduler, "call_later", note_timer)
+    monkeypatch.setattr(attached_control, "_attached", attach_meanwhile)
+    attach()
+    done = threading.Event()
+    for _ in range(2):
+        a.control.run(lambda: a.control.run(done.set))
+        assert done.wait(20)
+        done.clear()
+    assert len(timers) == 1
 
 
 def test_an_acknowledgement_that_is_lost_is_repeated(pair, monkeypatch):
