@@ -14,7 +14,7 @@ from gradwire.rpc.agent import attached_control, control
 from gradwire.rpc.agent.codec import Codec
 from gradwire.rpc.agent.control_queue import ControlMessage, ControlQueue
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.contracts.agent import holder
+from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Outgoing, Request
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution import scheduler
@@ -318,6 +318,51 @@ def test_a_reference_is_deleted_with_the_next_message(pair):
         gc.collect()
         call(a, b)
         wait_until(lambda: len(table) == 0)
+
+
+class CallsAtItsEnd:
+    """Has a finalizer that calls the worker which has held the last reference."""
+
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+
+    def __del__(self) -> None:
+        rpc.rpc_sync(self.caller, call_back, (rpc.get_worker_info().name,), timeout=10)
+        finalized.set()
+
+
+finalized = threading.Event()
+
+
+def call_back(worker: str) -> None:
+    """Calls a worker, with a control message attached to the call."""
+    agent = current_agent()
+    agent.control.send(agent.worker(worker), "note", 1, urgent=False)
+    assert rpc.rpc_sync(worker, add, (1, 2), timeout=5) == 3
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["call", "answer"])
+def test_the_finalizer_of_a_value_may_call_the_worker_whose_message_deletes_it(pair, answers):
+    a, b = pair
+    b.control.on("note", lambda _sender, _payload: None)
+    table = b.extension(References).table
+    finalized.clear()
+    with holder.using(a):
+        rref = rpc.remote(b.info, CallsAtItsEnd, (a.info.name,))
+        rref._get_future().wait()
+        wait_until(lambda: b.control.run(lambda: None) or rref.confirmed_by_owner())
+        del rref
+        gc.collect()
+    if answers:
+        call(b, a)
+        b.control.run(lambda: None)  # wakes the control thread, which processes what came with an answer
+    else:
+        call(a, b)
+    wait_until(lambda: len(table) == 0)
+    told = threading.Event()
+    b.control.run(told.set)
+    assert told.wait(1)  # the control thread does not wait for the finalizer
+    assert finalized.wait(20)
 
 
 def test_nothing_that_waits_is_lost_when_a_worker_leaves(workers):
