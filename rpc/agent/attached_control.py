@@ -20,7 +20,10 @@ from .control_queue import ControlMessage, ControlQueue, do_nothing
 __all__ = ["AttachedControl", "Dumps", "Settle"]
 
 MAX_ATTACHED = 64
-"""Messages that are attached to one envelope, at most, and outcomes of others."""
+"""Messages that are attached to one envelope, at most, and numbers of others that have been processed."""
+
+MAX_ATTACHED_FAILURES = 8
+"""Errors of others that are attached to one envelope, at most: each may have some KiB (control_inbox.py)."""
 
 MAX_ATTACHED_BYTES = 1 << 10
 """Bytes of the payload of an attached message. A larger one is sent as a request."""
@@ -73,8 +76,8 @@ class AttachedControl:
         Those that are to be sent as a request instead, because they are large, or cannot be pickled, are put with
         the urgent ones.
         """
-        header.processed.extend(_take(queue.processed))
-        for number, failure in _take(queue.failed):
+        header.processed.extend(_take(queue.processed, MAX_ATTACHED))
+        for number, failure in _take(queue.failed, MAX_ATTACHED_FAILURES):
             header.failed.add(number=number, failure=failure)
         waiting = list(itertools.islice(queue.lingering.copy(), MAX_ATTACHED)) if self._with_messages else []
         if not waiting or queue.exceeds_window(len(waiting)):
@@ -106,7 +109,7 @@ class AttachedControl:
             header: what it tells.
             decode: decodes an error.
         """
-        settled: list[tuple[ControlMessage, bytes]] = []
+        settled: dict[int, tuple[ControlMessage, bytes]] = {}  # a peer may repeat a number
         for number in header.processed:
             sent = queue.unacknowledged.get(number)
             if sent is None:
@@ -114,12 +117,12 @@ class AttachedControl:
             if sent.done is do_nothing:
                 queue.unacknowledged.pop(number, None)
             else:
-                settled.append((sent, b""))
+                settled[number] = sent, b""
         for each in header.failed:
             if (sent := queue.unacknowledged.get(each.number)) is not None:
-                settled.append((sent, each.failure))
+                settled[each.number] = sent, each.failure
         if settled or queue.is_full:
-            self._scheduler.submit(partial(self._settle_all, queue, settled, decode), urgent=False)
+            self._scheduler.submit(partial(self._settle_all, queue, [*settled.values()], decode), urgent=False)
 
     # On the control thread.
 
@@ -152,14 +155,19 @@ class AttachedControl:
         decode: Callable[[WorkerInfo, bytes], Exception],
     ) -> None:
         for sent, failure in settled:
-            self._settle(queue, sent, decode(queue.worker, failure) if failure else None)
+            if sent.number in queue.unacknowledged:  # else it was settled meanwhile
+                self._settle(queue, sent, decode(queue.worker, failure) if failure else None)
         self._resume(queue)
 
 
-def _take(queue: deque[T]) -> Iterator[T]:
-    """Takes what is in a queue, some of it if there is much."""
-    for _ in range(min(len(queue), MAX_ATTACHED)):
-        yield queue.popleft()
+def _take(queue: deque[T], count: int) -> Iterator[T]:
+    """Takes what is in a queue, the first of it if there is more."""
+    for _ in range(count):
+        try:
+            first = queue.popleft()
+        except IndexError:  # also where another thread has dropped the rest
+            return
+        yield first
 
 
 def _attached(queue: ControlQueue) -> list[ControlMessage]:

@@ -1,6 +1,7 @@
 """Control messages, and answers that nobody waits for, travel with other messages to the same worker."""
 
 import gc
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.agent import attached_control, control
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent import attached_control, control, control_queue
 from gradwire.rpc.agent.codec import Codec
 from gradwire.rpc.agent.control_queue import ControlMessage, ControlQueue
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
@@ -237,6 +239,87 @@ def test_an_acknowledgement_that_is_lost_is_repeated(pair, monkeypatch):
     assert got == [1]  # processed once
 
 
+def post_header(agent: GrpcAgent, worker: WorkerInfo, header: agent_pb2.ControlHeader) -> None:
+    agent.post(worker, MessageType.CONTROL, None, header=lambda envelope: envelope.control.CopyFrom(header))
+
+
+def test_what_there_is_to_tell_a_worker_is_bounded(pair, monkeypatch):
+    a, b = pair
+    refused: list[int] = []
+
+    def refuse(_sender, payload: int) -> None:
+        refused.append(payload)
+        raise LookupError
+
+    b.control.on("bad", refuse)
+    b.control.on("note", lambda _sender, _payload: None)
+    monkeypatch.setattr(control_queue, "WINDOW", 50)
+    monkeypatch.setattr(control_queue, "MAX_FAILED", 20)
+    payload = pickle.dumps(1)
+    header = agent_pb2.ControlHeader()
+    for number in range(80):
+        header.messages.add(number=number, kind="bad" if number % 2 else "note", payload=payload)
+    for _ in range(5):
+        post_header(a, b.info, header)
+    queue = b._control._queue(a.info)
+    wait_until(lambda: len(queue.processed) == 50)
+    assert len(queue.failed) == 20
+    assert len(refused) == 40
+
+
+def test_a_failure_that_is_told_many_times_is_logged_once(pair, caplog):
+    a, b = pair
+    told: list[Exception | None] = []
+    with Muted(a):
+        a.control.send(b.info, "note", 1, told.append, urgent=False)
+        a.post(b.info, MessageType.CONTROL, None)
+    header = agent_pb2.ControlHeader()
+    for _ in range(100):
+        header.failed.add(number=0, failure=b.encode_failure(LookupError("no")))
+    for _ in range(3):
+        post_header(b, a.info, header)
+    wait_until(lambda: a.control.run(lambda: None) or told)
+    call(b, a)
+    a.control.run(lambda: None)
+    assert [str(error) for error in told] == ["no"]
+    assert len([record for record in caplog.records if "control message note to" in record.message]) == 1
+
+
+class Muted:
+    """Context manager in which what an agent sends is lost."""
+
+    def __init__(self, agent: GrpcAgent) -> None:
+        self._network = agent._network
+
+    def __enter__(self) -> None:
+        self._network.send = lambda *_: 0  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        del self._network.send
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["call", "answer"])
+def test_a_control_message_that_exits_takes_nothing_with_it(pair, answers):
+    a, b = pair
+
+    def leave(_sender, _payload) -> None:
+        raise SystemExit
+
+    sender, receiver = (b, a) if answers else (a, b)
+    receiver.control.on("note", leave)
+    told: list[Exception | None] = []
+    sender.control.send(receiver.info, "note", 1, told.append, urgent=False)
+    call(a, b)
+
+    def is_told() -> bool:
+        a.control.run(lambda: None)
+        b.control.run(lambda: None)
+        return bool(told)
+
+    wait_until(is_told)
+    assert "SystemExit" in str(told)
+
+
 class LossyDeque(deque):
     """Takes nothing in."""
 
@@ -350,7 +433,7 @@ def test_the_finalizer_of_a_value_may_call_the_worker_whose_message_deletes_it(p
     with holder.using(a):
         rref = rpc.remote(b.info, CallsAtItsEnd, (a.info.name,))
         rref._get_future().wait()
-        wait_until(lambda: b.control.run(lambda: None) or rref.confirmed_by_owner())
+        wait_until(lambda rref=rref: b.control.run(lambda: None) or rref.confirmed_by_owner())
         del rref
         gc.collect()
     if answers:
