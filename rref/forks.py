@@ -63,7 +63,7 @@ class References(ReferenceExtension):
 
     def __init__(self, agent: RpcAgent) -> None:
         super().__init__(agent)
-        self.table = OwnerTable(agent.info.wire_id, agent.is_member)
+        self.table = OwnerTable(agent.info.wire_id, agent.is_member, agent.submit)
         self.values = ValueServer(agent, self.table)
         self._ids = IdSource(agent.info.wire_id)
         self.forks: set[Fork] = set()

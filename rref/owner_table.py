@@ -12,6 +12,8 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+import torch
+
 from ..errors import LimitReachedError, RRefError
 from ..rpc.execution.kept_errors import copy_error, without_frames
 from .ids import GlobalId
@@ -21,6 +23,9 @@ __all__ = ["OwnedValue", "OwnerTable", "ValueTimeoutError"]
 
 MAX_AWAITED = 1 << 16
 """Values of one creator that may be named before they are created: by default, no more calls are in flight."""
+
+WITHOUT_FINALIZER = frozenset({torch.Tensor, int, float, bool, str, bytes, type(None)})
+"""Classes of values that are deleted where their last fork is, without waking a thread."""
 
 
 class _TooManyAwaitedError(LimitReachedError, RRefError):
@@ -72,6 +77,10 @@ class OwnedValue:
             return "pending"
         return "here" if outcome[1] is None else f"failed: {type(outcome[1]).__name__}"
 
+    def may_have_finalizer(self) -> bool:
+        """Returns whether code of the program may run when the value is deleted."""
+        return bool(self._outcomes) and type(self._outcomes[0][0]) not in WITHOUT_FINALIZER
+
     def resolve(self, value: Any) -> None:
         """Sets the value, unless the entry has failed."""
         self._set((value, None))
@@ -120,15 +129,22 @@ class OwnedValue:
 class OwnerTable:
     """The entries of one worker. Safe to use from any thread."""
 
-    def __init__(self, worker: int, is_member: Callable[[int], bool] = lambda _worker: True) -> None:
+    def __init__(
+        self,
+        worker: int,
+        is_member: Callable[[int], bool] = lambda _worker: True,
+        submit: Callable[[Callable[[], None]], None] = lambda task: task(),
+    ) -> None:
         """Makes an empty table.
 
         Args:
             worker: the id of this worker.
             is_member: returns whether a worker with this id is, or has been, in the group.
+            submit: has a task run which may run finalizers of values, and so may take long.
         """
         self._worker = worker
         self._is_member = is_member
+        self._submit = submit
         self._lock = threading.Lock()
         self._forked: dict[GlobalId, OwnedValue] = {}
         """Entries with forks."""
@@ -211,17 +227,24 @@ class OwnerTable:
             return self._add_fork(identifier, fork, holder)
 
     def remove_fork(self, identifier: GlobalId, fork: GlobalId, holder: int) -> None:
-        """Removes a fork. Does nothing if it was removed together with a lost holder.
+        """Removes a fork, and has the entry deleted with its last one.
+
+        Does nothing if the fork was removed together with a lost holder.
 
         Raises:
             RRefError: another worker holds the fork.
         """
         with self._lock:
-            entry = self._forked.get(identifier)  # lives to the end of this method: values may have finalizers
+            entry = self._forked.get(identifier)  # lives longer than the lock is held: values may have finalizers
             if entry is not None and fork in entry.forks:
                 if entry.forks[fork] != holder:
                     raise RRefError(f"fork {fork} of reference {identifier} belongs to another worker")
                 self._remove_fork(entry, fork)
+        if entry is not None and not entry.forks and entry.may_have_finalizer():
+            # Not here: a control message that waited for other workers would hold up calls, and other messages.
+            last = [entry]
+            del entry
+            self._submit(last.clear)
 
     def forks_made_here(self, holder: int) -> list[tuple[GlobalId, GlobalId]]:
         """Returns the ids of the values and forks that this worker has passed on and that a worker still has."""

@@ -8,19 +8,22 @@ not acknowledged in time, it is sent as a request, as urgent ones are.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar, final
 
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
 from ..execution.scheduler import Scheduler
-from .control_queue import Batch, ControlMessage, ControlQueue, do_nothing
+from .control_queue import ControlMessage, ControlQueue, do_nothing
 
 __all__ = ["AttachedControl", "Dumps", "Settle"]
 
 MAX_ATTACHED = 64
-"""Messages that are attached to one envelope, at most, and outcomes of others."""
+"""Messages that are attached to one envelope, at most, and numbers of others that have been processed."""
+
+MAX_ATTACHED_FAILURES = 8
+"""Errors of others that are attached to one envelope, at most: each may have some KiB (control_inbox.py)."""
 
 MAX_ATTACHED_BYTES = 1 << 10
 """Bytes of the payload of an attached message. A larger one is sent as a request."""
@@ -42,7 +45,7 @@ class AttachedControl:
         self,
         scheduler: Scheduler,
         timeout: Callable[[], float],
-        attempt: Callable[[Batch], None],
+        attempt: Callable[[ControlQueue, list[ControlMessage]], None],
         settle: Settle,
         resume: Callable[[ControlQueue], None],
         *,
@@ -51,9 +54,9 @@ class AttachedControl:
         """Attaches nothing yet.
 
         Args:
-            scheduler: runs `attempt`, `settle` and `resume`.
-            timeout: returns the seconds after which messages that are not acknowledged are sent as a request.
-            attempt: sends messages as a request.
+            scheduler: runs `attempt`, `settle` and `resume` on the control thread.
+            timeout: returns the seconds after which messages that are not acknowledged are sent as requests.
+            attempt: sends messages as requests.
             settle: tells what has become of a message.
             resume: sends messages that have waited for acknowledgements.
             with_messages: whether to attach messages, and not only the outcomes of those received.
@@ -67,33 +70,29 @@ class AttachedControl:
 
     # Sending: on any thread, which holds the lock of the queue.
 
-    def attach(
-        self, queue: ControlQueue, header: agent_pb2.ControlHeader, dumps: Dumps
-    ) -> Sequence[ControlMessage]:
+    def attach(self, queue: ControlQueue, header: agent_pb2.ControlHeader, dumps: Dumps) -> None:
         """Attaches the messages that wait, and the outcomes of those that have been received.
 
-        Returns:
-            Messages that are to be sent as a request instead, because they are large, or cannot be pickled.
+        Those that are to be sent as a request instead, because they are large, or cannot be pickled, are put with
+        the urgent ones.
         """
-        header.processed.extend(_take(queue.processed))
-        for number, failure in _take(queue.failed):
+        header.processed.extend(_take(queue.processed, MAX_ATTACHED))
+        for number, failure in _take(queue.failed, MAX_ATTACHED_FAILURES):
             header.failed.add(number=number, failure=failure)
         waiting = list(itertools.islice(queue.lingering.copy(), MAX_ATTACHED)) if self._with_messages else []
         if not waiting or queue.exceeds_window(len(waiting)):
-            return ()
+            return
         pickled = [(sent, payload) for sent in waiting if (payload := _pickled(sent, dumps)) is not None]
         queue.number([sent for sent, _ in pickled])
         header.acknowledged_below = queue.first_unacknowledged()
         for sent, payload in pickled:
             sent.is_attached = True
             header.messages.add(number=sent.number, kind=sent.kind, payload=payload)
-        if not queue.is_checked:
-            queue.is_checked = True
-            self._scheduler.submit(partial(self._check_later, queue), urgent=False)
+        if len(pickled) < len(waiting):
+            queue.urgent.extend([sent for sent in waiting if sent.number < 0])
         # Not before, because Ctrl-C may come at any step.
         for _ in waiting:
             queue.lingering.popleft()
-        return [sent for sent in waiting if sent.number < 0] if len(pickled) < len(waiting) else ()
 
     # Receiving: on any thread.
 
@@ -110,7 +109,7 @@ class AttachedControl:
             header: what it tells.
             decode: decodes an error.
         """
-        settled: list[tuple[ControlMessage, bytes]] = []
+        settled: dict[int, tuple[ControlMessage, bytes]] = {}  # a peer may repeat a number
         for number in header.processed:
             sent = queue.unacknowledged.get(number)
             if sent is None:
@@ -118,36 +117,36 @@ class AttachedControl:
             if sent.done is do_nothing:
                 queue.unacknowledged.pop(number, None)
             else:
-                settled.append((sent, b""))
+                settled[number] = sent, b""
         for each in header.failed:
             if (sent := queue.unacknowledged.get(each.number)) is not None:
-                settled.append((sent, each.failure))
+                settled[each.number] = sent, each.failure
         if settled or queue.is_full:
-            self._scheduler.submit(partial(self._settle_all, queue, settled, decode), urgent=False)
+            self._scheduler.submit(partial(self._settle_all, queue, [*settled.values()], decode), urgent=False)
 
     # On the control thread.
 
     def send_again(self, queue: ControlQueue) -> None:
-        """Sends all attached messages that are not acknowledged as a request: they may be lost."""
+        """Sends all attached messages that are not acknowledged as requests: they may be lost."""
         self._send_again(queue, _attached(queue))
 
     def _send_again(self, queue: ControlQueue, messages: list[ControlMessage]) -> None:
         for sent in messages:
             sent.is_attached = False
         if messages:
-            self._attempt(Batch(queue, messages))
+            self._attempt(queue, messages)
 
-    def _check_later(self, queue: ControlQueue) -> None:
+    def check_later(self, queue: ControlQueue) -> None:
         """Looks later whether the messages that are attached by now have been acknowledged."""
-        queue.is_checked = False  # first: what is attached from now on has the control thread look again
-        if attached := _attached(queue):
+        if not queue.is_checked and (attached := _attached(queue)):
             queue.is_checked = True
             self._scheduler.call_later(self._timeout(), partial(self._check, queue, attached))
 
     def _check(self, queue: ControlQueue, attached: list[ControlMessage]) -> None:
+        queue.is_checked = False
         left = [sent for sent in attached if sent.is_attached and sent.number in queue.unacknowledged]
         self._send_again(queue, left)
-        self._check_later(queue)
+        self.check_later(queue)
 
     def _settle_all(
         self,
@@ -156,14 +155,19 @@ class AttachedControl:
         decode: Callable[[WorkerInfo, bytes], Exception],
     ) -> None:
         for sent, failure in settled:
-            self._settle(queue, sent, decode(queue.worker, failure) if failure else None)
+            if sent.number in queue.unacknowledged:  # else it was settled meanwhile
+                self._settle(queue, sent, decode(queue.worker, failure) if failure else None)
         self._resume(queue)
 
 
-def _take(queue: deque[T]) -> Iterator[T]:
-    """Takes what is in a queue, some of it if there is much."""
-    for _ in range(min(len(queue), MAX_ATTACHED)):
-        yield queue.popleft()
+def _take(queue: deque[T], count: int) -> Iterator[T]:
+    """Takes what is in a queue, the first of it if there is more."""
+    for _ in range(count):
+        try:
+            first = queue.popleft()
+        except IndexError:  # also where another thread has dropped the rest
+            return
+        yield first
 
 
 def _attached(queue: ControlQueue) -> list[ControlMessage]:

@@ -91,7 +91,7 @@ class RetryingControlMessages:
         self._attached = AttachedControl(
             self._scheduler,
             lambda: ATTEMPT_TIMEOUT_S,
-            self._attempt,
+            self._attempt_all,
             self._settle,
             self._resume,
             with_messages=attaches,
@@ -180,18 +180,17 @@ class RetryingControlMessages:
         held: list[bool] = []
         try:
             held.extend(map(queue.sending.acquire, (False,)))  # by one call, which Ctrl-C cannot interrupt
-            if held[0]:
-                alone = self._attached.attach(queue, envelope.control, dumps)
+            if not held[0]:
+                return
+            self._attached.attach(queue, envelope.control, dumps)
         except Exception:  # which is not that of the other message
-            log.exception("control messages cannot be sent to %s", worker.name)
+            log.exception("control messages cannot be attached to a message to %s", worker.name)
+            queue.drop_outcomes()  # the worker asks for them again
             return
         finally:
             if held == [True]:
                 queue.sending.release()
-        if not held[0]:
-            return
-        if alone:
-            queue.urgent.extend(alone)
+        if queue.urgent:
             self._scheduler.submit(partial(self._flush, queue))
         self._end_wait(queue)
 
@@ -231,34 +230,54 @@ class RetryingControlMessages:
     # Sending: on the control thread.
 
     def _linger(self, queue: ControlQueue) -> None:
-        self.waiting[queue.worker.wire_id] = time.monotonic()
-        self._scheduler.submit(partial(self._flush, queue), urgent=False)
+        """Notes that something waits, and has the control thread send it if it is not attached to a message.
+
+        As long as this is noted, the control thread is going to call `_flush`, wherever Ctrl-C comes.
+        """
+        flush = partial(self._flush, queue)
+        now = time.monotonic()
+        self.waiting[queue.worker.wire_id] = now
+        try:
+            self._scheduler.submit(flush, urgent=False)
+        except BaseException:
+            self._scheduler.submit(flush, urgent=False)
+            raise
 
     def _end_wait(self, queue: ControlQueue) -> None:
         """Notes that what has waited is sent."""
-        self.waiting.pop(queue.worker.wire_id, None)
-        # Left over, or queued in between by a thread that has seen others wait.
-        if (queue.lingering and not queue.is_full) or queue.has_outcomes():
-            self._linger(queue)
+        try:
+            self.waiting.pop(queue.worker.wire_id, None)
+        finally:
+            # Left over, or queued in between by a thread that has seen others wait.
+            if (queue.lingering and not queue.is_full) or queue.has_outcomes():
+                self._linger(queue)
 
     def _flush(self, queue: ControlQueue) -> None:
         """Sends what is queued for a worker, and has not been attached to another message."""
         if not queue.urgent and self._send_attached(queue):
-            return
-        if not self._send_queued(queue):
+            queue.is_full = False  # what has waited for acknowledgements was attached
+        elif not self._send_queued(queue):
             self._scheduler.call_later(RETRY_AFTER_S, partial(self._flush, queue))
+            return
+        self._attached.check_later(queue)
 
     def _send_attached(self, queue: ControlQueue) -> bool:
-        """Sends what waits attached to an envelope of its own; returns whether no message is left."""
-        if queue.worker.wire_id not in self.waiting or not (self._attaches or queue.has_outcomes()):
+        """Sends what waits attached to an envelope of its own.
+
+        Returns:
+            Whether no message is left, and no other thread is about to call `_end_wait`.
+        """
+        if queue.worker.wire_id not in self.waiting:
             return not queue.lingering
+        if not (self._attaches or queue.has_outcomes()):
+            return False
         try:
             self._agent.post(queue.worker, CONTROL, None)
         except Exception as error:  # which a request tells whoever has sent the messages
             log.debug("control messages are not sent to %s: %s", queue.worker.name, error)
             queue.drop_outcomes()  # the worker asks for them again
             self.waiting.pop(queue.worker.wire_id, None)
-        return not queue.lingering
+        return not queue.lingering and queue.worker.wire_id not in self.waiting
 
     def _send_queued(self, queue: ControlQueue) -> bool:
         """Sends what is queued for a worker as requests; returns False if another thread is at it."""
@@ -297,6 +316,10 @@ class RetryingControlMessages:
         for _ in urgent:
             queue.urgent.popleft()
         return True
+
+    def _attempt_all(self, queue: ControlQueue, messages: list[ControlMessage]) -> None:
+        for start in range(0, len(messages), MAX_BATCH):
+            self._attempt(Batch(queue, messages[start : start + MAX_BATCH]))
 
     def _attempt(self, batch: Batch) -> None:
         batch.attempts += 1

@@ -31,7 +31,7 @@ MAX_FAILURE_BYTES = 8 << 10
 Loads = Callable[[bytes], Any]
 """Returns the value of a pickle from one worker. Raises what unpickling raises, or PolicyError."""
 
-OnRefused = Callable[[WorkerInfo, Exception], None]
+OnRefused = Callable[[WorkerInfo, BaseException], None]
 """Takes the sender of a control message, and the error that its handler has raised."""
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class ControlInbox:
     def _process(self, source: WorkerInfo, kind: str, payload: Callable[[], Any]) -> bytes | None:
         try:
             self.handlers[kind](source, payload())
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too: the message may be attached to one that has to be served
             problem = printable_text(error)
             log.info("control message %s of worker %s is refused: %s", printable(kind), source.name, problem)
             self.on_refused(source, error)

@@ -12,6 +12,10 @@ from .control_inbox import WINDOW
 
 __all__ = ["Batch", "ControlMessage", "ControlQueue", "do_nothing"]
 
+MAX_FAILED = 1 << 10
+"""Errors that there are to tell a worker, at most, of messages that it has attached to others. If there are more,
+it asks for the first ones again."""
+
 
 def do_nothing(_error: Exception | None) -> None:
     """The OnSettled of a message whose end nobody waits for."""
@@ -41,15 +45,16 @@ class ControlQueue:
         """Messages that are not urgent, and have not been sent."""
         self.urgent: deque[ControlMessage] = deque()
         """Other messages that have not been sent."""
-        self.processed: deque[int] = deque()
+        self.processed: deque[int] = deque(maxlen=WINDOW)
         """The numbers of messages from the worker that were attached to others, and have been processed."""
-        self.failed: deque[tuple[int, bytes]] = deque()
+        self.failed: deque[tuple[int, bytes]] = deque(maxlen=MAX_FAILED)
         """Those whose handlers have raised, with the encoded errors."""
         self.next_number = 0
         self.is_full = False
         """Whether messages wait until some that have been sent are acknowledged."""
         self.is_checked = False
-        """Whether the control thread will look whether attached messages have been acknowledged."""
+        """Whether a timer is set for the control thread, which alone uses this, to look whether attached messages
+        have been acknowledged."""
         self.unacknowledged: dict[int, ControlMessage] = {}
         """Messages that have been sent, in the order of their numbers."""
         self.paused: list[Batch] = []

@@ -337,6 +337,8 @@ class PendingRequests:
             elif pending.future.done():
                 self._tell_complete(pending)
                 self._count_end(pending)
+                if envelope.HasField("control"):  # which may be taken twice
+                    self._codec.receive_control_with_answer(source, envelope)
             else:
                 self._complete(pending, source, envelope, payloads)
         if leases is not None:

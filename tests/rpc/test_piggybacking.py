@@ -1,6 +1,8 @@
 """Control messages, and answers that nobody waits for, travel with other messages to the same worker."""
 
+import contextlib
 import gc
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,11 +12,14 @@ from typing import Any
 import pytest
 from gradwire import rpc
 from gradwire.errors import SerializationError
-from gradwire.rpc.agent import control
+from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent import attached_control, control, control_queue
 from gradwire.rpc.agent.codec import Codec
+from gradwire.rpc.agent.control_queue import ControlMessage, ControlQueue
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
-from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.contracts.messages import MessageType, Outgoing
+from gradwire.rpc.contracts.agent import current_agent, holder
+from gradwire.rpc.contracts.messages import MessageType, Outgoing, Request
+from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution import scheduler
 from gradwire.rpc.transports.frame_writer import FrameWriter
 from gradwire.rref import forks
@@ -22,6 +27,7 @@ from gradwire.rref.forks import References
 
 from tests.bad_network import hurry
 from tests.remote_functions import add, wait_until
+from tests.rpc.interruption import InterruptError
 
 FOREVER_S = 3600.0
 
@@ -165,6 +171,61 @@ def test_attached_messages_that_are_lost_are_sent_again(pair, monkeypatch):
     lost.cancel()
 
 
+def test_attached_messages_that_are_sent_again_travel_in_batches(pair, monkeypatch):
+    a, b = pair
+    got: list[int] = []
+    b.control.on("note", lambda _sender, payload: got.append(payload))
+    monkeypatch.setattr(control, "MAX_BATCH", 50)
+    with monkeypatch.context() as patched:
+        patched.setattr(a._network, "send", lambda *_: 0)  # loses them
+        for i in range(130):
+            a.control.send(b.info, "note", i, urgent=False)
+        for _ in range(3):
+            a.post(b.info, MessageType.CONTROL, None)
+    request, sizes = a.request, []
+
+    def note_size(worker: WorkerInfo, sent: Request) -> Any:
+        sizes.append(len(sent.value))
+        return request(worker, sent)
+
+    monkeypatch.setattr(a, "request", note_size)
+    a.control.on_worker_back(b.info)
+    wait_until(lambda: a.control.run(lambda: None) or not a.control.pending())
+    assert sorted(got) == list(range(130))
+    assert sizes == [50, 50, 30]
+
+
+def test_one_timer_looks_after_attached_messages(pair, monkeypatch):
+    a, b = pair
+    b.control.on("note", lambda _sender, _payload: None)
+    monkeypatch.setattr(a._network, "send", lambda *_: 0)  # loses them
+    call_later, timers, find = a._control._scheduler.call_later, [], attached_control._attached
+
+    def note_timer(seconds: float, task: Callable[[], None]) -> None:
+        if seconds == control.ATTEMPT_TIMEOUT_S:
+            timers.append(task)
+        call_later(seconds, task)
+
+    def attach() -> None:
+        a.control.send(b.info, "note", 1, urgent=False)
+        a.post(b.info, MessageType.CONTROL, None)
+
+    def attach_meanwhile(queue: ControlQueue) -> list[ControlMessage]:
+        monkeypatch.setattr(attached_control, "_attached", find)
+        attach()  # as another thread may
+        return find(queue)
+
+    monkeypatch.setattr(a._control._scheduler, "call_later", note_timer)
+    monkeypatch.setattr(attached_control, "_attached", attach_meanwhile)
+    attach()
+    done = threading.Event()
+    for _ in range(2):
+        a.control.run(lambda: a.control.run(done.set))
+        assert done.wait(20)
+        done.clear()
+    assert len(timers) == 1
+
+
 def test_an_acknowledgement_that_is_lost_is_repeated(pair, monkeypatch):
     a, b = pair
     hurry(monkeypatch)
@@ -178,6 +239,87 @@ def test_an_acknowledgement_that_is_lost_is_repeated(pair, monkeypatch):
     assert got == [1]
     wait_until(lambda: a.control.run(lambda: None) or settled.is_set())
     assert got == [1]  # processed once
+
+
+def post_header(agent: GrpcAgent, worker: WorkerInfo, header: agent_pb2.ControlHeader) -> None:
+    agent.post(worker, MessageType.CONTROL, None, header=lambda envelope: envelope.control.CopyFrom(header))
+
+
+def test_what_there_is_to_tell_a_worker_is_bounded(pair, monkeypatch):
+    a, b = pair
+    refused: list[int] = []
+
+    def refuse(_sender, payload: int) -> None:
+        refused.append(payload)
+        raise LookupError
+
+    b.control.on("bad", refuse)
+    b.control.on("note", lambda _sender, _payload: None)
+    monkeypatch.setattr(control_queue, "WINDOW", 50)
+    monkeypatch.setattr(control_queue, "MAX_FAILED", 20)
+    payload = pickle.dumps(1)
+    header = agent_pb2.ControlHeader()
+    for number in range(80):
+        header.messages.add(number=number, kind="bad" if number % 2 else "note", payload=payload)
+    for _ in range(5):
+        post_header(a, b.info, header)
+    queue = b._control._queue(a.info)
+    wait_until(lambda: len(queue.processed) == 50)
+    assert len(queue.failed) == 20
+    assert len(refused) == 40
+
+
+def test_a_failure_that_is_told_many_times_is_logged_once(pair, caplog):
+    a, b = pair
+    told: list[Exception | None] = []
+    with Muted(a):
+        a.control.send(b.info, "note", 1, told.append, urgent=False)
+        a.post(b.info, MessageType.CONTROL, None)
+    header = agent_pb2.ControlHeader()
+    for _ in range(100):
+        header.failed.add(number=0, failure=b.encode_failure(LookupError("no")))
+    for _ in range(3):
+        post_header(b, a.info, header)
+    wait_until(lambda: a.control.run(lambda: None) or told)
+    call(b, a)
+    a.control.run(lambda: None)
+    assert [str(error) for error in told] == ["no"]
+    assert len([record for record in caplog.records if "control message note to" in record.message]) == 1
+
+
+class Muted:
+    """Context manager in which what an agent sends is lost."""
+
+    def __init__(self, agent: GrpcAgent) -> None:
+        self._network = agent._network
+
+    def __enter__(self) -> None:
+        self._network.send = lambda *_: 0  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        del self._network.send
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["call", "answer"])
+def test_a_control_message_that_exits_takes_nothing_with_it(pair, answers):
+    a, b = pair
+
+    def leave(_sender, _payload) -> None:
+        raise SystemExit
+
+    sender, receiver = (b, a) if answers else (a, b)
+    receiver.control.on("note", leave)
+    told: list[Exception | None] = []
+    sender.control.send(receiver.info, "note", 1, told.append, urgent=False)
+    call(a, b)
+
+    def is_told() -> bool:
+        a.control.run(lambda: None)
+        b.control.run(lambda: None)
+        return bool(told)
+
+    wait_until(is_told)
+    assert "SystemExit" in str(told)
 
 
 class LossyDeque(deque):
@@ -206,6 +348,28 @@ def test_control_messages_are_attached_to_an_answer(pair):
     call(a, b)
     a.control.run(lambda: None)  # wakes the control thread, which processes what came with an answer
     wait_until(lambda: got == [1])
+
+
+def test_what_is_attached_to_an_answer_is_processed_if_a_signal_interrupts_that(pair, monkeypatch):
+    a, b = pair
+    got: list[int] = []
+    a.control.on("note", lambda _sender, payload: got.append(payload))
+    receive, interrupted = a._codec.receive_control_with_answer, []
+
+    def interrupt(source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        if threading.current_thread() is threading.main_thread() and not interrupted:
+            interrupted.append(envelope.id)
+            raise InterruptError
+        receive(source, envelope)
+
+    monkeypatch.setattr(a._codec, "receive_control_with_answer", interrupt)
+    sent = 0
+    while not interrupted:  # until this thread is the one that reads the answer
+        sent += 1
+        b.control.send(a.info, "note", sent, urgent=False)
+        with contextlib.suppress(InterruptError):
+            call(a, b)
+    wait_until(lambda: a.control.run(lambda: None) or len(got) == sent, seconds=2)
 
 
 def test_a_message_to_which_nothing_can_be_attached_is_sent(pair, monkeypatch):
@@ -261,6 +425,51 @@ def test_a_reference_is_deleted_with_the_next_message(pair):
         gc.collect()
         call(a, b)
         wait_until(lambda: len(table) == 0)
+
+
+class CallsAtItsEnd:
+    """Has a finalizer that calls the worker which has held the last reference."""
+
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+
+    def __del__(self) -> None:
+        rpc.rpc_sync(self.caller, call_back, (rpc.get_worker_info().name,), timeout=10)
+        finalized.set()
+
+
+finalized = threading.Event()
+
+
+def call_back(worker: str) -> None:
+    """Calls a worker, with a control message attached to the call."""
+    agent = current_agent()
+    agent.control.send(agent.worker(worker), "note", 1, urgent=False)
+    assert rpc.rpc_sync(worker, add, (1, 2), timeout=5) == 3
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["call", "answer"])
+def test_the_finalizer_of_a_value_may_call_the_worker_whose_message_deletes_it(pair, answers):
+    a, b = pair
+    b.control.on("note", lambda _sender, _payload: None)
+    table = b.extension(References).table
+    finalized.clear()
+    with holder.using(a):
+        rref = rpc.remote(b.info, CallsAtItsEnd, (a.info.name,))
+        rref._get_future().wait()
+        wait_until(lambda rref=rref: b.control.run(lambda: None) or rref.confirmed_by_owner())
+        del rref
+        gc.collect()
+    if answers:
+        call(b, a)
+        b.control.run(lambda: None)  # wakes the control thread, which processes what came with an answer
+    else:
+        call(a, b)
+    wait_until(lambda: len(table) == 0)
+    told = threading.Event()
+    b.control.run(told.set)
+    assert told.wait(1)  # the control thread does not wait for the finalizer
+    assert finalized.wait(20)
 
 
 def test_nothing_that_waits_is_lost_when_a_worker_leaves(workers):
