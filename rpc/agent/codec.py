@@ -324,13 +324,11 @@ class Codec:
             self._extensions.on_receive(message)
         return message
 
-    def receive_control(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Takes the control messages that are attached to a message, or acknowledged by it."""
-        self._control.receive(source, envelope, partial(self._reader.load, source))
-
-    def receive_control_with_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
-        """Does the same for an answer, and leaves what may take long to the control thread."""
-        self._control.receive_with_answer(source, envelope, partial(self._reader.load, source))
+    def receive_control(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, *, with_answer: bool = False
+    ) -> None:
+        """Takes the control messages that are attached to a message: see RetryingControlMessages.receive."""
+        self._control.receive(source, envelope, partial(self._reader.load, source), with_answer=with_answer)
 
     def unpack(self, message: Incoming) -> Any:
         """Returns the value of a message. Raises SerializationError, PolicyError, or what unpickling raises."""

@@ -194,27 +194,26 @@ class RetryingControlMessages:
             self._scheduler.submit(partial(self._flush, queue))
         self._end_wait(queue)
 
-    def receive(self, source: WorkerInfo, envelope: agent_pb2.Envelope, loads: Loads) -> None:
+    def receive(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, loads: Loads, *, with_answer: bool = False
+    ) -> None:
         """Takes what is attached to a message that has arrived, and processes the control messages.
 
         Args:
             source: the sender.
             envelope: the message's.
             loads: unpickles payloads of that worker.
+            with_answer: whether the calling thread completes a request: then the control thread runs the handlers.
         """
         header = envelope.control
         if header.processed or header.failed:
             self._attached.settle(self._queue(source), header, self._agent.decode_failure)
-        if header.messages and (envelope.type != CONTROL or not envelope.id):
-            self._process(source, header, loads)
-
-    def receive_with_answer(self, source: WorkerInfo, envelope: agent_pb2.Envelope, loads: Loads) -> None:
-        """Does what `receive` does, on a thread that completes a request: the control thread runs the handlers."""
-        header = envelope.control
-        if header.processed or header.failed:
-            self._attached.settle(self._queue(source), header, self._agent.decode_failure)
-        if header.messages:
+        if not header.messages or (envelope.type == CONTROL and envelope.id):
+            return
+        if with_answer:
             self._scheduler.submit(partial(self._process, source, header, loads), urgent=False)
+        else:
+            self._process(source, header, loads)
 
     def _process(self, source: WorkerInfo, header: agent_pb2.ControlHeader, loads: Loads) -> None:
         queue = self._queue(source)

@@ -200,7 +200,7 @@ class PendingRequests:
             if pending is not None:
                 self._set_result(pending, value)
         if envelope.HasField("control"):
-            self._codec.receive_control_with_answer(source, envelope)
+            self._codec.receive_control(source, envelope, with_answer=True)
 
     def is_quick(self, envelope: agent_pb2.Envelope) -> bool:
         """Returns whether the thread that has read a message, an answer, may complete its request."""
@@ -338,7 +338,7 @@ class PendingRequests:
                 self._tell_complete(pending)
                 self._count_end(pending)
                 if envelope.HasField("control"):  # which may be taken twice
-                    self._codec.receive_control_with_answer(source, envelope)
+                    self._codec.receive_control(source, envelope, with_answer=True)
             else:
                 self._complete(pending, source, envelope, payloads)
         if leases is not None:
