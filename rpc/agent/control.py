@@ -261,11 +261,7 @@ class RetryingControlMessages:
         self._attached.check_later(queue)
 
     def _send_attached(self, queue: ControlQueue) -> bool:
-        """Sends what waits attached to an envelope of its own.
-
-        Returns:
-            Whether no message is left, and no other thread is about to call `_end_wait`.
-        """
+        """Sends what waits attached to an envelope of its own; returns whether nothing is left to be sent."""
         if queue.worker.wire_id not in self.waiting:
             return not queue.lingering
         if not (self._attaches or queue.has_outcomes()):
@@ -329,16 +325,10 @@ class RetryingControlMessages:
         def add_header(envelope: agent_pb2.Envelope) -> None:
             envelope.control.CopyFrom(header)
 
+        payloads = [sent.payload for sent in batch.messages]
+        request = Request(CONTROL, payloads, timeout=ATTEMPT_TIMEOUT_S, header=add_header)
         try:
-            future = self._agent.request(
-                batch.queue.worker,
-                Request(
-                    CONTROL,
-                    [sent.payload for sent in batch.messages],
-                    timeout=ATTEMPT_TIMEOUT_S,
-                    header=add_header,
-                ),
-            )
+            future = self._agent.request(batch.queue.worker, request)
         except Exception as error:  # of a value that does not pickle, or of whatever else cannot be made or sent
             self._scheduler.submit(partial(self._fail, batch, error))
             return

@@ -354,15 +354,15 @@ def test_what_is_attached_to_an_answer_is_processed_if_a_signal_interrupts_that(
     a, b = pair
     got: list[int] = []
     a.control.on("note", lambda _sender, payload: got.append(payload))
-    receive, interrupted = a._codec.receive_control_with_answer, []
+    receive, interrupted = a._codec.receive_control, []
 
-    def interrupt(source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+    def interrupt(source: WorkerInfo, envelope: agent_pb2.Envelope, **options: bool) -> None:
         if threading.current_thread() is threading.main_thread() and not interrupted:
             interrupted.append(envelope.id)
             raise InterruptError
-        receive(source, envelope)
+        receive(source, envelope, **options)
 
-    monkeypatch.setattr(a._codec, "receive_control_with_answer", interrupt)
+    monkeypatch.setattr(a._codec, "receive_control", interrupt)
     sent = 0
     while not interrupted:  # until this thread is the one that reads the answer
         sent += 1
