@@ -4,7 +4,7 @@ An idle thread waits in epoll, for sockets and for tasks from other threads. Whe
 reads it, and runs what has arrived itself: no other thread has to be woken for a call that comes alone. Meanwhile
 another thread waits in epoll. At a high rate, the thread that has read a socket keeps it until it has run what it
 has read, because two threads that run short Python functions hold each other up; and it looks at the socket again
-before it waits in epoll. The waiting thread then is a watcher: it looks every one to four milliseconds, and takes
+before it waits in epoll. The waiting thread then is a watcher: it looks every one to eight milliseconds, and takes
 over the socket and what has not begun to run if a function takes longer. A function that waits for another call
 gives up the socket at once.
 

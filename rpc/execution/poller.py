@@ -207,8 +207,9 @@ class Poller:
             thread.reads_here = source, held
             held.extend(map(source.reading.acquire, (False,)))
             if held[0] and source.can_be_read() and source.descriptor in self._on_ready:
+                self.kept.pop(source.descriptor, None)  # a thread that has kept it looks at it no longer
                 try:
-                    self._epoll.modify(source.descriptor, select.EPOLLONESHOT)  # no other thread looks at it
+                    self._epoll.modify(source.descriptor, select.EPOLLONESHOT)  # and no other one does
                 except FileNotFoundError:  # `watch` is about to register it
                     pass
                 else:
@@ -289,7 +290,9 @@ class Poller:
                 thread.poll.unregister(thread.polled)
             thread.poll.register(descriptor, select.POLLIN)
             thread.polled = descriptor
-        if not thread.spinner.spin(thread.poll.poll, stop) or descriptor not in self.kept:
+        kept = self.kept
+        ready = thread.spinner.spin(thread.poll.poll, lambda: descriptor not in kept or stop())
+        if not ready or descriptor not in kept:
             return False
         if self._handle(handler[0]):
             self.keep(descriptor)

@@ -313,7 +313,7 @@ def _decode_plain(
     data = get(message.data)
     if count * dtype.itemsize != len(data):
         raise ValueError(f"malformed tensor: {len(data)} bytes for shape {sizes} of {dtype}")
-    if not isinstance(data, bytes | memoryview):
+    if not isinstance(data, bytes | bytearray | memoryview):
         raise ValueError("malformed tensor: its elements are in device memory, and it is not")
     memory = bytearray(data) if isinstance(data, bytes) else data
     return plain_tensor(memory, sizes, dtype, requires_grad=message.requires_grad)

@@ -16,8 +16,8 @@ from gradwire.rpc.execution.waiter import SocketWaiter
 UNINTERRUPTED = 3
 """Runs in a row that end before the moment at which to interrupt: then there are no more of them."""
 
-FINALIZERS = frozenset({"_release", "<lambda>"})
-"""Functions in which Python drops what is raised."""
+FINALIZERS = frozenset({"_release", "<lambda>", "gc_callback"})
+"""Functions in which Python drops what is raised. The last one is called by garbage collections, for hypothesis."""
 
 
 class InterruptError(BaseException):
