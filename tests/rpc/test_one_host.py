@@ -328,10 +328,11 @@ def test_a_forged_entry_of_a_dynamic_group_is_not_dialled(workers, tmp_path, for
 # Workers of one host that share less.
 
 
-def hide_temporary_files(folder: Path) -> None:
-    """Gives this process a /tmp of its own, as containers have."""
+def hide_sockets(folder: Path) -> None:
+    """Gives this process a directory for sockets of its own, as containers have with their own /tmp."""
     separate("container", folder, MEMORY)
-    assert ctypes.CDLL(None).mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None) == 0
+    directory = SocketDirectory.of_this_user().path.encode()
+    assert ctypes.CDLL(None).mount(b"tmpfs", directory, b"tmpfs", 0, b"mode=700") == 0
 
 
 def become_nobody(folder: Path) -> None:
@@ -340,7 +341,7 @@ def become_nobody(folder: Path) -> None:
 
 APART = {
     "users": pytest.param(become_nobody, "/tmp/gradwire-65534 of user 65534", marks=as_root),
-    "file systems": pytest.param(hide_temporary_files, "/tmp/gradwire-0 of user 0", marks=with_namespaces),
+    "file systems": pytest.param(hide_sockets, "/tmp/gradwire-0 of user 0", marks=with_namespaces),
 }
 
 
