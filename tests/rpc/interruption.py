@@ -5,6 +5,7 @@ and loops. A trace function raises in their place: at the first such moment, at 
 """
 
 import dis
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -16,8 +17,8 @@ from gradwire.rpc.execution.waiter import SocketWaiter
 UNINTERRUPTED = 3
 """Runs in a row that end before the moment at which to interrupt: then there are no more of them."""
 
-FINALIZERS = frozenset({"_release", "<lambda>", "gc_callback"})
-"""Functions in which Python drops what is raised. The last one is called by garbage collections, for hypothesis."""
+FINALIZERS = frozenset({"_release", "<lambda>"})
+"""Functions in which Python drops what is raised."""
 
 
 class InterruptError(BaseException):
@@ -45,6 +46,8 @@ class Interruption:
         self._has_returned = False
 
     def __enter__(self) -> Self:
+        self._collects = gc.isenabled()
+        gc.disable()  # else what other tests have left would be interrupted in its finalizers
         self._before = sys.gettrace()
         sys._getframe().f_trace_opcodes = True  # Python 3.12 has such events only if it was set before settrace
         sys.settrace(self._trace)
@@ -52,6 +55,8 @@ class Interruption:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
         self._tell_once()
 
     def _tell_once(self) -> None:
