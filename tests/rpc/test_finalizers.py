@@ -206,3 +206,4 @@ def test_a_collection_while_a_dictionary_is_walked(agents, monkeypatch):
     finally:
         gc.set_threshold(*threshold)
     assert left < 500
+    left = 1  # the next finalizer makes no other one, during another test
