@@ -322,7 +322,11 @@ def _be(arguments: list[str], environment: dict[str, str], folder: str) -> None:
 
 def _renew_thread_pool() -> None:
     """Has torch remake its pool of threads now: on the first use after a fork, two threads at once would abort."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals are for the main thread
+    try:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _fork_instead_of_spawn() -> None:
