@@ -48,6 +48,15 @@ def call(a: GrpcAgent, b: GrpcAgent) -> None:
         assert rpc.rpc_sync(b.info, add, (1, 2)) == 3
 
 
+def processes_what_came(agent: GrpcAgent) -> bool:
+    """Wakes the control thread, which processes what came with an answer; returns True.
+
+    Called again and again, because what came with an answer is taken after the future is complete.
+    """
+    agent.control.run(lambda: None)
+    return True
+
+
 def count_writes(agent: GrpcAgent, monkeypatch) -> Callable[[], int]:
     """Returns a function that returns the number of writes of an agent to the other one since."""
     streams: list[Any] = [each for each in agent._network._transports.values() if each.name != "loopback"]
@@ -91,8 +100,7 @@ def test_control_messages_are_attached_to_a_call_and_acknowledged_by_an_answer(p
     call(a, b)  # whose answer acknowledges them, because they are processed before it runs
     assert writes() == 1
     assert got == list(range(10))
-    a.control.run(lambda: None)  # wakes the control thread, which settles them
-    wait_until(lambda: told == [None] * 10)
+    wait_until(lambda: processes_what_came(a) and told == [None] * 10)
     assert a.control.pending() == 0
     assert not from_a()
     assert not from_b()
@@ -117,8 +125,7 @@ def test_the_error_of_an_attached_message_is_told(pair):
     told: list[Exception | None] = []
     a.control.send(b.info, "note", 1, told.append, urgent=False)
     call(a, b)
-    a.control.run(lambda: None)
-    wait_until(lambda: told)
+    wait_until(lambda: processes_what_came(a) and told)
     (error,) = told
     assert isinstance(error, LookupError)
     assert str(error) == "no 1"
@@ -146,8 +153,7 @@ def test_what_cannot_be_attached_is_sent_as_a_request(pair, payload):
     for name, each in (("before", 1), ("odd", payload), ("after", 2)):
         a.control.send(b.info, "note", each, partial(told.__setitem__, name), urgent=False)
     call(a, b)
-    a.control.run(lambda: None)
-    wait_until(lambda: len(told) == 3)
+    wait_until(lambda: processes_what_came(a) and len(told) == 3)
     error = told.pop("odd")
     assert told == {"before": None, "after": None}
     assert isinstance(error, SerializationError) if not isinstance(payload, bytes) else error is None
@@ -190,7 +196,7 @@ def test_attached_messages_that_are_sent_again_travel_in_batches(pair, monkeypat
 
     monkeypatch.setattr(a, "request", note_size)
     a.control.on_worker_back(b.info)
-    wait_until(lambda: a.control.run(lambda: None) or not a.control.pending())
+    wait_until(lambda: processes_what_came(a) and not a.control.pending())
     assert sorted(got) == list(range(130))
     assert sizes == [50, 50, 30]
 
@@ -237,7 +243,7 @@ def test_an_acknowledgement_that_is_lost_is_repeated(pair, monkeypatch):
     monkeypatch.setattr(attached, "processed", LossyDeque())
     call(a, b)
     assert got == [1]
-    wait_until(lambda: a.control.run(lambda: None) or settled.is_set())
+    wait_until(lambda: processes_what_came(a) and settled.is_set())
     assert got == [1]  # processed once
 
 
@@ -280,7 +286,7 @@ def test_a_failure_that_is_told_many_times_is_logged_once(pair, caplog):
         header.failed.add(number=0, failure=b.encode_failure(LookupError("no")))
     for _ in range(3):
         post_header(b, a.info, header)
-    wait_until(lambda: a.control.run(lambda: None) or told)
+    wait_until(lambda: processes_what_came(a) and told)
     call(b, a)
     a.control.run(lambda: None)
     assert [str(error) for error in told] == ["no"]
@@ -313,12 +319,7 @@ def test_a_control_message_that_exits_takes_nothing_with_it(pair, answers):
     sender.control.send(receiver.info, "note", 1, told.append, urgent=False)
     call(a, b)
 
-    def is_told() -> bool:
-        a.control.run(lambda: None)
-        b.control.run(lambda: None)
-        return bool(told)
-
-    wait_until(is_told)
+    wait_until(lambda: processes_what_came(a) and processes_what_came(b) and told)
     assert "SystemExit" in str(told)
 
 
@@ -346,8 +347,7 @@ def test_control_messages_are_attached_to_an_answer(pair):
     a.control.on("note", lambda _sender, payload: got.append(payload))
     b.control.send(a.info, "note", 1, urgent=False)
     call(a, b)
-    a.control.run(lambda: None)  # wakes the control thread, which processes what came with an answer
-    wait_until(lambda: got == [1])
+    wait_until(lambda: processes_what_came(a) and got == [1])
 
 
 def test_what_is_attached_to_an_answer_is_processed_if_a_signal_interrupts_that(pair, monkeypatch):
@@ -369,7 +369,7 @@ def test_what_is_attached_to_an_answer_is_processed_if_a_signal_interrupts_that(
         b.control.send(a.info, "note", sent, urgent=False)
         with contextlib.suppress(InterruptError):
             call(a, b)
-    wait_until(lambda: a.control.run(lambda: None) or len(got) == sent, seconds=2)
+    wait_until(lambda: processes_what_came(a) and len(got) == sent, seconds=2)
 
 
 def test_a_message_to_which_nothing_can_be_attached_is_sent(pair, monkeypatch):
@@ -457,15 +457,14 @@ def test_the_finalizer_of_a_value_may_call_the_worker_whose_message_deletes_it(p
     with holder.using(a):
         rref = rpc.remote(b.info, CallsAtItsEnd, (a.info.name,))
         rref._get_future().wait()
-        wait_until(lambda rref=rref: b.control.run(lambda: None) or rref.confirmed_by_owner())
+        wait_until(lambda rref=rref: processes_what_came(b) and rref.confirmed_by_owner())
         del rref
         gc.collect()
     if answers:
         call(b, a)
-        b.control.run(lambda: None)  # wakes the control thread, which processes what came with an answer
     else:
         call(a, b)
-    wait_until(lambda: len(table) == 0)
+    wait_until(lambda: processes_what_came(b) and len(table) == 0)
     told = threading.Event()
     b.control.run(told.set)
     assert told.wait(1)  # the control thread does not wait for the finalizer
