@@ -271,6 +271,8 @@ def test_a_device_that_fails_while_sending_is_not_used(workers):
 
     def check():
         tensor = use_ipc()
+        pool = current_agent()._network.cuda_ipc._pools[1]  # type: ignore[attr-defined]
+        wait_until(lambda: not pool._lent)  # else there would be a second segment
         fake_cuda.gpus.is_broken = True
         assert rpc.rpc_sync("worker1", describe, args=(tensor,)) == describe(tensor)
         return fake_cuda.channel_to("worker1"), rpc.debug_info()["cuda"]["ipc_bytes"]

@@ -1,13 +1,20 @@
 """Payloads whose connection breaks before they arrive."""
 
+import queue
 import threading
 
+import torch
+from gradwire import rpc
 from gradwire.errors import LossCause
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.channels.base import PayloadLostError
+from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType
+from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import WorkerEnd
 
-from tests.remote_functions import wait_until
+from tests.remote_functions import identity, wait_until
 
 
 def test_a_message_is_dropped_whose_connection_breaks_before_it_is_collected(agents, monkeypatch):
@@ -27,3 +34,30 @@ def test_a_message_is_dropped_whose_connection_breaks_before_it_is_collected(age
     assert dropped.wait(20)
     assert network._router.announced.pending(b.info.wire_id) == (0, 0)
     wait_until(lambda: not network.links.absent)  # it is back
+
+
+def read_old_message(agent: GrpcAgent, source: WorkerInfo, payload: agent_pb2.Payload) -> None:
+    """Has an agent read a message with this payload after the connection by which it came has broken."""
+    network = agent._network
+
+    async def break_and_read() -> None:
+        network._streams.break_off(source.wire_id, "its connection broke")
+        network.incoming.on_envelope(source, agent_pb2.Envelope(id=9, type=MessageType.CALL, body=payload), 0)
+
+    network._events.run(break_and_read())
+
+
+def test_a_segment_of_a_connection_that_broke_is_lost_and_no_attack(agents, monkeypatch):
+    """What a worker has not read by then is still in its socket."""
+    a, b = agents(2, transports=("unix", "grpc"))
+    data = torch.ones(1 << 16)
+    with holder.using(b):
+        assert torch.equal(rpc.rpc_sync(a.info, identity, (data,)), data)
+    highest = a._network._shared_memory._peers[b.info.wire_id].mapped.highest
+    rejected: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    monkeypatch.setattr(a._server, "reject", lambda _source, _envelope, error: rejected.put(error))
+    for number, is_lost in ((highest, True), (highest, True), (highest + 1, False)):
+        segment = agent_pb2.SegmentPayload(number=number, nbytes=data.nbytes)
+        read_old_message(a, b.info, agent_pb2.Payload(segment=segment))
+        assert isinstance(rejected.get(timeout=20), PayloadLostError) == is_lost
+        wait_until(lambda: not a._network.links.absent)  # it is back

@@ -301,8 +301,8 @@ def test_a_forged_link_is_not_dialled(workers, tmp_path, foreign):
     assert is_untouched()
 
 
-def join_dynamic(name: str, url: str, **options: Any) -> None:
-    settings = rpc.RpcBackendOptions(init_method=url, init_timeout=20, **options)
+def join_dynamic(name: str, url: str, init_timeout: float = 20, **options: Any) -> None:
+    settings = rpc.RpcBackendOptions(init_method=url, init_timeout=init_timeout, **options)
     rpc.init_rpc(name, rpc_backend_options=settings)
 
 
@@ -321,7 +321,7 @@ def test_a_forged_entry_of_a_dynamic_group_is_not_dialled(workers, tmp_path, for
         assert log.join(forged)
     text = "some have unix sockets, and others" if name == "eve" else "'b' cannot take its place"
     with pytest.raises(RendezvousError, match=text):
-        b.run(join_dynamic, "b", url)
+        b.run(join_dynamic, "b", url, 8)
     assert is_untouched()
 
 

@@ -21,7 +21,7 @@ from ...contracts.device_payloads import DeviceBuffer
 from ...contracts.options import RpcBackendOptions
 from ...contracts.worker import WorkerInfo
 from ...execution.executor import Executor
-from ..base import check_size
+from ..base import PayloadLostError, check_size
 from ..segment_limit import SegmentLimit
 from ..shared_memory.channel import SharedMemoryChannel
 from .receiving import MAX_MAPPED, MappedDeviceSegments
@@ -81,6 +81,9 @@ class CudaIpcChannel:
         self._pools: dict[int, DeviceSegmentPool] = {}
         """By receiver."""
         self._mapped: dict[int, MappedDeviceSegments] = {}
+        self._former: dict[int, int] = {}
+        """The highest number of a segment of the last connection that broke, by peer: some of what came by it may
+        be read after that."""
         """By sender. Changed on the loop only."""
         self._announced: Counter[int] = Counter()
         """The segments that are to be mapped, by sender. Used on the loop only."""
@@ -133,13 +136,19 @@ class CudaIpcChannel:
         """Returns the bytes in their segment. May be called on any thread.
 
         Raises:
+            PayloadLostError: its connection broke before this was read.
             ValueError: there is no such segment, or it is smaller.
         """
         announced = payload.cuda_ipc
-        check_size(announced.nbytes, self._channels)
-        if (mapped := self._mapped.get(peer)) is None:
-            raise ValueError("malformed payload: a segment of a worker that shares no device memory")
-        return mapped.lease(announced.number, announced.offset, announced.nbytes)
+        try:
+            check_size(announced.nbytes, self._channels)
+            if (mapped := self._mapped.get(peer)) is None:
+                raise ValueError("malformed payload: a segment of a worker that shares no device memory")
+            return mapped.lease(announced.number, announced.offset, announced.nbytes)
+        except ValueError:
+            if announced.number <= self._former.get(peer, 0):  # a worker's numbers only grow
+                raise PayloadLostError("its connection broke before it was read") from None
+            raise
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
         """Gives the segment back, unless its bytes are in use. May be called on any thread."""
@@ -223,16 +232,22 @@ class CudaIpcChannel:
 
     def drop_peer(self, peer: int, reason: str) -> None:  # noqa: ARG002
         """Frees the segments for a lost peer, and unmaps its own. Tensors that were received from it stay."""
+        self._drop_segments(peer)
+        self._former.pop(peer, None)
+
+    def drop_connection(self, peer: int, reason: str) -> None:  # noqa: ARG002
+        """Does the same for a peer that may come back: there are others when there is another socket to it."""
+        self._drop_segments(peer)
+
+    def _drop_segments(self, peer: int) -> None:
         with self._lock:
             pool = self._pools.pop(peer, None)
         if pool is not None:
             pool.close()
-        if (mapped := self._mapped.pop(peer, None)) is not None:
+        if (mapped := self._mapped.get(peer)) is not None:
+            self._former[peer] = mapped.highest  # first: another thread may read at the same time
+            self._mapped.pop(peer, None)
             mapped.close()
-
-    def drop_connection(self, peer: int, reason: str) -> None:
-        """Does the same for a peer that may come back: there are others when there is another socket to it."""
-        self.drop_peer(peer, reason)
 
     async def close(self) -> None:
         """Frees all segments."""

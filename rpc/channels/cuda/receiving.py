@@ -99,6 +99,8 @@ class MappedDeviceSegments:
         self._on_unused = on_unused
         self._lock = threading.Lock()
         self._segments: dict[int, _Mapped] = {}
+        self.highest = 0
+        """The highest number of a segment that was added."""
         self._is_closed = False
 
     def check_new(self, number: int) -> None:
@@ -113,6 +115,7 @@ class MappedDeviceSegments:
             if self._is_closed:
                 return
             self._segments[number] = mapped
+            self.highest = max(self.highest, number)
         self._release(number)
 
     def remove(self, number: int) -> None:

@@ -9,7 +9,7 @@ from ....proto.v1 import agent_pb2
 from ...contracts.messages import Buffer
 from ...contracts.options import ChannelOptions
 from ...execution.executor import Executor
-from ..base import check_size
+from ..base import PayloadLostError, check_size
 from ..payloads import is_payload_inline
 from ..segment_limit import SegmentLimit
 from .broadcast import SegmentBroadcast
@@ -50,6 +50,8 @@ class SharedMemoryChannel:
         self._lock = threading.Lock()
         """Guards changes of `_peers`, and `_shared_pools`."""
         self._peers: dict[int, PeerSegments] = {}
+        self._former: dict[int, PeerSegments] = {}
+        """Those of the last connection that broke, by peer: some of what came by it may be read after that."""
         self._shared_pools: dict[frozenset[PeerSegments], SegmentPool] = {}
         """The pools of segments that several workers receive, by receivers."""
         self._idle_check: asyncio.TimerHandle | None = None
@@ -125,13 +127,21 @@ class SharedMemoryChannel:
         """Returns the bytes in their segment. Called by the thread that reads the socket.
 
         Raises:
+            PayloadLostError: its connection broke before this was read.
             ValueError: there is no such segment, or its bytes are in use.
         """
+        number, nbytes = payload.segment.number, payload.segment.nbytes
         state = self._peers.get(peer)
-        if state is None:
-            raise ValueError("malformed payload: a segment of a worker on another host")
-        check_size(payload.segment.nbytes, self._options)
-        return state.mapped.lease(payload.segment.number, payload.segment.nbytes)
+        try:
+            if state is None:
+                raise ValueError("malformed payload: a segment of a worker on another host")
+            check_size(nbytes, self._options)
+            return state.mapped.lease(number, nbytes)
+        except ValueError:
+            former = self._former.get(peer)
+            if former is not None and number <= former.mapped.highest:  # a worker's numbers only grow
+                raise PayloadLostError("its connection broke before it was read") from None
+            raise
 
     def answer_leases(self, peer: int, payloads: Iterable[agent_pb2.Payload]) -> AnswerLeases | None:
         """Returns what reads the payloads of an answer on the thread that waits for it. Has no effect before that.
@@ -170,14 +180,20 @@ class SharedMemoryChannel:
 
     def drop_peer(self, peer: int, reason: str) -> None:  # noqa: ARG002
         """Drops the segments for a lost peer. Bytes that were received from it stay readable and writable."""
+        self._drop_segments(peer)
+        self._former.pop(peer, None)
+
+    def drop_connection(self, peer: int, reason: str) -> None:  # noqa: ARG002
+        """Drops the segments for a peer: others are made when there is another socket to it."""
+        self._drop_segments(peer)
+
+    def _drop_segments(self, peer: int) -> None:
+        if (state := self._peers.get(peer)) is not None:
+            self._former[peer] = state  # first: another thread may read at the same time
         with self._lock:
             state = self._peers.pop(peer, None)
         if state is not None:
             state.close()
-
-    def drop_connection(self, peer: int, reason: str) -> None:
-        """Drops the segments for a peer: others are made when there is another socket to it."""
-        self.drop_peer(peer, reason)
 
     async def close(self) -> None:
         """Drops all segments."""

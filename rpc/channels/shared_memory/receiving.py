@@ -54,6 +54,9 @@ class MappedSegments:
         """The buffers in use, by the number of their segment."""
         self._are_written_to = False
         """Whether bytes that other workers received as well have been written to."""
+        self.highest = 0
+        """The highest number that the other worker has given a segment."""
+        self._is_closed = False
         self.released: deque[int] = deque()
         """The numbers of the segments that are not used any more, and have to be given back."""
         _mapped_here.add(self)
@@ -70,6 +73,9 @@ class MappedSegments:
         Raises:
             ValueError: the descriptor is no segment of this size, or the number is in use.
         """
+        self.highest = max(self.highest, number)
+        if self._is_closed:
+            return
         if size < 1 or number in self._maps or number in self._refused:
             raise ValueError(f"segment {number} of {size} bytes is there already, or empty")
         try:
@@ -124,7 +130,8 @@ class MappedSegments:
         return removed
 
     def close(self) -> list[Mapping]:
-        """Removes all segments, and returns them."""
+        """Removes all segments, and returns them. Those that are added later are not mapped."""
+        self._is_closed = True
         return self.remove([*self._maps, *self._unmapped])
 
     def lease(self, number: int, nbytes: int) -> memoryview:
