@@ -26,7 +26,7 @@ class RpcAgent:
 
     @property
     def is_static_group(self) -> bool:
-        """Whether the group's workers are fixed: none joins or leaves before shutdown."""
+        """Whether the names of the group's workers are fixed. One that has died may be replaced under its name."""
         return not self._agent.dynamic
 
     def get_worker_info(self, worker: str | int | None = None) -> rpc.WorkerInfo:
@@ -49,7 +49,9 @@ class RpcAgent:
         return self.get_debug_info()
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Waits until no worker has calls in flight.
+        """Waits until no call is in flight between any workers, which all have to call this.
+
+        In a dynamic group, waits for the calls of this worker only.
 
         Args:
             shutdown: whether to leave the group afterwards.

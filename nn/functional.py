@@ -1,8 +1,8 @@
 """Differentiable collectives, with the names and arguments of `torch.distributed.nn.functional`.
 
 They run on process groups of torch.distributed (`torch.distributed.init_process_group`) and leave their inputs
-unchanged. They return new tensors; those that write to output tensors of the caller return differentiable tensors
-instead, to be used in place of the output tensors.
+unchanged. What they return is differentiable. Those with output arguments write to these too; use the returned
+tensors, not the output arguments, where gradients are to flow.
 
 The backward pass of a collective is a collective as well, so all ranks of the group must run it: the inputs must
 require grad either on every rank or on none, and the losses of all ranks must depend on the same calls.
@@ -36,14 +36,15 @@ __all__ = [
 ]
 
 DIFFERENTIABLE_OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
-"""The reductions of floating point and complex tensors that these functions accept."""
+"""The reductions that have a gradient. Backends refuse PRODUCT, MIN and MAX of complex tensors."""
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None) -> torch.Tensor:
     """Returns the tensor of rank `src` on every rank.
 
     Args:
-        tensor: the tensor to send; on the other ranks, one of the same shape and dtype, whose values are ignored.
+        tensor: the tensor to send; on the other ranks, one of the same shape, dtype and `requires_grad`, whose
+            values are ignored.
         src: the global rank of the sender.
         group: the process group.
 
@@ -299,7 +300,7 @@ def _buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _check_op(op: Any, tensor: torch.Tensor) -> None:
     """Raises ValueError if a reduction of this tensor has no gradient.
 
-    Ignores `requires_grad`, which may differ between ranks, so that all ranks raise or none does.
+    Does not look at `requires_grad`: should it differ between ranks by mistake, all ranks raise or none does.
     """
     if op not in DIFFERENTIABLE_OPS and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(

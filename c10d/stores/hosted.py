@@ -21,12 +21,12 @@ ANSWER_TIMEOUT_S = 60.0
 
 @final
 class HostedServer:
-    """A server in this process. A shared one stops when the last of its users closes it.
+    """A server in this process. A shared one stops when the last TCPStore of the process that uses it is closed.
 
     Args:
         host: name or address to listen on.
         port: to listen on; 0 for a free one.
-        world_size: number of users, this one included, that `join` waits for; None not to wait.
+        world_size: number of clients, the master included, that `join` waits for; None not to wait.
         credentials: what clients must have; None for connections in the clear.
         limits: what the server holds at most; None for the defaults, or on a shared one for those that it has.
     """
@@ -65,7 +65,10 @@ class HostedServer:
         credentials: Credentials | None,
         limits: StoreLimits | None,
     ) -> Self:
-        """Returns the shared server of this process on this port, and starts one if there is none."""
+        """Returns the shared server of this process on this port, and starts one if there is none.
+
+        The `world_size` of the one that is there stays. Raises StoreError if anything else differs.
+        """
         with cls._lock:
             found = cls._shared.get(port)
             if found is not None and found._process == os.getpid():

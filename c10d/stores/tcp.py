@@ -44,8 +44,8 @@ class TCPStore(Store):
 
         Args:
             host_name: the master's host name or address. The master listens on this address only, except if
-                the name resolves to a loopback address on the master's host (as on Debian): then, with credentials
-                or `insecure`, it listens on all addresses.
+                it is a name other than localhost that resolves to a loopback address on the master's host (as on
+                Debian): then, with credentials or `insecure`, it listens on all addresses.
             port: the master's port, 1 to 65535. On the master, 0 chooses a free port.
             world_size: the number of processes that will use the store, the master included; None if unknown.
             is_master: whether this process hosts the store.
@@ -53,7 +53,8 @@ class TCPStore(Store):
                 or seconds.
             wait_for_workers: whether the master waits until `world_size` processes have connected; has no effect
                 if `world_size` is None.
-            multi_tenant: whether masters in this process share one store if they have the same port.
+            multi_tenant: whether masters in this process share one store if they have the same port. They must
+                give the same host, credentials and limits; the `world_size` of the first one counts.
             master_listen_fd: file descriptor of a listening socket. The master closes the socket, and listens on
                 its port.
             use_libuv: ignored, since the server is always gRPC's; accepted for compatibility with torch.

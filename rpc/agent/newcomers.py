@@ -1,4 +1,7 @@
-"""Learns of the workers that have joined a dynamic group from their hellos, which anybody may send."""
+"""Reads the new entries of the group's log if a hello says that its sender knows more of them.
+
+A hello is not trusted: the entries are read from the store, and compared with the digest in the hello.
+"""
 
 import asyncio
 import concurrent.futures
@@ -17,7 +20,7 @@ __all__ = ["Newcomers"]
 
 @final
 class Newcomers:
-    """Compares the rosters in hellos with the store. Used on the event loop only."""
+    """Compares what hellos say of the group's log with the store. Used on the event loop only."""
 
     def __init__(
         self, me: WorkerInfo, roster: RosterLog, executor: Executor, on_roster: Callable[[], None]

@@ -1,10 +1,10 @@
 """Reads the answer to a call on the thread that waits for it, instead of having another thread wake it.
 
 A signal handler that raises, as that of Ctrl-C, may interrupt the main thread between any two steps of Python, but
-not within one call of a C function. So whatever is read or taken is noted by the same call. What an interrupted
-thread leaves is handled by a thread of the executor, from the beginning: either what it has read, if it has not
-taken the answer out of that, or else the answer. So an answer is handled by one of them, and only there its
-segments of shared memory are leased (see AnswerLeases).
+not within one call of a C function. So one such call both reads bytes and keeps them in `received`, and one both
+takes the answer out of `received` and keeps it here. If the thread is interrupted, one of the executor goes on: it
+handles all of `received` if the answer is still in there, and else completes that answer. So exactly one thread
+handles each answer, and only that one leases its segments of shared memory (see AnswerLeases).
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class AnswerSource(SharedDescriptor, Protocol):
     receive_args: Sequence[tuple[Any, ...]]
     """Its arguments, in a sequence of one."""
     tls: TlsSocket | None
-    """The socket, if it has TLS: its `receive` is used."""
+    """The socket if it has TLS: then this object's `receive` is used in place of the one above."""
 
     def find_answer(self, future: Future[Any]) -> Answer | None:
         """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
@@ -98,7 +98,7 @@ class AnswerReader:
                     poller.wake()
 
     def _receive(self, held: list[bool]) -> None:
-        """Reads, as long as the thread holds the socket."""
+        """Waits for bytes and reads them. `held` is [True] while this thread may read: see Poller.read_here."""
         source = self._source
         while not self._future.is_completing:
             if self._waiter.wait(source.descriptor):

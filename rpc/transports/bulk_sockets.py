@@ -29,7 +29,7 @@ class BulkListener(Protocol):
         """Takes over a connection of a bundle, of which `on_offered` has been told."""
 
     def on_not_connected(self, peer: int, bundle: int) -> None:
-        """Handles a bundle whose connections have not all been made in time."""
+        """Handles a bundle that nothing could be offered for, or whose connections were not all made in time."""
 
 
 @final

@@ -1,8 +1,8 @@
 """Plans: how each operation is carried out by calls of NCCL.
 
 A plan is a generator that runs with the engine's stream as the current stream, so torch enqueues there what the
-plan computes. It yields lists of NCCL calls, which the runner makes in one group with those of the other GPUs of
-this process, and of operations that were started together.
+plan computes. It yields lists of NCCL calls. The runner makes them between ncclGroupStart and ncclGroupEnd,
+together with those for the other GPUs of this process, and those of operations that were started with this one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
