@@ -35,6 +35,9 @@ BYTES_PER_S = 10_000_000
 MAX_ROUND_S = 10.0
 """Seconds of calls that the caller is asked for at a time."""
 
+SUSPECT_AFTER_S = 3600.0
+"""Seconds after which a worker is suspect: calls to one that is fail at once, so that none would wait any more."""
+
 _taking = threading.Lock()
 
 
@@ -120,7 +123,8 @@ def start_worker(in_flight: int, _: str, rank: int, size: int, url: str) -> Call
     mmap_threshold = -3
     ctypes.CDLL(None).mallopt(mmap_threshold, 128 * KIB)  # freed blocks go back to the system
     flow_control = rpc.FlowControlOptions(max_in_flight_bytes=in_flight, max_received=16)
-    options = rpc.RpcBackendOptions(init_method=url, flow_control=flow_control)
+    liveness = rpc.Liveness(suspect_after=SUSPECT_AFTER_S)
+    options = rpc.RpcBackendOptions(init_method=url, flow_control=flow_control, liveness=liveness)
     rpc.init_rpc(NAMES[rank], rank=rank, world_size=size, rpc_backend_options=options)
     return rpc.shutdown
 

@@ -140,8 +140,8 @@ class CudaIpcChannel:
             ValueError: there is no such segment, or it is smaller.
         """
         announced = payload.cuda_ipc
+        check_size(announced.nbytes, self._channels)
         try:
-            check_size(announced.nbytes, self._channels)
             if (mapped := self._mapped.get(peer)) is None:
                 raise ValueError("malformed payload: a segment of a worker that shares no device memory")
             return mapped.lease(announced.number, announced.offset, announced.nbytes)

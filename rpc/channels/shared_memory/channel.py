@@ -15,7 +15,7 @@ from ..segment_limit import SegmentLimit
 from .broadcast import SegmentBroadcast
 from .mapping import MAX_SEGMENTS, Mapping
 from .peer import PeerSegments
-from .receiving import AnswerLeases
+from .receiving import AnswerLeases, MappedSegments
 from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
 
@@ -50,7 +50,7 @@ class SharedMemoryChannel:
         self._lock = threading.Lock()
         """Guards changes of `_peers`, and `_shared_pools`."""
         self._peers: dict[int, PeerSegments] = {}
-        self._former: dict[int, PeerSegments] = {}
+        self._former: dict[int, MappedSegments] = {}
         """Those of the last connection that broke, by peer: some of what came by it may be read after that."""
         self._shared_pools: dict[frozenset[PeerSegments], SegmentPool] = {}
         """The pools of segments that several workers receive, by receivers."""
@@ -131,15 +131,15 @@ class SharedMemoryChannel:
             ValueError: there is no such segment, or its bytes are in use.
         """
         number, nbytes = payload.segment.number, payload.segment.nbytes
+        check_size(nbytes, self._options)
         state = self._peers.get(peer)
         try:
             if state is None:
                 raise ValueError("malformed payload: a segment of a worker on another host")
-            check_size(nbytes, self._options)
             return state.mapped.lease(number, nbytes)
         except ValueError:
             former = self._former.get(peer)
-            if former is not None and number <= former.mapped.highest:  # a worker's numbers only grow
+            if former is not None and number <= former.highest:  # a worker's numbers only grow
                 raise PayloadLostError("its connection broke before it was read") from None
             raise
 
@@ -189,7 +189,7 @@ class SharedMemoryChannel:
 
     def _drop_segments(self, peer: int) -> None:
         if (state := self._peers.get(peer)) is not None:
-            self._former[peer] = state  # first: another thread may read at the same time
+            self._former[peer] = state.mapped  # first: another thread may read at the same time
         with self._lock:
             state = self._peers.pop(peer, None)
         if state is not None:
