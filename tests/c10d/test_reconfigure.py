@@ -161,7 +161,7 @@ def test_the_view_shows_a_group_once_it_has_ranks(members):
     """Before that, its rank and size are -1."""
     pair = members(2, "gradwire_shm", has_ranks=False)
     assert everywhere(pair, shown_sizes) == [[], []]
-    everywhere(pair, form, 2)
+    everywhere(pair, form, 2, 1.0)
     assert everywhere(pair, shown_sizes) == [[2], [2]]
 
 

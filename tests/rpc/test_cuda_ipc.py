@@ -8,6 +8,7 @@ import pytest
 import torch
 from gradwire import rpc
 from gradwire.proto.v1 import agent_pb2
+from gradwire.rpc.channels.base import PayloadLostError
 from gradwire.rpc.channels.cuda.receiving import MappedDeviceSegments
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.contracts.options import KIB, MIB
@@ -394,6 +395,30 @@ def test_malformed_segments_are_refused(workers):
 
     a.run(check)
     assert b.run(segments) == (0, 1)
+
+
+def receive_after_a_break() -> list[type[Exception]]:
+    """Returns what payloads of worker0 in an old and in an unknown segment are refused with after a break."""
+    network = current_agent()._network  # type: ignore[attr-defined]
+    channel = network.cuda_ipc
+    highest = channel._mapped[0].highest
+
+    async def drop() -> None:
+        channel.drop_connection(0, "its connection broke")
+
+    network._events.run(drop())
+    refusals = []
+    for number in (highest, highest + 1):
+        with pytest.raises(ValueError, match="connection broke|malformed") as caught:
+            channel.receive(0, agent_pb2.Payload(cuda_ipc={"number": number, "nbytes": 4}))
+        refusals.append(caught.type)
+    return refusals
+
+
+def test_a_segment_of_a_connection_that_broke_is_lost_and_no_attack(workers):
+    a, b = fake_cuda.join(workers, [[A], [A]], SAME)
+    a.run(lambda: use_ipc() is None)
+    assert b.run(receive_after_a_break) == [PayloadLostError, ValueError]
 
 
 def test_idle_segments_are_freed_when_the_receiver_has_unmapped_them(workers):
