@@ -81,10 +81,10 @@ class CudaIpcChannel:
         self._pools: dict[int, DeviceSegmentPool] = {}
         """By receiver."""
         self._mapped: dict[int, MappedDeviceSegments] = {}
-        self._former: dict[int, int] = {}
-        """The highest number of a segment of the last connection that broke, by peer: some of what came by it may
-        be read after that."""
         """By sender. Changed on the loop only."""
+        self._former: dict[int, int] = {}
+        """The highest number of a segment of the last connection that broke, by sender: some of what came by it
+        may be read after that."""
         self._announced: Counter[int] = Counter()
         """The segments that are to be mapped, by sender. Used on the loop only."""
         self._freeing: set[asyncio.Future[None]] = set()

@@ -188,12 +188,12 @@ class SharedMemoryChannel:
         self._drop_segments(peer)
 
     def _drop_segments(self, peer: int) -> None:
-        if (state := self._peers.get(peer)) is not None:
-            self._former[peer] = state.mapped  # first: another thread may read at the same time
         with self._lock:
-            state = self._peers.pop(peer, None)
-        if state is not None:
-            state.close()
+            if (state := self._peers.get(peer)) is None:
+                return
+            self._former[peer] = state.mapped  # first: another thread may read at the same time
+            del self._peers[peer]
+        state.close()
 
     async def close(self) -> None:
         """Drops all segments."""
