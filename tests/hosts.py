@@ -63,22 +63,23 @@ class Network:
         self._own = own
         (self._switch,) = workers(1)
         self._switch.ends_last = True  # without it, goodbyes between hosts would get lost
-        self._switch.run(separate, "switch", workers.folder, NETWORK)
-        self._in_switch("ip", "link", "add", "bridge", "up", "type", "bridge")
-        for number, count in enumerate(counts):
-            first, *others = workers(count)
-            self.hosts.append([first, *others])
-            first.run(separate, f"host{number}", workers.folder, own)
-            for other in others:
-                other.run(_enter, first.pid, own)
-            end = f"port{number}"
-            self._in_switch(
-                *("ip", "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", str(first.pid))
-            )
-            self._in_switch("ip", "link", "set", end, "master", "bridge", "up")
-            self.run_on(number, "ip", "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
-            self.run_on(number, "ip", "link", "set", "lo", "up")
-            self.run_on(number, "ip", "link", "set", "eth0", "up")
+        made = [self._switch.start(separate, "switch", workers.folder, NETWORK)]
+        self.hosts.extend(workers(count) for count in counts)
+        made += [host[0].start(separate, f"host{n}", workers.folder, own) for n, host in enumerate(self.hosts)]
+        for pending in made:
+            pending.result()
+        for first, *others in self.hosts:
+            workers.each(others, _enter, first.pid, own)
+        cables = []
+        for number, (first, *_) in enumerate(self.hosts):
+            cables += [
+                f"link add port{number} type veth peer name eth0 netns {first.pid}",
+                f"link set port{number} master bridge up",
+            ]
+        _ip(self._switch, "link add bridge up type bridge", *cables)
+        for number in range(len(self.hosts)):
+            address = f"addr add {self.address(number)}/24 dev eth0"
+            self.ip(number, address, "link set lo up", "link set eth0 up")
 
     @property
     def workers(self) -> list[Worker]:
@@ -91,26 +92,20 @@ class Network:
 
     def unplug(self, host: int) -> None:
         """Cuts the host off: from now on all packets to it and from it are lost."""
-        self._in_switch("ip", "link", "set", f"port{host}", "down")
+        _ip(self._switch, f"link set port{host} down")
 
     def plug(self, host: int) -> None:
         """Connects a host again that was cut off."""
-        self._in_switch("ip", "link", "set", f"port{host}", "up")
+        _ip(self._switch, f"link set port{host} up")
 
     def block(self, source: int, target: int) -> None:
         """Loses all packets from one host to another; those in the other direction arrive."""
-        self.run_on(
-            source,
-            *("ip", "neigh", "replace", self.address(target), "lladdr", NOBODY),
-            "nud",
-            "permanent",
-            "dev",
-            "eth0",
-        )
+        neighbour = f"{self.address(target)} lladdr {NOBODY} nud permanent"
+        self.ip(source, f"neigh replace {neighbour} dev eth0")
 
     def unblock(self, source: int, target: int) -> None:
         """Has packets from one host to another arrive again."""
-        self.run_on(source, "ip", "neigh", "del", self.address(target), "dev", "eth0")
+        self.ip(source, f"neigh del {self.address(target)} dev eth0")
 
     def delay(self, host: int, seconds: float) -> None:
         """Adds a latency, in seconds, to each packet to the host and to each from it."""
@@ -126,14 +121,11 @@ class Network:
 
     def add_route(self, host: int) -> None:
         """Gives a host a default route."""
-        self.run_on(host, "ip", "route", "add", "default", "dev", "eth0")
+        self.ip(host, "route add default dev eth0")
 
-    def run_on(self, host: int, *command: str) -> None:
-        """Runs a command in the network namespace of a host."""
-        _run_in_network_of(self.hosts[host][0], *command)
-
-    def _in_switch(self, *command: str) -> None:
-        _run_in_network_of(self._switch, *command)
+    def ip(self, host: int, *commands: str) -> None:
+        """Runs commands of ip(8) on a host, until one fails."""
+        _ip(self.hosts[host][0], *commands)
 
 
 def why_unavailable() -> str:
@@ -150,9 +142,10 @@ def why_unavailable() -> str:
     return f"no network namespaces may be made here: {made.stderr.strip()}" if made.returncode else ""
 
 
-def _run_in_network_of(worker: Worker, *command: str) -> None:
-    """Runs a command in the network namespace of a worker, which may be busy meanwhile."""
-    subprocess.run(["nsenter", "--net", f"--target={worker.pid}", *command], check=True, timeout=20)
+def _ip(worker: Worker, *commands: str) -> None:
+    """Runs commands of ip(8) in the network of a worker, which may be busy meanwhile, until one fails."""
+    batch = ["nsenter", "--net", f"--target={worker.pid}", "ip", "-batch", "-"]
+    subprocess.run(batch, input="\n".join(commands), text=True, check=True, timeout=20)
 
 
 # The functions below run on workers, before anything else does.
@@ -187,10 +180,10 @@ def _enter(pid: int, own: frozenset[str]) -> None:
 def _add_latency(port: str, seconds: float) -> None:
     """Puts two interfaces between a port and the bridge, with threads that carry frames between them, delayed."""
     near, far = _tap(f"{port}-near"), _tap(f"{port}-far")
-    _ip(f"link add {port}-slow up type bridge")
-    _ip(f"link set {port} master {port}-slow")
-    _ip(f"link set {port}-near master {port}-slow up")
-    _ip(f"link set {port}-far master bridge up")
+    _ip_here(f"link add {port}-slow up type bridge")
+    _ip_here(f"link set {port} master {port}-slow")
+    _ip_here(f"link set {port}-near master {port}-slow up")
+    _ip_here(f"link set {port}-far master bridge up")
     for source, target in ((near, far), (far, near)):
         frames: Frames = queue.SimpleQueue()
         threading.Thread(target=_read_frames, args=(source, frames, seconds), daemon=True).start()
@@ -199,13 +192,13 @@ def _add_latency(port: str, seconds: float) -> None:
 
 def _remove_latency(port: str) -> None:
     """Puts a port to the bridge again. The threads end, since their interfaces are gone."""
-    _ip(f"link set {port} master bridge")
+    _ip_here(f"link set {port} master bridge")
     for suffix in ("near", "far"):  # the threads close one when the other is gone, which removes it too
-        _ip(f"link del {port}-{suffix}", may_fail=True)
-    _ip(f"link del {port}-slow")
+        _ip_here(f"link del {port}-{suffix}", may_fail=True)
+    _ip_here(f"link del {port}-slow")
 
 
-def _ip(command: str, *, may_fail: bool = False) -> None:
+def _ip_here(command: str, *, may_fail: bool = False) -> None:
     subprocess.run(["ip", *command.split()], check=not may_fail)
 
 

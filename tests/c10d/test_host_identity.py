@@ -298,7 +298,7 @@ def test_the_address_for_others(hosts):
     assert worker.run(hosts_module.address_for_others) == net.address(0)  # there is no default route
     net.add_route(0)
     assert worker.run(hosts_module.address_for_others) == net.address(0)
-    net.run_on(0, "ip", "link", "del", "eth0")
+    net.ip(0, "link del eth0")
     assert worker.run(hosts_module.address_for_others) == hosts_module.LOOPBACK
 
 

@@ -89,7 +89,7 @@ def test_one_port_is_enough_for_grpc(hosts):
 
 def test_others_dial_the_advertised_address(hosts):
     net = hosts(1, 1)
-    net.run_on(0, "ip", "addr", "add", "10.91.0.101/24", "dev", "eth0")
+    net.ip(0, "addr add 10.91.0.101/24 dev eth0")
     variables = {"GRADWIRE_HOST": "0.0.0.0", "GRADWIRE_ADVERTISED_HOST": "10.91.0.101"}
     joining = [net.workers[0].start(join, 0, 2, net.address(0), variables, ports=f"{FIRST}-{LAST}")]
     joining.append(net.workers[1].start(join, 1, 2, net.address(0), {}))

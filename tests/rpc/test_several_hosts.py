@@ -174,7 +174,7 @@ def test_a_name_of_several_addresses(hosts, tmp_path):
     add_names(tmp_path, net, {"rendezvous": net.address(0), "mine": "127.0.0.1"})
     add_names(tmp_path, net, {"mine": "10.91.0.77"})
     each = [{}, {"host": "mine"}]
-    net.run_on(1, "ip", "addr", "add", "10.91.0.77/24", "dev", "eth0")
+    net.ip(1, "addr add 10.91.0.77/24 dev eth0")
     for pending in join_all(net.workers, master("rendezvous"), each, insecure=True):
         pending.result()
     call_all(net.workers)
@@ -184,7 +184,7 @@ def test_a_name_of_several_addresses(hosts, tmp_path):
 def test_ipv6(hosts):
     net = hosts(1, 1)
     for number in range(2):
-        net.run_on(number, "ip", "addr", "add", f"fd91::{number + 1}/64", "dev", "eth0", "nodad")
+        net.ip(number, f"addr add fd91::{number + 1}/64 dev eth0 nodad")
     for each in join_all(net.workers, {}, init_method=f"tcp://[fd91::1]:{PORT}", insecure=True):
         each.result()
     call_all(net.workers)
