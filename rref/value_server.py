@@ -43,9 +43,13 @@ class ValueServer:
 
         If it is not, the entry fails. The question also makes this worker notice the loss of the creator.
         """
-        if entry.is_created or entry.is_asked_for or entry.id.worker == self._agent.info.wire_id:
+        if entry.is_created or entry.id.worker == self._agent.info.wire_id:
+            return
+        entry.is_unsure = True  # first: whoever ends a question looks at it last
+        if entry.is_asked_for:
             return
         entry.is_asked_for = True
+        entry.is_unsure = False
         creator, identifier = self._agent.incarnation(entry.id.worker), entry.id
 
         def answered(error: Exception | None) -> None:
@@ -53,6 +57,8 @@ class ValueServer:
             # Mostly the creating message has arrived meanwhile, and the value has been deleted since.
             if isinstance(error, RRefError) and self._table.fail_awaited(identifier, error):
                 log.warning("a message names a value that will not be created: %s", printable_text(error))
+            elif entry.is_unsure:
+                self.ask_creator(entry)
 
         self._agent.control.send(creator, "rref.await", tuple(identifier), answered, expected=(RRefError,))
 

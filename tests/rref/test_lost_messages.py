@@ -1,5 +1,8 @@
 """References in messages that are lost with a connection are released, and those that have arrived are kept."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError
@@ -154,6 +157,36 @@ def test_a_value_whose_creating_message_is_lost_is_not_awaited_for_ever(agents):
     kept.clear()
     wait_until(lambda: count(owner, "num_forks") == 0)
     wait_until(lambda: count(third, "num_user_rrefs") == 0)
+
+
+def test_an_owner_asks_again_for_what_has_changed_since_it_asked(agents, monkeypatch):
+    owner, user, third = agents(3)
+    CallsOnTheWay(user, MessageType.RREF_CREATE)
+    answers: list[Callable[[], None]] = []
+    send = owner.control.send
+
+    def hold_first_answer_back(worker, kind, payload, done, expected):
+        first = kind == "rref.await" and not answers
+        send(
+            worker,
+            kind,
+            payload,
+            (lambda error: answers.append(partial(done, error))) if first else done,
+            expected,
+        )
+
+    monkeypatch.setattr(owner.control, "send", hold_first_answer_back)
+    with holder.using(user):
+        rref = rpc.remote(owner.info, add, (1, 2))
+        rpc.rpc_sync(third.info, keep, (rref,))
+    wait_until(lambda: answers)
+    monkeypatch.undo()
+    user._dispatcher.on_peer_suspect(owner.info, "its connection broke", (), waits=False)
+    user._dispatcher.on_peer_back(owner.info)
+    wait_until(lambda: count(owner, "num_forks") == 2)
+    assert count(owner, "num_awaited_rrefs") == 1
+    owner.control.run(answers[0])
+    wait_until(lambda: count(owner, "num_awaited_rrefs") == 0)
 
 
 def test_others_cannot_be_asked_about(agents):
