@@ -319,16 +319,17 @@ class References(ReferenceExtension):
                 fork.settle(RRefError(f"worker {self.agent.info.name!r} has shut down its RPC agent"))
 
     def _delete_if_due(self, fork: Fork) -> None:
-        """Has the owner told of a fork that has been dropped, and confirmed or not. Takes no lock."""
-        if not fork.is_dropped or not (fork.is_confirmed or fork.error) or not fork.begin_deletion():
+        """Has the owner told of a dropped fork that is confirmed, or never will be. No lock; may be repeated."""
+        if not fork.is_dropped or not (fork.is_confirmed or fork.error):
             return
         # The owner has counted the fork of a creation that was sent, even if it failed: the request has ended by
         # now. Any other fork that is not confirmed needs no deleting.
         was_sent = fork.is_creator and not isinstance(fork.error, WorkerLostError | SendFailedError)
         if fork.is_confirmed or was_sent:
             payload = (tuple(fork.reference), tuple(fork.id))
+            removed = lambda _error: self._remove_fork(fork)  # noqa: E731
             self.agent.control.send(
-                fork.owner, "rref.delete", payload, lambda _: self._remove_fork(fork), urgent=False
+                fork.owner, "rref.delete", payload, removed, urgent=False, if_taken=fork.deletion
             )
         else:
             self.agent.control.run(partial(self._remove_fork, fork), urgent=False)

@@ -31,14 +31,19 @@ class Lease:
         """Makes a lease.
 
         Args:
-            on_released: called with the fork, by a finalizer, when nothing refers to the lease. Takes no lock.
+            on_released: called with the fork, by a finalizer, when nothing refers to the lease. Takes no lock. It
+                is called again if the handler of a signal has interrupted it.
             fork: the fork.
         """
         self._on_released = on_released
         self._fork = fork
 
     def __del__(self) -> None:
-        self._on_released(self._fork)
+        try:
+            self._on_released(self._fork)
+        except BaseException:
+            self._on_released(self._fork)
+            raise
 
 
 @final
@@ -62,18 +67,10 @@ class Fork:
     """Whether the lease has been released."""
     creation: Future[Any] | None = None
     """On the creator: done when the call that makes the value has ended."""
+    deletion: list[None] = field(default_factory=lambda: [None])
+    """Empty once the owner is told to delete the fork, where it need be told."""
     _waiters: list[threading.Event] = field(default_factory=list)
     """Set by `settle`."""
-    _deletion: list[None] = field(default_factory=lambda: [None])
-    """Empty once the owner is told to delete the fork, where it need be told."""
-
-    def begin_deletion(self) -> bool:
-        """Returns whether the caller is the one that deletes the fork, of all that find that it is time."""
-        try:
-            self._deletion.pop()
-        except IndexError:
-            return False
-        return True
 
     def settle(self, error: Exception | None) -> None:
         """Notes that the owner has counted the fork (None), or that it never will (the error)."""

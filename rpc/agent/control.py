@@ -114,17 +114,16 @@ class RetryingControlMessages:
         expected: tuple[type[Exception], ...] = (),
         *,
         urgent: bool = True,
+        if_taken: list[None] | None = None,
     ) -> None:
         """Sends a message, again and again until it is acknowledged: see `ControlMessages.send`."""
         sent = ControlMessage(kind, payload, done, expected, urgent)
         queue = self._queue(worker)
+        queue.add(sent, if_taken)
         if urgent:
-            queue.urgent.append(sent)
             self._scheduler.submit(partial(self._flush, queue))
-        else:
-            queue.lingering.append(sent)
-            if worker.wire_id not in self.waiting:
-                self._linger(queue)
+        elif worker.wire_id not in self.waiting:
+            self._linger(queue)
 
     def _queue(self, worker: WorkerInfo) -> ControlQueue:
         queue = self._queues.get(worker.wire_id)

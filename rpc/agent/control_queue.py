@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections import deque
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, final
 
 from ..contracts.control import OnSettled
@@ -11,6 +12,8 @@ from ..contracts.worker import WorkerInfo
 from .control_inbox import WINDOW
 
 __all__ = ["Batch", "ControlMessage", "ControlQueue", "do_nothing"]
+
+_FIRST = itemgetter(0)
 
 MAX_FAILED = 1 << 10
 """Errors that there are to tell a worker, at most, of messages that it has attached to others. If there are more,
@@ -61,6 +64,16 @@ class ControlQueue:
         """Batches that have failed and will be sent again. Used on the control thread."""
         self.sending = threading.Lock()
         """Held by the thread that sends messages and numbers them. No thread waits for it."""
+
+    def add(self, sent: ControlMessage, if_taken: list[None] | None) -> None:
+        """Queues a message; given a list, only if an element can be taken out of that."""
+        queue = self.urgent if sent.urgent else self.lingering
+        if if_taken is None:
+            queue.append(sent)
+            return
+        taking = zip((sent,), map(list.pop, (if_taken,)), strict=True)
+        with contextlib.suppress(IndexError):  # there is none
+            queue.extend(map(_FIRST, taking))  # one call, which Ctrl-C cannot interrupt
 
     def has_outcomes(self) -> bool:
         """Returns whether there is something to tell the worker of messages that it has attached to others."""

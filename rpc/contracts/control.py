@@ -35,6 +35,7 @@ class ControlMessages(Protocol):
         expected: tuple[type[Exception], ...] = (),
         *,
         urgent: bool = True,
+        if_taken: list[None] | None = None,
     ) -> None:
         """Sends a message, again and again until it is acknowledged. Messages to one worker travel together.
 
@@ -46,6 +47,8 @@ class ControlMessages(Protocol):
                 if the receiver is gone.
             expected: classes of errors that the handler answers with on purpose; others are logged.
             urgent: False if it may wait some milliseconds for others to travel with.
+            if_taken: a list of one element or none, which this takes: without one, nothing is sent. So of several
+                calls one sends the message, also if a signal interrupts any of them and it is repeated.
         """
 
     def run(self, task: Callable[[], None], *, urgent: bool = True) -> None:

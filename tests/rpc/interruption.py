@@ -17,7 +17,7 @@ from gradwire.rpc.execution.waiter import SocketWaiter
 UNINTERRUPTED = 3
 """Runs in a row that end before the moment at which to interrupt: then there are no more of them."""
 
-FINALIZERS = frozenset({"_release", "<lambda>"})
+FINALIZERS = frozenset({"__del__", "_release", "<lambda>"})
 """Functions in which Python drops what is raised."""
 
 
@@ -30,6 +30,7 @@ class Interruption:
 
     Attributes:
         waits: whether the thread has waited for its socket.
+        has_raised: whether the moment has come.
     """
 
     def __init__(self, moment: int, tell: Callable[[], object] = lambda: None) -> None:
@@ -40,6 +41,7 @@ class Interruption:
             tell: called once the thread waits for its socket, or is not going to.
         """
         self.waits = False
+        self.has_raised = False
         self._left = moment
         self._tell = tell
         self._is_told = False
@@ -80,6 +82,7 @@ class Interruption:
                 if is_moment and not self._has_returned:
                     self._left -= 1
                     if not self._left:
+                        self.has_raised = True
                         raise InterruptError
                 is_moment = dis.opname[operations[frame.f_lasti]].startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
                 self._has_returned = False
