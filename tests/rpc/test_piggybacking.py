@@ -165,14 +165,12 @@ def test_attached_messages_that_are_lost_are_sent_again(pair, monkeypatch):
     hurry(monkeypatch)
     got: list[int] = []
     b.control.on("note", lambda _sender, payload: got.append(payload))
-    monkeypatch.setattr(a._network, "send", lambda *_: 0)  # loses them
     settled = threading.Event()
-    a.control.send(b.info, "note", 1, lambda _error: settled.set(), urgent=False)
-    with holder.using(a):
+    with monkeypatch.context() as patched, holder.using(a):
+        patched.setattr(a._network, "send", lambda *_: 0)  # loses them
+        a.control.send(b.info, "note", 1, lambda _error: settled.set(), urgent=False)
         lost = rpc.rpc_async(b.info, add, (1, 2), timeout=60)
-    monkeypatch.undo()
-    a.control.run(lambda: None)
-    assert settled.wait(20)
+    wait_until(lambda: processes_what_came(a) and settled.is_set())
     assert got == [1]
     lost.cancel()
 
