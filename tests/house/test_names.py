@@ -1,6 +1,7 @@
 """Words that the project has replaced stay out of its names. The words are in retired_words.toml."""
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ def split(name: str) -> str:
     return f" {' '.join(parts).lower()} "
 
 
+@functools.cache
 def replacement(name: str) -> str | None:
     """Returns what to write instead of what is retired in a name; None if nothing is."""
     if name in RETIRED_NAMES:
@@ -31,8 +33,13 @@ def replacement(name: str) -> str | None:
     return next((write for word, write in RETIRED_WORDS.items() if f" {word} " in parts), None)
 
 
-def names_in(code: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields the names of definitions, parameters, variables and attributes in a module, and their lines."""
+@functools.cache
+def names_in(path: Path) -> tuple[tuple[int, str], ...]:
+    """Returns the names of definitions, parameters, variables and attributes in a file, and their lines."""
+    return tuple(_names(tree(path)))
+
+
+def _names(code: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(code):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -59,7 +66,7 @@ def findings(path: Path) -> Iterator[str]:
     """Yields the retired names in a file, as `file:line: name: what to write`."""
     if write := replacement(path.stem):
         yield f"{path_id(path)}: rename the module: write {write}"
-    for line, name in names_in(tree(path)):
+    for line, name in names_in(path):
         if not is_prose(path, name) and not is_kept(path, name) and (write := replacement(name)):
             yield f"{path_id(path)}:{line}: {name}: write {write}"
 
@@ -86,7 +93,7 @@ def test_folders_have_no_retired_words():
 def test_the_list_is_used_and_explained():
     assert all(entry["write"] and (entry.get("words") or entry.get("names")) for entry in WORDS["retired"])
     assert all(entry["reason"] for entry in WORDS.get("kept", []))
-    given = [(path, name) for path in [*MODULES, *LOOSE, *PROGRAMS, *TESTS] for _, name in names_in(tree(path))]
+    given = [(path, name) for path in [*MODULES, *LOOSE, *PROGRAMS, *TESTS] for _, name in names_in(path)]
     for kept, where in KEPT:
         assert any(name == kept and path_id(path).startswith(where) for path, name in given), f"remove {kept}"
 

@@ -12,7 +12,8 @@ def private_names(code: str) -> list[str]:
     """Returns the names of torch with a leading underscore that a module uses, as far as its text shows."""
     of_torch: set[str] = set()
     found: list[str] = []
-    for node in ast.walk(ast.parse(code)):
+    nodes = list(ast.walk(ast.parse(code)))
+    for node in nodes:
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names if alias.name.partition(".")[0] == "torch"]
             of_torch.update(alias.asname or "torch" for alias in node.names if alias.name in modules)
@@ -21,7 +22,7 @@ def private_names(code: str) -> list[str]:
             of_torch.update(alias.asname or alias.name for alias in node.names)
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [name for name in names if "._" in name or "distributed_c10d" in name]
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and re.fullmatch(r"_[^_].*|distributed_c10d", node.attr):
             root = node.value
             while isinstance(root, ast.Attribute):
