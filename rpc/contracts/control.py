@@ -47,8 +47,8 @@ class ControlMessages(Protocol):
                 if the receiver is gone.
             expected: classes of errors that the handler answers with on purpose; others are logged.
             urgent: False if it may wait some milliseconds for others to travel with.
-            if_taken: a list of one element or none, which this takes: without one, nothing is sent. So of several
-                calls one sends the message, also if a signal interrupts any of them and it is repeated.
+            if_taken: a list of one element or none. The message is sent only if this call takes the element out:
+                so one of several calls sends it, also if a signal has interrupted one that is then repeated.
         """
 
     def run(self, task: Callable[[], None], *, urgent: bool = True) -> None:
