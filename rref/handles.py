@@ -32,7 +32,8 @@ class Lease:
 
         Args:
             on_released: called with the fork, by a finalizer, when nothing refers to the lease. Takes no lock. It
-                is called again if the handler of a signal has interrupted it.
+                is called again if the handler of a signal has interrupted it. (One that raises before the first
+                step of a finalizer keeps that from running at all.)
             fork: the fork.
         """
         self._on_released = on_released

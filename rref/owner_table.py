@@ -40,7 +40,16 @@ class ValueTimeoutError(Exception):
 class OwnedValue:
     """The entry of one value: it is pending, set, or failed."""
 
-    __slots__ = ("__weakref__", "_futures", "_outcomes", "forks", "id", "is_asked_for", "is_created", "is_unsure")
+    __slots__ = (
+        "__weakref__",
+        "_futures",
+        "_outcomes",
+        "forks",
+        "id",
+        "is_asked_for",
+        "is_created",
+        "must_ask_again",
+    )
 
     def __init__(self, identifier: GlobalId) -> None:
         self.id = identifier
@@ -48,8 +57,8 @@ class OwnedValue:
         """Whether the creating message has arrived."""
         self.is_asked_for = False
         """Whether its creator is being asked whether that message will arrive."""
-        self.is_unsure = False
-        """Whether the creator has to be asked, since what was asked before it may have answered too early."""
+        self.must_ask_again = False
+        """Whether to ask again after the answer, which the creator may have given too early."""
         self.forks: dict[GlobalId, int] = {}
         """The worker that holds each fork."""
         # The first item of each of these lists counts. So neither needs a lock.

@@ -45,11 +45,13 @@ class ValueServer:
         """
         if entry.is_created or entry.id.worker == self._agent.info.wire_id:
             return
-        entry.is_unsure = True  # first: whoever ends a question looks at it last
+        # In this order, without a lock: `answered` looks at this after it has cleared `is_asked_for`. Two threads
+        # may both ask, of which one would do.
+        entry.must_ask_again = True
         if entry.is_asked_for:
             return
         entry.is_asked_for = True
-        entry.is_unsure = False
+        entry.must_ask_again = False
         creator, identifier = self._agent.incarnation(entry.id.worker), entry.id
 
         def answered(error: Exception | None) -> None:
@@ -57,7 +59,7 @@ class ValueServer:
             # Mostly the creating message has arrived meanwhile, and the value has been deleted since.
             if isinstance(error, RRefError) and self._table.fail_awaited(identifier, error):
                 log.warning("a message names a value that will not be created: %s", printable_text(error))
-            elif entry.is_unsure:
+            elif entry.must_ask_again:
                 self.ask_creator(entry)
 
         self._agent.control.send(creator, "rref.await", tuple(identifier), answered, expected=(RRefError,))

@@ -124,7 +124,7 @@ class Network:
         self.ip(host, "route add default dev eth0")
 
     def ip(self, host: int, *commands: str) -> None:
-        """Runs commands of ip(8) on a host, until one fails."""
+        """Runs commands of ip(8) on a host. Raises at the first that fails, and leaves out the rest."""
         _ip(self.hosts[host][0], *commands)
 
 
@@ -143,7 +143,7 @@ def why_unavailable() -> str:
 
 
 def _ip(worker: Worker, *commands: str) -> None:
-    """Runs commands of ip(8) in the network of a worker, which may be busy meanwhile, until one fails."""
+    """Runs commands of ip(8) in the network of a worker, which may be busy. Raises at the first that fails."""
     batch = ["nsenter", "--net", f"--target={worker.pid}", "ip", "-batch", "-"]
     subprocess.run(batch, input="\n".join(commands), text=True, check=True, timeout=20)
 

@@ -120,6 +120,7 @@ class RetryingControlMessages:
         sent = ControlMessage(kind, payload, done, expected, urgent)
         queue = self._queue(worker)
         queue.add(sent, if_taken)
+        # Also if nothing was taken: a call that was interrupted may have queued it, and woken nobody.
         if urgent:
             self._scheduler.submit(partial(self._flush, queue))
         elif worker.wire_id not in self.waiting:

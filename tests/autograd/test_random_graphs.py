@@ -27,7 +27,7 @@ from tests.remote_functions import assert_clean
 PROGRAMS = int(os.environ.get("GRADWIRE_GRAPHS", "80"))
 HALF = PROGRAMS // 2
 TIMEOUT_S = max(120, PROGRAMS // 8)
-"""Seconds for a test: after them, the stacks of all workers are printed."""
+"""Seconds that a test may take before it fails, and the stacks of all workers are printed."""
 
 MAX_CONCURRENT = 3
 TOLERANCE = 1e-9

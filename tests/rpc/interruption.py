@@ -18,7 +18,7 @@ UNINTERRUPTED = 3
 """Runs in a row that end before the moment at which to interrupt: then there are no more of them."""
 
 FINALIZERS = frozenset({"__del__", "_release", "<lambda>"})
-"""Functions in which Python drops what is raised."""
+"""Functions in which Python drops what is raised. They are not interrupted themselves, but what they call is."""
 
 
 class InterruptError(BaseException):
