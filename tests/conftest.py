@@ -106,6 +106,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """Has garbage collections skip what is loaded by now: tests ask for many, which take 100 ms each otherwise."""
-    gc.collect()
     gc.freeze()
     gc.enable()
