@@ -1,6 +1,7 @@
 """Workers on several hosts rendezvous by MASTER_ADDR and one option, or raise errors that name what is missing."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -18,7 +19,7 @@ from gradwire.optim import DistributedOptimizer
 from torch import distributed
 
 from tests.hosts import NETWORK, Network
-from tests.remote_functions import add
+from tests.remote_functions import add, wait_until
 from tests.workers import Pending, Worker
 
 PORT = "29500"
@@ -229,10 +230,20 @@ def host_launcher_store() -> None:
     launcher_store.append(distributed.TCPStore("0.0.0.0", int(PORT), is_master=True, wait_for_workers=False))
 
 
+def hosts_store(worker: Worker) -> bool:
+    """Returns whether a process on a worker's host listens on the port of the store."""
+    sockets = "".join(Path(f"/proc/{worker.pid}/net/{table}").read_text() for table in ("tcp", "tcp6"))
+    return re.search(rf":{int(PORT):04X} \S+ 0A ", sockets) is not None
+
+
 def test_all_workers_learn_of_rank_0_on_two_hosts(hosts):
     net = hosts(1, 1, 1)
-    pending = [net.workers[1].start(join, 1, 3, master(net.address(0)), insecure=True)]
-    pending += [net.workers[host].start(join, 0, 3, master(net.address(0)), insecure=True) for host in (0, 2)]
+    pending = [net.workers[0].start(join, 0, 3, master(net.address(0)), insecure=True)]
+    wait_until(lambda: hosts_store(net.workers[0]))  # the other rank 0 looks for it for a second
+    pending += [
+        net.workers[host].start(join, rank, 3, master(net.address(0)), insecure=True)
+        for host, rank in ((1, 1), (2, 0))
+    ]
     pids = [worker.pid for worker in net.workers]
     text = same_error(pending)
     assert "two workers have rank 0: " in text
