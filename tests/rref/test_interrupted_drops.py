@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from gradwire import rpc
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.execution import scheduler
 
@@ -22,7 +23,9 @@ def count(name: str) -> int:
 
 def note_deletions() -> None:
     """Has `deletions` tell how often this worker has been told of a dropped reference."""
-    inbox = current_agent().control._inbox
+    agent = current_agent()
+    assert isinstance(agent, GrpcAgent)
+    inbox = agent._control._inbox
     handle = inbox.handlers["rref.delete"]
 
     def note(*message: Any) -> None:
