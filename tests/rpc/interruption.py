@@ -17,7 +17,7 @@ from gradwire.rpc.execution.waiter import SocketWaiter
 UNINTERRUPTED = 3
 """Runs in a row that end before the moment at which to interrupt: then there are no more of them."""
 
-FINALIZERS = frozenset({"__del__", "_release", "<lambda>"})
+FINALIZERS = frozenset({"_release", "<lambda>"})
 """Functions in which Python drops what is raised. They are not interrupted themselves, but what they call is."""
 
 
@@ -33,17 +33,21 @@ class Interruption:
         has_raised: whether the moment has come.
     """
 
-    def __init__(self, moment: int, tell: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, moment: int, tell: Callable[[], object] = lambda: None, finalizers: frozenset[str] = FINALIZERS
+    ) -> None:
         """Interrupts nothing yet.
 
         Args:
             moment: which one, counted from 1.
             tell: called once the thread waits for its socket, or is not going to.
+            finalizers: see FINALIZERS.
         """
         self.waits = False
         self.has_raised = False
         self._left = moment
         self._tell = tell
+        self._finalizers = finalizers
         self._is_told = False
         self._has_returned = False
 
@@ -68,7 +72,7 @@ class Interruption:
 
     def _trace(self, frame: FrameType, _event: str, _arg: object) -> Callable[..., Any] | None:
         code = frame.f_code
-        if code.co_name in FINALIZERS:
+        if code.co_name in self._finalizers:
             return None
         if code is SocketWaiter.wait.__code__:
             self.waits = True

@@ -12,7 +12,7 @@ from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.execution import scheduler
 
 from tests.remote_functions import add, wait_until
-from tests.rpc.interruption import UNINTERRUPTED, Interruption
+from tests.rpc.interruption import FINALIZERS, UNINTERRUPTED, Interruption
 
 deleted: list[Any] = []
 
@@ -52,7 +52,7 @@ def drop_at_each_moment() -> tuple[int, int]:
         rref = rpc.remote("worker1", add, (1, 2))
         assert rref.to_here() == 3
         wait_until(rref.confirmed_by_owner, pause=0.001)
-        with Interruption(moment) as interruption:
+        with Interruption(moment, finalizers=FINALIZERS | {"__del__"}) as interruption:
             del rref
         uninterrupted = 0 if interruption.has_raised else uninterrupted + 1
         moment += 1
