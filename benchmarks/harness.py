@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .systems import SYSTEMS, System, system_here
-from .worker_sets import WARM_UP, WorkerSet, take_turns
+from .worker_sets import WARM_UP, Start, WorkerSet, take_turns
 
 __all__ = ["Case", "Comparison", "Results", "compare", "seconds_of"]
 
@@ -101,8 +101,18 @@ class Comparison:
         return [seconds for one in self.rounds[system] for seconds in one]
 
 
+def _start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
+    SYSTEMS[system].start(rank, size, url)
+    return SYSTEMS[system].stop
+
+
 def compare(
-    cases: Sequence[type[Case]], systems: Sequence[System], *, rounds: int, seconds: float
+    cases: Sequence[type[Case]],
+    systems: Sequence[System],
+    *,
+    rounds: int,
+    seconds: float,
+    start: Start = _start,
 ) -> Iterator[Comparison]:
     """Measures cases one after another, each on all systems.
 
@@ -111,6 +121,7 @@ def compare(
         systems: what to measure them on.
         rounds: rounds of each system.
         seconds: length of a round; at least one step is run.
+        start: starts a worker of a system, given its name; by default, of one in `SYSTEMS`.
 
     Raises:
         AssertionError: the systems do not compute the same.
@@ -121,7 +132,7 @@ def compare(
         for case in cases:
             if not sets or sets[0].size != case.workers:
                 stack.close()
-                sets = [stack.enter_context(WorkerSet(system.name, case.workers, _start)) for system in systems]
+                sets = [stack.enter_context(WorkerSet(system.name, case.workers, start)) for system in systems]
             yield _compare(case, sets, rounds, seconds)
 
 
@@ -141,11 +152,6 @@ def _compare(case: type[Case], sets: Sequence[WorkerSet], rounds: int, seconds: 
         measured[worker_set.name].append([step / case.calls for step in steps])
         cpu[worker_set.name].append(used / (case.calls * (len(steps) + uncounted)))
     return Comparison(case.name, case.workers, measured, results, cpu)
-
-
-def _start(system: str, rank: int, size: int, url: str) -> Callable[[], None]:
-    SYSTEMS[system].start(rank, size, url)
-    return SYSTEMS[system].stop
 
 
 _case: Case | None = None

@@ -23,7 +23,9 @@ __all__ = [
     "TORCH",
     "TORCH_UV",
     "System",
+    "gradwire_system",
     "system_here",
+    "torch_system",
     "worker_name",
 ]
 
@@ -85,7 +87,8 @@ def worker_name(rank: int) -> str:
     return f"worker{rank}"
 
 
-def _torch(name: str, **options: Any) -> System:
+def torch_system(name: str, **options: Any) -> System:
+    """Returns TensorPipe with these options."""
     return System(
         name,
         torch.__version__,
@@ -96,7 +99,8 @@ def _torch(name: str, **options: Any) -> System:
     )
 
 
-def _gradwire(name: str, **options: Any) -> System:
+def gradwire_system(name: str, **options: Any) -> System:
+    """Returns gradwire with these options."""
     return System(
         name,
         gradwire.__version__,
@@ -107,19 +111,19 @@ def _gradwire(name: str, **options: Any) -> System:
     )
 
 
-GRADWIRE = _gradwire("gradwire")
+GRADWIRE = gradwire_system("gradwire")
 """gradwire with its default options: a unix socket and shared memory on one host."""
 
-GRADWIRE_TCP = _gradwire("gradwire-tcp", transports=("tcp", "grpc"))
+GRADWIRE_TCP = gradwire_system("gradwire-tcp", transports=("tcp", "grpc"))
 """gradwire over TCP, as between hosts."""
 
-GRADWIRE_GRPC = _gradwire("gradwire-grpc", transports=("grpc",))
+GRADWIRE_GRPC = gradwire_system("gradwire-grpc", transports=("grpc",))
 """gradwire over its gRPC stream alone."""
 
-TORCH = _torch("torch")
+TORCH = torch_system("torch")
 """TensorPipe with its default options: through shared memory on one host, with threads that spin."""
 
-TORCH_UV = _torch("torch-tcp", _transports=["uv"], _channels=["basic"])
+TORCH_UV = torch_system("torch-tcp", _transports=["uv"], _channels=["basic"])
 """TensorPipe over TCP, as between hosts. It does not spin."""
 
 SYSTEMS = {system.name: system for system in (GRADWIRE, GRADWIRE_TCP, GRADWIRE_GRPC, TORCH, TORCH_UV)}

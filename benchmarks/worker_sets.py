@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, final
 
-__all__ = ["WARM_UP", "WorkerSet", "preload", "take_turns"]
+__all__ = ["WARM_UP", "Start", "WorkerSet", "preload", "take_turns"]
 
 WARM_UP = 5
 """Steps at the beginning of each round, at most, that are not counted: they wake threads that were stopped."""

@@ -73,8 +73,8 @@ class StoreNccl:
     def get_version(self) -> int:
         return self.version
 
-    def get_unique_id(self) -> tuple[int, ...]:
-        return tuple(random.randrange(-128, 128) for _ in range(128))
+    def get_unique_id(self) -> bytes:
+        return random.randbytes(128)
 
     def groupStart(self) -> None:
         self.calls.append(("groupStart",))
@@ -88,7 +88,8 @@ class StoreNccl:
         for _, take in collected:
             take()
 
-    def NcclCommunicator(self, ndev: int, commId: tuple[int, ...], rank: int) -> "StoreCommunicator":
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> "StoreCommunicator":
+        assert type(commId) is bytes
         assert len(commId) == 128
         self.calls.append(("NcclCommunicator", ndev, rank))
         self.communicators.append(StoreCommunicator(self, ndev, commId, rank))
@@ -104,11 +105,11 @@ class StoreNccl:
 
 
 class StoreCommunicator:
-    def __init__(self, library: StoreNccl, size: int, unique_id: tuple[int, ...], rank: int) -> None:
+    def __init__(self, library: StoreNccl, size: int, unique_id: bytes, rank: int) -> None:
         self.library = library
         self.size = size
         self.rank = rank
-        self.store = PrefixStore(str(hash(unique_id)), library.store)
+        self.store = PrefixStore(unique_id.hex(), library.store)
         self.collectives = itertools.count()
         self.messages: dict[tuple[int, int], int] = {}
         self.error: Exception | None = None

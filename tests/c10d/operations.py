@@ -117,7 +117,10 @@ class Case:
         work = function(*arguments, group=self.group, async_op=self.asynchronous, **options)
         if self.asynchronous:
             work.get_future().wait()
-            if not work.wait() or not work.is_completed():
+            waited = work.wait()
+            if torch.get_default_device().type == "cuda":
+                torch.cuda.current_stream().synchronize()  # only the stream has waited
+            if not waited or not work.is_completed():
                 raise WrongError("the work is not completed after wait")
 
     def same(self, got: Tensor, wanted: Tensor, what: str = "result") -> None:
@@ -326,6 +329,8 @@ def recv_from_any(case: Case) -> None:
 @operation
 def batch_isend_irecv(case: Case) -> None:
     received = {rank: case.blank() for rank in case.ranks if rank != case.rank}
+    if not received:
+        return  # torch takes no empty list
     sends = [dist.P2POp(dist.isend, case.tensor(case.rank, rank), rank, case.group) for rank in received]
     recvs = [dist.P2POp(dist.irecv, tensor, rank, case.group) for rank, tensor in received.items()]
     for work in dist.batch_isend_irecv(sends + recvs):

@@ -1,7 +1,9 @@
 """Failures of the NCCL engine on fakes: timeouts, asynchronous errors, aborts and missing ranks."""
 
 import itertools
+import sys
 import threading
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -182,7 +184,13 @@ def test_without_a_gpu_or_cupy_it_says_what_is_missing(ranks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedOperationError, match="torch finds no GPU here"):
         NcclEngine(setup)
-    monkeypatch.setitem(__import__("sys").modules, "cupy.cuda", None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(UnsupportedOperationError, match=r"it needs cupy, pip install 'gradwire\[cuda\]'"):
+        NcclEngine(setup, gpus=CpuGpus("here"))
+    old, old_cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    old.__version__, old_cuda.nccl = "13.6.0", ModuleType("nccl")
+    monkeypatch.setitem(sys.modules, "cupy", old)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", old_cuda)
+    with pytest.raises(UnsupportedOperationError, match=r"it needs cupy 14 or newer, and finds 13\.6\.0"):
         NcclEngine(setup, gpus=CpuGpus("here"))
     setup.store.close()

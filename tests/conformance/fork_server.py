@@ -90,6 +90,11 @@ def run_module(module: Module, run: TestRun, report: Connection) -> None:
         tests = load(module)
     _shorten(run.excepted)
     importlib.import_module("torch._dynamo")  # which torch.optim imports on the first step
+    with (  # asking Triton or Numba for a GPU initializes CUDA, after which it cannot be used in forked processes
+        mock.patch("torch.utils._triton.has_triton", return_value=False),
+        mock.patch("torch.testing._internal.common_utils.TEST_NUMBA", new=False),
+    ):
+        importlib.import_module("torch.testing._internal.common_device_type")  # which every test imports
     _fork_instead_of_spawn()
     _keep_process_groups()
     gc.collect()

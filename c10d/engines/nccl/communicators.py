@@ -137,7 +137,7 @@ class CommunicatorFactory:
 
     def _rendezvous(
         self, name: str, processes: Sequence[int], index: int, uuids: list[str], timeout: float
-    ) -> tuple[int, ...]:
+    ) -> bytes:
         """Returns NCCL's id for a communicator, after all processes have put their hosts and GPUs in the store.
 
         The first process checks these, and puts into the store the id or what is wrong.
@@ -154,7 +154,7 @@ class CommunicatorFactory:
         result = json.loads(self._store.get(f"{name}/id"))
         if result["problem"]:
             raise ProcessGroupError(printable(result["problem"], MAX_PROBLEM))
-        return tuple(result["id"])
+        return bytes.fromhex(result["id"])
 
     def _publish_id(self, name: str, processes: Sequence[int], deadline: float) -> None:
         """Puts NCCL's id for a communicator into the store, once all processes have given theirs in time."""
@@ -166,7 +166,7 @@ class CommunicatorFactory:
             host, uuids[process] = json.loads(self._store.get(f"{name}/{index}"))
             hosts.append(HostIdentity.from_json(host))
         problem = _find_problem(uuids) or insecure_problem(hosts, "NCCL", processes)
-        unique_id = None if problem else self._library.get_unique_id()
+        unique_id = None if problem else self._library.get_unique_id().hex()
         self._store.set(f"{name}/id", json.dumps({"problem": problem, "id": unique_id}))
 
     def _wait_for_key(self, key: str, deadline: float) -> bool:

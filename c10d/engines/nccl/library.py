@@ -6,6 +6,9 @@ from ....errors import ProcessGroupError, UnsupportedOperationError
 
 __all__ = ["Communicator", "Library", "load", "translate_error"]
 
+MIN_CUPY = 14
+"""The first release of cupy whose ids of communicators are bytes."""
+
 
 class Communicator(Protocol):
     """One rank of a communicator.
@@ -55,10 +58,10 @@ class Library(Protocol):
     def get_version(self) -> int:
         """Returns the version, such as 22703 for 2.27.3."""
 
-    def get_unique_id(self) -> tuple[int, ...]:
+    def get_unique_id(self) -> bytes:
         """Returns an id for a new communicator, which all its ranks must pass to it."""
 
-    def NcclCommunicator(self, ndev: int, commId: tuple[int, ...], rank: int, /) -> Communicator:  # noqa: N802, N803
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int, /) -> Communicator:  # noqa: N802, N803
         """Joins a communicator of `ndev` ranks with the current GPU.
 
         Blocks until all ranks have joined; inside a group, the end of the group blocks.
@@ -75,14 +78,19 @@ def load() -> Library:
     """Returns cupy.cuda.nccl.
 
     Raises:
-        UnsupportedOperationError: cupy is not installed, or finds no NCCL.
+        UnsupportedOperationError: cupy is not installed or too old, or finds no NCCL.
     """
     try:
+        import cupy
         from cupy.cuda import nccl
     except ImportError as error:
         raise UnsupportedOperationError(
             "nccl", "start", f"it needs cupy, pip install 'gradwire[cuda]' ({error})"
         ) from None
+    if int(cupy.__version__.split(".")[0]) < MIN_CUPY:
+        raise UnsupportedOperationError(
+            "nccl", "start", f"it needs cupy {MIN_CUPY} or newer, and finds {cupy.__version__}"
+        )
     if not nccl.available:
         raise UnsupportedOperationError(
             "nccl",
