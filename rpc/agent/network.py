@@ -41,8 +41,10 @@ from ..transports.grpc_streams import GrpcStreams
 from ..transports.handshake import Handshake
 from ..transports.heartbeat import Heartbeats
 from ..transports.loopback import LoopbackTransport
+from ..transports.pulse import Pulse
 from ..transports.settings import DRAIN_SECONDS, FAREWELL_DIALS
-from ..transports.sockets import TCP, UNIX, FrameListener, SocketListener, SocketParts
+from ..transports.socket_parts import FrameListener, SocketParts
+from ..transports.sockets import TCP, UNIX, SocketListener
 from .connections import Connections
 from .envelope_limit import LARGE_BYTES, check_size
 from .evictions import Evictions
@@ -112,7 +114,8 @@ class Network:
         bulk = BulkSockets(loop, sockets, self._directory.incarnation, self._is_on_this_host, self._send_frame)
         self.cuda_ipc = CudaIpcChannel(loop, executor, memory, self._send_frame, self._options, load_devices)
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
-        parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners)
+        pulse = self._pulse = Pulse()
+        parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners, pulse)
         liveness = self._options.liveness
         self.links = Links(loop, liveness, self._endpoint)
         self._follower = None
@@ -122,7 +125,7 @@ class Network:
         ask, follow = self._vouching.ask_others, self._follow
         self._evictions = Evictions(self.me, loop, executor, self.links, roster, liveness.lease, ask, follow)
         self.incoming = Incoming(loop, self.links)
-        heartbeats = Heartbeats(loop, liveness)
+        heartbeats = Heartbeats(loop, liveness, pulse)
         self._streams = GrpcStreams(StreamParts(loop, self._handshake, self.incoming, parts, heartbeats))
         chunks = ChunkedChannel(
             loop, self._handshake, self._open_channel, channels, self._streams.abort, self._streams.break_off
@@ -387,4 +390,5 @@ class Network:
         await asyncio.gather(*(t.close(DRAIN_SECONDS, end, dial=peer in told) for peer, t in transports))
         await asyncio.gather(*(channel.close() for channel in self._router.channels))
         await self._sockets.close()
+        self._pulse.close()
         await self._endpoint.stop()

@@ -30,6 +30,7 @@ from .answer_search import find_answer
 from .frame_writer import FrameWriter
 from .heartbeat import has_unread
 from .large_envelope import LargeEnvelope
+from .pulse import PulseExchange
 from .segments import SegmentListener
 from .settings import MAX_ENVELOPE_BYTES
 from .socket_frames import HEADER, MAX_NUMBERS, MAX_SIDE_FRAME_BYTES, SEGMENT, FrameKind, numbers_frame, numbers_in
@@ -76,6 +77,7 @@ class EnvelopeSocket:
         segments: SegmentListener | None = None,
         completion: FindCompletion = lambda _envelope, _future: None,
         on_malformed: Callable[[Exception], None] = lambda _error: None,
+        pulses: PulseExchange | None = None,
     ) -> None:
         """Takes over a connected socket, and reads nothing before `start`.
 
@@ -89,6 +91,7 @@ class EnvelopeSocket:
             segments: handles the frames about shared memory, on a unix socket.
             completion: lets the thread that waits for an answer read it.
             on_malformed: called with the error when the peer has sent bytes that are no message.
+            pulses: saves heartbeats, on a unix socket.
         """
         self.name = name
         connection.settimeout(0)
@@ -98,6 +101,7 @@ class EnvelopeSocket:
         self._on_end = on_end
         self._on_malformed = on_malformed
         self._segments = segments
+        self._pulses = pulses
         self._writer = FrameWriter(connection, executor)
         self.released: deque[int] = deque()
         """The segments of the peer that this worker does not use any more, and has not told the peer of."""
@@ -195,6 +199,8 @@ class EnvelopeSocket:
     def release(self) -> None:
         """Releases a connection that no thread reads any more, unless a thread is writing."""
         self._writer.release()
+        if self._pulses is not None:
+            self._pulses.close()
         while self._received_descriptors:
             os.close(self._received_descriptors.popleft())
 
@@ -216,9 +222,11 @@ class EnvelopeSocket:
         return find_answer(self.received, self._segments, self._completion, future)
 
     def take_heard(self) -> bool:
-        """Returns whether something has come from the peer since the last call, or waits to be read."""
+        """Returns whether something has come from the peer since the last call, or its pulse was seen."""
         heard, self._has_heard = self._has_heard, False
-        return heard or self._has_ended or has_unread(self.descriptor)
+        if heard or self._has_ended or (self._pulses is not None and self._pulses.has_beaten()):
+            return True
+        return has_unread(self.descriptor)
 
     def take_sent(self) -> bool:
         """Returns whether something has been sent since the last call, or waits for the peer to read."""
@@ -226,8 +234,15 @@ class EnvelopeSocket:
         return sent or not self._writer.is_empty
 
     def send_heartbeat(self) -> None:
-        """Tells the peer that this worker is alive."""
-        self._writer.put(HEADER.pack(0, FrameKind.HEARTBEAT))
+        """Tells the peer that this worker is alive, unless it sees the pulse."""
+        frame = (FrameKind.HEARTBEAT, -1) if self._pulses is None else self._pulses.next_heartbeat()
+        if frame is None:
+            return
+        kind, descriptor = frame
+        if descriptor < 0:
+            self._writer.put(HEADER.pack(0, kind))
+        else:
+            self._writer.put_descriptor(HEADER.pack(0, kind), descriptor)
 
     def release_library(self) -> None:
         """Releases the TLS library, if the calling thread holds it."""
@@ -332,11 +347,21 @@ class EnvelopeSocket:
             elif kind == FrameKind.END:
                 self._end("")
                 return
-            elif kind == FrameKind.HEARTBEAT and not length:
-                pass
+            elif kind >= FrameKind.HEARTBEAT and not length:
+                self._take_heartbeat(kind)
             else:
                 self._take_segment_frame(kind, data[content:start])
         self._beginning = data[start:]
+
+    def _take_heartbeat(self, kind: int) -> None:
+        if kind == FrameKind.HEARTBEAT:
+            return
+        if self._pulses is None or kind > FrameKind.PULSE_READ:
+            raise ValueError(f"a frame of kind {kind}")
+        if kind == FrameKind.PULSE_READ:
+            self._pulses.on_read()
+        elif self._received_descriptors:  # else this process has no descriptors left, and gets heartbeats
+            self._pulses.on_shown(self._received_descriptors.popleft())
 
     def _take_segment_frame(self, kind: int, content: bytes) -> None:
         if self._segments is None or kind > FrameKind.SHARED_SEGMENT:

@@ -17,7 +17,8 @@ from .base import TransportListener
 from .handshake import Handshake
 from .heartbeat import Heartbeats
 from .settings import aio
-from .sockets import OfferedSocket, SocketParts
+from .socket_parts import SocketParts
+from .sockets import OfferedSocket
 
 __all__ = [
     "HEARTBEAT",

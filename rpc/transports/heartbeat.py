@@ -2,6 +2,7 @@
 
 A timer of the event loop looks at all connections, twice in the time between two heartbeats. It counts only the
 time in which this process runs: neither while it is stopped, nor while the loop has to wait for the interpreter.
+Workers of one host see each other's pulse instead of sending heartbeats, once both have shown it (pulse.py).
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import termios
 from typing import Protocol, final
 
 from ..contracts.liveness import Liveness
+from .pulse import Pulse
 
 __all__ = ["Heartbeats", "Watched", "has_unread"]
 
@@ -30,7 +32,7 @@ class Watched(Protocol):
         """Returns whether something has been sent since the last call, or waits for the peer to read."""
 
     def send_heartbeat(self) -> None:
-        """Tells the peer that this worker is alive."""
+        """Tells the peer that this worker is alive, unless the peer sees that."""
 
     def on_silent(self, seconds: float) -> None:
         """Handles that nothing has come for so long. Has to `remove` the connection."""
@@ -51,15 +53,17 @@ class _State:
 class Heartbeats:
     """Watches the connections of one agent. Used on the event loop only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, liveness: Liveness) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, liveness: Liveness, pulse: Pulse) -> None:
         """Watches nothing yet.
 
         Args:
             loop: the event loop.
             liveness: how long peers may be silent.
+            pulse: beats while the timer runs.
         """
         self._loop = loop
         self._liveness = liveness
+        self._pulse = pulse
         self._interval = liveness.heartbeat / TICKS
         self._watched: dict[Watched, _State] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -88,6 +92,7 @@ class Heartbeats:
         self._now += min(elapsed, MAX_LATE_TICKS * self._interval)
         is_late = elapsed > (1 + MAX_LATE_TICKS) * self._interval
         self._timer = self._loop.call_later(self._interval, self._tick)
+        self._pulse.beat()
         for connection, state in list(self._watched.items()):
             if connection.take_sent():
                 state.sent = self._now

@@ -43,6 +43,8 @@ class FrameKind(IntEnum):
     DROPPED = 4  # the same
     SHARED_SEGMENT = 5  # as SEGMENT
     HEARTBEAT = 6  # empty
+    PULSE = 7  # empty; with a descriptor
+    PULSE_READ = 8  # empty
 
 
 def numbers_frame(kind: FrameKind, numbers: Sequence[int]) -> bytes:

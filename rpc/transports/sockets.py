@@ -14,20 +14,14 @@ import logging
 import re
 import secrets
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, final
+from collections.abc import Sequence
+from typing import Any, final
 
 from ...c10d.addresses import format_address, is_tcp_address
 from ...c10d.listening import PortRange
 from ...c10d.security import Audit, Identity, printable, worker_host_name
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
-from ..execution.executor import Executor
-from .base import TransportListener
-from .envelope_socket import EnvelopeSocket, OnSocketEnd
-from .segments import SegmentListener
 from .socket_peers import address_of_peer, has_left, is_of_same_user
 from .tls_socket import AnySocket, TlsSocket
 
@@ -35,10 +29,8 @@ __all__ = [
     "OFFER_TIMEOUT_S",
     "TCP",
     "UNIX",
-    "FrameListener",
     "OfferedSocket",
     "SocketListener",
-    "SocketParts",
 ]
 
 UNIX = "unix"
@@ -67,13 +59,6 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 _ADMITTED = b"\x01"
 
 log = logging.getLogger(__name__)
-
-
-class FrameListener(Protocol):
-    """Handles fields of frames that have nothing to do with envelopes. Called on the event loop."""
-
-    def on_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
-        """Handles the frame of a peer; most frames have no such field."""
 
 
 @final
@@ -342,57 +327,3 @@ def _prepare(connection: socket.socket) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SocketParts:
-    """What the streams of an agent need for sockets.
-
-    kinds: of sockets that may be used: UNIX, TCP or both; empty if gRPC carries the envelopes.
-    listener: accepts connections.
-    executor: its threads read the sockets.
-    is_same_host: tells by the id of a worker whether it is on this host, in this network namespace.
-    segments: returns what handles the frames about shared memory, on a new unix socket to the worker with this id.
-    listeners: handle what comes by the stream and has nothing to do with envelopes.
-    """
-
-    kinds: Sequence[str]
-    listener: SocketListener
-    executor: Executor
-    is_same_host: Callable[[int], bool]
-    segments: Callable[[int], SegmentListener]
-    listeners: Sequence["FrameListener"]
-
-    def make(
-        self,
-        kind: str,
-        connection: AnySocket,
-        peer: WorkerInfo,
-        listener: TransportListener,
-        on_end: OnSocketEnd,
-        on_malformed: Callable[[Exception], None],
-    ) -> EnvelopeSocket:
-        """Returns what carries envelopes by a socket; it does not read before its `start`.
-
-        Args:
-            kind: UNIX or TCP.
-            connection: the socket, connected to the peer.
-            peer: the worker at the other end.
-            listener: gets the envelopes.
-            on_end: called with the reason when the socket ends.
-            on_malformed: called before that with the error if the peer has sent bytes that are no message.
-        """
-        segments = self.segments(peer.wire_id) if kind == UNIX else None
-        on_envelope, completion = partial(listener.on_envelope, peer), partial(listener.completion, peer)
-        made = EnvelopeSocket(
-            kind, connection, self.executor, on_envelope, on_end, segments, completion, on_malformed
-        )
-        if segments is not None:
-            segments.connect(made)
-        return made
-
-    def on_frame(self, peer: int, frame: agent_pb2.Frame) -> None:
-        """Has the listeners handle a frame of a peer."""
-        for listener in self.listeners:
-            listener.on_frame(peer, frame)

@@ -49,7 +49,7 @@ class StreamPulse:
         return sent or not self._outbox.is_empty
 
     def send_heartbeat(self) -> None:
-        """Tells the peer that this worker is alive."""
+        """Tells the peer that this worker is alive, unless the peer sees that."""
         if self._outbox.socket is not None:
             self._outbox.socket.send_heartbeat()
         elif self._outbox.put_frame(HEARTBEAT):

@@ -30,6 +30,7 @@ from gradwire.rpc.transports.answer_reader import Completion
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
 from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR, Handshake, RefusedError
+from gradwire.rpc.transports.pulse import Pulse, PulseExchange
 from gradwire.rpc.transports.socket_frames import HEADER, SEGMENT, FrameKind, numbers_frame
 from gradwire.rpc.transports.sockets import NONCE_BYTES, TCP, UNIX, OfferedSocket, SocketListener
 from gradwire.rpc.transports.tls_socket import TlsSocket
@@ -209,7 +210,8 @@ SOCKET_FRAMES = st.one_of(
         st.sampled_from([FrameKind.RELEASED, FrameKind.DROPPED]),
         st.lists(st.sampled_from([1, 2, 2**64 - 1]), max_size=3),
     ),
-    st.builds(_frame, st.sampled_from([FrameKind.END, 6, 255]), st.binary(max_size=9)),
+    st.builds(_frame, st.sampled_from([FrameKind.END, 6, 7, 8, 255]), st.binary(max_size=9)),
+    st.builds(_frame, st.sampled_from([FrameKind.PULSE, FrameKind.PULSE_READ]), st.just(b"")),
     st.builds(HEADER.pack, st.sampled_from([2**20, 2**20 + 1, 2**32 - 1]), st.integers(0, 5)),
 )
 SOCKET_INPUTS = st.builds(
@@ -249,7 +251,10 @@ def _read_envelopes(data: bytes, descriptors: list[int], *, by_waiter: bool) -> 
 
     ours, theirs = socket.socketpair()
     with theirs, mock.patch.object(envelope_socket, "MAX_ENVELOPE_BYTES", MIB):
-        connection = EnvelopeSocket("unix", ours, executor, handle, ends.append, segments, completion)
+        pulses = PulseExchange(Pulse())
+        connection = EnvelopeSocket(
+            "unix", ours, executor, handle, ends.append, segments, completion, pulses=pulses
+        )
         segments.connect(connection)
         connection.start()
         if data:
