@@ -251,9 +251,8 @@ def _read_envelopes(data: bytes, descriptors: list[int], *, by_waiter: bool) -> 
 
     ours, theirs = socket.socketpair()
     with theirs, mock.patch.object(envelope_socket, "MAX_ENVELOPE_BYTES", MIB):
-        pulses = PulseExchange(Pulse())
         connection = EnvelopeSocket(
-            "unix", ours, executor, handle, ends.append, segments, completion, pulses=pulses
+            "unix", ours, executor, handle, ends.append, segments, completion, pulses=PulseExchange(Pulse())
         )
         segments.connect(connection)
         connection.start()
