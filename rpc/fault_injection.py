@@ -43,6 +43,7 @@ from .execution.futures import Future
 from .execution.waiter import SocketWaiter
 from .grpc_backend import start_agent
 from .transports.base import Connecting, Transport, TransportClosedError
+from .wire.attached import embed
 
 __all__ = ["FaultyRpcBackendOptions", "control_kinds", "message_names", "start_faulty_agent"]
 
@@ -201,8 +202,10 @@ class _FaultyTransport:
         self._delayed: dict[asyncio.TimerHandle, bytes] = {}
         """The delayed envelopes. Used on the event loop only."""
 
-    def send(self, envelope: bytes) -> int:
-        return DELAYED_TICKET if self._fail_or_delay(envelope) else self._transport.send(envelope)
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+        if self._fail_or_delay(envelope, attached):
+            return DELAYED_TICKET
+        return self._transport.send(envelope, attached)
 
     def send_behind(self, envelope: bytes, seconds: float) -> None:
         if not self._fail_or_delay(envelope):
@@ -228,13 +231,13 @@ class _FaultyTransport:
         self._delayed.clear()
         await self._transport.close(drain, end, dial=dial)
 
-    def _fail_or_delay(self, envelope: bytes) -> bool:
+    def _fail_or_delay(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> bool:
         """Raises SendFailedError if an envelope is to fail; returns whether it is delayed."""
         names = _names(envelope)
         if self._faults.should_fail(names):
             raise SendFailedError(self._peer.name, f"fault injection failed the {names[0]} message")
         if delay := self._faults.delay(names):
-            self._loop.call_soon_threadsafe(self._send_at, self._loop.time() + delay, envelope)
+            self._loop.call_soon_threadsafe(self._send_at, self._loop.time() + delay, embed(envelope, attached))
         return delay > 0
 
     def _send_at(self, when: float, envelope: bytes) -> None:

@@ -725,6 +725,8 @@ class Envelope(google.protobuf.message.Message):
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     NOT_BEGUN_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
+    ATTACHED_FIELD_NUMBER: builtins.int
+    ATTACHED_NBYTES_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the request's id; 0 if it has no answer"""
     type: Global___MessageType.ValueType
@@ -738,6 +740,9 @@ class Envelope(google.protobuf.message.Message):
     """
     not_begun: builtins.bool
     """in an ERROR: the request has not begun to run, and will not"""
+    attached: builtins.bytes
+    """The bytes of the payloads that are attached. On a socket, they follow the envelope without being part of it."""
+    attached_nbytes: builtins.int
     @property
     def body(self) -> Global___Payload:
         """the pickle, with tensors and references replaced by placeholders"""
@@ -792,10 +797,12 @@ class Envelope(google.protobuf.message.Message):
         timeout_ms: builtins.int = ...,
         not_begun: builtins.bool = ...,
         trace: collections.abc.Iterable[Global___TraceField] | None = ...,
+        attached: builtins.bytes = ...,
+        attached_nbytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "gradients", b"gradients", "profile", b"profile", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "trace", b"trace", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "attached", b"attached", "attached_nbytes", b"attached_nbytes", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "trace", b"trace", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope
@@ -855,6 +862,7 @@ class Payload(google.protobuf.message.Message):
     SEGMENT_FIELD_NUMBER: builtins.int
     BULK_FIELD_NUMBER: builtins.int
     CUDA_IPC_FIELD_NUMBER: builtins.int
+    ATTACHED_FIELD_NUMBER: builtins.int
     inline: builtins.bytes
     local: builtins.int
     """a worker sends to itself: the key under which it keeps the bytes"""
@@ -868,6 +876,8 @@ class Payload(google.protobuf.message.Message):
     def bulk(self) -> Global___BulkPayload: ...
     @property
     def cuda_ipc(self) -> Global___DevicePayload: ...
+    @property
+    def attached(self) -> Global___AttachedPayload: ...
     def __init__(
         self,
         *,
@@ -878,16 +888,39 @@ class Payload(google.protobuf.message.Message):
         segment: Global___SegmentPayload | None = ...,
         bulk: Global___BulkPayload | None = ...,
         cuda_ipc: Global___DevicePayload | None = ...,
+        attached: Global___AttachedPayload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["attached", b"attached", "broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attached", b"attached", "broadcast", b"broadcast", "bulk", b"bulk", "chunked", b"chunked", "cuda_ipc", b"cuda_ipc", "inline", b"inline", "local", b"local", "location", b"location", "segment", b"segment"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast", "segment", "bulk", "cuda_ipc"]
+    _WhichOneofReturnType_location: typing_extensions.TypeAlias = typing.Literal["inline", "chunked", "local", "broadcast", "segment", "bulk", "cuda_ipc", "attached"]
     _WhichOneofArgType_location: typing_extensions.TypeAlias = typing.Literal["location", b"location"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_location) -> _WhichOneofReturnType_location | None: ...
 
 Global___Payload: typing_extensions.TypeAlias = Payload
+
+@typing.final
+class AttachedPayload(google.protobuf.message.Message):
+    """Bytes that travel with the envelope, but are not copied into it or out of it: see Envelope.attached."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    """in the attached bytes"""
+    nbytes: builtins.int
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["nbytes", b"nbytes", "offset", b"offset"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___AttachedPayload: typing_extensions.TypeAlias = AttachedPayload
 
 @typing.final
 class ChunkedPayload(google.protobuf.message.Message):

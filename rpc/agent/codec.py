@@ -215,13 +215,14 @@ class Codec:
                 encode_tensors(message.tensors, writer.put, message.device_map, message.leaves, writer)
             )
             message.tensors = []  # a received one gives its segment back, with this envelope
+            envelope.attached_nbytes = writer.attached_nbytes
             data = self._serialize(message)
             message.payloads, message.nbytes = writer.external, writer.nbytes
             # Now: the receiver may ask for the counts at once.
             self.traffic.sent_by_channel(
                 message.destination.wire_id, writer.nbytes, writer.inline_nbytes, writer.external_nbytes
             )
-            message.ticket = self._network.send(message.destination, data)
+            message.ticket = self._network.send(message.destination, data, writer.attached)
         except Exception:  # after Ctrl-C the message may be on its way
             writer.abort()
             _put_back(message, tensors)

@@ -9,8 +9,7 @@ from typing import Any, final
 
 from ...errors import LossCause
 from ...proto.v1 import agent_pb2
-from ..channels.payloads import PayloadReader, read_inline
-from ..channels.shared_memory.receiving import AnswerLeases
+from ..channels.payloads import AnswerPayloads, PayloadReader, read_inline
 from ..collectives.all_gather import AllGatherService
 from ..contracts.messages import CANCEL, ERROR, RESULT
 from ..contracts.worker import WorkerInfo
@@ -131,7 +130,7 @@ class Dispatcher:
         self,
         source: WorkerInfo,
         envelope: agent_pb2.Envelope,
-        leases: AnswerLeases | None,
+        leases: AnswerPayloads | None,
         future: Future[Any],
     ) -> Completion | None:
         """Returns what completes a future on the calling thread: see NetworkListener."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, final
 
 from ...proto.v1 import agent_pb2
-from ..channels.payloads import is_inline, read_inline
+from ..channels.payloads import AnswerPayloads, is_inline, read_inline
 from ..channels.router import ChannelRouter, Collecting
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -40,7 +40,9 @@ class Incoming:
         self._router = router
         self._listener = listener
 
-    def on_envelope(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int) -> Pause:
+    def on_envelope(
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int, attached: memoryview | None = None
+    ) -> Pause:
         """Collects the payloads of an envelope that has arrived. Called by transports on any thread."""
         if self._links.lost and source.wire_id in self._links.lost:
             return None  # read after its loss has been handled, with which all that it had asked for has ended
@@ -48,7 +50,7 @@ class Incoming:
             return self._listener.on_message(source, envelope, read_inline, announced=False, nbytes=nbytes)
         breaks = self._links.breaks[source.wire_id]
         try:
-            payloads, external_bytes = self._router.collect_now(source.wire_id, envelope)
+            payloads, external_bytes = self._router.collect_now(source.wire_id, envelope, attached)
         except (ValueError, RuntimeError) as error:  # a refusal, or no memory
             return self._listener.on_rejected(source, envelope, error)
         nbytes += external_bytes
@@ -56,28 +58,41 @@ class Incoming:
             return self._listener.on_message(source, envelope, payloads, announced=False, nbytes=nbytes)
         pause = self._listener.on_announced(source, envelope)
         if payloads is None:
-            self._loop.call_soon_threadsafe(self._collect, source, envelope, nbytes, breaks)
+            self._loop.call_soon_threadsafe(self._collect, source, envelope, attached, nbytes, breaks)
         else:
             payloads.add_done_callback(partial(self._on_collected, source, envelope, nbytes))
         return pause
 
     def completion(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+        self,
+        source: WorkerInfo,
+        envelope: agent_pb2.Envelope,
+        future: Future[Any],
+        attached: memoryview | None = None,
     ) -> Completion | None:
         """Returns what completes a future on the calling thread: see TransportListener."""
-        leases = None if (inline := is_inline(envelope)) else self._router.answer_leases(source.wire_id, envelope)
-        if source.wire_id in self._links.lost or not (inline or leases):
+        payloads: AnswerPayloads | None = None
+        if not (inline := is_inline(envelope)):
+            payloads = self._router.answer_payloads(source.wire_id, envelope, attached)
+        if source.wire_id in self._links.lost or not (inline or payloads):
             return None
-        return self._listener.completion(source, envelope, leases, future)
+        return self._listener.completion(source, envelope, payloads, future)
 
-    def _collect(self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int, breaks: int) -> None:
+    def _collect(
+        self,
+        source: WorkerInfo,
+        envelope: agent_pb2.Envelope,
+        attached: memoryview | None,
+        nbytes: int,
+        breaks: int,
+    ) -> None:
         """Collects the payloads outside an envelope, which was read after so many breaks. Called on the loop."""
         # Those of a connection that broke since then do not come any more.
         if source.wire_id in self._links.lost or self._links.breaks[source.wire_id] != breaks:
             self._listener.on_dropped(source, envelope)
             return
         try:
-            arrived = self._router.collect(source.wire_id, envelope)
+            arrived = self._router.collect(source.wire_id, envelope, attached)
         except Exception as error:  # a refusal, or no memory
             self._listener.on_rejected(source, envelope, error)
             return

@@ -12,6 +12,7 @@ from ...errors import EvictedError, LossCause, RpcError, UnknownWorkerError, Wor
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastChannel
 from ..channels.broadcast.sending import Broadcast
+from ..channels.bulk.buffers import BufferCache
 from ..channels.bulk.channel import BulkChannel
 from ..channels.chunked import ChunkedChannel
 from ..channels.cuda.channel import CudaIpcChannel
@@ -19,7 +20,8 @@ from ..channels.cuda.runtime import DeviceRuntime
 from ..channels.cuda.torch_runtime import TorchDevices
 from ..channels.inline import InlineChannel
 from ..channels.local import LocalChannel
-from ..channels.router import ChannelRouter, PayloadWriter
+from ..channels.payload_writer import PayloadWriter
+from ..channels.router import ChannelRouter
 from ..channels.shared_memory.channel import SharedMemoryChannel
 from ..contracts.control import ControlMessages
 from ..contracts.messages import Outgoing
@@ -114,8 +116,10 @@ class Network:
         bulk = BulkSockets(loop, sockets, self._directory.incarnation, self._is_on_this_host, self._send_frame)
         self.cuda_ipc = CudaIpcChannel(loop, executor, memory, self._send_frame, self._options, load_devices)
         listeners: list[FrameListener] = [bulk, self.cuda_ipc] if UNIX in kinds else [bulk]
-        pulse = self._pulse = Pulse()
-        parts = SocketParts(kinds, sockets, executor, self._is_on_this_host, memory.listener, listeners, pulse)
+        pulse, cache = Pulse(), BufferCache(channels.max_cached_bytes)
+        self._pulse = pulse
+        same_host, allocate = self._is_on_this_host, cache.allocate
+        parts = SocketParts(kinds, sockets, executor, same_host, memory.listener, listeners, pulse, allocate)
         liveness = self._options.liveness
         self.links = Links(loop, liveness, self._endpoint)
         self._follower = None
@@ -137,12 +141,13 @@ class Network:
             channels,
             self.me.wire_id,
             small=InlineChannel(),
-            bulk=BulkChannel(loop, bulk, executor, chunks, channels, self._has_socket),
+            bulk=BulkChannel(loop, bulk, executor, chunks, channels, self._has_socket, cache),
             chunked=chunks,
             local=LocalChannel(),
             shared_memory=memory,
             cuda_ipc=self.cuda_ipc,
             broadcast=self.broadcasts,
+            has_socket=self._has_socket,
         )
         exchange = grpc.stream_stream_rpc_method_handler(self._streams.serve)
         transfer = grpc.stream_unary_rpc_method_handler(chunks.serve)
@@ -307,8 +312,8 @@ class Network:
         if (absence := self.absence(worker)) is not None:
             raise absence.as_error(worker.name)
 
-    def send(self, worker: WorkerInfo, envelope: bytes) -> int:
-        """Queues an envelope.
+    def send(self, worker: WorkerInfo, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+        """Queues an envelope, and the bytes that are attached to it.
 
         Returns:
             A ticket for `withdraw`.
@@ -322,7 +327,7 @@ class Network:
         if len(envelope) > LARGE_BYTES:
             check_size(envelope)
         try:
-            return self._transports[worker.wire_id].send(envelope)
+            return self._transports[worker.wire_id].send(envelope, attached)
         except TransportClosedError as error:
             raise self._absence_error(worker, error) from None
 

@@ -5,8 +5,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
-from ..channels.payloads import PayloadReader
-from ..channels.shared_memory.receiving import AnswerLeases
+from ..channels.payloads import AnswerPayloads, PayloadReader
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
 from ..execution.futures import Future
@@ -50,7 +49,7 @@ class NetworkListener(Protocol):
         self,
         source: WorkerInfo,
         envelope: agent_pb2.Envelope,
-        leases: AnswerLeases | None,
+        leases: AnswerPayloads | None,
         future: Future[Any],
     ) -> Completion | None:
         """Returns what completes a future with a message: see TransportListener.

@@ -11,8 +11,7 @@ from ...errors import AnswerFailedError, Outcome, WorkerSuspectError, set_outcom
 from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
-from ..channels.payloads import PayloadReader, body_of, read_inline
-from ..channels.shared_memory.receiving import AnswerLeases
+from ..channels.payloads import AnswerPayloads, PayloadReader, body_of, read_inline
 from ..contracts.messages import ERROR, RESULT, Handler, Outgoing
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -308,7 +307,7 @@ class PendingRequests:
             and not has_local_modes()
         )
 
-    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, leases: AnswerLeases | None) -> None:
+    def complete(self, source: WorkerInfo, envelope: agent_pb2.Envelope, leases: AnswerPayloads | None) -> None:
         """Completes a request on the thread that waits for it; if a signal interrupts that, `complete_again` does.
 
         Args:
@@ -326,7 +325,7 @@ class PendingRequests:
         completing.pop(identifier, None)
 
     def complete_again(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, leases: AnswerLeases | None
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, leases: AnswerPayloads | None
     ) -> None:
         """Does what a signal has kept `complete` from doing."""
         pending = self._completing.pop(envelope.id, None)

@@ -1,15 +1,18 @@
 """Looks at the payloads of an envelope: its body, and the bytes of its tensors."""
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 
 __all__ = [
+    "AnswerPayloads",
     "PayloadReader",
     "body_of",
     "external_bytes",
+    "has_come",
     "is_inline",
     "is_payload_inline",
     "payloads_of",
@@ -20,9 +23,30 @@ PayloadReader = Callable[[agent_pb2.Payload], Buffer | DeviceBuffer]
 """Returns the bytes of a payload of one received envelope. Only tensors have a DeviceBuffer."""
 
 
+class AnswerPayloads(Protocol):
+    """Reads the payloads of an answer that are not all in its envelope, on the thread that waits for it.
+
+    A signal handler may interrupt that thread. Then another one reads all of them again, until they are released.
+    """
+
+    is_released: bool
+    """Whether nobody may read any more."""
+
+    def read(self, payload: agent_pb2.Payload) -> Buffer:
+        """Returns the bytes of a payload, the same ones each time: a PayloadReader."""
+
+    def release(self) -> None:
+        """Keeps the bytes no longer."""
+
+
 def is_payload_inline(payload: agent_pb2.Payload) -> bool:
     """Returns whether a payload is inside its envelope."""
     return payload.WhichOneof("location") in ("inline", None)  # None: an empty payload, as of a tensor on meta
+
+
+def has_come(payload: agent_pb2.Payload) -> bool:
+    """Returns whether a payload came with its envelope: inside it, or attached to it."""
+    return payload.WhichOneof("location") in ("inline", "attached", None)
 
 
 def read_inline(payload: agent_pb2.Payload) -> Buffer:
@@ -50,7 +74,7 @@ def external_bytes(envelope: agent_pb2.Envelope) -> int:
     nbytes = 0
     for payload in payloads_of(envelope):
         location = payload.WhichOneof("location")
-        if location not in ("inline", "local", None):
+        if location not in ("inline", "attached", "local", None):
             nbytes += getattr(payload, location).nbytes
     return nbytes
 

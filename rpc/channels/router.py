@@ -3,27 +3,26 @@
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import final
-
-import torch
 
 from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
+from ..wire.attached import AttachedReader
 from .announced import AnnouncedPayloads, TooMuchAnnouncedError
-from .base import Arriving, Channel, SendingChannel, StartTransfer
+from .base import Arriving, Channel, SendingChannel
 from .broadcast.sending import Broadcast
 from .bulk.channel import BulkChannel
 from .chunked import ChunkedChannel
 from .cuda.channel import CudaIpcChannel
-from .payloads import PayloadReader, external_bytes, is_payload_inline, payloads_of, read_inline
+from .payload_writer import PayloadWriter
+from .payloads import AnswerPayloads, PayloadReader, external_bytes, has_come, payloads_of, read_inline
 from .shared_memory.channel import SharedMemoryChannel
-from .shared_memory.receiving import AnswerLeases
 
-__all__ = ["ChannelRouter", "Collecting", "PayloadWriter"]
+__all__ = ["ChannelRouter", "Collecting"]
 
 Collecting = asyncio.Future[PayloadReader] | concurrent.futures.Future[PayloadReader]
 """The payloads of an envelope, some of which have not arrived."""
@@ -31,125 +30,6 @@ Collecting = asyncio.Future[PayloadReader] | concurrent.futures.Future[PayloadRe
 
 _COLLECTED_AT_ONCE = frozenset({"segment", "bulk", "cuda_ipc"})
 """The locations of payloads that the thread which reads an envelope collects."""
-
-
-@final
-class PayloadWriter:
-    """Sends the payloads of one envelope by the channels that suit them: a DeviceWriter. Used by one thread."""
-
-    def __init__(
-        self,
-        options: ChannelOptions,
-        peer: int,
-        small: SendingChannel,
-        large: SendingChannel,
-        shared_memory: SharedMemoryChannel,
-        cuda_ipc: CudaIpcChannel,
-        broadcast: Broadcast | None = None,
-    ) -> None:
-        """Sends nothing yet.
-
-        Args:
-            options: the sizes of small payloads.
-            peer: the receiver.
-            small: the channel for payloads inside the envelope.
-            large: the channel for all others.
-            shared_memory: the channel for large payloads, where it can be used.
-            cuda_ipc: the channel for payloads that are on devices, where it can be used.
-            broadcast: sends the large payloads that this envelope shares with envelopes to other workers.
-        """
-        self._threshold = options.inline_threshold
-        self._small_body = min(self._threshold, options.max_inline_bytes, options.shared_memory_threshold)
-        self._inline_bytes_left = options.max_inline_bytes
-        self._peer = peer
-        self._small = small
-        self._large = large
-        self._shared_memory = shared_memory
-        self._cuda_ipc = cuda_ipc
-        self._shared_threshold = options.shared_memory_threshold
-        self._broadcast = broadcast
-        self._count = 0
-        self._transfers: list[StartTransfer] = []
-        self.external: list[agent_pb2.Payload] = []
-        """The payloads that are not in the envelope."""
-        self.nbytes = 0
-        """Bytes of all payloads so far; a broadcast payload counts in the envelope to its first receiver only."""
-        self.inline_nbytes = 0
-        """Those inside the envelope."""
-        self.external_nbytes: dict[str, int] = {}
-        """The others by channel; those of a broadcast count in the envelope to each receiver."""
-
-    def put_body(self, body: bytes, description: agent_pb2.Payload) -> None:
-        """Sends the body of the message, before its tensors, and fills in the description for the envelope."""
-        nbytes = len(body)
-        if nbytes >= self._small_body or self._broadcast is not None:
-            description.CopyFrom(self.put(memoryview(body)))
-            return
-        description.inline = body
-        self._inline_bytes_left -= nbytes
-        self.nbytes += nbytes
-        self.inline_nbytes += nbytes
-
-    def put(self, data: memoryview) -> agent_pb2.Payload:
-        """Chooses a channel for these bytes, and returns the description of the payload for the envelope."""
-        position, self._count = self._count, self._count + 1
-        if self._broadcast is not None and (shared := self._broadcast.put(self._peer, position, data)) is not None:
-            if shared.start is not None:
-                self._transfers.append(shared.start)
-            self._add_external(shared.payload, data.nbytes)
-            self.nbytes += data.nbytes if shared.is_first else 0
-            return shared.payload
-        self.nbytes += data.nbytes
-        if data.nbytes >= self._shared_threshold:
-            in_segment = self._shared_memory.send(self._peer, data)
-            if in_segment is not None:
-                self._add_external(in_segment, data.nbytes)
-                return in_segment
-        if data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
-            self._inline_bytes_left -= data.nbytes
-            self.inline_nbytes += data.nbytes
-            payload, start = self._small.send(self._peer, data)
-        else:
-            payload, start = self._large.send(self._peer, data)
-            self._add_external(payload, data.nbytes)
-        if start is not None:
-            self._transfers.append(start)
-        return payload
-
-    def put_on_device(
-        self, elements: Sequence[torch.Tensor], target: torch.device
-    ) -> Sequence[agent_pb2.Payload] | None:
-        """Sends elements by way of device memory, where that is possible: see DeviceWriter."""
-        payloads = self._cuda_ipc.send(self._peer, elements, target)
-        if payloads is not None:
-            self._count += len(payloads)
-            for payload, each in zip(payloads, elements, strict=True):
-                self._add_external(payload, each.numel())
-                self.nbytes += each.numel()
-        return payloads
-
-    def _add_external(self, payload: agent_pb2.Payload, nbytes: int) -> None:
-        self.external.append(payload)
-        channel = payload.WhichOneof("location") or self._large.name
-        self.external_nbytes[channel] = self.external_nbytes.get(channel, 0) + nbytes
-
-    def to_host(self, elements: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns copies in the memory of the host: see DeviceWriter."""
-        return self._cuda_ipc.staging.to_host(elements)
-
-    def start(self) -> None:
-        """Starts to send the payloads that are not in the envelope. Called once the envelope is queued."""
-        for start in self._transfers:
-            start()
-        self._transfers.clear()  # they hold the bytes
-
-    def abort(self) -> None:
-        """Takes back what has been put, because the envelope was not sent."""
-        for payload in self.external:
-            if payload.HasField("segment"):
-                self._shared_memory.withdraw(self._peer, payload)
-            elif payload.HasField("cuda_ipc"):
-                self._cuda_ipc.withdraw(self._peer, payload)
 
 
 @final
@@ -168,6 +48,7 @@ class ChannelRouter:
         shared_memory: SharedMemoryChannel,
         cuda_ipc: CudaIpcChannel,
         broadcast: Channel,
+        has_socket: Callable[[int], bool],
     ) -> None:
         """Routes by size and receiver.
 
@@ -181,8 +62,11 @@ class ChannelRouter:
             shared_memory: for large payloads to workers that it is connected to.
             cuda_ipc: for payloads on CUDA devices, to the same workers.
             broadcast: receives large payloads that were sent to several workers at once.
+            has_socket: tells by the id of a worker whether its envelopes travel by a socket, where payloads can be
+                attached to them.
         """
         self._options = options
+        self._has_socket = has_socket
         self._self_id = self_id
         self._small = small
         self._bulk = bulk
@@ -211,11 +95,14 @@ class ChannelRouter:
         """Returns the bytes of payloads for a worker that are in this worker's own memory until they are sent."""
         return self._bulk.queued_bytes(peer) + self._chunked.queued_bytes(peer)
 
-    def writer(self, peer: int, broadcast: Broadcast | None = None) -> "PayloadWriter":
+    def writer(self, peer: int, broadcast: Broadcast | None = None) -> PayloadWriter:
         """Returns a writer for the payloads of one envelope to `peer`; see PayloadWriter."""
         large = self._local if peer == self._self_id else self._bulk
         memory, cuda_ipc = self._shared_memory, self._cuda_ipc
-        return PayloadWriter(self._options, peer, self._small, large, memory, cuda_ipc, broadcast)
+        attaches = self._has_socket(peer)
+        return PayloadWriter(
+            self._options, peer, self._small, large, memory, cuda_ipc, broadcast, attaches=attaches
+        )
 
     def can_withdraw(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> bool:
         """Returns whether nothing of any of these payloads has been sent to `peer`. Called on the loop."""
@@ -226,8 +113,15 @@ class ChannelRouter:
         for payload in payloads:
             self._channel(peer, payload).withdraw(peer, payload)
 
-    def collect(self, peer: int, envelope: agent_pb2.Envelope) -> "PayloadReader | asyncio.Future[PayloadReader]":
+    def collect(
+        self, peer: int, envelope: agent_pb2.Envelope, attached: memoryview | None = None
+    ) -> "PayloadReader | asyncio.Future[PayloadReader]":
         """Collects the payloads of a received envelope. Called on the loop.
+
+        Args:
+            peer: the sender.
+            envelope: the envelope.
+            attached: the bytes that followed it, if they are not in it.
 
         Returns:
             The reader of the payloads if all have arrived; else a future of the reader.
@@ -236,10 +130,11 @@ class ChannelRouter:
             Exception: a payload is refused, or there is no memory for it. All of the envelope's payloads are
                 discarded.
         """
-        external = [payload for payload in payloads_of(envelope) if not is_payload_inline(payload)]
+        external = [payload for payload in payloads_of(envelope) if not has_come(payload)]
+        read_here = AttachedReader(envelope, attached)
         if not external:
-            return read_inline
-        collection = _Collection()
+            return read_here
+        collection = _Collection(read_here)
         count, nbytes = len(external), external_bytes(envelope)
         try:
             self.announced.begin(peer, count, nbytes)
@@ -258,9 +153,14 @@ class ChannelRouter:
         return complete
 
     def collect_now(
-        self, peer: int, envelope: agent_pb2.Envelope
+        self, peer: int, envelope: agent_pb2.Envelope, attached: memoryview | None = None
     ) -> "tuple[PayloadReader | concurrent.futures.Future[PayloadReader] | None, int]":
         """Collects the payloads of a received envelope. Called by the thread that reads.
+
+        Args:
+            peer: the sender.
+            envelope: the envelope.
+            attached: the bytes that followed it, if they are not in it.
 
         Returns:
             The reader of the payloads if all have arrived, else a future of it, or None if some of them have to be
@@ -272,15 +172,18 @@ class ChannelRouter:
         """
         external = []
         nbytes = 0
+        read_here: PayloadReader = read_inline
         for payload in payloads_of(envelope):
             location = payload.WhichOneof("location")
             if location in _COLLECTED_AT_ONCE:
                 external.append(payload)
                 nbytes += getattr(payload, location).nbytes
+            elif location == "attached":
+                read_here = AttachedReader(envelope, attached)
             elif location is not None and location != "inline":
                 return None, external_bytes(envelope)
         if not external:
-            return read_inline, 0
+            return read_here, 0
         # Memory for what comes by bulk connections is allocated before it arrives.
         bulk = [payload.bulk.nbytes for payload in external if payload.HasField("bulk")]
         count, bulk_bytes = len(bulk), sum(bulk)
@@ -311,7 +214,7 @@ class ChannelRouter:
                 return segments.pop(payload.segment.number)
             if payload.HasField("cuda_ipc"):
                 return on_devices.pop(_place(payload))
-            return transfers.pop(payload.bulk.transfer_id) if payload.HasField("bulk") else payload.inline
+            return transfers.pop(payload.bulk.transfer_id) if payload.HasField("bulk") else read_here(payload)
 
         if not pending:
             return read, nbytes
@@ -323,9 +226,17 @@ class ChannelRouter:
         for payload in payloads:
             self._channel(peer, payload).discard(peer, payload)
 
-    def answer_leases(self, peer: int, envelope: agent_pb2.Envelope) -> AnswerLeases | None:
-        """Returns what reads the payloads of an answer, some outside it: see SharedMemoryChannel.answer_leases."""
-        return self._shared_memory.answer_leases(peer, payloads_of(envelope))
+    def answer_payloads(
+        self, peer: int, envelope: agent_pb2.Envelope, attached: memoryview | None
+    ) -> AnswerPayloads | None:
+        """Returns what reads the payloads of an answer, some outside it, on the thread that waits for it.
+
+        Returns None if that thread cannot read them.
+        """
+        payloads = payloads_of(envelope)
+        if attached is not None:
+            return AttachedReader(envelope, attached) if all(map(has_come, payloads)) else None
+        return self._shared_memory.answer_leases(peer, payloads)
 
     def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:
         channel = self._by_name[payload.WhichOneof("location") or self._small.name]
@@ -337,7 +248,9 @@ class ChannelRouter:
 class _Collection:
     """The payloads of one received envelope that are not inside it, by their serialized descriptions."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_here: PayloadReader) -> None:
+        """Args: read_here: reads those that came with the envelope."""
+        self._read_here = read_here
         self.received: dict[bytes, Buffer | DeviceBuffer] = {}
         self.pending: dict[bytes, asyncio.Future[Buffer]] = {}
 
@@ -358,8 +271,8 @@ class _Collection:
 
     def read(self, payload: agent_pb2.Payload) -> Buffer | DeviceBuffer:
         """Returns the bytes of a payload inside or outside the envelope."""
-        if is_payload_inline(payload):
-            return payload.inline
+        if has_come(payload):
+            return self._read_here(payload)
         key = payload.SerializeToString()
         # Kept no longer: a segment of device memory goes back when nothing refers to its bytes.
         return self.received.pop(key) if payload.HasField("cuda_ipc") else self.received[key]

@@ -18,6 +18,7 @@ from .view import View
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_RPC_TIMEOUT",
+    "MAX_ATTACHED_BYTES",
     "MAX_BULK_CONNECTIONS",
     "AllGatherOptions",
     "BroadcastOptions",
@@ -31,6 +32,9 @@ __all__ = [
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+
+MAX_ATTACHED_BYTES = 16 << 20
+"""Bytes that one envelope may have behind it."""
 
 MAX_BULK_CONNECTIONS = 16
 """Connections by which one worker may send large payloads to another."""
@@ -54,6 +58,8 @@ class ChannelOptions:
 
     inline_threshold: bytes below which a payload travels inside its envelope.
     max_inline_bytes: bytes of payloads that one envelope carries inside at most; the rest is sent apart from it.
+    max_attached_bytes: bytes of larger payloads that follow one envelope to a worker of another host, on the same
+        connection, at most; the rest is sent apart from it. 16 MiB at most.
     chunk_bytes: bytes of one chunk of a larger payload that goes by gRPC, because there are no bulk connections.
     bulk_connections: TCP connections, from 1 to 16, by which this worker sends payloads of inline_threshold bytes
         and more to each worker of another host. They carry parts of one payload at the same time.
@@ -69,6 +75,7 @@ class ChannelOptions:
 
     inline_threshold: int = 128 * KIB
     max_inline_bytes: int = MIB
+    max_attached_bytes: int = MIB
     chunk_bytes: int = MIB
     bulk_connections: int = 2
     max_payload_bytes: int = 16 * GIB
@@ -86,6 +93,11 @@ class ChannelOptions:
         if self.bulk_connections > MAX_BULK_CONNECTIONS:
             raise ValueError(
                 f"bulk_connections is {self.bulk_connections}: give a number from 1 to {MAX_BULK_CONNECTIONS}"
+            )
+        if self.max_attached_bytes > MAX_ATTACHED_BYTES:
+            raise ValueError(
+                f"max_attached_bytes is {self.max_attached_bytes}: give at most {MAX_ATTACHED_BYTES}, as other "
+                "messages wait for these bytes"
             )
         if self.max_inline_bytes > 32 * MIB or self.chunk_bytes > 32 * MIB:
             raise ValueError("max_inline_bytes and chunk_bytes can be 32 MiB at most: gRPC frames hold no more")

@@ -7,20 +7,20 @@ handles all of `received` if the answer is still in there, and else completes th
 handles each answer, and only that one leases its segments of shared memory (see AnswerLeases).
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
-from itertools import starmap
+from itertools import compress, starmap
 from operator import call
 from typing import Any, NamedTuple, Protocol, final
 
 from google.protobuf.message import DecodeError
 
-from ...proto.v1 import agent_pb2
 from ..execution.futures import Future
 from ..execution.poller import Poller, SharedDescriptor
 from ..execution.waiter import SocketWaiter
 from .tls_socket import TlsSocket
 
-__all__ = ["MAX_LOOKED_AT", "Answer", "AnswerReader", "AnswerSource", "Completion", "FindCompletion"]
+__all__ = ["MAX_LOOKED_AT", "Answer", "AnswerReader", "AnswerRest", "AnswerSource", "Completion", "FindCompletion"]
 
 MAX_LOOKED_AT = 8
 """Frames among which a thread looks for the answer that it waits for; more of them are left to the executor."""
@@ -35,7 +35,7 @@ class Completion(NamedTuple):
     """Has a thread of the executor do it, if a signal has interrupted `complete`. Does not block."""
 
 
-FindCompletion = Callable[[agent_pb2.Envelope, Future[Any]], Completion | None]
+FindCompletion = Callable[..., Completion | None]
 """Returns what completes a future with an envelope: see TransportListener.completion."""
 
 
@@ -45,6 +45,30 @@ class Answer(NamedTuple):
     completion: Completion
     taking: list[tuple[Any, ...]]
     """The C functions that take it out of what has been received, each with its arguments. They return None."""
+
+
+@final
+class AnswerRest:
+    """What follows an answer, while the thread that waits for it reads that."""
+
+    __slots__ = ("_begun", "_memory", "answer", "counts")
+
+    def __init__(self, memory: memoryview, begun: int, answer: Answer) -> None:
+        """Args: memory: of all of it. begun: the bytes that are there. answer: the one for when it is complete."""
+        self._memory = memory
+        self._begun = begun
+        self.answer = answer
+        self.counts: list[int] = []
+        """The bytes that each call has read."""
+
+    @property
+    def missing(self) -> memoryview:
+        """The memory of what has not been read."""
+        return self._memory[self._begun + sum(self.counts) :]
+
+    def take(self) -> bytes:
+        """Returns what has been read, for another thread to go on with."""
+        return bytes(self._memory[self._begun : self._begun + sum(self.counts)])
 
 
 class AnswerSource(SharedDescriptor, Protocol):
@@ -58,8 +82,15 @@ class AnswerSource(SharedDescriptor, Protocol):
     tls: TlsSocket | None
     """The socket if it has TLS: then this object's `receive` is used in place of the one above."""
 
-    def find_answer(self, future: Future[Any]) -> Answer | None:
-        """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
+    receive_into: Callable[[memoryview], int]
+    """The C function that reads into memory."""
+
+    def find_answer(self, future: Future[Any]) -> Answer | AnswerRest | None:
+        """Looks for the answer that a future stands for among what has been received. Raises DecodeError.
+
+        Returns:
+            What is to be read of it first, if that is not all there.
+        """
 
 
 @final
@@ -112,6 +143,8 @@ class AnswerReader:
             elif held == [True]:
                 source.received.extend(chunks)
             answer = source.find_answer(self._future)
+            if isinstance(answer, AnswerRest):
+                answer = answer.answer if self._has_read(answer, held) else None
         except DecodeError:
             return
         except OSError as error:
@@ -123,3 +156,17 @@ class AnswerReader:
         taking = starmap(call, [(setattr, self, "_completion", answer.completion), *answer.taking])
         if held == [True]:
             any(taking)  # a C function: a signal comes before all of it, or after
+
+    def _has_read(self, rest: AnswerRest, held: list[bool]) -> bool:
+        """Reads what follows an answer; returns False if another thread is to go on with it."""
+        source = self._source
+        while (missing := rest.missing) and not self._future.is_completing:
+            if not self._waiter.wait(source.descriptor):
+                continue
+            count = len(rest.counts)
+            with contextlib.suppress(BlockingIOError):
+                # One C function looks whether this thread may still read, reads, and notes how much.
+                rest.counts.extend(map(source.receive_into, compress((missing,), held)))
+            if rest.counts[count:] in ([], [0]):
+                return False
+        return not missing

@@ -1,12 +1,14 @@
 """Looks for an answer among the frames that a thread, which waits for it, has read from a socket."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ...proto.v1 import agent_pb2
 from ..execution.futures import Future
 from ..wire.parsing import SMALL_BYTES, check_envelope
-from .answer_reader import Answer, FindCompletion
+from .answer_reader import Answer, AnswerRest, FindCompletion
+from .large_envelope import AttachedBytes
 from .segments import SegmentListener
 from .socket_frames import HEADER, FrameKind, numbers_in
 
@@ -23,8 +25,9 @@ def find_answer(
     segments: SegmentListener | None,
     completion: FindCompletion,
     future: Future[Any],
-) -> Answer | None:
-    """Returns the answer, if it is there. Raises DecodeError.
+    allocate: Callable[[int], memoryview] | None,
+) -> Answer | AnswerRest | None:
+    """Returns the answer, if it is there, or what is missing of what follows it. Raises DecodeError.
 
     Args:
         received: what has been read: bytes, or what `recvmsg` returns if there are `segments`. The answer is taken
@@ -32,6 +35,7 @@ def find_answer(
         segments: handles the frames about shared memory, on a unix socket.
         completion: returns what completes the future, if an envelope is its answer.
         future: the one that is waited for.
+        allocate: returns memory for what follows the answer; None if the thread cannot read that.
     """
     data, rights = (received[0], ()) if segments is None else received[0][:2]
     if rights:
@@ -60,6 +64,10 @@ def find_answer(
                     taking.append((returned.extend, numbers))
                 return Answer(found, taking)
             others += data[start:after]
+        elif kind == FrameKind.ATTACHED and allocate is not None:
+            return _find_attached(
+                received, data[content:after], data[after:], others, completion, future, allocate
+            )
         elif kind == FrameKind.RELEASED and segments is not None and not length % 8:
             # Taken with the answer: the segments are free for the next call.
             returned = segments.returned
@@ -70,3 +78,40 @@ def find_answer(
             break  # what it tells comes before the answer
         start = after
     return None
+
+
+def _find_attached(
+    received: list[Any],
+    envelope: bytes,
+    following: bytes,
+    others: bytes,
+    completion: FindCompletion,
+    future: Future[Any],
+    allocate: Callable[[int], memoryview],
+) -> Answer | AnswerRest | None:
+    """Returns the answer if it is this envelope and all that follows it is there; else what is missing of that.
+
+    Args:
+        received: as above.
+        envelope: the serialized envelope.
+        following: what has been read after it.
+        others: the frames before it that are not the answer.
+        completion: as above.
+        future: as above.
+        allocate: as above.
+    """
+    try:
+        attached = AttachedBytes(envelope, allocate)
+    except (ValueError, RuntimeError):
+        return None  # a thread of the executor handles that
+    found = completion(attached.envelope, future, attached.memory)
+    if found is None:
+        return None
+    count = attached.fill(following)
+    left = others + following[count:]
+    answer = Answer(found, [(received.__setitem__, _ALL, [left] if left else [])])
+    if attached.arrived is not None:
+        return answer
+    rest = AnswerRest(attached.memory, count, answer)
+    received.append(rest)
+    return rest

@@ -1,7 +1,7 @@
 """The contract of transports, which carry the envelopes of messages between two workers."""
 
 import concurrent.futures
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from ...proto.v1 import agent_pb2
@@ -48,8 +48,10 @@ class Transport(Protocol):
     def queued_bytes(self) -> int:
         """Bytes of envelopes that have been sent by `send` and that the operating system has not taken yet."""
 
-    def send(self, envelope: bytes) -> int:
-        """Queues one envelope, of at most `settings.MAX_ENVELOPE_BYTES`.
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+        """Queues one envelope, of at most `settings.MAX_ENVELOPE_BYTES`, and the bytes that are attached to it.
+
+        These must not change before they are written.
 
         The queue has no bound of its own: it holds calls, which are bounded while they are in flight, and what
         answers and accompanies calls.
@@ -112,7 +114,7 @@ class TransportListener(Protocol):
     """Receives the envelopes of all transports of an agent. Its methods must not block or raise."""
 
     def on_envelope(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int
+        self, source: WorkerInfo, envelope: agent_pb2.Envelope, nbytes: int, attached: memoryview | None = None
     ) -> "concurrent.futures.Future[None] | None":
         """Handles an envelope from a peer. Called on any thread, for one peer by one thread at a time.
 
@@ -122,6 +124,7 @@ class TransportListener(Protocol):
             source: the peer.
             envelope: the envelope.
             nbytes: bytes of memory that it takes.
+            attached: the bytes that followed it; None if those that are attached to it are a field of it.
 
         Returns:
             A future: the transport reads nothing more from the peer, besides what it has read already, before it
@@ -129,7 +132,11 @@ class TransportListener(Protocol):
         """
 
     def completion(
-        self, source: WorkerInfo, envelope: agent_pb2.Envelope, future: Future[Any]
+        self,
+        source: WorkerInfo,
+        envelope: agent_pb2.Envelope,
+        future: Future[Any],
+        attached: memoryview | None = None,
     ) -> Completion | None:
         """Returns what completes a future with an envelope that the calling thread has read.
 
@@ -140,6 +147,7 @@ class TransportListener(Protocol):
             source: the peer.
             envelope: the envelope.
             future: what the calling thread waits for.
+            attached: the memory of the bytes that follow it, which may not have come yet.
         """
 
     def on_opened(self, peer: WorkerInfo) -> None:

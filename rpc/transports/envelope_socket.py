@@ -7,9 +7,6 @@ tell (segments.py). A frame of kind END ends a direction: the sender leaves in o
 import concurrent.futures
 import contextlib
 import logging
-import os
-import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -18,43 +15,39 @@ from typing import Any, cast, final
 
 from google.protobuf.message import DecodeError
 
-from ...proto.v1 import agent_pb2
 from ..execution.executor import Executor
 from ..execution.futures import Future
 from ..execution.poller import READABLE
 from ..execution.waiter import SocketWaiter
-from ..wire.parsing import SMALL_BYTES, check_envelope, parse_envelope
+from ..wire.attached import embed
 from . import socket_frames
-from .answer_reader import Answer, AnswerReader, FindCompletion
+from .answer_reader import Answer, AnswerReader, AnswerRest, FindCompletion
 from .answer_search import find_answer
-from .frame_writer import FrameWriter
+from .frame_reader import RECV_ARGS, RECVMSG_ARGS, FrameReader
+from .frame_writer import AttachedFrame, FrameWriter
 from .heartbeat import has_unread
-from .large_envelope import LargeEnvelope
 from .pulse import PulseExchange
 from .segments import SegmentListener
-from .settings import MAX_ENVELOPE_BYTES
-from .socket_frames import HEADER, MAX_NUMBERS, MAX_SIDE_FRAME_BYTES, SEGMENT, FrameKind, numbers_frame, numbers_in
+from .socket_frames import (
+    HEADER,
+    MAX_ATTACHING_BYTES,
+    MAX_NUMBERS,
+    SEGMENT,
+    FrameKind,
+    numbers_frame,
+)
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = ["CLOSED", "EnvelopeSocket", "OnEnvelope", "OnSocketEnd"]
 
-READ_BYTES = 256 << 10
-"""Bytes read at a time."""
-
 CLOSED = "its connection closed without a goodbye; the process has died or was cut off"
 """The reason of a connection that ends before the peer's end."""
 
-MAX_DESCRIPTORS = 64
-"""Descriptors that one read can bring, and that may wait for their frames."""
-
-_DESCRIPTOR = struct.Struct("i")
-_RECV_ARGS = ((READ_BYTES,),)
-_RECVMSG_ARGS = ((READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),)
-
 log = logging.getLogger(__name__)
 
-OnEnvelope = Callable[[agent_pb2.Envelope, int], "concurrent.futures.Future[None] | None"]
-"""Handles an envelope: takes it, and the bytes of memory that it takes. See TransportListener.on_envelope."""
+OnEnvelope = Callable[..., "concurrent.futures.Future[None] | None"]
+"""Handles an envelope: takes it, the bytes of memory that it takes, and those that followed it, if any did. See
+TransportListener.on_envelope."""
 
 OnSocketEnd = Callable[[str], None]
 """Handles the end of a socket: takes the reason, which is empty if the peer has sent its end."""
@@ -78,6 +71,7 @@ class EnvelopeSocket:
         completion: FindCompletion = lambda _envelope, _future: None,
         on_malformed: Callable[[Exception], None] = lambda _error: None,
         pulses: PulseExchange | None = None,
+        allocate: Callable[[int], memoryview] = lambda nbytes: memoryview(bytearray(nbytes)),
     ) -> None:
         """Takes over a connected socket, and reads nothing before `start`.
 
@@ -92,6 +86,7 @@ class EnvelopeSocket:
             completion: lets the thread that waits for an answer read it.
             on_malformed: called with the error when the peer has sent bytes that are no message.
             pulses: saves heartbeats, on a unix socket.
+            allocate: returns memory for what follows an envelope. Raises RuntimeError if there is none.
         """
         self.name = name
         connection.settimeout(0)
@@ -112,7 +107,8 @@ class EnvelopeSocket:
         self._completion = completion
         self.tls = connection if isinstance(connection, TlsSocket) else None
         self.receive: Callable[..., Any] = connection.recv if segments is None else cast("Any", connection).recvmsg
-        self.receive_args: Sequence[tuple[Any, ...]] = _RECV_ARGS if segments is None else _RECVMSG_ARGS
+        self.receive_args: Sequence[tuple[Any, ...]] = RECV_ARGS if segments is None else RECVMSG_ARGS
+        self.receive_into: Callable[[memoryview], int] = connection.recv_into
         self._has_heard = True
         """Whether something has come since this was set to False."""
         self.reading = threading.Lock()
@@ -122,11 +118,8 @@ class EnvelopeSocket:
         """What a thread that waited for an answer has read, and another one is to handle. b"" tells it to read."""
         self._pause: concurrent.futures.Future[None] | None = None
         """The last that `on_envelope` has returned since reading began."""
-        self._received_descriptors: deque[int] = deque()
-        self._beginning = b""
-        """Bytes that have been read of a frame whose rest has not arrived."""
-        self._large: LargeEnvelope | None = None
-        """The envelope that is being received, if it is larger than what is read at a time."""
+        self._allocate = allocate
+        self._reader = FrameReader(self._deliver, segments, pulses, allocate)
         self._has_ended = False
         """Whether nothing more is read."""
 
@@ -139,10 +132,19 @@ class EnvelopeSocket:
         """Bytes that have been sent by this object and that the operating system has not taken."""
         return self._writer.queued_bytes
 
-    def send(self, envelope: bytes) -> None:
-        """Writes an envelope, or queues it. Raises BrokenPipeError if the connection is known to be closed."""
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
+        """Writes an envelope and what is attached to it, or queues them.
+
+        Raises BrokenPipeError if the connection is known to be closed.
+        """
         if self._writer.is_broken:
             raise BrokenPipeError
+        if attached and len(envelope) > MAX_ATTACHING_BYTES:
+            envelope, attached = embed(envelope, attached), ()
+        if attached:
+            self.flush_released()
+            self._writer.put(AttachedFrame.of(HEADER.pack(len(envelope), FrameKind.ATTACHED) + envelope, attached))
+            return
         frame = HEADER.pack(len(envelope), FrameKind.ENVELOPE) + envelope
         if self.released:
             frame = self._take_released() + frame  # in one write, for which the peer wakes up once
@@ -201,8 +203,7 @@ class EnvelopeSocket:
         self._writer.release()
         if self._pulses is not None:
             self._pulses.close()
-        while self._received_descriptors:
-            os.close(self._received_descriptors.popleft())
+        self._reader.close()
 
     def read_answer(self, future: Future[Any], waiter: SocketWaiter) -> None:
         """Has the calling thread read while it waits for an answer: see ReadAnswer."""
@@ -211,15 +212,15 @@ class EnvelopeSocket:
 
     def can_be_read(self) -> bool:
         """Returns whether what is read now begins with a new frame. Called with the lock."""
-        is_between = not self._beginning and self._large is None and not self.received
-        return is_between and not self._has_ended and not self._paused
+        return self._reader.is_between and not self.received and not self._has_ended and not self._paused
 
-    def find_answer(self, future: Future[Any]) -> Answer | None:
+    def find_answer(self, future: Future[Any]) -> Answer | AnswerRest | None:
         """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
         if not self.received:
             return None
         self._has_heard = True
-        return find_answer(self.received, self._segments, self._completion, future)
+        allocate = self._allocate if self._segments is None and self.tls is None else None
+        return find_answer(self.received, self._segments, self._completion, future, allocate)
 
     def take_heard(self) -> bool:
         """Returns whether something has come from the peer since the last call, or its pulse was seen."""
@@ -271,13 +272,16 @@ class EnvelopeSocket:
     def _read(self) -> None:
         """Reads and handles a chunk."""
         try:
-            if self._large is not None:
-                self._read_large(self._large)
+            if self._reader.is_in_large:
+                has_ended = self._reader.read_large(self._connection)
+                self._has_heard = True
             else:
                 data = self._receive()
                 if not data:
                     raise ConnectionResetError
-                self._take_frames(self._beginning + data if self._beginning else data)
+                has_ended = self._reader.take(data)
+            if has_ended:
+                self._end("")
         except BlockingIOError:
             pass
         except (DecodeError, ValueError) as error:
@@ -301,86 +305,27 @@ class EnvelopeSocket:
             self._executor.poller.watch_again(self._paused.pop())
 
     def _receive(self) -> bytes:
+        data: bytes
+        if self.received and isinstance(rest := self.received[-1], AnswerRest):
+            data = self.received[0] + rest.take()  # a thread has been interrupted while it read the answer
+            self.received.clear()
+            return data
         if not (self.received and (received := self.received.pop())):
             received = self.receive(*self.receive_args[0])
         self._has_heard = True
-        data: bytes
         if self._segments is None:
             data = received
             return data
         data, rights = received[:2]
-        for _, _, descriptors in rights:
-            count = len(descriptors) // _DESCRIPTOR.size
-            self._received_descriptors.extend(struct.unpack(f"{count}i", descriptors[: count * _DESCRIPTOR.size]))
-        if len(self._received_descriptors) > MAX_DESCRIPTORS:
-            raise ValueError("descriptors without segments")
+        if rights:
+            self._reader.add_descriptors(rights)
         return data
 
-    def _read_large(self, large: LargeEnvelope) -> None:
-        after = large.read(self._connection)
-        self._has_heard = True
-        if (data := large.data) is not None:
-            self._large = None
-            self._pause = self._on_envelope(*parse_envelope(data))
-            self._take_frames(after)
-
-    def _take_frames(self, data: bytes) -> None:
-        """Handles the frames that are complete, and keeps the beginning of the one after them."""
-        start, end = 0, len(data)
-        while end - start >= HEADER.size:
-            length, kind = HEADER.unpack_from(data, start)
-            content = start + HEADER.size
-            if end - content < length:
-                if length > MAX_ENVELOPE_BYTES or (kind != FrameKind.ENVELOPE and length > MAX_SIDE_FRAME_BYTES):
-                    raise ValueError(f"a frame of {length} bytes")
-                if length > READ_BYTES:
-                    self._large = LargeEnvelope(length, data[content:])
-                    start = end
-                break
-            start = content + length
-            if kind == FrameKind.ENVELOPE:
-                if length > SMALL_BYTES:
-                    length += check_envelope(data[content:start])
-                pause = self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]), length)
-                if pause is not None:
-                    self._pause = pause
-            elif kind == FrameKind.END:
-                self._end("")
-                return
-            elif kind >= FrameKind.HEARTBEAT and not length:
-                self._take_heartbeat(kind)
-            else:
-                self._take_segment_frame(kind, data[content:start])
-        self._beginning = data[start:]
-
-    def _take_heartbeat(self, kind: int) -> None:
-        if kind == FrameKind.HEARTBEAT:
-            return
-        if self._pulses is None or kind > FrameKind.PULSE_READ:
-            raise ValueError(f"a frame of kind {kind}")
-        if kind == FrameKind.PULSE_READ:
-            self._pulses.on_read()
-        elif self._received_descriptors:  # else this process has no descriptors left, and gets heartbeats
-            self._pulses.on_shown(self._received_descriptors.popleft())
-
-    def _take_segment_frame(self, kind: int, content: bytes) -> None:
-        if self._segments is None or kind > FrameKind.SHARED_SEGMENT:
-            raise ValueError(f"a frame of kind {kind}")
-        if kind in (FrameKind.SEGMENT, FrameKind.SHARED_SEGMENT):
-            if len(content) != SEGMENT.size or not self._received_descriptors:
-                raise ValueError("a segment without its descriptor")
-            descriptor = self._received_descriptors.popleft()
-            try:
-                number, size = SEGMENT.unpack(content)
-                self._segments.on_segment(number, size, descriptor, is_shared=kind == FrameKind.SHARED_SEGMENT)
-            finally:
-                os.close(descriptor)
-            return
-        numbers = numbers_in(content)
-        if kind == FrameKind.RELEASED:
-            self._segments.on_released(numbers)
-        else:
-            self._segments.on_dropped(numbers)
+    def _deliver(self, *arrived: Any) -> None:
+        """Reports an envelope: see OnEnvelope."""
+        pause = self._on_envelope(*arrived)
+        if pause is not None:
+            self._pause = pause
 
     def _end(self, reason: str) -> None:
         """Stops reading and reports the end. After the peer's end, this worker may still write."""

@@ -15,15 +15,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any, final
+from typing import Any, cast, final
 
 from ..execution.executor import Executor
 from ..execution.poller import WRITABLE
+from .buffers import MAX_AT_ONCE, first_bytes, without_first
 from .tls_socket import AnySocket, TlsSocket
 
-__all__ = ["FrameWriter"]
+__all__ = ["AttachedFrame", "FrameWriter"]
 
 MAX_BEHIND = 32
 """When so many frames wait for another one, all of them are written."""
@@ -39,14 +40,38 @@ _DESCRIPTOR = struct.Struct("i")
 
 
 @final
+class AttachedFrame(bytes):
+    """A frame that other bytes follow, which are written from where they are."""
+
+    attached: Sequence[memoryview]
+
+    @classmethod
+    def of(cls, frame: bytes, attached: Sequence[memoryview]) -> "AttachedFrame":
+        """Returns a frame with what follows it."""
+        made = cls(frame)
+        made.attached = attached
+        return made
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        """All of its bytes."""
+        return [memoryview(self), *self.attached]
+
+
+def _nbytes(frame: bytes) -> int:
+    """Returns the bytes of a frame, those that follow it included."""
+    return sum(map(len, frame.buffers)) if type(frame) is AttachedFrame else len(frame)
+
+
+@final
 class _Write:
     """The frames at the beginning of the queue that are being written."""
 
     __slots__ = ("count", "data", "descriptor", "dropped", "sent")
 
-    def __init__(self, data: bytes | memoryview, count: int, descriptor: int = -1) -> None:
+    def __init__(self, data: bytes | memoryview | list[memoryview], count: int, descriptor: int = -1) -> None:
         self.data = data
-        """The bytes that have not been written."""
+        """The bytes that have not been written; several pieces of them go by one `sendmsg`."""
         self.count = count
         """The number of frames."""
         self.descriptor = descriptor
@@ -100,7 +125,7 @@ class FrameWriter:
     @property
     def queued_bytes(self) -> int:
         """Bytes of the frames that are not written completely."""
-        return sum(map(len, list(self._queue)))
+        return sum(map(_nbytes, list(self._queue)))
 
     def put(self, frame: bytes) -> None:
         """Writes a frame, or queues it. Drops it if the connection is broken."""
@@ -265,13 +290,20 @@ class FrameWriter:
                 if not queue:
                     return
                 self._current = current = self._next()
+            data = current.data
             if not current.sent:
-                if current.descriptor < 0:
-                    current.sent.extend(map(self._connection.send, (current.data,), (socket.MSG_NOSIGNAL,)))
+                if isinstance(data, list):
+                    sendmsg = cast("Callable[..., int]", self._connection.sendmsg)
+                    first = first_bytes(data, MAX_AT_ONCE)
+                    current.sent.extend(map(sendmsg, (first,), ((),), (socket.MSG_NOSIGNAL,)))
+                elif current.descriptor < 0:
+                    current.sent.extend(map(self._connection.send, (data,), (socket.MSG_NOSIGNAL,)))
                 else:
                     self._send_descriptor(current)
-            if current.sent[0] < len(current.data):
-                self._current = _Write(memoryview(current.data)[current.sent[0] :], current.count)
+            sent = current.sent[0]
+            left = without_first(data, sent) if isinstance(data, list) else memoryview(data)[sent:]
+            if left:
+                self._current = _Write(left, current.count)
                 continue
             if not current.dropped:
                 current.dropped.extend(map(deque.popleft, repeat(queue, current.count)))
@@ -282,14 +314,19 @@ class FrameWriter:
         queue, first = self._queue, self._queue[0]
         if self._descriptors:
             frame, descriptor = self._descriptors[0]
-            return _Write(first, 1, descriptor if frame is first else -1)
+            if frame is first:
+                return _Write(first, 1, descriptor)
+        if type(first) is AttachedFrame:
+            return _Write(first.buffers, 1)
+        if self._descriptors:
+            return _Write(first, 1)
         if len(queue) == 1:
             return _Write(first, 1)
         frames, size = [first], len(first)
         while len(frames) < min(len(queue), MAX_WRITE_FRAMES) and not self._descriptors:
             frame = queue[len(frames)]
             size += len(frame)
-            if size > MAX_WRITE_BYTES:
+            if size > MAX_WRITE_BYTES or type(frame) is AttachedFrame:
                 break
             frames.append(frame)
         return _Write(b"".join(frames), len(frames))
@@ -297,7 +334,7 @@ class FrameWriter:
     def _send_descriptor(self, current: _Write) -> None:
         """Writes a frame together with its descriptor, which is closed then."""
         rights: list[Any] = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(current.descriptor))]
-        send = self._connection.sendmsg
+        send = cast("Callable[..., int]", self._connection.sendmsg)
         current.sent.extend(map(send, ([current.data],), (rights,), (socket.MSG_NOSIGNAL,)))
         with self._descriptor_lock:
             if self._descriptors:  # else `cut` has closed it

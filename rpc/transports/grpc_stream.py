@@ -14,6 +14,7 @@ The stream then stands for the connection: goodbyes go by it, and it tells when 
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from typing import Any, final
 
 from google.protobuf.message import DecodeError
@@ -100,9 +101,9 @@ class GrpcStream:
         """Bytes of envelopes that are not on their way."""
         return self.outbox.queued_bytes
 
-    def send(self, envelope: bytes) -> int:
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
         """Sends an envelope, or queues it."""
-        ticket = self.outbox.send(envelope)
+        ticket = self.outbox.send(envelope, attached)
         # Not only for the first in the queue: Ctrl-C may have come between the two steps then.
         if ticket != SENT_TICKET and self._is_asleep:
             self._loop.call_soon_threadsafe(self._start_or_wake)

@@ -1,26 +1,25 @@
-"""An envelope that is larger than what a socket is read by at a time, while it is being received."""
+"""An envelope of which more has to come than what a socket is read by at a time, while it is being received."""
 
+from collections.abc import Callable
 from typing import final
 
+from ...proto.v1 import agent_pb2
+from ..contracts.options import MAX_ATTACHED_BYTES
+from ..wire.parsing import parse_envelope
 from .tls_socket import AnySocket, TlsSocket
 
-__all__ = ["LargeEnvelope"]
+__all__ = ["Arrived", "AttachedBytes", "LargeEnvelope"]
 
 
-@final
-class LargeEnvelope:
-    """Receives into memory of the envelope's size. Used by the thread that reads."""
+Arrived = tuple[agent_pb2.Envelope, int] | tuple[agent_pb2.Envelope, int, memoryview]
+"""An envelope, the bytes of memory that it takes, and those that followed it, if any did."""
 
-    def __init__(self, nbytes: int, beginning: bytes) -> None:
-        """Args: nbytes: of the envelope. beginning: those that have been read already, fewer than that."""
-        self._data = bytearray(nbytes)
-        self._missing = memoryview(self._data)
-        self._fill(beginning)
 
-    @property
-    def data(self) -> bytes | None:
-        """The serialized envelope; None if it is not complete."""
-        return None if self._missing else bytes(self._data)
+class _Missing:
+    """Memory that is filled from a socket. Used by the thread that reads."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._missing = memory
 
     def read(self, connection: AnySocket) -> bytes:
         """Reads what has arrived; returns what belongs to the frames after it.
@@ -31,8 +30,7 @@ class LargeEnvelope:
         """
         if isinstance(connection, TlsSocket):  # decrypts all that has arrived
             data = connection.recv()
-            count = min(len(data), len(self._missing))
-            self._fill(data[:count])
+            count = self.fill(data)
             after = data[count:]
         else:
             count = connection.recv_into(self._missing)
@@ -42,6 +40,56 @@ class LargeEnvelope:
             raise ConnectionResetError
         return after
 
-    def _fill(self, data: bytes) -> None:
-        self._missing[: len(data)] = data
-        self._missing = self._missing[len(data) :]
+    def fill(self, data: bytes) -> int:
+        """Takes as much of some bytes as is missing; returns how many."""
+        count = min(len(data), len(self._missing))
+        self._missing[:count] = data[:count]
+        self._missing = self._missing[count:]
+        return count
+
+
+@final
+class LargeEnvelope(_Missing):
+    """Receives into memory of the envelope's size."""
+
+    def __init__(self, nbytes: int, beginning: bytes) -> None:
+        """Args: nbytes: of the envelope. beginning: those that have been read already, fewer than that."""
+        self._data = bytearray(nbytes)
+        super().__init__(memoryview(self._data))
+        self.fill(beginning)
+
+    @property
+    def arrived(self) -> Arrived | None:
+        """The envelope; None if it is not complete. Raises DecodeError."""
+        return None if self._missing else parse_envelope(bytes(self._data))
+
+
+@final
+class AttachedBytes(_Missing):
+    """Receives the bytes that follow an envelope, into memory that becomes that of its tensors."""
+
+    def __init__(self, data: bytes, allocate: Callable[[int], memoryview]) -> None:
+        """Allocates the memory.
+
+        Args:
+            data: the serialized envelope.
+            allocate: see SocketParts.
+
+        Raises:
+            DecodeError: it is no envelope.
+            ValueError: it says that nothing, or too much, follows it.
+            RuntimeError: there is no memory.
+        """
+        self.envelope, self._nbytes = parse_envelope(data)
+        nbytes = self.envelope.attached_nbytes
+        if not 0 < nbytes <= MAX_ATTACHED_BYTES:
+            raise ValueError(f"{nbytes} bytes that are attached to an envelope")
+        self.memory = allocate(nbytes)
+        super().__init__(self.memory)
+
+    @property
+    def arrived(self) -> Arrived | None:
+        """The envelope and what followed it; None if that is not complete."""
+        if self._missing:
+            return None
+        return self.envelope, self._nbytes + len(self.memory), self.memory

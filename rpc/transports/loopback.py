@@ -1,5 +1,6 @@
 """The transport from a worker to itself."""
 
+from collections.abc import Sequence
 from typing import Any, final
 
 from ...proto.v1 import agent_pb2
@@ -7,6 +8,7 @@ from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import SHUT_DOWN, WorkerEnd
 from ..execution.futures import Future
 from ..execution.waiter import SocketWaiter
+from ..wire.attached import embed
 from .base import Connecting, TransportClosedError, TransportListener
 
 __all__ = ["LoopbackTransport"]
@@ -33,10 +35,11 @@ class LoopbackTransport:
         self._connected = Connecting()
         self._connected.set_result(None)
 
-    def send(self, envelope: bytes) -> int:
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
         """Delivers an envelope."""
         if self._closed:
             raise TransportClosedError(SHUT_DOWN.reason)
+        envelope = embed(envelope, attached)
         self._listener.on_envelope(self._me, agent_pb2.Envelope.FromString(envelope), len(envelope))
         return 0
 

@@ -3,10 +3,11 @@
 import itertools
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import final
 
 from ...proto.v1 import agent_pb2
+from ..wire.attached import embed
 from ..wire.framing import bytes_field
 from .base import BEGINNING_BYTES, Connecting, TransportClosedError
 from .envelope_socket import CLOSED, EnvelopeSocket
@@ -55,8 +56,8 @@ class Outbox:
         """Whether nothing is queued in front of the stream."""
         return not self._queue and not self._frames
 
-    def send(self, envelope: bytes) -> int:
-        """Writes an envelope to the socket, or queues it.
+    def send(self, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
+        """Writes an envelope, and what is attached to it, to the socket, or queues it.
 
         Returns:
             Its ticket; SENT_TICKET if it went to the socket.
@@ -67,10 +68,10 @@ class Outbox:
         if (connection := self.socket) is None:
             with self._lock:
                 if self.socket is None:  # not connected in between
-                    return self._append(envelope)
+                    return self._append(embed(envelope, attached))
             connection = self.socket
         try:
-            connection.send(envelope)
+            connection.send(envelope, attached)
         except BrokenPipeError:
             raise TransportClosedError(self.closed_reason or CLOSED) from None
         return SENT_TICKET

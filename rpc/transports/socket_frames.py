@@ -9,6 +9,7 @@ from .base import BEGINNING_BYTES
 
 __all__ = [
     "HEADER",
+    "MAX_ATTACHING_BYTES",
     "MAX_NUMBERS",
     "MAX_SIDE_FRAME_BYTES",
     "SEGMENT",
@@ -25,6 +26,9 @@ MAX_NUMBERS = 1024
 
 MAX_SIDE_FRAME_BYTES = 8 * MAX_NUMBERS
 """Bytes of the content of a frame that is no envelope."""
+
+MAX_ATTACHING_BYTES = 64 << 10
+"""Bytes of an envelope that other bytes may follow."""
 
 HEADER = struct.Struct("<IB")
 """Length in bytes, and kind."""
@@ -45,6 +49,10 @@ class FrameKind(IntEnum):
     HEARTBEAT = 6  # empty
     PULSE = 7  # empty; with a descriptor
     PULSE_READ = 8  # empty
+    ATTACHED = 9  # as ENVELOPE; what is attached to it follows
+
+
+_ENVELOPES = (FrameKind.ENVELOPE, FrameKind.ATTACHED)
 
 
 def numbers_frame(kind: FrameKind, numbers: Sequence[int]) -> bytes:
@@ -72,10 +80,10 @@ def take_numbers(numbers: deque[int]) -> Sequence[int]:
 
 def has_envelope(beginning: bytes, frame: bytes) -> bool:
     """Returns whether a frame has an envelope that begins like this."""
-    return frame.startswith(beginning, HEADER.size) and HEADER.unpack_from(frame)[1] == FrameKind.ENVELOPE
+    return frame.startswith(beginning, HEADER.size) and HEADER.unpack_from(frame)[1] in _ENVELOPES
 
 
 def beginnings_in(frames: Sequence[bytes]) -> Collection[bytes]:
     """Returns the beginnings of the envelopes in frames, of which the first bytes suffice."""
-    envelopes = [frame for frame in frames if HEADER.unpack_from(frame)[1] == FrameKind.ENVELOPE]
+    envelopes = [frame for frame in frames if HEADER.unpack_from(frame)[1] in _ENVELOPES]
     return {frame[HEADER.size : HEADER.size + BEGINNING_BYTES] for frame in envelopes}

@@ -37,6 +37,7 @@ class SocketParts:
     segments: returns what handles the frames about shared memory, on a new unix socket to the worker with this id.
     listeners: handle what comes by the stream and has nothing to do with envelopes.
     pulse: by which workers of this host see that this one is alive.
+    allocate: returns memory of so many bytes for what follows envelopes. Raises RuntimeError if there is none.
     """
 
     kinds: Sequence[str]
@@ -46,6 +47,7 @@ class SocketParts:
     segments: Callable[[int], SegmentListener]
     listeners: Sequence[FrameListener]
     pulse: Pulse
+    allocate: Callable[[int], memoryview]
 
     def make(
         self,
@@ -70,7 +72,16 @@ class SocketParts:
         on_envelope, completion = partial(listener.on_envelope, peer), partial(listener.completion, peer)
         pulses = PulseExchange(self.pulse) if kind == UNIX else None
         made = EnvelopeSocket(
-            kind, connection, self.executor, on_envelope, on_end, segments, completion, on_malformed, pulses
+            kind,
+            connection,
+            self.executor,
+            on_envelope,
+            on_end,
+            segments,
+            completion,
+            on_malformed,
+            pulses,
+            self.allocate,
         )
         if segments is not None:
             segments.connect(made)

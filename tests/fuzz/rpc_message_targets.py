@@ -139,7 +139,8 @@ class _Threads:
 class _InlineWriter:
     """Puts all payloads into their envelope."""
 
-    nbytes = inline_nbytes = 0
+    nbytes = inline_nbytes = attached_nbytes = 0
+    attached: Sequence[memoryview] = ()
     external: Sequence[agent_pb2.Payload] = ()
     external_nbytes: Mapping[str, int] = MappingProxyType({})
 

@@ -15,6 +15,7 @@ import torch
 from google.protobuf.message import DecodeError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.channels.broadcast.channel import BroadcastChannel
+from gradwire.rpc.channels.bulk.buffers import BufferCache
 from gradwire.rpc.channels.bulk.channel import BulkChannel
 from gradwire.rpc.channels.chunked import ChunkedChannel
 from gradwire.rpc.channels.cuda.channel import CudaIpcChannel
@@ -107,7 +108,7 @@ class _Channels:
         self.ended: list[object] = []
         self.memory = SharedMemoryChannel(_loop, executor, OPTIONS)
         chunked = ChunkedChannel(_loop, handshake, self.ended.append, OPTIONS, lambda *end: self.ended.append(end))
-        self.bulk = BulkChannel(_loop, sockets, executor, chunked, OPTIONS, lambda _peer: True)
+        self.bulk = BulkChannel(_loop, sockets, executor, chunked, OPTIONS, lambda _peer: True, BufferCache(MIB))
         self.devices = _Devices(self.memory)
         self.router = ChannelRouter(
             OPTIONS,
@@ -121,6 +122,7 @@ class _Channels:
             broadcast=BroadcastChannel(
                 _loop, ME.id, chunked, self.memory, lambda _peer: True, OPTIONS, BroadcastOptions()
             ),
+            has_socket=lambda _peer: True,
         )
         peer = self.memory.listener(PEER.id)
         peer.connect(SimpleNamespace(flush_released=lambda: None))
@@ -159,6 +161,7 @@ PAYLOADS = st.one_of(
     st.builds(agent_pb2.Payload),
     st.builds(agent_pb2.Payload, inline=SIZES.map(lambda nbytes: bytes(min(nbytes, 16)))),
     st.builds(agent_pb2.Payload, local=IDS),
+    st.builds(agent_pb2.Payload, attached=st.builds(agent_pb2.AttachedPayload, offset=SIZES, nbytes=SIZES)),
     st.builds(agent_pb2.Payload, segment=st.builds(agent_pb2.SegmentPayload, number=IDS, nbytes=SIZES)),
     st.builds(agent_pb2.Payload, chunked=st.builds(agent_pb2.ChunkedPayload, transfer_id=IDS, nbytes=SIZES)),
     st.builds(agent_pb2.Payload, bulk=st.builds(agent_pb2.BulkPayload, bundle=IDS, transfer_id=IDS, nbytes=SIZES)),
@@ -184,7 +187,12 @@ TENSORS = st.builds(
     sizes=st.sampled_from([[4], [16], [SEGMENT_BYTES], [0]]),
     data=PAYLOADS,
 )
-ENVELOPES = st.builds(agent_pb2.Envelope, body=PAYLOADS, tensors=st.lists(TENSORS, max_size=3))
+ENVELOPES = st.builds(
+    agent_pb2.Envelope,
+    body=PAYLOADS,
+    tensors=st.lists(TENSORS, max_size=3),
+    attached=st.sampled_from([b"", bytes(16), bytes(40)]),
+)
 
 DEVICES = agent_pb2.DeviceFrame(
     segments=[

@@ -25,19 +25,20 @@ from gradwire.rpc.channels.shared_memory.peer import PeerSegments
 from gradwire.rpc.contracts.options import ChannelOptions
 from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.transports import envelope_socket
+from gradwire.rpc.transports import envelope_socket, frame_reader
 from gradwire.rpc.transports.answer_reader import Completion
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.grpc_endpoint import GrpcEndpoint
 from gradwire.rpc.transports.handshake import PROTOCOL_MAJOR, Handshake, RefusedError
 from gradwire.rpc.transports.pulse import Pulse, PulseExchange
-from gradwire.rpc.transports.socket_frames import HEADER, SEGMENT, FrameKind, numbers_frame
+from gradwire.rpc.transports.socket_frames import FrameKind
 from gradwire.rpc.transports.sockets import NONCE_BYTES, TCP, UNIX, OfferedSocket, SocketListener
 from gradwire.rpc.transports.tls_socket import TlsSocket
 from hypothesis import strategies as st
 
 from tests.fuzz.framing import framed, unframed
-from tests.fuzz.rpc_wire_targets import AUDIT, ENVELOPES, ME, MIB, PEER
+from tests.fuzz.rpc_wire_targets import AUDIT, ME, MIB, PEER
+from tests.fuzz.socket_frames import SEGMENT_BYTES, SOCKET_FRAMES
 from tests.fuzz.target import Target
 from tests.rpc.tls_pairs import identity_of
 
@@ -154,8 +155,6 @@ def dial_offers(data: bytes) -> None:
 
 MAX_MAPPED_BYTES = 64 << 10
 
-SEGMENT_BYTES = 4096
-
 ANSWER_ID = 77
 """The envelope that a thread waits for; one of NUMBERS."""
 
@@ -189,31 +188,6 @@ def _descriptors() -> list[int]:
     return [*made, os.open(os.devnull, os.O_RDWR)]
 
 
-def _segment_frame(kind: FrameKind, number: int, size: int) -> bytes:
-    return HEADER.pack(SEGMENT.size, kind) + SEGMENT.pack(number, size)
-
-
-def _frame(kind: int, content: bytes) -> bytes:
-    return HEADER.pack(len(content), kind) + content
-
-
-SOCKET_FRAMES = st.one_of(
-    ENVELOPES.map(lambda each: _frame(FrameKind.ENVELOPE, each.SerializeToString())),
-    st.builds(
-        _segment_frame,
-        st.sampled_from([FrameKind.SEGMENT, FrameKind.SHARED_SEGMENT]),
-        st.sampled_from([1, 2, 3, 2**64 - 1]),
-        st.sampled_from([SEGMENT_BYTES, SEGMENT_BYTES, 0, 2**63]),
-    ),
-    st.builds(
-        numbers_frame,
-        st.sampled_from([FrameKind.RELEASED, FrameKind.DROPPED]),
-        st.lists(st.sampled_from([1, 2, 2**64 - 1]), max_size=3),
-    ),
-    st.builds(_frame, st.sampled_from([FrameKind.END, 6, 7, 8, 255]), st.binary(max_size=9)),
-    st.builds(_frame, st.sampled_from([FrameKind.PULSE, FrameKind.PULSE_READ]), st.just(b"")),
-    st.builds(HEADER.pack, st.sampled_from([2**20, 2**20 + 1, 2**32 - 1]), st.integers(0, 5)),
-)
 SOCKET_INPUTS = st.builds(
     lambda descriptors, frames: bytes(descriptors) + b"".join(frames),
     st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=4, max_size=4),
@@ -238,7 +212,7 @@ def _read_envelopes(data: bytes, descriptors: list[int], *, by_waiter: bool) -> 
     handled: list[bytes] = []
     ends: list[str] = []
 
-    def handle(envelope: agent_pb2.Envelope, _nbytes: int) -> None:
+    def handle(envelope: agent_pb2.Envelope, *_: object) -> None:
         handled.append(envelope.SerializeToString(deterministic=True))
         payload = envelope.body.segment
         with suppress(ValueError):
@@ -250,9 +224,11 @@ def _read_envelopes(data: bytes, descriptors: list[int], *, by_waiter: bool) -> 
         return Completion(lambda: handle(envelope, 0), lambda: None)
 
     ours, theirs = socket.socketpair()
-    with theirs, mock.patch.object(envelope_socket, "MAX_ENVELOPE_BYTES", MIB):
+    with theirs, mock.patch.dict(frame_reader._MAX_BYTES, {FrameKind.ENVELOPE: MIB}):
         connection = EnvelopeSocket(
-            "unix", ours, executor, handle, ends.append, segments, completion, pulses=PulseExchange(Pulse())
+            *("unix", ours, executor, handle, ends.append, segments, completion),
+            pulses=PulseExchange(Pulse()),
+            allocate=BufferCache(MIB).allocate,
         )
         segments.connect(connection)
         connection.start()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.transports import envelope_socket
 from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
+from gradwire.rpc.transports.frame_reader import READ_BYTES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -153,7 +153,7 @@ def test_a_pause_that_ends_at_once(executor):
         end.release()
 
 
-@pytest.mark.parametrize("size", [1, envelope_socket.READ_BYTES - 100, envelope_socket.READ_BYTES, 5 << 20])
+@pytest.mark.parametrize("size", [1, READ_BYTES - 100, READ_BYTES, 5 << 20])
 def test_envelopes_of_all_sizes(executor, size):
     mine, theirs = socket.socketpair()
     here, there = End(mine, executor), End(theirs, executor)
@@ -213,9 +213,9 @@ def test_senders_on_many_threads_do_not_mix_their_frames(executor):
         (struct.pack("<IB", 3, 0) + b"\xff\xff\xff", "no message"),
         (struct.pack("<IB", 1 << 31, 0), "a frame of 2147483648 bytes"),
         (struct.pack("<IBQQ", 16, 2, 1, 65536), "a frame of kind 2"),
-        (struct.pack("<IB", 0, 9), "a frame of kind 9"),
+        (struct.pack("<IB", 0, 10), "a frame of kind 10"),
     ],
-    ids=["nothing", "a part of a frame", "no envelope", "an announcement of 2 GiB", "a segment", "kind 9"],
+    ids=["nothing", "a part of a frame", "no envelope", "an announcement of 2 GiB", "a segment", "kind 10"],
 )
 def test_a_connection_that_ends_badly_says_how(pair, data, reason):
     end, other = pair()

@@ -30,7 +30,7 @@ def interrupt_each_send(value: bytes) -> int:
 
 
 @pytest.mark.parametrize("transports", [("unix", "grpc"), ("tcp", "grpc"), ("grpc",)], ids=lambda names: names[0])
-@pytest.mark.parametrize("size", [2, MIB])
+@pytest.mark.parametrize("size", [2, MIB // 2, MIB])
 def test_a_send_may_be_interrupted_at_any_moment(workers, transports, size):
     a, b = workers.rpc(2, transports=transports, busy_poll=0)
     assert a.run(interrupt_each_send, bytes(size)) > 80

@@ -62,7 +62,7 @@ def nothing_is_left() -> bool:
 
 
 @pytest.mark.parametrize("transports", [("unix", "grpc"), ("tcp", "grpc")], ids=lambda names: names[0])
-@pytest.mark.parametrize("elements", [2, ELEMENTS])
+@pytest.mark.parametrize("elements", [2, 100_000, ELEMENTS])  # the second follows its message between hosts
 def test_a_wait_may_be_interrupted_at_any_moment(workers, transports, elements, tmp_path):
     a, b = workers.rpc(2, transports=transports, busy_poll=0)
     interrupts = a.run(interrupt_at_each_moment, str(tmp_path / "pipe"), torch.arange(elements))

@@ -336,7 +336,7 @@ def test_a_call_that_is_not_sent_gives_its_segment_back(pair):
         used = network()
         send = used.send
 
-        def refuse(worker, envelope):
+        def refuse(*_):
             raise ValueError("on purpose")
 
         used.send = refuse

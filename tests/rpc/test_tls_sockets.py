@@ -13,7 +13,7 @@ import pytest
 from gradwire.rpc.channels.bulk.parts import PART_BYTES
 from gradwire.rpc.channels.bulk.sending import SendingBundle
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.transports.envelope_socket import READ_BYTES
+from gradwire.rpc.transports.frame_reader import READ_BYTES
 from gradwire.rpc.transports.tls_socket import RECORD_BYTES, TlsSocket
 from hypothesis import given, settings
 from hypothesis import strategies as st

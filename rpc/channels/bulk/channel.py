@@ -55,6 +55,7 @@ class BulkChannel:
         chunked: SendingChannel,
         options: ChannelOptions,
         has_socket: Callable[[int], bool],
+        cache: BufferCache,
     ) -> None:
         """Connects to nobody yet.
 
@@ -66,6 +67,8 @@ class BulkChannel:
             options: the number of connections, and the size of payloads.
             has_socket: tells by the id of a worker whether its envelopes travel by a socket beside the gRPC
                 stream; only then are there bulk connections.
+            cache: allocates the memory of payloads. Cleared when nothing has been received for a while, and closed
+                with this channel.
         """
         self._loop = loop
         self._sockets = sockets
@@ -82,8 +85,8 @@ class BulkChannel:
         """By receiver. Used on the loop only."""
         self._receiving: dict[tuple[int, int], ReceivingBundle] = {}
         """By sender and number."""
-        self._cache = BufferCache(options.max_cached_bytes)
-        self._idle_check: asyncio.TimerHandle | None = None
+        self._cache = cache
+        self._idle_check = loop.call_later(IDLE_TIMEOUT_S, self._remove_idle)
         self._lost: dict[int, str] = {}
         """The lost peers, and why."""
         sockets.listen(self)
@@ -187,8 +190,6 @@ class BulkChannel:
             connection.close()
             return
         receiving.add(connection)
-        if self._idle_check is None:
-            self._idle_check = self._loop.call_later(IDLE_TIMEOUT_S, self._remove_idle)
 
     def on_not_connected(self, peer: int, bundle: int) -> None:
         """Drops a bundle."""
@@ -229,8 +230,7 @@ class BulkChannel:
 
     async def close(self) -> None:
         """Ends all connections."""
-        if self._idle_check is not None:
-            self._idle_check.cancel()
+        self._idle_check.cancel()
         self._cache.close()
         attempts = list(self._attempts.values())
         for peer in {*self._attempts, *self._sending, *(sender for sender, _ in self._receiving)}:

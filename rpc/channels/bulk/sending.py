@@ -21,6 +21,7 @@ from typing import final
 
 from ...execution.executor import Executor
 from ...execution.poller import READABLE, WRITABLE
+from ...transports.buffers import MAX_AT_ONCE, first_bytes, without_first
 from ...transports.tls_socket import AnySocket
 from .parts import PART_BYTES, PartHeader, count_parts, pack_header, range_of_part
 
@@ -114,10 +115,11 @@ class SendingBundle:
         part = payload.next_part()
         taken: list[_SendingConnection] = []
         sent: list[int] = []
+        first = first_bytes(part, MAX_AT_ONCE)
         go_on = partial(self._continue, payload, part, taken, sent)
         try:
             taken.extend(map(self._idle.pop, (-1,)))
-            sent.extend(map(taken[0].socket.sendmsg, (part,), ((),), (socket.MSG_NOSIGNAL,)))
+            sent.extend(map(taken[0].socket.sendmsg, (first,), ((),), (socket.MSG_NOSIGNAL,)))
             if payload.count == 1 and sent[0] == part[0].nbytes + part[1].nbytes:
                 self._idle.extend(map(taken.pop, (0,)))
                 if self.has_ended:
@@ -253,8 +255,7 @@ class _SendingConnection:
 
     def start_part(self, buffers: list[memoryview], sent: int) -> None:
         """Sets the part that is being written, of which `sent` bytes have been."""
-        self._buffers = [*buffers]
-        self._remove(sent)
+        self._buffers = without_first(buffers, sent)
 
     def __del__(self) -> None:
         self.socket.close()
@@ -284,22 +285,16 @@ class _SendingConnection:
                     if not buffers:
                         return
                     self._buffers = buffers
-                count = self.socket.sendmsg(self._buffers, (), socket.MSG_NOSIGNAL)
+                first = first_bytes(self._buffers, MAX_AT_ONCE)
+                count = self.socket.sendmsg(first, (), socket.MSG_NOSIGNAL)
                 bytes_left -= count
-                self._remove(count)
+                self._buffers = without_first(self._buffers, count)
         except BlockingIOError:
             pass
         except OSError as error:
             self._bundle.end(f"broke: {error}")
             return
         self.wake()
-
-    def _remove(self, count: int) -> None:
-        """Removes what has been written."""
-        while self._buffers and count >= self._buffers[0].nbytes:
-            count -= self._buffers.pop(0).nbytes
-        if count:
-            self._buffers[0] = self._buffers[0][count:]
 
     def _on_writable(self) -> bool:
         if not self._bundle.has_ended:

@@ -1,0 +1,158 @@
+"""Sends the payloads of one message."""
+
+from collections.abc import Sequence
+from typing import Final, final
+
+import torch
+
+from ...proto.v1 import agent_pb2
+from ..contracts.options import ChannelOptions
+from .base import SendingChannel, StartTransfer
+from .broadcast.sending import Broadcast
+from .cuda.channel import CudaIpcChannel
+from .shared_memory.channel import SharedMemoryChannel
+
+__all__ = ["PayloadWriter"]
+
+ALIGNMENT: Final = 64
+"""Bytes: attached payloads begin at multiples of it."""
+
+
+@final
+class PayloadWriter:
+    """Sends the payloads of one envelope by the channels that suit them: a DeviceWriter. Used by one thread."""
+
+    def __init__(
+        self,
+        options: ChannelOptions,
+        peer: int,
+        small: SendingChannel,
+        large: SendingChannel,
+        shared_memory: SharedMemoryChannel,
+        cuda_ipc: CudaIpcChannel,
+        broadcast: Broadcast | None = None,
+        *,
+        attaches: bool = False,
+    ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            options: the sizes of small payloads.
+            peer: the receiver.
+            small: the channel for payloads inside the envelope.
+            large: the channel for all others.
+            shared_memory: the channel for large payloads, where it can be used.
+            cuda_ipc: the channel for payloads that are on devices, where it can be used.
+            broadcast: sends the large payloads that this envelope shares with envelopes to other workers.
+            attaches: whether payloads may be attached to the envelope.
+        """
+        self._threshold = options.inline_threshold
+        self._small_body = min(self._threshold, options.max_inline_bytes, options.shared_memory_threshold)
+        self._inline_bytes_left = options.max_inline_bytes
+        self._peer = peer
+        self._small = small
+        self._large = large
+        self._shared_memory = shared_memory
+        self._cuda_ipc = cuda_ipc
+        self._shared_threshold = options.shared_memory_threshold
+        self._broadcast = broadcast
+        self._count = 0
+        self._transfers: list[StartTransfer] = []
+        self._attached_bytes_left = options.max_attached_bytes if attaches else 0
+        self.attached: list[memoryview] = []
+        """The bytes that follow the envelope, in their order."""
+        self.attached_nbytes = 0
+        self.external: list[agent_pb2.Payload] = []
+        """The payloads that are not in the envelope."""
+        self.nbytes = 0
+        """Bytes of all payloads so far; a broadcast payload counts in the envelope to its first receiver only."""
+        self.inline_nbytes = 0
+        """Those inside the envelope, and attached to it."""
+        self.external_nbytes: dict[str, int] = {}
+        """The others by channel; those of a broadcast count in the envelope to each receiver."""
+
+    def put_body(self, body: bytes, description: agent_pb2.Payload) -> None:
+        """Sends the body of the message, before its tensors, and fills in the description for the envelope."""
+        nbytes = len(body)
+        if nbytes >= self._small_body or self._broadcast is not None:
+            description.CopyFrom(self.put(memoryview(body)))
+            return
+        description.inline = body
+        self._inline_bytes_left -= nbytes
+        self.nbytes += nbytes
+        self.inline_nbytes += nbytes
+
+    def put(self, data: memoryview) -> agent_pb2.Payload:
+        """Chooses a channel for these bytes, and returns the description of the payload for the envelope."""
+        position, self._count = self._count, self._count + 1
+        if self._broadcast is not None and (shared := self._broadcast.put(self._peer, position, data)) is not None:
+            if shared.start is not None:
+                self._transfers.append(shared.start)
+            self._add_external(shared.payload, data.nbytes)
+            self.nbytes += data.nbytes if shared.is_first else 0
+            return shared.payload
+        self.nbytes += data.nbytes
+        if data.nbytes >= self._shared_threshold:
+            in_segment = self._shared_memory.send(self._peer, data)
+            if in_segment is not None:
+                self._add_external(in_segment, data.nbytes)
+                return in_segment
+        if data.nbytes < self._threshold and data.nbytes <= self._inline_bytes_left:
+            self._inline_bytes_left -= data.nbytes
+            self.inline_nbytes += data.nbytes
+            payload, start = self._small.send(self._peer, data)
+        elif data.nbytes <= self._attached_bytes_left:
+            self.inline_nbytes += data.nbytes
+            return self._attach(data)
+        else:
+            payload, start = self._large.send(self._peer, data)
+            self._add_external(payload, data.nbytes)
+        if start is not None:
+            self._transfers.append(start)
+        return payload
+
+    def _attach(self, data: memoryview) -> agent_pb2.Payload:
+        """Has bytes follow the envelope, from an offset at which all dtypes can begin."""
+        gap = -self.attached_nbytes % ALIGNMENT
+        if gap:
+            self.attached.append(memoryview(bytes(gap)))
+        offset = self.attached_nbytes + gap
+        self.attached.append(data)
+        self.attached_nbytes = offset + data.nbytes
+        self._attached_bytes_left -= gap + data.nbytes
+        return agent_pb2.Payload(attached=agent_pb2.AttachedPayload(offset=offset, nbytes=data.nbytes))
+
+    def put_on_device(
+        self, elements: Sequence[torch.Tensor], target: torch.device
+    ) -> Sequence[agent_pb2.Payload] | None:
+        """Sends elements by way of device memory, where that is possible: see DeviceWriter."""
+        payloads = self._cuda_ipc.send(self._peer, elements, target)
+        if payloads is not None:
+            self._count += len(payloads)
+            for payload, each in zip(payloads, elements, strict=True):
+                self._add_external(payload, each.numel())
+                self.nbytes += each.numel()
+        return payloads
+
+    def _add_external(self, payload: agent_pb2.Payload, nbytes: int) -> None:
+        self.external.append(payload)
+        channel = payload.WhichOneof("location") or self._large.name
+        self.external_nbytes[channel] = self.external_nbytes.get(channel, 0) + nbytes
+
+    def to_host(self, elements: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns copies in the memory of the host: see DeviceWriter."""
+        return self._cuda_ipc.staging.to_host(elements)
+
+    def start(self) -> None:
+        """Starts to send the payloads that are not in the envelope. Called once the envelope is queued."""
+        for start in self._transfers:
+            start()
+        self._transfers.clear()  # they hold the bytes
+
+    def abort(self) -> None:
+        """Takes back what has been put, because the envelope was not sent."""
+        for payload in self.external:
+            if payload.HasField("segment"):
+                self._shared_memory.withdraw(self._peer, payload)
+            elif payload.HasField("cuda_ipc"):
+                self._cuda_ipc.withdraw(self._peer, payload)

@@ -1,0 +1,180 @@
+"""Takes what a socket brings apart into frames, and has them handled."""
+
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, final
+
+from ...proto.v1 import agent_pb2
+from ..wire.parsing import SMALL_BYTES, check_envelope
+from .large_envelope import AttachedBytes, LargeEnvelope
+from .pulse import PulseExchange
+from .segments import SegmentListener
+from .settings import MAX_ENVELOPE_BYTES
+from .socket_frames import HEADER, MAX_ATTACHING_BYTES, MAX_SIDE_FRAME_BYTES, SEGMENT, FrameKind, numbers_in
+from .tls_socket import AnySocket
+
+__all__ = ["READ_BYTES", "RECVMSG_ARGS", "RECV_ARGS", "FrameReader"]
+
+READ_BYTES: Final = 256 << 10
+"""Bytes read at a time."""
+
+MAX_DESCRIPTORS: Final = 64
+"""Descriptors that one read can bring, and that may wait for their frames."""
+
+_MAX_BYTES = {FrameKind.ENVELOPE: MAX_ENVELOPE_BYTES, FrameKind.ATTACHED: MAX_ATTACHING_BYTES}
+"""Of the content of a frame, by its kind."""
+
+_DESCRIPTOR = struct.Struct("i")
+
+RECV_ARGS: Final = ((READ_BYTES,),)
+RECVMSG_ARGS: Final = (
+    (READ_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC),
+)
+"""The arguments of the C functions that read, in a sequence of one."""
+
+
+@final
+class FrameReader:
+    """The receiving half of one socket. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        on_envelope: Callable[..., None],
+        segments: SegmentListener | None,
+        pulses: PulseExchange | None,
+        allocate: Callable[[int], memoryview],
+    ) -> None:
+        """Has received nothing yet.
+
+        Args:
+            on_envelope: called with each envelope, the bytes of memory that it takes, and those that followed it,
+                if any did.
+            segments: handles the frames about shared memory; None if there must be none.
+            pulses: handles those about pulses; None if there must be none.
+            allocate: returns memory for what follows an envelope. Raises RuntimeError if there is none.
+        """
+        self._on_envelope = on_envelope
+        self._segments = segments
+        self._pulses = pulses
+        self._allocate = allocate
+        self._descriptors: deque[int] = deque()
+        self._beginning = b""
+        """Bytes of a frame whose rest has not arrived."""
+        self._large: LargeEnvelope | AttachedBytes | None = None
+        """The envelope that is being received, if more of it is to come than what is read at a time."""
+
+    @property
+    def is_in_large(self) -> bool:
+        """Whether the next bytes are to be read by `read_large`."""
+        return self._large is not None
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the next bytes begin a frame."""
+        return not self._beginning and self._large is None
+
+    def add_descriptors(self, rights: Sequence[tuple[int, int, bytes]]) -> None:
+        """Keeps the descriptors that `recvmsg` has brought. Raises ValueError if there are too many."""
+        for _, _, descriptors in rights:
+            count = len(descriptors) // _DESCRIPTOR.size
+            self._descriptors.extend(struct.unpack(f"{count}i", descriptors[: count * _DESCRIPTOR.size]))
+        if len(self._descriptors) > MAX_DESCRIPTORS:
+            raise ValueError("descriptors without segments")
+
+    def read_large(self, connection: AnySocket) -> bool:
+        """Reads what has arrived of a large envelope, and returns and raises what `take` does.
+
+        Raises:
+            BlockingIOError: nothing has arrived.
+            OSError: the connection is broken.
+        """
+        assert self._large is not None
+        after = self._large.read(connection)
+        if (arrived := self._large.arrived) is None:
+            return False
+        self._large = None
+        self._on_envelope(*arrived)
+        return self.take(after)
+
+    def take(self, data: bytes) -> bool:
+        """Handles the frames that are complete now, and keeps the beginning of the one after them.
+
+        Returns:
+            Whether the peer sends nothing more.
+
+        Raises:
+            DecodeError: an envelope is none.
+            ValueError: the bytes are no frames, or contradict earlier ones.
+        """
+        if self._beginning:
+            data = self._beginning + data
+        start, end = 0, len(data)
+        while end - start >= HEADER.size:
+            length, kind = HEADER.unpack_from(data, start)
+            content = start + HEADER.size
+            if end - content < length:
+                if length > _MAX_BYTES.get(kind, MAX_SIDE_FRAME_BYTES):
+                    raise ValueError(f"a frame of {length} bytes")
+                if length > READ_BYTES:
+                    self._large = LargeEnvelope(length, data[content:])
+                    start = end
+                break
+            start = content + length
+            if kind == FrameKind.ENVELOPE:
+                if length > SMALL_BYTES:
+                    length += check_envelope(data[content:start])
+                self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]), length)
+            elif kind == FrameKind.ATTACHED:
+                large = AttachedBytes(data[content:start], self._allocate)
+                start += large.fill(data[start:])
+                if (arrived := large.arrived) is None:
+                    self._large = large
+                else:
+                    self._on_envelope(*arrived)
+            elif kind == FrameKind.END:
+                return True
+            else:
+                self._take_other(kind, data[content:start])
+        self._beginning = data[start:]
+        return False
+
+    def close(self) -> None:
+        """Closes the descriptors whose frames have not come."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def _take_other(self, kind: int, content: bytes) -> None:
+        if kind == FrameKind.HEARTBEAT and not content:
+            return
+        if kind in (FrameKind.PULSE, FrameKind.PULSE_READ) and self._pulses is not None and not content:
+            self._take_pulse(kind, self._pulses)
+        elif kind <= FrameKind.SHARED_SEGMENT and self._segments is not None:
+            self._take_segment_frame(kind, content, self._segments)
+        else:
+            raise ValueError(f"a frame of kind {kind}")
+
+    def _take_pulse(self, kind: int, pulses: PulseExchange) -> None:
+        if kind == FrameKind.PULSE_READ:
+            pulses.on_read()
+        elif self._descriptors:  # else this process has no descriptors left, and gets heartbeats
+            pulses.on_shown(self._descriptors.popleft())
+
+    def _take_segment_frame(self, kind: int, content: bytes, segments: SegmentListener) -> None:
+        if kind in (FrameKind.SEGMENT, FrameKind.SHARED_SEGMENT):
+            if len(content) != SEGMENT.size or not self._descriptors:
+                raise ValueError("a segment without its descriptor")
+            descriptor = self._descriptors.popleft()
+            try:
+                number, size = SEGMENT.unpack(content)
+                segments.on_segment(number, size, descriptor, is_shared=kind == FrameKind.SHARED_SEGMENT)
+            finally:
+                os.close(descriptor)
+            return
+        numbers = numbers_in(content)
+        if kind == FrameKind.RELEASED:
+            segments.on_released(numbers)
+        else:
+            segments.on_dropped(numbers)
