@@ -10,7 +10,7 @@ from ...errors import LimitReachedError, RemoteError, SerializationError, Worker
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
-from ..channels.payloads import PayloadReader, body_of, read_inline
+from ..channels.payloads import PayloadReader, body_of, has_come, read_inline
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer, Incoming, Outgoing, Request
@@ -308,7 +308,7 @@ class Codec:
 
         def get(payload: agent_pb2.Payload) -> Buffer | DeviceBuffer:
             data = payloads(payload)
-            channel = payload.WhichOneof("location") or INLINE
+            channel = INLINE if has_come(payload) else payload.WhichOneof("location") or INLINE
             by_channel[channel] = by_channel.get(channel, 0) + len(data)
             return data
 

@@ -1,5 +1,7 @@
 """The largest envelope that is sent: receivers refuse larger ones."""
 
+from collections.abc import Sequence
+
 from google.protobuf.message import DecodeError
 
 from ...errors import SerializationError
@@ -12,10 +14,16 @@ LARGE_BYTES = 1 << 20
 """Bytes of an envelope from which on it may be too large."""
 
 
-def check_size(envelope: bytes) -> None:
-    """Raises SerializationError if a serialized envelope has too many bytes, or too many parts."""
-    problem = f"{len(envelope)} bytes, of {MAX_ENVELOPE_BYTES} at most"
-    if len(envelope) <= MAX_ENVELOPE_BYTES:
+def check_size(envelope: bytes, attached: Sequence[memoryview] = ()) -> None:
+    """Raises SerializationError if a serialized envelope has too many bytes, or too many parts.
+
+    Args:
+        envelope: the envelope.
+        attached: what is put into it where there is no socket.
+    """
+    nbytes = len(envelope) + sum(map(len, attached))
+    problem = f"{nbytes} bytes, of {MAX_ENVELOPE_BYTES} at most"
+    if nbytes <= MAX_ENVELOPE_BYTES:
         try:
             check_envelope(envelope)
         except DecodeError:

@@ -325,7 +325,7 @@ class Network:
             SerializationError: the envelope is larger than a frame can be.
         """
         if len(envelope) > LARGE_BYTES:
-            check_size(envelope)
+            check_size(envelope, attached)
         try:
             return self._transports[worker.wire_id].send(envelope, attached)
         except TransportClosedError as error:

@@ -1,21 +1,19 @@
 """Sends the payloads of one message."""
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
 import torch
 
 from ...proto.v1 import agent_pb2
 from ..contracts.options import ChannelOptions
+from ..wire.attached import ALIGNMENT
 from .base import SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
 from .cuda.channel import CudaIpcChannel
 from .shared_memory.channel import SharedMemoryChannel
 
 __all__ = ["PayloadWriter"]
-
-ALIGNMENT: Final = 64
-"""Bytes: attached payloads begin at multiples of it."""
 
 
 @final
@@ -101,9 +99,9 @@ class PayloadWriter:
             self._inline_bytes_left -= data.nbytes
             self.inline_nbytes += data.nbytes
             payload, start = self._small.send(self._peer, data)
-        elif data.nbytes <= self._attached_bytes_left:
+        elif data.nbytes + (gap := -self.attached_nbytes % ALIGNMENT) <= self._attached_bytes_left:
             self.inline_nbytes += data.nbytes
-            return self._attach(data)
+            return self._attach(data, gap)
         else:
             payload, start = self._large.send(self._peer, data)
             self._add_external(payload, data.nbytes)
@@ -111,9 +109,8 @@ class PayloadWriter:
             self._transfers.append(start)
         return payload
 
-    def _attach(self, data: memoryview) -> agent_pb2.Payload:
-        """Has bytes follow the envelope, from an offset at which all dtypes can begin."""
-        gap = -self.attached_nbytes % ALIGNMENT
+    def _attach(self, data: memoryview, gap: int) -> agent_pb2.Payload:
+        """Has bytes follow the envelope after a gap, from an offset at which all dtypes can begin."""
         if gap:
             self.attached.append(memoryview(bytes(gap)))
         offset = self.attached_nbytes + gap

@@ -11,7 +11,7 @@ from ...proto.v1 import agent_pb2
 from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.messages import Buffer
 from ..contracts.options import ChannelOptions
-from ..wire.attached import AttachedReader
+from ..wire.attached import AttachedReader, find_misplaced
 from .announced import AnnouncedPayloads, TooMuchAnnouncedError
 from .base import Arriving, Channel, SendingChannel
 from .broadcast.sending import Broadcast
@@ -130,8 +130,9 @@ class ChannelRouter:
             Exception: a payload is refused, or there is no memory for it. All of the envelope's payloads are
                 discarded.
         """
-        external = [payload for payload in payloads_of(envelope) if not has_come(payload)]
-        read_here = AttachedReader(envelope, attached)
+        payloads = payloads_of(envelope)
+        external = [payload for payload in payloads if not has_come(payload)]
+        read_here = self._reader_here(peer, payloads, envelope, attached)
         if not external:
             return read_here
         collection = _Collection(read_here)
@@ -172,15 +173,14 @@ class ChannelRouter:
         """
         external = []
         nbytes = 0
-        read_here: PayloadReader = read_inline
-        for payload in payloads_of(envelope):
+        payloads = payloads_of(envelope)
+        read_here = self._reader_here(peer, payloads, envelope, attached)
+        for payload in payloads:
             location = payload.WhichOneof("location")
             if location in _COLLECTED_AT_ONCE:
                 external.append(payload)
                 nbytes += getattr(payload, location).nbytes
-            elif location == "attached":
-                read_here = AttachedReader(envelope, attached)
-            elif location is not None and location != "inline":
+            elif location not in ("inline", "attached", None):
                 return None, external_bytes(envelope)
         if not external:
             return read_here, 0
@@ -222,6 +222,25 @@ class ChannelRouter:
         collected.add_done_callback(lambda _: self.announced.end(peer, count, bulk_bytes))
         return collected, nbytes
 
+    def _reader_here(
+        self,
+        peer: int,
+        payloads: Sequence[agent_pb2.Payload],
+        envelope: agent_pb2.Envelope,
+        attached: memoryview | None,
+    ) -> PayloadReader:
+        """Returns what reads the payloads that came with an envelope.
+
+        Raises ValueError if one is refused; then all others are discarded.
+        """
+        if not any(payload.HasField("attached") for payload in payloads):
+            return read_inline
+        nbytes = len(envelope.attached if attached is None else attached)
+        if problem := find_misplaced(payloads, nbytes, self._options.max_payload_bytes):
+            self._discard(peer, [payload for payload in payloads if not has_come(payload)])
+            raise ValueError(problem)
+        return AttachedReader(envelope, attached)
+
     def _discard(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> None:
         for payload in payloads:
             self._channel(peer, payload).discard(peer, payload)
@@ -235,7 +254,8 @@ class ChannelRouter:
         """
         payloads = payloads_of(envelope)
         if attached is not None:
-            return AttachedReader(envelope, attached) if all(map(has_come, payloads)) else None
+            is_wrong = find_misplaced(payloads, len(attached), self._options.max_payload_bytes)
+            return None if is_wrong or not all(map(has_come, payloads)) else AttachedReader(envelope, attached)
         return self._shared_memory.answer_leases(peer, payloads)
 
     def _channel(self, peer: int, payload: agent_pb2.Payload) -> Channel:

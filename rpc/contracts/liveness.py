@@ -31,7 +31,8 @@ class Liveness:
     it sends heartbeats. Calls to it fail with WorkerSuspectError then. References and contexts that it has are
     kept, and it is dialled again. A worker whose process is known to be gone is lost at once.
 
-    heartbeat: seconds for which a connection carries nothing, before this worker sends a heartbeat.
+    heartbeat: seconds for which a connection carries nothing, before this worker sends a heartbeat. Twice in that
+        time, it also counts up what workers of its host read in place of heartbeats.
     suspect_after: seconds without anything from the other worker, at least twice its `heartbeat`, after which it
         is suspect. A worker is silent, too, if its program holds the interpreter for so long. By default 5, or
         what GRADWIRE_SUSPECT_AFTER in the environment says.

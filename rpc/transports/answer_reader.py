@@ -7,7 +7,6 @@ handles all of `received` if the answer is still in there, and else completes th
 handles each answer, and only that one leases its segments of shared memory (see AnswerLeases).
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from itertools import compress, starmap
 from operator import call
@@ -51,13 +50,19 @@ class Answer(NamedTuple):
 class AnswerRest:
     """What follows an answer, while the thread that waits for it reads that."""
 
-    __slots__ = ("_begun", "_memory", "answer", "counts")
+    __slots__ = ("_begun", "_memory", "counts", "find")
 
-    def __init__(self, memory: memoryview, begun: int, answer: Answer) -> None:
-        """Args: memory: of all of it. begun: the bytes that are there. answer: the one for when it is complete."""
+    def __init__(self, memory: memoryview, begun: int, find: Callable[[], Answer | None]) -> None:
+        """Nothing has been read yet.
+
+        Args:
+            memory: for all of it.
+            begun: the bytes that are there.
+            find: returns the answer when all is there; None if another thread is to handle it.
+        """
         self._memory = memory
         self._begun = begun
-        self.answer = answer
+        self.find = find
         self.counts: list[int] = []
         """The bytes that each call has read."""
 
@@ -84,6 +89,8 @@ class AnswerSource(SharedDescriptor, Protocol):
 
     receive_into: Callable[[memoryview], int]
     """The C function that reads into memory."""
+    has_heard: bool
+    """Whether something has come since this was set to False."""
 
     def find_answer(self, future: Future[Any]) -> Answer | AnswerRest | None:
         """Looks for the answer that a future stands for among what has been received. Raises DecodeError.
@@ -144,7 +151,9 @@ class AnswerReader:
                 source.received.extend(chunks)
             answer = source.find_answer(self._future)
             if isinstance(answer, AnswerRest):
-                answer = answer.answer if self._has_read(answer, held) else None
+                # One C function looks whether this thread may still read, and has another one know of the rest.
+                source.received.extend(compress((answer,), held))
+                answer = answer.find() if self._has_read(answer, held) else None
         except DecodeError:
             return
         except OSError as error:
@@ -160,13 +169,18 @@ class AnswerReader:
     def _has_read(self, rest: AnswerRest, held: list[bool]) -> bool:
         """Reads what follows an answer; returns False if another thread is to go on with it."""
         source = self._source
-        while (missing := rest.missing) and not self._future.is_completing:
+        while held == [True] and not self._future.is_completing:
+            if not (missing := rest.missing):
+                return True
             if not self._waiter.wait(source.descriptor):
                 continue
             count = len(rest.counts)
-            with contextlib.suppress(BlockingIOError):
+            try:
                 # One C function looks whether this thread may still read, reads, and notes how much.
                 rest.counts.extend(map(source.receive_into, compress((missing,), held)))
+            except BlockingIOError:
+                continue
             if rest.counts[count:] in ([], [0]):
                 return False
-        return not missing
+            source.has_heard = True
+        return False

@@ -37,7 +37,10 @@ def find_answer(
         future: the one that is waited for.
         allocate: returns memory for what follows the answer; None if the thread cannot read that.
     """
-    data, rights = (received[0], ()) if segments is None else received[0][:2]
+    first = received[:1]
+    if not first:  # another thread handles it already
+        return None
+    data, rights = (first[0], ()) if segments is None else first[0][:2]
     if rights:
         return None
     start, end = 0, len(data)
@@ -102,16 +105,16 @@ def _find_attached(
     """
     try:
         attached = AttachedBytes(envelope, allocate)
-    except (ValueError, RuntimeError):
+    except MemoryError:
         return None  # a thread of the executor handles that
-    found = completion(attached.envelope, future, attached.memory)
-    if found is None:
-        return None
+
+    def find() -> Answer | None:
+        found = completion(attached.envelope, future, attached.memory)
+        return None if found is None else Answer(found, [(received.__setitem__, _ALL, [left] if left else [])])
+
     count = attached.fill(following)
     left = others + following[count:]
-    answer = Answer(found, [(received.__setitem__, _ALL, [left] if left else [])])
-    if attached.arrived is not None:
+    answer = find()
+    if answer is None or attached.arrived is not None:
         return answer
-    rest = AnswerRest(attached.memory, count, answer)
-    received.append(rest)
-    return rest
+    return AnswerRest(attached.memory, count, find)

@@ -86,7 +86,7 @@ class EnvelopeSocket:
             completion: lets the thread that waits for an answer read it.
             on_malformed: called with the error when the peer has sent bytes that are no message.
             pulses: saves heartbeats, on a unix socket.
-            allocate: returns memory for what follows an envelope. Raises RuntimeError if there is none.
+            allocate: returns memory for what follows an envelope. Raises MemoryError if there is none.
         """
         self.name = name
         connection.settimeout(0)
@@ -109,7 +109,7 @@ class EnvelopeSocket:
         self.receive: Callable[..., Any] = connection.recv if segments is None else cast("Any", connection).recvmsg
         self.receive_args: Sequence[tuple[Any, ...]] = RECV_ARGS if segments is None else RECVMSG_ARGS
         self.receive_into: Callable[[memoryview], int] = connection.recv_into
-        self._has_heard = True
+        self.has_heard = True
         """Whether something has come since this was set to False."""
         self.reading = threading.Lock()
         """Held by the thread that reads."""
@@ -218,13 +218,13 @@ class EnvelopeSocket:
         """Looks for the answer that a future stands for among what has been received. Raises DecodeError."""
         if not self.received:
             return None
-        self._has_heard = True
+        self.has_heard = True
         allocate = self._allocate if self._segments is None and self.tls is None else None
         return find_answer(self.received, self._segments, self._completion, future, allocate)
 
     def take_heard(self) -> bool:
         """Returns whether something has come from the peer since the last call, or its pulse was seen."""
-        heard, self._has_heard = self._has_heard, False
+        heard, self.has_heard = self.has_heard, False
         if heard or self._has_ended or (self._pulses is not None and self._pulses.has_beaten()):
             return True
         return has_unread(self.descriptor)
@@ -274,7 +274,7 @@ class EnvelopeSocket:
         try:
             if self._reader.is_in_large:
                 has_ended = self._reader.read_large(self._connection)
-                self._has_heard = True
+                self.has_heard = True
             else:
                 data = self._receive()
                 if not data:
@@ -309,10 +309,11 @@ class EnvelopeSocket:
         if self.received and isinstance(rest := self.received[-1], AnswerRest):
             data = self.received[0] + rest.take()  # a thread has been interrupted while it read the answer
             self.received.clear()
+            self.has_heard = True
             return data
         if not (self.received and (received := self.received.pop())):
             received = self.receive(*self.receive_args[0])
-        self._has_heard = True
+        self.has_heard = True
         if self._segments is None:
             data = received
             return data

@@ -54,7 +54,7 @@ class FrameReader:
                 if any did.
             segments: handles the frames about shared memory; None if there must be none.
             pulses: handles those about pulses; None if there must be none.
-            allocate: returns memory for what follows an envelope. Raises RuntimeError if there is none.
+            allocate: returns memory for what follows an envelope. Raises MemoryError if there is none.
         """
         self._on_envelope = on_envelope
         self._segments = segments
@@ -64,7 +64,7 @@ class FrameReader:
         self._beginning = b""
         """Bytes of a frame whose rest has not arrived."""
         self._large: LargeEnvelope | AttachedBytes | None = None
-        """The envelope that is being received, if more of it is to come than what is read at a time."""
+        """The envelope that is being received, or what follows one, if more is to come than is read at a time."""
 
     @property
     def is_in_large(self) -> bool:

@@ -67,9 +67,18 @@ def _nbytes(frame: bytes) -> int:
 class _Write:
     """The frames at the beginning of the queue that are being written."""
 
-    __slots__ = ("count", "data", "descriptor", "dropped", "sent")
+    __slots__ = ("count", "data", "descriptor", "dropped", "is_begun", "sent")
 
-    def __init__(self, data: bytes | memoryview | list[memoryview], count: int, descriptor: int = -1) -> None:
+    def __init__(
+        self,
+        data: bytes | memoryview | list[memoryview],
+        count: int,
+        descriptor: int = -1,
+        *,
+        is_begun: bool = False,
+    ) -> None:
+        self.is_begun = is_begun
+        """Whether other bytes of the frames have been written."""
         self.data = data
         """The bytes that have not been written; several pieces of them go by one `sendmsg`."""
         self.count = count
@@ -212,7 +221,7 @@ class FrameWriter:
         if current is None:
             return 0
         # TLS may have encrypted what it has not written.
-        if current.sent or not isinstance(current.data, bytes) or isinstance(self._connection, TlsSocket):
+        if current.sent or current.is_begun or isinstance(self._connection, TlsSocket):
             return current.count
         self._current = None  # nothing of it has been written
         return 0
@@ -303,7 +312,7 @@ class FrameWriter:
             sent = current.sent[0]
             left = without_first(data, sent) if isinstance(data, list) else memoryview(data)[sent:]
             if left:
-                self._current = _Write(left, current.count)
+                self._current = _Write(left, current.count, is_begun=True)
                 continue
             if not current.dropped:
                 current.dropped.extend(map(deque.popleft, repeat(queue, current.count)))
@@ -317,7 +326,9 @@ class FrameWriter:
             if frame is first:
                 return _Write(first, 1, descriptor)
         if type(first) is AttachedFrame:
-            return _Write(first.buffers, 1)
+            # TLS encrypts each buffer by itself: see `TlsSocket`.
+            is_tls = isinstance(self._connection, TlsSocket)
+            return _Write(b"".join(first.buffers) if is_tls else first.buffers, 1)
         if self._descriptors:
             return _Write(first, 1)
         if len(queue) == 1:

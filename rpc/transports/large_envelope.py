@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import final
 
+from google.protobuf.message import DecodeError
+
 from ...proto.v1 import agent_pb2
 from ..contracts.options import MAX_ATTACHED_BYTES
 from ..wire.parsing import parse_envelope
@@ -76,14 +78,13 @@ class AttachedBytes(_Missing):
             allocate: see SocketParts.
 
         Raises:
-            DecodeError: it is no envelope.
-            ValueError: it says that nothing, or too much, follows it.
-            RuntimeError: there is no memory.
+            DecodeError: it is no envelope, or says that nothing, or too much, follows it.
+            MemoryError: there is no memory.
         """
         self.envelope, self._nbytes = parse_envelope(data)
         nbytes = self.envelope.attached_nbytes
         if not 0 < nbytes <= MAX_ATTACHED_BYTES:
-            raise ValueError(f"{nbytes} bytes that are attached to an envelope")
+            raise DecodeError(f"{nbytes} bytes that are attached to an envelope")
         self.memory = allocate(nbytes)
         super().__init__(self.memory)
 

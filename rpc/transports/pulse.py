@@ -1,10 +1,11 @@
 """A counter in shared memory, by which workers of one host see that each other is alive without messages.
 
 A worker counts up while its event loop runs. The first heartbeat on a unix socket brings the descriptor of the
-counter, and the peer's next one says that it reads it. From then on, neither sends heartbeats on this connection:
-32 idle workers would wake each other up a thousand times in a second.
+counter. When the peer has sent its own, its next heartbeat says that it reads this one. From then on, neither
+sends heartbeats on this connection: 32 idle workers would wake each other up a thousand times in a second.
 """
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -34,13 +35,19 @@ class Pulse:
         """Counts up, if others read it."""
         if self._descriptor != _NONE:
             self._count += 1
-            os.pwrite(self._descriptor, _COUNT.pack(self._count), 0)
+            with contextlib.suppress(OSError):  # the memory is there; heartbeats to others must go on
+                os.pwrite(self._descriptor, _COUNT.pack(self._count), 0)
 
     def share(self) -> int:
         """Returns a descriptor to read the counter by. Raises OSError. The caller has to close it."""
         if self._descriptor == _NONE:
-            self._descriptor = os.memfd_create("pulse-of-gradwire", os.MFD_CLOEXEC)
-            self.beat()
+            descriptor = os.memfd_create("pulse-of-gradwire", os.MFD_CLOEXEC)
+            try:
+                os.pwrite(descriptor, _COUNT.pack(self._count), 0)
+            except OSError:  # there is no memory for it
+                os.close(descriptor)
+                raise
+            self._descriptor = descriptor
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class SocketParts:
     segments: returns what handles the frames about shared memory, on a new unix socket to the worker with this id.
     listeners: handle what comes by the stream and has nothing to do with envelopes.
     pulse: by which workers of this host see that this one is alive.
-    allocate: returns memory of so many bytes for what follows envelopes. Raises RuntimeError if there is none.
+    allocate: returns memory of so many bytes for what follows envelopes. Raises MemoryError if there is none.
     """
 
     kinds: Sequence[str]

@@ -1,8 +1,8 @@
 """Bytes that follow an envelope on its socket arrive whole, however they are split and whoever reads them."""
 
+import contextlib
 import itertools
 import queue
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from gradwire.rpc.transports.envelope_socket import EnvelopeSocket
 from gradwire.rpc.transports.frame_reader import READ_BYTES
 from gradwire.rpc.transports.outbox import Outbox
 from gradwire.rpc.transports.socket_frames import HEADER, MAX_ATTACHING_BYTES, FrameKind
-from gradwire.rpc.wire.attached import AttachedReader, embed
+from gradwire.rpc.wire.attached import AttachedReader, embed, find_misplaced
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +85,19 @@ def pair(executor: Executor) -> Iterator[Callable[..., tuple[End, socket.socket]
         end.socket.close()
         end.socket.release()
         other.close()
+
+
+@contextlib.contextmanager
+def waiting(end: End, executor: Executor) -> Iterator[None]:
+    """Has a thread wait for the answer inside of the block, and until it is there."""
+    waiter = executor.poller.waiter
+    assert waiter is not None
+    thread = threading.Thread(target=end.socket.read_answer, args=(end.future, waiter))
+    thread.start()
+    wait_until(end.socket.reading.locked)
+    yield
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def frames(identifier: int, *attached: bytes) -> bytes:
@@ -186,22 +199,48 @@ def test_a_waiting_thread_reads_its_answer(pair, executor, first):
     end.socket.start()
     data = content(2 * MIB)
     sent = frames(1) + frames(7, data)
-    sender = threading.Thread(target=lambda: (other.sendall(sent[:first]), other.sendall(sent[first:])))
-    waiter = executor.poller.waiter
-    assert waiter is not None
-    sender.start()
-    while not end.completed:
-        select.select([end.socket.descriptor], [], [], 20)
-        end.socket.read_answer(end.future, waiter)
-        if not end.completed and not end.received.empty():
-            break  # a thread of the executor was first
-    sender.join()
-    if end.completed:
-        ((envelope, attached),) = end.completed
-        assert (envelope.id, bytes(attached)) == (7, data)
-        assert end.take() == (1, b"")
-    else:
-        assert [end.take(), end.take()] == [(1, b""), (7, data)]
+    with waiting(end, executor):
+        other.sendall(sent[:first])
+        other.sendall(sent[first:])
+    ((envelope, attached),) = end.completed
+    assert (envelope.id, bytes(attached)) == (7, data)
+    assert end.take() == (1, b"")
+
+
+def test_what_a_waiting_thread_reads_counts_as_heard(pair, executor):
+    end, other = pair(answer=7)
+    end.socket.start()
+    sent = frames(7, content(MIB))
+    with waiting(end, executor):
+        other.sendall(sent[:1000])
+        wait_until(lambda: len(end.socket.received) == 2)
+        for begin in range(1000, len(sent), 100_000):
+            while end.socket.take_heard():
+                pass
+            other.sendall(sent[begin : begin + 100_000])
+            wait_until(end.socket.take_heard)
+    ((_, attached),) = end.completed
+    assert bytes(attached) == content(MIB)
+
+
+def test_a_signal_handler_that_waits_itself_has_another_thread_read(pair, executor):
+    end, other = pair(answer=7)
+    end.socket.start()
+    allocate = end.socket._allocate
+
+    def allocate_and_wait(nbytes: int) -> memoryview:
+        executor.poller.stop_reading_here()  # as a wait does that a handler begins here
+        assert end.take() == (7, content(MIB))
+        return allocate(nbytes)
+
+    end.socket._allocate = allocate_and_wait
+    with waiting(end, executor):
+        other.sendall(frames(7, content(MIB)))
+    assert not end.completed
+    assert not end.socket.received
+    other.sendall(frames(8, b"abc"))
+    assert end.take() == (8, b"abc")
+    assert not end.reasons
 
 
 @pytest.mark.parametrize("read", [0, 1, MIB, 2 * MIB - 1000])
@@ -213,6 +252,7 @@ def test_another_thread_goes_on_when_the_waiting_one_is_interrupted(pair, execut
         end.socket.received.append(sent[:1000])
         rest = end.socket.find_answer(end.future)
         assert isinstance(rest, AnswerRest)
+        end.socket.received.append(rest)
         begun = sent[1000 : 1000 + read]
         if read:
             rest.missing[:read] = begun
@@ -226,16 +266,73 @@ def test_another_thread_goes_on_when_the_waiting_one_is_interrupted(pair, execut
     assert not end.completed
 
 
-def test_a_payload_beyond_them_is_malformed():
+def payload(offset: int, nbytes: int) -> agent_pb2.Payload:
+    return agent_pb2.Payload(attached=agent_pb2.AttachedPayload(offset=offset, nbytes=nbytes))
+
+
+def test_payloads_are_read_from_them():
     envelope = agent_pb2.Envelope(attached=b"12345678")
-    inside = agent_pb2.Payload(attached=agent_pb2.AttachedPayload(offset=2, nbytes=6))
-    beyond = agent_pb2.Payload(attached=agent_pb2.AttachedPayload(offset=3, nbytes=6))
     for attached in (None, memoryview(b"12345678")):
         read = AttachedReader(envelope, attached)
-        assert bytes(read(inside)) == b"345678"
-        with pytest.raises(ValueError, match="bytes 3 to 9 of 8 attached ones"):
-            read(beyond)
+        assert bytes(read(payload(2, 6))) == b"345678"
         assert read(agent_pb2.Payload(inline=b"x")) == b"x"
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(0, 101)],
+        [(128, 100)],
+        [(0, 0)],
+        [(8, 8)],
+        [(0, 65), (64, 8)],
+        [(64, 8), (0, 65)],
+        [(0, 8), (0, 8)],
+        [(2**64 - 64, 2**64 - 1)],
+    ],
+)
+def test_payloads_that_are_not_in_them_or_overlap_are_refused(places):
+    refused = find_misplaced([payload(*place) for place in places], 100, 1000)
+    assert "100 attached ones is refused: max_payload_bytes is 1000" in refused
+
+
+def test_payloads_of_a_size_that_is_not_accepted_are_refused():
+    assert find_misplaced([payload(0, 60), agent_pb2.Payload(inline=b"x"), payload(64, 36)], 100, 60) == ""
+    assert "60 bytes at 0 of 100 attached ones is refused" in find_misplaced([payload(0, 60)], 100, 59)
+
+
+def test_a_message_with_a_payload_that_is_not_accepted_is_refused(workers):
+    a, _ = workers.rpc(2, transports=TCP, channels=rpc.ChannelOptions(max_payload_bytes=300_000))
+
+    def send() -> None:
+        assert rpc.rpc_sync("worker1", len, ((1, 2),)) == 2
+        assert network()._transports[1].name == "tcp"
+        with pytest.raises(ValueError, match="max_payload_bytes is 300000"):
+            rpc.rpc_sync("worker1", len, (torch.zeros(100_000),))
+        assert rpc.rpc_sync("worker1", len, (torch.zeros(50_000),)) == 50_000
+
+    a.run(send)
+
+
+def test_gaps_count(workers):
+    channels = rpc.ChannelOptions(max_attached_bytes=MAX_ATTACHED_BYTES)
+    a, _ = workers.rpc(2, transports=TCP, channels=channels)
+
+    def send() -> None:
+        half = MAX_ATTACHED_BYTES // 2
+        sent = [torch.zeros(size, dtype=torch.uint8) for size in (half - 1, half + 1)]
+        assert [len(each) for each in rpc.rpc_sync("worker1", identity, (sent,))] == [half - 1, half + 1]
+        assert network()._transports[1].name == "tcp"
+
+    a.run(send)
+
+
+def test_they_count_as_inline(workers):
+    a, b = workers.rpc(2, transports=TCP)
+    a.run(lambda: rpc.rpc_sync("worker1", len, (torch.zeros(50_000),)))
+
+    assert a.run(lambda: str(rpc.debug_info()["traffic"])).count("attached") == 0
+    assert b.run(lambda: str(rpc.debug_info()["traffic"])).count("attached") == 0
 
 
 def test_they_become_a_field_where_there_is_no_socket():

@@ -134,6 +134,21 @@ def test_they_do_without_descriptors(end, monkeypatch):
     assert not mine.reasons
 
 
+def test_a_counter_for_which_there_is_no_memory_is_none(monkeypatch):
+    pulse = Pulse()
+
+    def fail(*_: object) -> None:
+        raise OSError("no memory is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="no memory is left"):
+            pulse.share()
+        pulse.beat()
+    os.close(pulse.share())
+    pulse.close()
+
+
 def test_the_other_cannot_write_into_the_counter():
     pulse = Pulse()
     descriptor = pulse.share()

@@ -11,13 +11,17 @@ from typing import final
 
 import numpy as np
 
-__all__ = ["BufferCache"]
+__all__ = ["BufferCache", "NoMemoryError"]
 
 MIN_BLOCK_BYTES = 64 << 10
 """Bytes of the smallest piece of memory. The others have twice, four times, … as many."""
 
 HUGE_PAGE_BYTES = 2 << 20
 """Bytes from which memory is to have huge pages, which take less time to clear and to address."""
+
+
+class NoMemoryError(RuntimeError, MemoryError):
+    """The system gives no memory for a buffer."""
 
 
 @final
@@ -42,7 +46,7 @@ class BufferCache:
         return sum(size * len(blocks) for size, blocks in self._free.items())
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Returns a writable buffer, which may have any contents. Raises RuntimeError if there is no memory."""
+        """Returns a writable buffer, which may have any contents. Raises NoMemoryError."""
         self._was_used = True
         size = max(MIN_BLOCK_BYTES, 1 << (nbytes - 1).bit_length())
         free = self._free.get(size)
@@ -84,7 +88,7 @@ def _allocate(size: int) -> mmap.mmap:
     try:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise RuntimeError(f"cannot allocate {size} bytes: {error.strerror}") from None
+        raise NoMemoryError(f"cannot allocate {size} bytes: {error.strerror}") from None
     if size >= HUGE_PAGE_BYTES:
         with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
             block.madvise(mmap.MADV_HUGEPAGE)
