@@ -37,10 +37,9 @@ def find_answer(
         future: the one that is waited for.
         allocate: returns memory for what follows the answer; None if the thread cannot read that.
     """
-    first = received[:1]
-    if not first:  # another thread handles it already
-        return None
-    data, rights = (first[0], ()) if segments is None else first[0][:2]
+    nothing = b"" if segments is None else (b"", ())
+    first = (received[:1] or [nothing])[0]  # nothing: another thread handles it already
+    data, rights = (first, ()) if segments is None else first[:2]
     if rights:
         return None
     start, end = 0, len(data)

@@ -33,7 +33,7 @@ ENGINE = "the engine's own"
 """What MPI and Gloo open while they connect the ranks of a group."""
 UNKNOWN = "unknown"
 
-LARGE = 1 << 18
+LARGE = (1 << 20) // 4 + 1
 """The number of floats that travel apart from envelopes."""
 
 CALL_INTERVAL_S = 0.1
