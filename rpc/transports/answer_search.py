@@ -68,7 +68,7 @@ def find_answer(
             others += data[start:after]
         elif kind == FrameKind.ATTACHED and allocate is not None:
             return _find_attached(
-                received, data[content:after], data[after:], others, completion, future, allocate
+                received, data[content:after], memoryview(data)[after:], others, completion, future, allocate
             )
         elif kind == FrameKind.RELEASED and segments is not None and not length % 8:
             # Taken with the answer: the segments are free for the next call.
@@ -85,7 +85,7 @@ def find_answer(
 def _find_attached(
     received: list[Any],
     envelope: bytes,
-    following: bytes,
+    following: memoryview,
     others: bytes,
     completion: FindCompletion,
     future: Future[Any],
@@ -112,7 +112,7 @@ def _find_attached(
         return None if found is None else Answer(found, [(received.__setitem__, _ALL, [left] if left else [])])
 
     count = attached.fill(following)
-    left = others + following[count:]
+    left = others + bytes(following[count:])
     answer = find()
     if answer is None or attached.arrived is not None:
         return answer

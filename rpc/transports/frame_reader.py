@@ -129,7 +129,7 @@ class FrameReader:
                 self._on_envelope(agent_pb2.Envelope.FromString(data[content:start]), length)
             elif kind == FrameKind.ATTACHED:
                 large = AttachedBytes(data[content:start], self._allocate)
-                start += large.fill(data[start:])
+                start += large.fill(memoryview(data)[start:])
                 if (arrived := large.arrived) is None:
                     self._large = large
                 else:

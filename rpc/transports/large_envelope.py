@@ -42,7 +42,7 @@ class _Missing:
             raise ConnectionResetError
         return after
 
-    def fill(self, data: bytes) -> int:
+    def fill(self, data: bytes | memoryview) -> int:
         """Takes as much of some bytes as is missing; returns how many."""
         count = min(len(data), len(self._missing))
         self._missing[:count] = data[:count]
