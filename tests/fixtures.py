@@ -15,6 +15,7 @@ from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import is_initialized
 from gradwire.rpc.contracts.options import RpcBackendOptions
 from gradwire.rpc.contracts.worker import WorkerInfo
+from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.membership.members import Member
 
 from tests import ports
@@ -27,6 +28,14 @@ from tests.workers import Worker, WorkerDiedError, Workers
 # No test asserts how long something takes, and so no example of a property may.
 hypothesis.settings.register_profile("gradwire", deadline=None)
 hypothesis.settings.load_profile("gradwire")
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    """Two threads of an agent, for tests of its parts."""
+    made = Executor(2, "test")
+    yield made
+    assert made.close(10)
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ class ChannelRouter:
         if problem := find_misplaced(payloads, nbytes, self._options.max_payload_bytes):
             self._discard(peer, [payload for payload in payloads if not has_come(payload)])
             raise ValueError(problem)
-        return AttachedReader(envelope, attached)
+        return AttachedReader(envelope, attached).read
 
     def _discard(self, peer: int, payloads: Sequence[agent_pb2.Payload]) -> None:
         for payload in payloads:

@@ -61,8 +61,8 @@ class ChannelOptions:
     max_attached_bytes: bytes of larger payloads that follow one envelope to a worker of another host, on the same
         connection, at most; the rest is sent apart from it. 16 MiB at most.
     chunk_bytes: bytes of one chunk of a larger payload that goes by gRPC, because there are no bulk connections.
-    bulk_connections: TCP connections, from 1 to 16, by which this worker sends payloads of inline_threshold bytes
-        and more to each worker of another host. They carry parts of one payload at the same time.
+    bulk_connections: TCP connections, from 1 to 16, by which this worker sends what is beyond max_attached_bytes
+        to each worker of another host. They carry parts of one payload at the same time.
     max_payload_bytes: bytes of the largest payload a worker accepts from another; nothing larger is allocated, but
         for what follows an envelope: 16 MiB at most.
     max_cached_bytes: bytes of memory of received tensors that this worker keeps for further ones when the tensors

@@ -4,7 +4,8 @@ A signal handler that raises, as that of Ctrl-C, may interrupt the main thread b
 not within one call of a C function. So one such call both reads bytes and keeps them in `received`, and one both
 takes the answer out of `received` and keeps it here. If the thread is interrupted, one of the executor goes on: it
 handles all of `received` if the answer is still in there, and else completes that answer. So exactly one thread
-handles each answer, and only that one leases its segments of shared memory (see AnswerLeases).
+handles each answer, and only that one leases its segments of shared memory (see AnswerLeases). What follows an
+answer is read into memory that becomes that of its tensors, and noted in the same way (see AnswerRest).
 """
 
 from collections.abc import Callable, Sequence

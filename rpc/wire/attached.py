@@ -48,7 +48,7 @@ def find_misplaced(payloads: Iterable[agent_pb2.Payload], nbytes: int, max_paylo
 
 @final
 class AttachedReader:
-    """Reads the payloads that came with one envelope: a PayloadReader, and AnswerPayloads."""
+    """Reads the payloads that came with one envelope: AnswerPayloads. `read` is a PayloadReader."""
 
     def __init__(self, envelope: agent_pb2.Envelope, attached: memoryview | None) -> None:
         """Args: envelope: the envelope. attached: the bytes that followed it; None if they are a field of it."""
@@ -61,10 +61,6 @@ class AttachedReader:
         self._attached = b""
 
     def read(self, payload: agent_pb2.Payload) -> Buffer:
-        """Does what calling this object does."""
-        return self(payload)
-
-    def __call__(self, payload: agent_pb2.Payload) -> Buffer:
         """Returns the bytes of a payload in the envelope, or attached to it; `find_misplaced` has found none."""
         if not payload.HasField("attached"):
             return payload.inline

@@ -34,13 +34,6 @@ class End:
 
 
 @pytest.fixture
-def executor() -> Iterator[Executor]:
-    made = Executor(2, "test-sockets")
-    yield made
-    assert made.close(10)
-
-
-@pytest.fixture
 def pair(executor: Executor) -> Iterator[Callable[[], tuple[End, socket.socket]]]:
     """Makes an end that is read, and the bare socket at the other end."""
     made: list[tuple[End, socket.socket]] = []

@@ -10,7 +10,7 @@ import socket
 import ssl
 import struct
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
@@ -18,7 +18,6 @@ from gradwire.c10d import Credentials
 from gradwire.c10d.listening import PortRange
 from gradwire.c10d.security import Identity, worker_host_name
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports import sockets
 from gradwire.rpc.transports.sockets import TCP, OfferedSocket, SocketListener
 from gradwire.rpc.transports.tls_socket import TlsSocket
@@ -211,13 +210,6 @@ def test_a_peer_that_leaves_out_the_nonce_is_cut_off():
 
 
 # After the handshake.
-
-
-@pytest.fixture
-def executor() -> Iterator[Executor]:
-    made = Executor(2, "test-tls")
-    yield made
-    assert made.close(10)
 
 
 @pytest.mark.parametrize(
