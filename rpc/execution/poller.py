@@ -121,12 +121,13 @@ class Poller:
         self._epoll.register(descriptor, events | select.EPOLLONESHOT)
 
     def watch_again(self, descriptor: int) -> None:
-        """Has a thread handle a file descriptor when it is ready again."""
+        """Has a thread handle a file descriptor when it is ready again. Does nothing if it is not watched."""
         try:
             if (handler := self._on_ready.get(descriptor)) is not None:
                 self._epoll.modify(descriptor, handler[1] | select.EPOLLONESHOT)
-        except OSError:
-            pass  # unwatched meanwhile
+        except OSError as error:
+            if error.errno is None:  # raised by the handler of a signal
+                raise
 
     def unwatch(self, descriptor: int) -> None:
         """Forgets a file descriptor; an OnReady of it may still run."""

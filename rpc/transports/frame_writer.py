@@ -116,7 +116,6 @@ class FrameWriter:
         # epoll knows a descriptor once; the other one is watched for reading.
         self._writable = os.dup(connection.fileno())
         self._is_watched = False
-        self._is_waiting = False
         self._is_to_be_released = False
         self._unwritten: list[bytes] = []
         """The first `KEPT_BYTES` of each frame that was in the queue, and not begun, when the connection broke."""
@@ -258,13 +257,18 @@ class FrameWriter:
     def _flush_if_possible(self) -> None:
         if not self._is_full:
             self._flush()
-        elif not self._is_waiting:  # Ctrl-C came before the executor was told to wait
-            self._wait_for_writable()
 
     def _flush(self) -> None:
-        # Again after each release: a frame may have been queued by a thread that found the lock held.
-        while self._queue and not self._is_full and self._flush_once():
-            pass
+        try:
+            # Again after each release: a frame may have been queued by a thread that found the lock held.
+            while self._queue and not self._is_full and self._flush_once():
+                pass
+        except BaseException:  # Ctrl-C: the executor goes on. From here on, one C function in each block
+            try:
+                self._executor.poller.handed_over.append((-1, self._on_writable))
+            finally:
+                self._executor.poller.wake()
+            raise
 
     def _flush_once(self) -> bool:
         """Writes what is queued, unless another thread is writing; returns whether this one has written."""
@@ -278,7 +282,9 @@ class FrameWriter:
             self._is_full = True
             self._wait_for_writable()
             return True
-        except OSError:
+        except OSError as error:
+            if error.errno is None:  # raised by the handler of a signal
+                raise
             self._drop_queue()
             self.cut()
             return True
@@ -353,17 +359,17 @@ class FrameWriter:
 
     def _wait_for_writable(self) -> None:
         try:
-            if self._is_watched:
-                self._executor.poller.watch_again(self._writable)
-            else:
+            if not self._is_watched:
+                with contextlib.suppress(FileExistsError):  # Ctrl-C came before that was noted
+                    self._executor.watch(self._writable, WRITABLE, self._on_writable)
                 self._is_watched = True
-                self._executor.watch(self._writable, WRITABLE, self._on_writable)
-        except OSError:
+            self._executor.poller.watch_again(self._writable)
+        except OSError as error:
+            if error.errno is None:  # raised by the handler of a signal
+                raise
             self.cut()
-        self._is_waiting = True
 
     def _on_writable(self) -> bool:
-        self._is_waiting = False
         self._is_full = False
         self._flush()
         return False  # `_flush` watches again where it has to

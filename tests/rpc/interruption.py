@@ -34,7 +34,11 @@ class Interruption:
     """
 
     def __init__(
-        self, moment: int, tell: Callable[[], object] = lambda: None, finalizers: frozenset[str] = FINALIZERS
+        self,
+        moment: int,
+        tell: Callable[[], object] = lambda: None,
+        finalizers: frozenset[str] = FINALIZERS,
+        error: type[BaseException] = InterruptError,
     ) -> None:
         """Interrupts nothing yet.
 
@@ -42,12 +46,14 @@ class Interruption:
             moment: which one, counted from 1.
             tell: called once the thread waits for its socket, or is not going to.
             finalizers: see FINALIZERS.
+            error: what it raises.
         """
         self.waits = False
         self.has_raised = False
         self._left = moment
         self._tell = tell
         self._finalizers = finalizers
+        self._error = error
         self._is_told = False
         self._has_returned = False
 
@@ -87,7 +93,7 @@ class Interruption:
                     self._left -= 1
                     if not self._left:
                         self.has_raised = True
-                        raise InterruptError
+                        raise self._error
                 is_moment = dis.opname[operations[frame.f_lasti]].startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
                 self._has_returned = False
             else:  # it returns, after which no handler runs before the next step of the caller

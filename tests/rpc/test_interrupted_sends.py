@@ -1,7 +1,12 @@
 """A send that is interrupted leaves the connections whole, wherever a signal handler raises."""
 
+import select
+import socket
+
 import pytest
 from gradwire import rpc
+from gradwire.rpc.execution.executor import Executor
+from gradwire.rpc.transports.frame_writer import AttachedFrame, FrameWriter
 
 from tests.remote_functions import wait_until
 from tests.rpc.interruption import UNINTERRUPTED, InterruptError, Interruption
@@ -36,3 +41,32 @@ def test_a_send_may_be_interrupted_at_any_moment(workers, transports, size):
     assert a.run(interrupt_each_send, bytes(size)) > 80
     for worker in (a, b):
         worker.run(wait_until, nothing_is_pending)
+
+
+@pytest.mark.parametrize("error", [InterruptError, TimeoutError])  # the latter is an OSError
+@pytest.mark.parametrize("attaches", [False, True])
+def test_a_frame_that_is_begun_is_written_wherever_the_write_is_interrupted(
+    executor: Executor, attaches: bool, error: type[BaseException]
+):
+    executor.submit(bool)  # which starts a thread
+    large = bytes(range(256)) * (MIB // 256)  # more than a socket takes at once
+    frame = AttachedFrame.of(large[:4], [memoryview(large)[4:]]) if attaches else large
+    moment, uninterrupted, begun = 1, 0, 0
+    while uninterrupted < UNINTERRUPTED:
+        ours, peers = socket.socketpair()
+        ours.settimeout(0)
+        writer = FrameWriter(ours, executor)
+        try:
+            with Interruption(moment, error=error):
+                writer.put(frame)
+            uninterrupted += 1
+        except error:
+            uninterrupted = 0
+        moment += 1
+        with peers, peers.makefile("rb") as received:
+            if select.select([peers], [], [], 0)[0]:
+                begun += 1
+                peers.settimeout(20)
+                assert received.read(MIB) == large, moment
+            writer.release()
+    assert begun > 20

@@ -127,6 +127,8 @@ class SendingBundle:
         except (IndexError, BlockingIOError):  # none is idle, or its socket is full
             pass
         except OSError as error:
+            if error.errno is None:  # raised by the handler of a signal
+                raise
             self.end(f"broke: {error}")
         finally:
             # Only C functions from here on, one in each block: a signal interrupts none of them.
