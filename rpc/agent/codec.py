@@ -209,12 +209,14 @@ class Codec:
                 raise
             return
         writer = self._network.writer(message.destination, broadcast)
+        writer.may_return = message.reply_to is not None
         try:
             writer.put_body(message.body, envelope.body)
             envelope.tensors.extend(
                 encode_tensors(message.tensors, writer.put, message.device_map, message.leaves, writer)
             )
-            message.tensors = []  # a received one gives its segment back, with this envelope
+            message.tensors = []  # a received one gives its segment back, with this envelope or in it
+            writer.settle(envelope)
             envelope.attached_nbytes = writer.attached_nbytes
             data = self._serialize(message)
             message.payloads, message.nbytes = writer.external, writer.nbytes

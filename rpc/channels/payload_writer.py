@@ -11,6 +11,7 @@ from ..wire.attached import ALIGNMENT
 from .base import SendingChannel, StartTransfer
 from .broadcast.sending import Broadcast
 from .cuda.channel import CudaIpcChannel
+from .payloads import payloads_of
 from .shared_memory.channel import SharedMemoryChannel
 
 __all__ = ["PayloadWriter"]
@@ -54,6 +55,10 @@ class PayloadWriter:
         self._cuda_ipc = cuda_ipc
         self._shared_threshold = options.shared_memory_threshold
         self._broadcast = broadcast
+        self.may_return = False
+        """Whether a payload may go back in the segment that it came in, if nothing refers to it in the end."""
+        self._returning: list[agent_pb2.Payload] = []
+        """Those for which that is not known yet."""
         self._count = 0
         self._transfers: list[StartTransfer] = []
         self._attached_bytes_left = options.max_attached_bytes if attaches else 0
@@ -89,6 +94,11 @@ class PayloadWriter:
             self._add_external(shared.payload, data.nbytes)
             self.nbytes += data.nbytes if shared.is_first else 0
             return shared.payload
+        if self.may_return and data.nbytes >= self._shared_threshold:
+            returning = self._shared_memory.begin_return(self._peer, data)
+            if returning is not None:
+                self._returning.append(returning)
+                return returning
         self.nbytes += data.nbytes
         if data.nbytes >= self._shared_threshold:
             in_segment = self._shared_memory.send(self._peer, data)
@@ -108,6 +118,26 @@ class PayloadWriter:
         if start is not None:
             self._transfers.append(start)
         return payload
+
+    def settle(self, envelope: agent_pb2.Envelope) -> None:
+        """Sends what cannot go back in the segment that it came in, once the message has let go of its tensors.
+
+        Args:
+            envelope: that of the message. Has the new descriptions of these payloads afterwards.
+        """
+        self.may_return = False
+        while self._returning:
+            payload = self._returning.pop()
+            nbytes = payload.segment.nbytes
+            kept = self._shared_memory.end_return(self._peer, payload)
+            if kept is None:
+                self._add_external(payload, nbytes)
+                self.nbytes += nbytes
+                continue
+            sent = self.put(memoryview(kept).cast("B")[:nbytes])
+            for described in payloads_of(envelope):
+                if described == payload:
+                    described.CopyFrom(sent)
 
     def _attach(self, data: memoryview, gap: int) -> agent_pb2.Payload:
         """Has bytes follow the envelope after a gap, from an offset at which all dtypes can begin."""
@@ -148,6 +178,9 @@ class PayloadWriter:
 
     def abort(self) -> None:
         """Takes back what has been put, because the envelope was not sent."""
+        for payload in self._returning:
+            if self._shared_memory.end_return(self._peer, payload) is None:
+                self._shared_memory.withdraw(self._peer, payload)
         for payload in self.external:
             if payload.HasField("segment"):
                 self._shared_memory.withdraw(self._peer, payload)

@@ -143,6 +143,7 @@ class _InlineWriter:
     attached: Sequence[memoryview] = ()
     external: Sequence[agent_pb2.Payload] = ()
     external_nbytes: Mapping[str, int] = MappingProxyType({})
+    may_return = False
 
     def put_body(self, body: bytes, description: agent_pb2.Payload) -> None:
         description.inline = body
@@ -154,6 +155,9 @@ class _InlineWriter:
         pass
 
     abort = start
+
+    def settle(self, envelope: agent_pb2.Envelope) -> None:
+        pass
 
 
 class _NoDeadlines:

@@ -128,6 +128,10 @@ class _Channels:
         peer.connect(SimpleNamespace(flush_released=lambda: None))
         for number in (1, 2):
             peer.on_segment(number, SEGMENT_BYTES, _segment(), is_shared=number == 2)
+        for _ in range(2):
+            sent = peer.pool.put(memoryview(bytes(16)))
+            assert sent is not None
+            os.close(sent[0].descriptor)
         assert self.bulk.on_offered(PEER.id, 1)
 
     async def close(self) -> None:
@@ -162,7 +166,10 @@ PAYLOADS = st.one_of(
     st.builds(agent_pb2.Payload, inline=SIZES.map(lambda nbytes: bytes(min(nbytes, 16)))),
     st.builds(agent_pb2.Payload, local=IDS),
     st.builds(agent_pb2.Payload, attached=st.builds(agent_pb2.AttachedPayload, offset=SIZES, nbytes=SIZES)),
-    st.builds(agent_pb2.Payload, segment=st.builds(agent_pb2.SegmentPayload, number=IDS, nbytes=SIZES)),
+    st.builds(
+        agent_pb2.Payload,
+        segment=st.builds(agent_pb2.SegmentPayload, number=IDS, nbytes=SIZES, returned=st.booleans()),
+    ),
     st.builds(agent_pb2.Payload, chunked=st.builds(agent_pb2.ChunkedPayload, transfer_id=IDS, nbytes=SIZES)),
     st.builds(agent_pb2.Payload, bulk=st.builds(agent_pb2.BulkPayload, bundle=IDS, transfer_id=IDS, nbytes=SIZES)),
     st.builds(

@@ -57,7 +57,10 @@ SENDS = st.builds(
 PAYLOADS = st.one_of(
     st.builds(agent_pb2.Payload, inline=st.binary(max_size=8)),
     st.builds(agent_pb2.Payload, chunked=st.builds(agent_pb2.ChunkedPayload, transfer_id=NUMBERS, nbytes=NUMBERS)),
-    st.builds(agent_pb2.Payload, segment=st.builds(agent_pb2.SegmentPayload, number=NUMBERS, nbytes=NUMBERS)),
+    st.builds(
+        agent_pb2.Payload,
+        segment=st.builds(agent_pb2.SegmentPayload, number=NUMBERS, nbytes=NUMBERS, returned=st.booleans()),
+    ),
     st.builds(
         agent_pb2.Payload,
         broadcast=st.builds(agent_pb2.BroadcastPayload, nbytes=NUMBERS, members=st.lists(WORKER_IDS, max_size=4)),

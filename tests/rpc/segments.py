@@ -30,7 +30,10 @@ def used_bytes():
 def segments_in_use():
     """Returns how many segments the peers of this worker have not given back, and how many it has leased."""
     peers = channel()._peers.values()
-    lent = [number for peer in peers for number in peer.pool._in_use if number not in peer.pool.returned]
+    pools = [peer.pool for peer in peers]
+    lent = [
+        number for pool in pools for number in pool._in_use if number not in (*pool.returned, *pool._ended_here)
+    ]
     return len(lent), sum(len(peer.mapped._leases) for peer in peers)
 
 

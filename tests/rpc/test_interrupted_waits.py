@@ -19,10 +19,10 @@ ELEMENTS = MIB // 4
 
 
 def echo_when_told(path: str, value: Any) -> Any:
-    """Returns a value when a byte can be read from a pipe."""
+    """Returns a value when a byte can be read from a pipe: a copy, if it is one of the smaller ones."""
     with open(path, "rb", buffering=0) as pipe:
         pipe.read(1)
-    return value
+    return value if value.numel() == ELEMENTS else value.clone()
 
 
 def interrupt_at_each_moment(path: str, value: torch.Tensor) -> int:

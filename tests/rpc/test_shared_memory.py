@@ -45,7 +45,7 @@ def pair(two_workers):
 def fetch_and_write():
     x = torch.ones(MIB)
     y = rpc.rpc_sync("worker1", identity, (x,))
-    z = rpc.rpc_sync("worker1", identity, (x,))
+    z = rpc.rpc_sync("worker1", torch.clone, (x,))
     y += 1
     y[:10].zero_()
     assert z.sum() == MIB
@@ -60,7 +60,7 @@ def test_large_tensors_are_in_segments_and_small_ones_are_not(pair):
         for size in (1000, 32 * 1024, 100_000, 5 * MIB):
             x = torch.arange(size, dtype=torch.int32)
             before = used_bytes()
-            assert torch.equal(rpc.rpc_sync("worker1", identity, (x,)), x)
+            assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (x,)), -x)
             assert (used_bytes() > before) == (x.nbytes >= 32 * 1024 and size > 1000)
 
     a.run(check)
@@ -184,7 +184,7 @@ def test_a_segment_is_used_as_soon_as_there_is_memory_for_it(pair):
 
 
 def fetch_and_leave():
-    kept.append(rpc.rpc_sync("worker1", identity, (torch.full((MIB,), 2.0),)))
+    kept.append(rpc.rpc_sync("worker1", torch.clone, (torch.full((MIB,), 2.0),)))
     rpc.shutdown()
 
 
@@ -210,12 +210,12 @@ def sum_in_child(read_end, write_end):
 
 
 def forked_child_keeps_its_tensors():
-    kept.append(rpc.rpc_sync("worker1", identity, (torch.full((MIB,), 2.0),)))
+    kept.append(rpc.rpc_sync("worker1", torch.clone, (torch.full((MIB,), 2.0),)))
     go, told = os.pipe(), os.pipe()
     child = sum_in_child(go, told)
     release_kept()
     for number in range(5):  # which would be received into the same memory
-        rpc.rpc_sync("worker1", identity, (torch.full((MIB,), float(number)),))
+        rpc.rpc_sync("worker1", torch.clone, (torch.full((MIB,), float(number)),))
     os.write(go[1], b"x")
     (found,) = struct.unpack("<d", os.read(told[0], 8))
     os.waitpid(child, 0)

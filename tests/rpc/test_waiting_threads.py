@@ -16,7 +16,7 @@ import torch
 from gradwire import rpc
 from gradwire.errors import RpcCancelledError
 from gradwire.proto.v1 import agent_pb2
-from gradwire.rpc.channels.shared_memory.receiving import AnswerLeases
+from gradwire.rpc.channels.shared_memory.answer_leases import AnswerLeases
 from gradwire.rpc.contracts.messages import Buffer
 from gradwire.rpc.execution.futures import Future
 from gradwire.rpc.execution.waiter import SocketWaiter

@@ -12,7 +12,8 @@ import torch
 from ....c10d.group_membership import GroupSpec
 from ....proto.v1 import agent_pb2
 from ..base import SendingChannel, StartTransfer
-from ..shared_memory.broadcast import SegmentBroadcast, address_and_size
+from ..shared_memory.broadcast import SegmentBroadcast
+from ..shared_memory.mapping import address_and_size
 from .group import BroadcastGroup
 
 __all__ = ["Broadcast", "BroadcastPart", "SendingGroup"]

@@ -5,18 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
-
 from ....proto.v1 import agent_pb2
+from .mapping import address_and_size
 from .peer import PeerSegments, describe
 from .sending import Segment, SegmentPool
 
-__all__ = ["SegmentBroadcast", "address_and_size"]
-
-
-def address_and_size(data: memoryview) -> tuple[int, int]:
-    """Returns what identifies a payload that is kept alive."""
-    return np.frombuffer(data, np.uint8).ctypes.data, data.nbytes
+__all__ = ["SegmentBroadcast"]
 
 
 @dataclass(slots=True)
@@ -72,7 +66,7 @@ class SegmentBroadcast:
         elif shared.source != address_and_size(data):
             return None
         shared.missing.discard(peer)
-        return describe(shared.segment, data.nbytes), is_first
+        return describe(shared.segment.number, data.nbytes), is_first
 
     def _put_first(self, data: memoryview) -> Segment | None:
         put = self._pool.put(data)

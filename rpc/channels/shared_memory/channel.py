@@ -12,10 +12,12 @@ from ...execution.executor import Executor
 from ..base import PayloadLostError, check_size
 from ..payloads import is_payload_inline
 from ..segment_limit import SegmentLimit
+from .answer_leases import AnswerLeases, LeasedSegments, Place, place_of
 from .broadcast import SegmentBroadcast
+from .leases import Memory
 from .mapping import MAX_SEGMENTS, Mapping
 from .peer import PeerSegments
-from .receiving import AnswerLeases, MappedSegments
+from .receiving import MappedSegments
 from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
 
@@ -28,6 +30,9 @@ IDLE_TIMEOUT_S = 10.0
 @final
 class SharedMemoryChannel:
     """Copies payloads into segments, which the receiver maps, and so receives them without a copy.
+
+    What has come from a worker in a segment, and nothing else refers to, goes back to it in the same one: that
+    takes no copy at all.
 
     A worker is connected by `listener` when there is a unix socket to it; to other workers, and beyond the limit
     of shared memory, `send` sends nothing, and the payload has to go by another channel.
@@ -84,6 +89,19 @@ class SharedMemoryChannel:
         state = self._peers.get(peer)
         return None if state is None else state.send(data)
 
+    def begin_return(self, peer: int, data: memoryview) -> agent_pb2.Payload | None:
+        """Describes a payload that may go back in the segment that it came in; None if it came in no such segment.
+
+        Called while a message still refers to the bytes. `end_return` follows when it does not.
+        """
+        state = self._peers.get(peer)
+        return None if state is None else state.begin_return(data)
+
+    def end_return(self, peer: int, payload: agent_pb2.Payload) -> Memory | None:
+        """Returns None if a payload goes back in its segment; else its bytes, because something refers to them."""
+        state = self._peers.get(peer)
+        return None if state is None else state.mapped.end_return(payload.segment.number)
+
     def broadcast(self, receivers: Collection[int]) -> SegmentBroadcast | None:
         """Returns what messages to these workers share; None if fewer than two of them are connected."""
         with self._lock:
@@ -136,10 +154,13 @@ class SharedMemoryChannel:
         try:
             if state is None:
                 raise ValueError("malformed payload: a segment of a worker on another host")
+            if payload.segment.returned:
+                return state.lease_own(number, nbytes)
             return state.mapped.lease(number, nbytes)
         except ValueError:
             former = self._former.get(peer)
-            if former is not None and number <= former.highest:  # a worker's numbers only grow
+            # A worker's numbers only grow.
+            if former is not None and (payload.segment.returned or number <= former.highest):
                 raise PayloadLostError("its connection broke before it was read") from None
             raise
 
@@ -152,21 +173,31 @@ class SharedMemoryChannel:
         state = self._peers.get(peer)
         if state is None:
             return None
-        mappings: dict[int, Mapping] = {}
+        found: dict[Place, tuple[LeasedSegments, Mapping]] = {}
         for payload in payloads:
             if is_payload_inline(payload):
                 continue
-            number, nbytes = payload.segment.number, payload.segment.nbytes
-            if not payload.HasField("segment") or nbytes > self._options.max_payload_bytes or number in mappings:
+            place, nbytes = place_of(payload), payload.segment.nbytes
+            if not payload.HasField("segment") or nbytes > self._options.max_payload_bytes or place in found:
                 return None
-            if (mapping := state.mapped.find(number, nbytes)) is None:
+            if place.is_returned:
+                segments: LeasedSegments = state.pool
+                mapping = state.pool.find(state, place.number, nbytes)
+            else:
+                segments = state.mapped
+                mapping = state.mapped.find(place.number, nbytes)
+            if mapping is None:
                 return None
-            mappings[number] = mapping
-        return AnswerLeases(state.mapped, mappings)
+            found[place] = segments, mapping
+        return AnswerLeases(found)
 
     def discard(self, peer: int, payload: agent_pb2.Payload) -> None:
         """Gives the segment back."""
-        if (state := self._peers.get(peer)) is not None:
+        if (state := self._peers.get(peer)) is None:
+            return
+        if payload.segment.returned:
+            state.on_released([payload.segment.number])
+        else:
             state.mapped.drop(payload.segment.number)
 
     def can_withdraw(self, peer: int, payload: agent_pb2.Payload) -> bool:  # noqa: ARG002
@@ -174,8 +205,12 @@ class SharedMemoryChannel:
         return False
 
     def withdraw(self, peer: int, payload: agent_pb2.Payload) -> None:
-        """Takes back the segment of an envelope that was not sent."""
-        if (state := self._peers.get(peer)) is not None:
+        """Takes back the segment of an envelope that was not sent, or gives it back without this."""
+        if (state := self._peers.get(peer)) is None:
+            return
+        if payload.segment.returned:
+            state.mapped.abort_return(payload.segment.number)
+        else:
             state.on_released([payload.segment.number])
 
     def drop_peer(self, peer: int, reason: str) -> None:  # noqa: ARG002

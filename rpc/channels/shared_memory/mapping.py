@@ -6,7 +6,9 @@ import mmap
 import os
 from typing import final
 
-__all__ = ["MAX_SEGMENTS", "SEALS", "Mapping"]
+import numpy as np
+
+__all__ = ["MAX_SEGMENTS", "SEALS", "Mapping", "address_and_size"]
 
 MAX_SEGMENTS = 4096
 """Segments that one agent makes, and that it maps of one other worker. A process may have 65,530 mappings."""
@@ -45,7 +47,7 @@ class Mapping:
     copies a page when it is first written to.
     """
 
-    __slots__ = ("_address", "_type", "is_private", "size")
+    __slots__ = ("_type", "address", "is_private", "size")
 
     def __init__(self, descriptor: int, size: int, *, private: bool = False) -> None:
         """Maps the first `size` bytes of a file. Raises OSError."""
@@ -55,17 +57,17 @@ class Mapping:
         address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self._address = address
+        self.address = address
         self._type = ctypes.c_char * size
         self.size = size
 
     def __del__(self) -> None:
         if self.size:
-            _libc.munmap(self._address, self.size)
+            _libc.munmap(self.address, self.size)
 
     def buffer(self) -> "ctypes.Array[ctypes.c_char]":
         """Returns the bytes as a writable buffer, a new object."""
-        made = self._type.from_address(self._address)
+        made = self._type.from_address(self.address)
         made.mapping = self  # type: ignore[attr-defined] # which lives as long as the buffer
         return made
 
@@ -79,11 +81,16 @@ class Mapping:
             OSError: they cannot be dropped, because this process has locked its memory.
         """
         # Most receivers only read. To look for copies takes a tenth of the time of dropping and mapping all pages.
-        if not _has_copies(self._address, self.size):
+        if not _has_copies(self.address, self.size):
             return False
-        if _libc.madvise(self._address, self.size, mmap.MADV_DONTNEED):
+        if _libc.madvise(self.address, self.size, mmap.MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return True
+
+
+def address_and_size(data: memoryview) -> tuple[int, int]:
+    """Returns what identifies bytes that are kept alive."""
+    return np.frombuffer(data, np.uint8).ctypes.data, data.nbytes
 
 
 def _has_copies(address: int, size: int) -> bool:

@@ -11,7 +11,7 @@ from ....proto.v1 import agent_pb2
 from ...contracts.options import ChannelOptions
 from ...transports.segments import SegmentSender
 from ..segment_limit import SegmentLimit
-from .mapping import MAX_SEGMENTS
+from .mapping import MAX_SEGMENTS, address_and_size
 from .receiving import MappedSegments
 from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
@@ -22,9 +22,9 @@ FLUSH_AFTER_S = 0.02
 """Seconds after which segments that are not used any more are given back, if no envelope tells it before."""
 
 
-def describe(segment: Segment, nbytes: int) -> agent_pb2.Payload:
-    """Returns the description of a payload of `nbytes` in a segment."""
-    return agent_pb2.Payload(segment=agent_pb2.SegmentPayload(number=segment.number, nbytes=nbytes))
+def describe(number: int, nbytes: int, *, returned: bool = False) -> agent_pb2.Payload:
+    """Returns the description of a payload of `nbytes` in a segment, maybe one that goes back to its maker."""
+    return agent_pb2.Payload(segment=agent_pb2.SegmentPayload(number=number, nbytes=nbytes, returned=returned))
 
 
 @final
@@ -86,7 +86,12 @@ class PeerSegments:
         segment, is_new = put
         if is_new:
             connection.send_segment(segment.number, segment.size, segment.descriptor)
-        return describe(segment, data.nbytes)
+        return describe(segment.number, data.nbytes)
+
+    def begin_return(self, data: memoryview) -> agent_pb2.Payload | None:
+        """Describes a payload that may go back in the segment that it came in; None if it did not come in one."""
+        number = self.mapped.begin_return(*address_and_size(data))
+        return None if number is None else describe(number, data.nbytes, returned=True)
 
     def announce(self, segment: Segment, descriptor: int) -> None:
         """Tells the other worker of a segment that further workers receive as well. Closes the descriptor."""
@@ -124,6 +129,15 @@ class PeerSegments:
     def on_dropped(self, numbers: Sequence[int]) -> None:
         """Removes segments that the other worker does not use again."""
         self._unmapper.drop(self.mapped.remove(numbers))
+
+    def lease_own(self, number: int, nbytes: int) -> memoryview:
+        """Returns the bytes that came back in a segment of this worker. Raises ValueError if it was not there."""
+        mapping = self.pool.find(self, number, nbytes)
+        if mapping is None:
+            raise ValueError(f"malformed payload: {nbytes} bytes in segment {number}, which it has not got")
+        buffer = mapping.buffer()
+        self.pool.note_lease(number, buffer)
+        return memoryview(buffer).cast("B")[:nbytes]
 
     # Giving back.
 

@@ -1,22 +1,19 @@
 """The segments of shared memory that another worker has made for this one."""
 
 import contextlib
-import ctypes
 import fcntl
 import logging
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import final
 
 import numpy as np
 
-from ....proto.v1 import agent_pb2
-from ...contracts.messages import Buffer
+from .leases import Leases, Memory
 from .mapping import MAX_SEGMENTS, SEALS, Mapping
 
-__all__ = ["AnswerLeases", "MappedSegments"]
+__all__ = ["MappedSegments"]
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +23,8 @@ class MappedSegments:
     """The segments that one other worker has made for this worker. One thread at a time uses them.
 
     Bytes in them belong to whoever has a buffer of them. When the last reference to a buffer is gone, the segment
-    goes back to the other worker.
+    goes back to the other worker. It may go back with its bytes, as a payload: `begin_return` is called while a
+    message still refers to them, and `end_return` when it does not.
 
     What other workers receive as well is mapped privately, so that the kernel copies each page that is written to.
     That takes ten times as long as copying all at once: once some have been written to, the next ones are copied.
@@ -44,14 +42,15 @@ class MappedSegments:
         self._mapped_bytes = 0
         self._maps: dict[int, Mapping] = {}
         """By number."""
+        self._numbers: dict[int, int] = {}
+        """Those of the segments that are mapped, by address."""
         self._refused: set[int] = set()
         """The numbers of the segments that are not mapped because that would be too much."""
         self._unmapped: dict[int, tuple[int, int, bool]] = {}
         """Those of them for which there was no memory: descriptor, size in bytes, and whether they are shared."""
-        self._pinned: set[int] = set()
-        """The numbers of the segments that a forked child may still use."""
-        self._leases: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
-        """The buffers in use, by the number of their segment."""
+        self._leases = Leases(self._on_lease_end)
+        self._returning: dict[int, object] = {}
+        """The segments that go back with their bytes when nothing refers to these: by number, something unique."""
         self._are_written_to = False
         """Whether bytes that other workers received as well have been written to."""
         self.highest = 0
@@ -59,7 +58,6 @@ class MappedSegments:
         self._is_closed = False
         self.released: deque[int] = deque()
         """The numbers of the segments that are not used any more, and have to be given back."""
-        _mapped_here.add(self)
 
     def add(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Maps a new segment. If that would be too much, payloads in the segment are refused.
@@ -97,10 +95,11 @@ class MappedSegments:
     def _map(self, number: int, descriptor: int, size: int, *, is_shared: bool) -> bool:
         """Maps a segment. Returns False if there is no memory."""
         try:
-            self._maps[number] = Mapping(descriptor, size, private=is_shared)
+            mapped = self._maps[number] = Mapping(descriptor, size, private=is_shared)
         except OSError as error:
             log.warning("cannot map a segment of %d bytes: %s", size, error)
             return False
+        self._numbers[mapped.address] = number
         self._mapped_bytes += size
         return True
 
@@ -126,7 +125,9 @@ class MappedSegments:
         for number in numbers:
             self._discard_unmapped(number)
         removed = [self._maps.pop(number) for number in numbers if number in self._maps]
-        self._mapped_bytes -= sum(mapped.size for mapped in removed)
+        for mapped in removed:
+            self._mapped_bytes -= mapped.size
+            self._numbers.pop(mapped.address, None)
         return removed
 
     def close(self) -> list[Mapping]:
@@ -155,9 +156,9 @@ class MappedSegments:
         self.note_lease(number, buffer)
         return memoryview(buffer).cast("B")[:nbytes]
 
-    def note_lease(self, number: int, buffer: "ctypes.Array[ctypes.c_char]") -> None:
+    def note_lease(self, number: int, buffer: Memory) -> None:
         """Has a segment given back when nothing refers to this buffer of its bytes any more."""
-        self._leases[number] = weakref.ref(buffer, lambda _: self._release(number))
+        self._leases.begin(number, buffer)
 
     def is_leased(self, number: int) -> bool:
         """Returns whether the bytes in a segment are in use."""
@@ -174,14 +175,41 @@ class MappedSegments:
         if number in self._refused or (number in self._maps and number not in self._leases):
             self._release(number)
 
-    def pin_leases(self) -> None:
-        """Keeps the segments that are in use from being given back: a child that is forked has them too."""
-        self._pinned.update(list(self._leases))
+    def begin_return(self, address: int, nbytes: int) -> int | None:
+        """Has the segment that begins at an address go back with its bytes, unless something refers to them then.
+
+        Returns:
+            Its number, for `end_return`. None if that cannot be: it is no segment, or only this worker sees what
+            has been written to it, or something else is to happen to it.
+        """
+        number = self._numbers.get(address)
+        mapped = None if number is None else self._maps.get(number)
+        if number is None or mapped is None or mapped.is_private or nbytes > mapped.size:
+            return None
+        if number not in self._leases or self._leases.is_pinned(number):
+            return None
+        mine = object()
+        return number if self._returning.setdefault(number, mine) is mine else None
+
+    def end_return(self, number: int) -> Memory | None:
+        """Returns None if a segment goes back with its bytes; else the bytes, to which something still refers."""
+        buffer = self._leases.buffer(number)
+        if buffer is None and self._leases.is_pinned(number) and (mapped := self._maps.get(number)) is not None:
+            buffer = mapped.buffer()  # a child has been forked since `begin_return`
+        if buffer is not None:
+            self._returning.pop(number, None)
+        return buffer
+
+    def abort_return(self, number: int) -> None:
+        """Has a segment go back without its bytes, after `end_return`, because the message is not sent."""
+        self._return(number)
+
+    def _on_lease_end(self, number: int) -> None:
+        """Has a segment go back to which nothing refers. Called by finalizers."""
+        if self._returning.pop(number, None) is None:
+            self._release(number)
 
     def _release(self, number: int) -> None:
-        self._leases.pop(number, None)
-        if number in self._pinned:
-            return
         mapped = self._maps.get(number)
         if mapped is not None and mapped.is_private:
             try:
@@ -199,58 +227,3 @@ class MappedSegments:
     def _return(self, number: int) -> None:
         self.released.append(number)
         self._on_released()
-
-
-@final
-class AnswerLeases:
-    """Reads the payloads of an answer, some of which are in segments, on the thread that waits for it.
-
-    A signal handler that raises may interrupt that thread at any step, and then another thread reads all of them
-    from the beginning. Until it is known that nobody will, each buffer stays here: a lease is the life of a buffer
-    and ends once, after all reading.
-    """
-
-    __slots__ = ("_buffers", "_mappings", "_segments", "is_released")
-
-    def __init__(self, segments: MappedSegments, mappings: dict[int, Mapping]) -> None:
-        """Leases nothing yet.
-
-        Args:
-            segments: those of the sender.
-            mappings: the memory of the answer's segments, by number: what `segments.find` returns.
-        """
-        self._segments = segments
-        self._mappings = mappings
-        self._buffers: dict[int, ctypes.Array[ctypes.c_char]] = {}
-        self.is_released = False
-        """Whether nobody may read any more: the segments may have been given back."""
-
-    def read(self, payload: agent_pb2.Payload) -> Buffer:
-        """Returns the bytes of a payload, the same ones each time: a PayloadReader."""
-        if not payload.HasField("segment"):
-            return payload.inline
-        number = payload.segment.number
-        buffer = self._buffers.get(number)
-        if buffer is None:
-            # Kept first: if it is interrupted before the lease, nothing is given back yet.
-            buffer = self._buffers[number] = self._mappings[number].buffer()
-        if not self._segments.is_leased(number):
-            self._segments.note_lease(number, buffer)
-        return memoryview(buffer).cast("B")[: payload.segment.nbytes]
-
-    def release(self) -> None:
-        """Keeps the bytes no longer: their segments go back when nothing else refers to them."""
-        self.is_released = True
-        self._buffers.clear()
-
-
-_mapped_here: "weakref.WeakSet[MappedSegments]" = weakref.WeakSet()
-"""Of all agents of this process, for a fork."""
-
-
-def _pin_before_fork() -> None:
-    for mapped in list(_mapped_here):
-        mapped.pin_leases()
-
-
-os.register_at_fork(before=_pin_before_fork)

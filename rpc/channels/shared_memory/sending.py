@@ -16,6 +16,7 @@ from typing import final
 import numpy as np
 
 from ..segment_limit import SegmentLimit
+from .leases import Leases, Memory
 from .mapping import SEALS, Mapping
 
 __all__ = ["Segment", "SegmentPool"]
@@ -23,12 +24,15 @@ __all__ = ["Segment", "SegmentPool"]
 MIN_SEGMENT_BYTES = 64 << 10
 """Bytes of the smallest segment. The others have twice, four times, … as many."""
 
+HERE = object()
+"""Stands for this worker among those that may use the bytes of a segment."""
+
 
 @final
 class Segment:
     """Memory that this worker has made for other workers."""
 
-    __slots__ = ("_bytes", "descriptor", "holders", "number", "size")
+    __slots__ = ("_bytes", "descriptor", "holders", "mapping", "number", "size")
 
     def __init__(self, number: int, size: int, data: memoryview) -> None:
         """Makes a segment of `size` bytes that begins with `data`.
@@ -39,7 +43,7 @@ class Segment:
         self.number = number
         self.size = size
         self.holders: set[Hashable] = set()
-        """The receivers that may use its bytes. Guarded by the lock of its pool."""
+        """The receivers that may use its bytes, or `HERE`. Guarded by the lock of its pool."""
         self.descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Writing to the file takes two thirds of the time of allocating pages and then writing to each.
@@ -49,7 +53,8 @@ class Segment:
             if written < size:
                 os.posix_fallocate(self.descriptor, written, size - written)  # fails here, not on access
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
-            self._bytes = np.frombuffer(memoryview(Mapping(self.descriptor, size).buffer()), dtype=np.uint8)
+            self.mapping = Mapping(self.descriptor, size)
+            self._bytes = np.frombuffer(memoryview(self.mapping.buffer()), dtype=np.uint8)
         except BaseException:
             os.close(self.descriptor)
             raise
@@ -63,7 +68,8 @@ class Segment:
 class SegmentPool:
     """The segments that this worker has made for one other worker, or for several. Safe to use from any thread.
 
-    A segment whose bytes have been sent is free again when all receivers have given it back, or are removed.
+    A segment whose bytes have been sent is free again when all receivers have given it back, or are removed. An
+    only receiver may give one back with bytes, which are in use here then.
     """
 
     def __init__(self, limit: SegmentLimit, receivers: Iterable[Hashable]) -> None:
@@ -84,6 +90,9 @@ class SegmentPool:
         """The numbers of segments that the only receiver has given back, and that are in `_in_use` all the same.
 
         Anyone may add some without the lock, by one C function, which a signal does not interrupt."""
+        self._ended_here: deque[int] = deque()
+        """The numbers of segments whose bytes were in use here, and are not any more; added by finalizers."""
+        self._leases = Leases(self._ended_here.append)
         self._is_closed = False
         self._was_used = False
         """Whether something has been put since the last `remove_idle`."""
@@ -100,8 +109,7 @@ class SegmentPool:
         with self._lock:
             if self._is_closed:
                 return None
-            if self.returned:
-                self._take_returned()
+            self._take_returned()
             segment = free.pop() if (free := self._free.get(size)) else None
             if segment is not None:
                 self._lend(segment)
@@ -140,6 +148,25 @@ class SegmentPool:
             for number in numbers:
                 if (segment := self._in_use.get(number)) is not None:
                     self._return(segment, receiver)
+
+    def find(self, receiver: Hashable, number: int, nbytes: int) -> Mapping | None:
+        """Returns the memory of a segment that its receiver gives back with bytes; None if it has not got it."""
+        with self._lock:
+            self._take_returned()
+            segment = self._in_use.get(number)
+            is_held = segment is not None and segment.holders == {receiver}
+            return segment.mapping if segment is not None and is_held and 0 < nbytes <= segment.size else None
+
+    def is_leased(self, number: int) -> bool:
+        """Returns whether bytes that came back in a segment are in use here."""
+        return number in self._leases
+
+    def note_lease(self, number: int, buffer: Memory) -> None:
+        """Has a segment that came back free again when nothing refers to this buffer of its bytes any more."""
+        with self._lock:
+            if (segment := self._in_use.get(number)) is not None:
+                segment.holders = {HERE}
+        self._leases.begin(number, buffer)
 
     def discard(self, segment: Segment) -> None:
         """Drops a segment that has been put, of which no receiver has been told."""
@@ -219,7 +246,9 @@ class SegmentPool:
 
         So it can be interrupted, and begun again: a number that is still there is of a segment that is free.
         """
-        while self.returned:
-            if (segment := self._in_use.get(self.returned[0])) is not None:
-                self._set_free(segment)
-            self.returned.popleft()
+        for numbers, is_here in ((self.returned, False), (self._ended_here, True)):
+            while numbers:
+                segment = self._in_use.get(numbers[0])
+                if segment is not None and (is_here or HERE not in segment.holders):
+                    self._set_free(segment)
+                numbers.popleft()

@@ -1,0 +1,73 @@
+"""The buffers of segments that are in use in this process."""
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import final
+
+__all__ = ["Leases", "Memory"]
+
+Memory = ctypes.Array[ctypes.c_char]
+"""A buffer of the bytes of a segment."""
+
+
+@final
+class Leases:
+    """Which segments have bytes that something in this process refers to: a lease is the life of a buffer."""
+
+    def __init__(self, on_end: Callable[[int], None]) -> None:
+        """Has no lease yet.
+
+        Args:
+            on_end: takes the number of a segment that nothing refers to any more. Finalizers call it, on any
+                thread: it must take no lock. Not called for a segment that a forked child may still use.
+        """
+        self._on_end = on_end
+        self._buffers: dict[int, weakref.ref[Memory]] = {}
+        """By the number of their segment."""
+        self._pinned: set[int] = set()
+        """The numbers of the segments that a forked child may still use."""
+        _leases_here.add(self)
+
+    def __contains__(self, number: int) -> bool:
+        return self.buffer(number) is not None
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def begin(self, number: int, buffer: Memory) -> None:
+        """Has a segment in use until nothing refers to this buffer of its bytes any more."""
+        self._buffers[number] = weakref.ref(buffer, partial(self._end, number))
+
+    def buffer(self, number: int) -> Memory | None:
+        """Returns the bytes of a segment that are in use; None if they are not."""
+        found = self._buffers.get(number)
+        return None if found is None else found()
+
+    def is_pinned(self, number: int) -> bool:
+        """Returns whether a forked child may use a segment, now and for ever."""
+        return number in self._pinned
+
+    def pin(self) -> None:
+        """Keeps the segments that are in use from being used again: a child that is forked has them too."""
+        self._pinned.update(list(self._buffers))
+
+    def _end(self, number: int, buffer: "weakref.ref[Memory]") -> None:
+        if self._buffers.get(number) is buffer:  # else the segment is in use again
+            self._buffers.pop(number, None)
+        if number not in self._pinned:
+            self._on_end(number)
+
+
+_leases_here: "weakref.WeakSet[Leases]" = weakref.WeakSet()
+"""Of all agents of this process, for a fork."""
+
+
+def _pin_before_fork() -> None:
+    for leases in list(_leases_here):
+        leases.pin()
+
+
+os.register_at_fork(before=_pin_before_fork)
