@@ -953,20 +953,20 @@ class SegmentPayload(google.protobuf.message.Message):
 
     NUMBER_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
-    RETURNED_FIELD_NUMBER: builtins.int
+    SENT_BACK_FIELD_NUMBER: builtins.int
     number: builtins.int
     """counts the segments that the sender has made"""
     nbytes: builtins.int
-    returned: builtins.bool
+    sent_back: builtins.bool
     """The segment is one of the receiver's, which has sent bytes in it, and goes back to it with these."""
     def __init__(
         self,
         *,
         number: builtins.int = ...,
         nbytes: builtins.int = ...,
-        returned: builtins.bool = ...,
+        sent_back: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["nbytes", b"nbytes", "number", b"number", "returned", b"returned"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["nbytes", b"nbytes", "number", b"number", "sent_back", b"sent_back"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SegmentPayload: typing_extensions.TypeAlias = SegmentPayload

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from ...errors import LimitReachedError, RemoteError, SerializationError, WorkerSuspectError
+from ...errors import LimitReachedError, RemoteError, RpcError, SerializationError, WorkerSuspectError
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.broadcast.sending import Broadcast
@@ -209,7 +209,7 @@ class Codec:
                 raise
             return
         writer = self._network.writer(message.destination, broadcast)
-        writer.may_return = message.reply_to is not None
+        writer.may_send_back = message.reply_to is not None
         try:
             writer.put_body(message.body, envelope.body)
             envelope.tensors.extend(
@@ -220,12 +220,17 @@ class Codec:
             envelope.attached_nbytes = writer.attached_nbytes
             data = self._serialize(message)
             message.payloads, message.nbytes = writer.external, writer.nbytes
+        except Exception:
+            writer.abort()
+            _put_back(message, tensors)
+            raise
+        try:
             # Now: the receiver may ask for the counts at once.
             self.traffic.sent_by_channel(
                 message.destination.wire_id, writer.nbytes, writer.inline_nbytes, writer.external_nbytes
             )
             message.ticket = self._network.send(message.destination, data, writer.attached)
-        except Exception:  # after Ctrl-C the message may be on its way
+        except RpcError:  # after what a signal handler raises, the message may be on its way
             writer.abort()
             _put_back(message, tensors)
             raise

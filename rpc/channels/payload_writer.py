@@ -55,9 +55,9 @@ class PayloadWriter:
         self._cuda_ipc = cuda_ipc
         self._shared_threshold = options.shared_memory_threshold
         self._broadcast = broadcast
-        self.may_return = False
+        self.may_send_back = False
         """Whether a payload may go back in the segment that it came in, if nothing refers to it in the end."""
-        self._returning: list[agent_pb2.Payload] = []
+        self._going_back: list[agent_pb2.Payload] = []
         """Those for which that is not known yet."""
         self._count = 0
         self._transfers: list[StartTransfer] = []
@@ -94,11 +94,11 @@ class PayloadWriter:
             self._add_external(shared.payload, data.nbytes)
             self.nbytes += data.nbytes if shared.is_first else 0
             return shared.payload
-        if self.may_return and data.nbytes >= self._shared_threshold:
-            returning = self._shared_memory.begin_return(self._peer, data)
-            if returning is not None:
-                self._returning.append(returning)
-                return returning
+        if self.may_send_back and data.nbytes >= self._shared_threshold:
+            going_back = self._shared_memory.begin_send_back(self._peer, data)
+            if going_back is not None:
+                self._going_back.append(going_back)
+                return going_back
         self.nbytes += data.nbytes
         if data.nbytes >= self._shared_threshold:
             in_segment = self._shared_memory.send(self._peer, data)
@@ -125,19 +125,19 @@ class PayloadWriter:
         Args:
             envelope: that of the message. Has the new descriptions of these payloads afterwards.
         """
-        self.may_return = False
-        while self._returning:
-            payload = self._returning.pop()
-            nbytes = payload.segment.nbytes
-            kept = self._shared_memory.end_return(self._peer, payload)
+        self.may_send_back = False
+        described: dict[int, agent_pb2.Payload] = {}
+        while self._going_back:
+            payload = self._going_back.pop()
+            number, nbytes = payload.segment.number, payload.segment.nbytes
+            kept = self._shared_memory.end_send_back(self._peer, payload)
             if kept is None:
                 self._add_external(payload, nbytes)
                 self.nbytes += nbytes
                 continue
-            sent = self.put(memoryview(kept).cast("B")[:nbytes])
-            for described in payloads_of(envelope):
-                if described == payload:
-                    described.CopyFrom(sent)
+            if not described:
+                described = {each.segment.number: each for each in payloads_of(envelope) if each.segment.sent_back}
+            described[number].CopyFrom(self.put(memoryview(kept).cast("B")[:nbytes]))
 
     def _attach(self, data: memoryview, gap: int) -> agent_pb2.Payload:
         """Has bytes follow the envelope after a gap, from an offset at which all dtypes can begin."""
@@ -178,8 +178,8 @@ class PayloadWriter:
 
     def abort(self) -> None:
         """Takes back what has been put, because the envelope was not sent."""
-        for payload in self._returning:
-            if self._shared_memory.end_return(self._peer, payload) is None:
+        for payload in self._going_back:
+            if self._shared_memory.end_send_back(self._peer, payload) is None:
                 self._shared_memory.withdraw(self._peer, payload)
         for payload in self.external:
             if payload.HasField("segment"):

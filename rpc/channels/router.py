@@ -20,7 +20,7 @@ from .chunked import ChunkedChannel
 from .cuda.channel import CudaIpcChannel
 from .payload_writer import PayloadWriter
 from .payloads import AnswerPayloads, PayloadReader, external_bytes, has_come, payloads_of, read_inline
-from .shared_memory.answer_leases import Place, place_of
+from .shared_memory.answer_leases import SegmentPlace, segment_place
 from .shared_memory.channel import SharedMemoryChannel
 
 __all__ = ["ChannelRouter", "Collecting"]
@@ -188,14 +188,14 @@ class ChannelRouter:
         # Memory for what comes by bulk connections is allocated before it arrives.
         bulk = [payload.bulk.nbytes for payload in external if payload.HasField("bulk")]
         count, bulk_bytes = len(bulk), sum(bulk)
-        segments: dict[Place, Buffer] = {}
+        segments: dict[SegmentPlace, Buffer] = {}
         on_devices: dict[tuple[int, int], DeviceBuffer] = {}
         pending: dict[int, concurrent.futures.Future[Buffer]] = {}
         try:
             self.announced.begin(peer, count, bulk_bytes)
             for payload in external:
                 if payload.HasField("segment"):
-                    segments[place_of(payload)] = self._shared_memory.receive(peer, payload)
+                    segments[segment_place(payload)] = self._shared_memory.receive(peer, payload)
                 elif payload.HasField("cuda_ipc"):
                     on_devices[_place(payload)] = self._cuda_ipc.receive(peer, payload)
                 else:
@@ -204,7 +204,7 @@ class ChannelRouter:
             if not isinstance(error, TooMuchAnnouncedError):
                 self.announced.end(peer, count, bulk_bytes)
             self._discard(
-                peer, [p for p in external if place_of(p) not in segments and _place(p) not in on_devices]
+                peer, [p for p in external if segment_place(p) not in segments and _place(p) not in on_devices]
             )
             raise
         transfers: dict[int, Buffer] = {}
@@ -212,7 +212,7 @@ class ChannelRouter:
         def read(payload: agent_pb2.Payload) -> Buffer | DeviceBuffer:
             # Kept no longer: a segment goes back when nothing refers to its bytes.
             if payload.HasField("segment"):
-                return segments.pop(place_of(payload))
+                return segments.pop(segment_place(payload))
             if payload.HasField("cuda_ipc"):
                 return on_devices.pop(_place(payload))
             return transfers.pop(payload.bulk.transfer_id) if payload.HasField("bulk") else read_here(payload)

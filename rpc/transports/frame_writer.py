@@ -199,7 +199,7 @@ class FrameWriter:
             if self._is_to_be_released:
                 self.release()
             else:
-                self._flush()  # a thread may have found the lock held
+                self._flush_if_possible()  # a thread may have found the lock held
 
     def take_unwritten(self) -> list[bytes]:
         """Returns the first bytes of each frame of which nothing has been written. Called once, after `cut`.
@@ -255,20 +255,21 @@ class FrameWriter:
             self._queue.extend(map(deque.popleft, repeat(self._behind, len(self._behind))))
 
     def _flush_if_possible(self) -> None:
-        if not self._is_full:
-            self._flush()
-
-    def _flush(self) -> None:
+        if self._is_full:
+            return
         try:
-            # Again after each release: a frame may have been queued by a thread that found the lock held.
-            while self._queue and not self._is_full and self._flush_once():
-                pass
+            self._flush()
         except BaseException:  # Ctrl-C: the executor goes on. From here on, one C function in each block
             try:
                 self._executor.poller.handed_over.append((-1, self._on_writable))
             finally:
                 self._executor.poller.wake()
             raise
+
+    def _flush(self) -> None:
+        # Again after each release: a frame may have been queued by a thread that found the lock held.
+        while self._queue and not self._is_full and self._flush_once():
+            pass
 
     def _flush_once(self) -> bool:
         """Writes what is queued, unless another thread is writing; returns whether this one has written."""
@@ -371,7 +372,11 @@ class FrameWriter:
 
     def _on_writable(self) -> bool:
         self._is_full = False
-        self._flush()
+        try:
+            self._flush()
+        except Exception:  # no memory, for one
+            self.cut()
+            raise
         return False  # `_flush` watches again where it has to
 
 

@@ -141,8 +141,9 @@ class Packer:
             raise
         if extractor.parameter_ids:
             packed.leaves = self._leaves(extractor, value)
-        if len(packed.body) < SMALL_BODY_BYTES or extractor.is_small():
-            extractor.reset()
+        is_small = len(packed.body) < SMALL_BODY_BYTES or extractor.is_small()
+        extractor.reset()  # also if only the garbage collector frees it: it refers to the tensors
+        if is_small:
             self._idle.append(extractor)
         return packed
 
@@ -154,6 +155,7 @@ class Packer:
         extractor = self._make_extractor()
         packed = extractor.pickle(value, device_map, with_small=False)
         packed.leaves = self._leaves(extractor, value)
+        extractor.reset()
         return packed
 
     def _leaves(self, extractor: "_Extractor", value: object) -> AbstractSet[int]:

@@ -143,7 +143,7 @@ class _InlineWriter:
     attached: Sequence[memoryview] = ()
     external: Sequence[agent_pb2.Payload] = ()
     external_nbytes: Mapping[str, int] = MappingProxyType({})
-    may_return = False
+    may_send_back = False
 
     def put_body(self, body: bytes, description: agent_pb2.Payload) -> None:
         description.inline = body

@@ -168,7 +168,7 @@ PAYLOADS = st.one_of(
     st.builds(agent_pb2.Payload, attached=st.builds(agent_pb2.AttachedPayload, offset=SIZES, nbytes=SIZES)),
     st.builds(
         agent_pb2.Payload,
-        segment=st.builds(agent_pb2.SegmentPayload, number=IDS, nbytes=SIZES, returned=st.booleans()),
+        segment=st.builds(agent_pb2.SegmentPayload, number=IDS, nbytes=SIZES, sent_back=st.booleans()),
     ),
     st.builds(agent_pb2.Payload, chunked=st.builds(agent_pb2.ChunkedPayload, transfer_id=IDS, nbytes=SIZES)),
     st.builds(agent_pb2.Payload, bulk=st.builds(agent_pb2.BulkPayload, bundle=IDS, transfer_id=IDS, nbytes=SIZES)),

@@ -59,7 +59,7 @@ PAYLOADS = st.one_of(
     st.builds(agent_pb2.Payload, chunked=st.builds(agent_pb2.ChunkedPayload, transfer_id=NUMBERS, nbytes=NUMBERS)),
     st.builds(
         agent_pb2.Payload,
-        segment=st.builds(agent_pb2.SegmentPayload, number=NUMBERS, nbytes=NUMBERS, returned=st.booleans()),
+        segment=st.builds(agent_pb2.SegmentPayload, number=NUMBERS, nbytes=NUMBERS, sent_back=st.booleans()),
     ),
     st.builds(
         agent_pb2.Payload,

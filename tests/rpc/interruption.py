@@ -17,7 +17,7 @@ from gradwire.rpc.execution.waiter import SocketWaiter
 UNINTERRUPTED = 3
 """Runs in a row that end before the moment at which to interrupt: then there are no more of them."""
 
-FINALIZERS = frozenset({"_release", "<lambda>"})
+FINALIZERS = frozenset({"_end", "_on_lease_end", "_release", "<lambda>"})
 """Functions in which Python drops what is raised. They are not interrupted themselves, but what they call is."""
 
 

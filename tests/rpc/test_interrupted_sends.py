@@ -4,7 +4,9 @@ import select
 import socket
 
 import pytest
+import torch
 from gradwire import rpc
+from gradwire.errors import SerializationError
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.transports.frame_writer import AttachedFrame, FrameWriter
 
@@ -43,6 +45,42 @@ def test_a_send_may_be_interrupted_at_any_moment(workers, transports, size):
         worker.run(wait_until, nothing_is_pending)
 
 
+foreign: list[float] = []
+
+
+def expect(x: torch.Tensor, number: float) -> None:
+    """Notes it if a tensor has other elements than this number."""
+    if not bool((x == number).all()):
+        foreign.append(number)
+
+
+def found_foreign() -> list[float]:
+    return foreign
+
+
+def raise_in_each_send(error: type[Exception]) -> None:
+    """Has each send of a tensor fail later than the one before, with further calls after each."""
+    moment, uninterrupted = 1, 0
+    while uninterrupted < UNINTERRUPTED:
+        try:
+            with Interruption(moment, error=error):
+                rpc.rpc_async("worker1", expect, (torch.full((MIB // 8,), float(moment)), moment))
+            uninterrupted += 1
+        except (error, SerializationError):  # the latter if the value was being pickled
+            uninterrupted = 0
+        for number in (-moment, -2 * moment):
+            rpc.rpc_async("worker1", expect, (torch.full((MIB // 8,), float(number)), number)).wait()
+        moment += 1
+    assert moment > 80
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ArithmeticError])
+def test_what_was_being_sent_when_a_signal_handler_raised_stays_as_it_was(workers, error):
+    a, b = workers.rpc(2, transports=("unix", "grpc"), busy_poll=0)
+    a.run(raise_in_each_send, error)
+    assert b.run(found_foreign) == []
+
+
 @pytest.mark.parametrize("error", [InterruptError, TimeoutError])  # the latter is an OSError
 @pytest.mark.parametrize("attaches", [False, True])
 def test_a_frame_that_is_begun_is_written_wherever_the_write_is_interrupted(
@@ -70,3 +108,21 @@ def test_a_frame_that_is_begun_is_written_wherever_the_write_is_interrupted(
                 assert received.read(MIB) == large, moment
             writer.release()
     assert begun > 20
+
+
+def test_a_write_that_fails_on_the_executor_too_breaks_the_connection(executor: Executor, monkeypatch):
+    def fail(_writer: FrameWriter) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(FrameWriter, "_next", fail)
+    executor.submit(bool)  # which starts a thread
+    ours, peers = socket.socketpair()
+    ours.settimeout(0)
+    peers.settimeout(20)
+    writer = FrameWriter(ours, executor)
+    with peers, pytest.raises(MemoryError):
+        try:
+            writer.put(b"frame")
+        finally:
+            assert peers.recv(1) == b""
+    writer.release()

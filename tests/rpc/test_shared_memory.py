@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from gradwire import rpc
+from gradwire.errors import SendFailedError
 from gradwire.rpc.channels.segment_limit import SegmentLimit
 from gradwire.rpc.channels.shared_memory import channel as shared_memory
 from gradwire.rpc.channels.shared_memory import receiving
@@ -337,12 +338,12 @@ def test_a_call_that_is_not_sent_gives_its_segment_back(pair):
         send = used.send
 
         def refuse(*_):
-            raise ValueError("on purpose")
+            raise SendFailedError("worker1", "on purpose")
 
         used.send = refuse
         for _ in range(5):
-            with pytest.raises(ValueError, match="on purpose"):
-                rpc.rpc_async("worker1", identity, (torch.ones(MIB),))
+            with pytest.raises(SendFailedError, match="on purpose"):
+                rpc.rpc_sync("worker1", identity, (torch.ones(MIB),))
         used.send = send
         assert used_bytes() <= before + 4 * MIB
 

@@ -8,7 +8,7 @@ from ...contracts.messages import Buffer
 from .leases import Memory
 from .mapping import Mapping
 
-__all__ = ["AnswerLeases", "LeasedSegments", "Place", "place_of"]
+__all__ = ["AnswerLeases", "LeasedSegments", "SegmentPlace", "segment_place"]
 
 
 class LeasedSegments(Protocol):
@@ -21,17 +21,17 @@ class LeasedSegments(Protocol):
         """Has a segment in use until nothing refers to this buffer of its bytes any more."""
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """The segment of a payload."""
 
     number: int
-    is_returned: bool
+    is_sent_back: bool
     """Whether it is one of the receiver's own."""
 
 
-def place_of(payload: agent_pb2.Payload) -> Place:
+def segment_place(payload: agent_pb2.Payload) -> SegmentPlace:
     """Returns the segment of a payload."""
-    return Place(payload.segment.number, payload.segment.returned)
+    return SegmentPlace(payload.segment.number, payload.segment.sent_back)
 
 
 @final
@@ -45,10 +45,10 @@ class AnswerLeases:
 
     __slots__ = ("_buffers", "_found", "is_released")
 
-    def __init__(self, found: AnyMapping[Place, tuple[LeasedSegments, Mapping]]) -> None:
+    def __init__(self, found: AnyMapping[SegmentPlace, tuple[LeasedSegments, Mapping]]) -> None:
         """Leases nothing yet. Args: found: the answer's segments and their memory."""
         self._found = found
-        self._buffers: dict[Place, Memory] = {}
+        self._buffers: dict[SegmentPlace, Memory] = {}
         self.is_released = False
         """Whether nobody may read any more: the segments may have been given back."""
 
@@ -56,7 +56,7 @@ class AnswerLeases:
         """Returns the bytes of a payload, the same ones each time: a PayloadReader."""
         if not payload.HasField("segment"):
             return payload.inline
-        place = place_of(payload)
+        place = segment_place(payload)
         segments, mapping = self._found[place]
         buffer = self._buffers.get(place)
         if buffer is None:

@@ -12,12 +12,11 @@ from ...execution.executor import Executor
 from ..base import PayloadLostError, check_size
 from ..payloads import is_payload_inline
 from ..segment_limit import SegmentLimit
-from .answer_leases import AnswerLeases, LeasedSegments, Place, place_of
+from .answer_leases import AnswerLeases, LeasedSegments, SegmentPlace, segment_place
 from .broadcast import SegmentBroadcast
 from .leases import Memory
 from .mapping import MAX_SEGMENTS, Mapping
 from .peer import PeerSegments
-from .receiving import MappedSegments
 from .sending import Segment, SegmentPool
 from .unmapping import Unmapper
 
@@ -55,7 +54,7 @@ class SharedMemoryChannel:
         self._lock = threading.Lock()
         """Guards changes of `_peers`, and `_shared_pools`."""
         self._peers: dict[int, PeerSegments] = {}
-        self._former: dict[int, MappedSegments] = {}
+        self._former: dict[int, PeerSegments] = {}
         """Those of the last connection that broke, by peer: some of what came by it may be read after that."""
         self._shared_pools: dict[frozenset[PeerSegments], SegmentPool] = {}
         """The pools of segments that several workers receive, by receivers."""
@@ -89,18 +88,18 @@ class SharedMemoryChannel:
         state = self._peers.get(peer)
         return None if state is None else state.send(data)
 
-    def begin_return(self, peer: int, data: memoryview) -> agent_pb2.Payload | None:
+    def begin_send_back(self, peer: int, data: memoryview) -> agent_pb2.Payload | None:
         """Describes a payload that may go back in the segment that it came in; None if it came in no such segment.
 
-        Called while a message still refers to the bytes. `end_return` follows when it does not.
+        Called while a message still refers to the bytes. `end_send_back` follows when it does not.
         """
         state = self._peers.get(peer)
-        return None if state is None else state.begin_return(data)
+        return None if state is None else state.begin_send_back(data)
 
-    def end_return(self, peer: int, payload: agent_pb2.Payload) -> Memory | None:
+    def end_send_back(self, peer: int, payload: agent_pb2.Payload) -> Memory | None:
         """Returns None if a payload goes back in its segment; else its bytes, because something refers to them."""
         state = self._peers.get(peer)
-        return None if state is None else state.mapped.end_return(payload.segment.number)
+        return None if state is None else state.mapped.end_send_back(payload.segment.number)
 
     def broadcast(self, receivers: Collection[int]) -> SegmentBroadcast | None:
         """Returns what messages to these workers share; None if fewer than two of them are connected."""
@@ -154,13 +153,13 @@ class SharedMemoryChannel:
         try:
             if state is None:
                 raise ValueError("malformed payload: a segment of a worker on another host")
-            if payload.segment.returned:
+            if payload.segment.sent_back:
                 return state.lease_own(number, nbytes)
             return state.mapped.lease(number, nbytes)
         except ValueError:
             former = self._former.get(peer)
             # A worker's numbers only grow.
-            if former is not None and (payload.segment.returned or number <= former.highest):
+            if former is not None and number <= former.highest(sent_back=payload.segment.sent_back):
                 raise PayloadLostError("its connection broke before it was read") from None
             raise
 
@@ -173,14 +172,14 @@ class SharedMemoryChannel:
         state = self._peers.get(peer)
         if state is None:
             return None
-        found: dict[Place, tuple[LeasedSegments, Mapping]] = {}
+        found: dict[SegmentPlace, tuple[LeasedSegments, Mapping]] = {}
         for payload in payloads:
             if is_payload_inline(payload):
                 continue
-            place, nbytes = place_of(payload), payload.segment.nbytes
+            place, nbytes = segment_place(payload), payload.segment.nbytes
             if not payload.HasField("segment") or nbytes > self._options.max_payload_bytes or place in found:
                 return None
-            if place.is_returned:
+            if place.is_sent_back:
                 segments: LeasedSegments = state.pool
                 mapping = state.pool.find(state, place.number, nbytes)
             else:
@@ -195,7 +194,7 @@ class SharedMemoryChannel:
         """Gives the segment back."""
         if (state := self._peers.get(peer)) is None:
             return
-        if payload.segment.returned:
+        if payload.segment.sent_back:
             state.on_released([payload.segment.number])
         else:
             state.mapped.drop(payload.segment.number)
@@ -208,8 +207,8 @@ class SharedMemoryChannel:
         """Takes back the segment of an envelope that was not sent, or gives it back without this."""
         if (state := self._peers.get(peer)) is None:
             return
-        if payload.segment.returned:
-            state.mapped.abort_return(payload.segment.number)
+        if payload.segment.sent_back:
+            state.mapped.abort_send_back(payload.segment.number)
         else:
             state.on_released([payload.segment.number])
 
@@ -226,7 +225,7 @@ class SharedMemoryChannel:
         with self._lock:
             if (state := self._peers.get(peer)) is None:
                 return
-            self._former[peer] = state.mapped  # first: another thread may read at the same time
+            self._former[peer] = state  # first: another thread may read at the same time
             del self._peers[peer]
         state.close()
 

@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-__all__ = ["MAX_SEGMENTS", "SEALS", "Mapping", "address_and_size"]
+__all__ = ["MAX_SEGMENTS", "SEALS", "Mapping", "address_and_size", "may_send_back"]
 
 MAX_SEGMENTS = 4096
 """Segments that one agent makes, and that it maps of one other worker. A process may have 65,530 mappings."""
@@ -86,6 +86,11 @@ class Mapping:
         if _libc.madvise(self.address, self.size, mmap.MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return True
+
+
+def may_send_back(nbytes: int, segment_bytes: int) -> bool:
+    """Returns whether so many bytes may go back in their segment: a small part would keep all of it in use."""
+    return segment_bytes <= 4 * nbytes <= 4 * segment_bytes
 
 
 def address_and_size(data: memoryview) -> tuple[int, int]:

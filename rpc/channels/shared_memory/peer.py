@@ -22,9 +22,9 @@ FLUSH_AFTER_S = 0.02
 """Seconds after which segments that are not used any more are given back, if no envelope tells it before."""
 
 
-def describe(number: int, nbytes: int, *, returned: bool = False) -> agent_pb2.Payload:
+def describe(number: int, nbytes: int, *, sent_back: bool = False) -> agent_pb2.Payload:
     """Returns the description of a payload of `nbytes` in a segment, maybe one that goes back to its maker."""
-    return agent_pb2.Payload(segment=agent_pb2.SegmentPayload(number=number, nbytes=nbytes, returned=returned))
+    return agent_pb2.Payload(segment=agent_pb2.SegmentPayload(number=number, nbytes=nbytes, sent_back=sent_back))
 
 
 @final
@@ -88,10 +88,10 @@ class PeerSegments:
             connection.send_segment(segment.number, segment.size, segment.descriptor)
         return describe(segment.number, data.nbytes)
 
-    def begin_return(self, data: memoryview) -> agent_pb2.Payload | None:
+    def begin_send_back(self, data: memoryview) -> agent_pb2.Payload | None:
         """Describes a payload that may go back in the segment that it came in; None if it did not come in one."""
-        number = self.mapped.begin_return(*address_and_size(data))
-        return None if number is None else describe(number, data.nbytes, returned=True)
+        number = self.mapped.begin_send_back(*address_and_size(data))
+        return None if number is None else describe(number, data.nbytes, sent_back=True)
 
     def announce(self, segment: Segment, descriptor: int) -> None:
         """Tells the other worker of a segment that further workers receive as well. Closes the descriptor."""
@@ -129,6 +129,10 @@ class PeerSegments:
     def on_dropped(self, numbers: Sequence[int]) -> None:
         """Removes segments that the other worker does not use again."""
         self._unmapper.drop(self.mapped.remove(numbers))
+
+    def highest(self, *, sent_back: bool) -> int:
+        """Returns the highest number of a segment of the other worker, or of this one if it is sent back."""
+        return self.pool.highest if sent_back else self.mapped.highest
 
     def lease_own(self, number: int, nbytes: int) -> memoryview:
         """Returns the bytes that came back in a segment of this worker. Raises ValueError if it was not there."""

@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 
 from .leases import Leases, Memory
-from .mapping import MAX_SEGMENTS, SEALS, Mapping
+from .mapping import MAX_SEGMENTS, SEALS, Mapping, may_send_back
 
 __all__ = ["MappedSegments"]
 
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 @final
 class MappedSegments:
-    """The segments that one other worker has made for this worker. One thread at a time uses them.
+    """The segments that one other worker has made for this worker. One thread at a time receives them.
 
     Bytes in them belong to whoever has a buffer of them. When the last reference to a buffer is gone, the segment
-    goes back to the other worker. It may go back with its bytes, as a payload: `begin_return` is called while a
-    message still refers to them, and `end_return` when it does not.
+    is returned to the other worker. Or it is sent back with its bytes, as a payload: `begin_send_back` is called
+    while a message still refers to them, and `end_send_back` when it does not, on any thread.
 
     What other workers receive as well is mapped privately, so that the kernel copies each page that is written to.
     That takes ten times as long as copying all at once: once some have been written to, the next ones are copied.
@@ -49,7 +49,7 @@ class MappedSegments:
         self._unmapped: dict[int, tuple[int, int, bool]] = {}
         """Those of them for which there was no memory: descriptor, size in bytes, and whether they are shared."""
         self._leases = Leases(self._on_lease_end)
-        self._returning: dict[int, object] = {}
+        self._going_back: dict[int, object] = {}
         """The segments that go back with their bytes when nothing refers to these: by number, something unique."""
         self._are_written_to = False
         """Whether bytes that other workers received as well have been written to."""
@@ -175,38 +175,38 @@ class MappedSegments:
         if number in self._refused or (number in self._maps and number not in self._leases):
             self._release(number)
 
-    def begin_return(self, address: int, nbytes: int) -> int | None:
+    def begin_send_back(self, address: int, nbytes: int) -> int | None:
         """Has the segment that begins at an address go back with its bytes, unless something refers to them then.
 
         Returns:
-            Its number, for `end_return`. None if that cannot be: it is no segment, or only this worker sees what
-            has been written to it, or something else is to happen to it.
+            Its number, for `end_send_back`. None if that cannot be: it is no segment, or a small part of one, or
+            only this worker sees what has been written to it, or something else is to happen to it.
         """
         number = self._numbers.get(address)
         mapped = None if number is None else self._maps.get(number)
-        if number is None or mapped is None or mapped.is_private or nbytes > mapped.size:
+        if number is None or mapped is None or mapped.is_private or not may_send_back(nbytes, mapped.size):
             return None
         if number not in self._leases or self._leases.is_pinned(number):
             return None
         mine = object()
-        return number if self._returning.setdefault(number, mine) is mine else None
+        return number if self._going_back.setdefault(number, mine) is mine else None
 
-    def end_return(self, number: int) -> Memory | None:
+    def end_send_back(self, number: int) -> Memory | None:
         """Returns None if a segment goes back with its bytes; else the bytes, to which something still refers."""
         buffer = self._leases.buffer(number)
         if buffer is None and self._leases.is_pinned(number) and (mapped := self._maps.get(number)) is not None:
-            buffer = mapped.buffer()  # a child has been forked since `begin_return`
+            buffer = mapped.buffer()  # a child has been forked since `begin_send_back`
         if buffer is not None:
-            self._returning.pop(number, None)
+            self._going_back.pop(number, None)
         return buffer
 
-    def abort_return(self, number: int) -> None:
-        """Has a segment go back without its bytes, after `end_return`, because the message is not sent."""
+    def abort_send_back(self, number: int) -> None:
+        """Has a segment go back without its bytes, after `end_send_back`, because the message is not sent."""
         self._return(number)
 
     def _on_lease_end(self, number: int) -> None:
         """Has a segment go back to which nothing refers. Called by finalizers."""
-        if self._returning.pop(number, None) is None:
+        if self._going_back.pop(number, None) is None:
             self._release(number)
 
     def _release(self, number: int) -> None:

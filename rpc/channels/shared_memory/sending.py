@@ -17,7 +17,7 @@ import numpy as np
 
 from ..segment_limit import SegmentLimit
 from .leases import Leases, Memory
-from .mapping import SEALS, Mapping
+from .mapping import SEALS, Mapping, may_send_back
 
 __all__ = ["Segment", "SegmentPool"]
 
@@ -43,7 +43,7 @@ class Segment:
         self.number = number
         self.size = size
         self.holders: set[Hashable] = set()
-        """The receivers that may use its bytes, or `HERE`. Guarded by the lock of its pool."""
+        """The receivers that may use its bytes, or `HERE`. Changed with the lock of its pool, or to {HERE}."""
         self.descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Writing to the file takes two thirds of the time of allocating pages and then writing to each.
@@ -69,7 +69,7 @@ class SegmentPool:
     """The segments that this worker has made for one other worker, or for several. Safe to use from any thread.
 
     A segment whose bytes have been sent is free again when all receivers have given it back, or are removed. An
-    only receiver may give one back with bytes, which are in use here then.
+    only receiver may send one back with bytes, which are in use here then.
     """
 
     def __init__(self, limit: SegmentLimit, receivers: Iterable[Hashable]) -> None:
@@ -93,6 +93,8 @@ class SegmentPool:
         self._ended_here: deque[int] = deque()
         """The numbers of segments whose bytes were in use here, and are not any more; added by finalizers."""
         self._leases = Leases(self._ended_here.append)
+        self.highest = 0
+        """The highest number of a segment so far."""
         self._is_closed = False
         self._was_used = False
         """Whether something has been put since the last `remove_idle`."""
@@ -126,6 +128,7 @@ class SegmentPool:
     def _put_into_new(self, size: int, data: memoryview) -> tuple[Segment, bool] | None:
         if (number := self._limit.acquire(size)) is None:
             return None
+        self.highest = max(self.highest, number)
         try:
             segment = Segment(number, size, data)
         except BaseException as error:
@@ -150,12 +153,14 @@ class SegmentPool:
                     self._return(segment, receiver)
 
     def find(self, receiver: Hashable, number: int, nbytes: int) -> Mapping | None:
-        """Returns the memory of a segment that its receiver gives back with bytes; None if it has not got it."""
-        with self._lock:
-            self._take_returned()
-            segment = self._in_use.get(number)
-            is_held = segment is not None and segment.holders == {receiver}
-            return segment.mapping if segment is not None and is_held and 0 < nbytes <= segment.size else None
+        """Returns the memory of a segment that its receiver sends back with bytes; None if it may not.
+
+        Takes no lock, as `note_lease`: the handler of a signal may send something while a thread reads an answer.
+        """
+        segment = self._in_use.get(number)
+        if segment is None or segment.holders != {receiver} or not may_send_back(nbytes, segment.size):
+            return None
+        return segment.mapping
 
     def is_leased(self, number: int) -> bool:
         """Returns whether bytes that came back in a segment are in use here."""
@@ -163,9 +168,8 @@ class SegmentPool:
 
     def note_lease(self, number: int, buffer: Memory) -> None:
         """Has a segment that came back free again when nothing refers to this buffer of its bytes any more."""
-        with self._lock:
-            if (segment := self._in_use.get(number)) is not None:
-                segment.holders = {HERE}
+        if (segment := self._in_use.get(number)) is not None:
+            segment.holders = {HERE}
         self._leases.begin(number, buffer)
 
     def discard(self, segment: Segment) -> None:
@@ -186,6 +190,7 @@ class SegmentPool:
         with self._lock:
             self._receivers.discard(receiver)
             is_last = not self._receivers
+            self._is_closed |= is_last  # so that nothing is put into what it has sent back
             for segment in list(self._in_use.values()):
                 self._return(segment, receiver)
         return self.close() if is_last else []
@@ -242,9 +247,10 @@ class SegmentPool:
             self._free[segment.size].extend(map(self._in_use.pop, (segment.number,)))
 
     def _take_returned(self) -> None:
-        """Sets the segments in `returned` free. Called before any segment is used again.
+        """Sets the segments in `returned` and `_ended_here` free. Called before any segment is used again.
 
-        So it can be interrupted, and begun again: a number that is still there is of a segment that is free.
+        So it can be interrupted, and begun again: a number that is still there is of a segment that is free. A
+        receiver cannot return what it has sent back.
         """
         for numbers, is_here in ((self.returned, False), (self._ended_here, True)):
             while numbers:

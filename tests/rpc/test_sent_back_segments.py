@@ -65,7 +65,13 @@ def twice(x: torch.Tensor) -> list[torch.Tensor]:
     return [x, x]
 
 
-@pytest.mark.parametrize("function", [identity, torch.neg_, first_part, as_columns, in_a_dict, as_integers, twice])
+def with_a_part(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x, x[:100_000]]
+
+
+@pytest.mark.parametrize(
+    "function", [identity, torch.neg_, first_part, as_columns, in_a_dict, as_integers, twice, with_a_part]
+)
 def test_what_a_function_returns_of_its_arguments_is_not_copied(pair, function):
     def check():
         for number in range(5):
@@ -78,6 +84,50 @@ def test_what_a_function_returns_of_its_arguments_is_not_copied(pair, function):
     a, b = pair
     a.run(check)
     assert b.run(used_bytes) == 0
+
+
+def small_part(x: torch.Tensor) -> torch.Tensor:
+    return x[:100_000]
+
+
+@rpc.functions.async_execution
+def later(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(x)
+    return future
+
+
+@pytest.mark.parametrize(("function", "elements"), [(small_part, 100_000), (later, MIB)])
+def test_a_small_part_and_what_a_future_keeps_are_copied(pair, function, elements):
+    """A small part would keep all of its segment in use, at the expense of the caller."""
+
+    def check():
+        received = [call(function, float(number)) for number in range(4)]
+        assert [float(each.sum()) for each in received] == [number * elements for number in range(4)]
+        assert used_bytes() <= 2 * 4 * MIB
+
+    a, b = pair
+    a.run(check)
+    assert b.run(used_bytes) > 0
+
+
+def keep_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    kept.extend(tensors)
+    return tensors
+
+
+def test_many_tensors_that_the_function_keeps(pair):
+    def check():
+        sent = [torch.full((MIB // 64,), float(number)) for number in range(300)]
+        received = rpc.rpc_sync("worker1", keep_all, (sent,))
+        assert all(map(torch.equal, received, sent))
+
+    a, b = pair
+    a.run(check)
+    b.run(write_to_all)
+    b.run(release_kept)
+    for worker in pair:
+        worker.run(wait_until, lambda: gc.collect() >= 0 and segments_in_use() == (0, 0))
 
 
 def keep_it(x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +323,7 @@ def refuse_what_returns() -> None:
     send = network().send
 
     def send_others(worker: WorkerInfo, envelope: bytes, attached: Sequence[memoryview] = ()) -> int:
-        if any(tensor.data.segment.returned for tensor in agent_pb2.Envelope.FromString(envelope).tensors):
+        if any(tensor.data.segment.sent_back for tensor in agent_pb2.Envelope.FromString(envelope).tensors):
             raise SendFailedError(worker.name, "on purpose")
         return send(worker, envelope, attached)
 
@@ -298,14 +348,16 @@ def test_nothing_is_left_of_an_answer_that_is_not_sent(pair):
 def test_only_the_receiver_gives_a_segment_back_and_once():
     pool = SegmentPool(SegmentLimit(1 << 20, MAX_SEGMENTS), ["receiver"])
     segment, _ = pool.put(memoryview(b"some bytes"))
-    assert pool.find("receiver", segment.number + 1, 4) is None
-    assert pool.find("receiver", segment.number, 0) is None
-    assert pool.find("receiver", segment.number, segment.size + 1) is None
-    assert pool.find("another one", segment.number, 4) is None
-    mapping = pool.find("receiver", segment.number, 4)
-    buffer = mapping.buffer()
-    pool.note_lease(segment.number, buffer)
-    assert pool.find("receiver", segment.number, 4) is None
+    size = segment.size
+    for number, nbytes in ((segment.number + 1, size), (segment.number, 0), (segment.number, size // 4 - 1)):
+        assert pool.find("receiver", number, nbytes) is None
+    assert pool.find("receiver", segment.number, size + 1) is None
+    assert pool.find("another one", segment.number, size) is None
+    with pool._lock:  # in the handler of a signal that interrupts a thread which holds it
+        mapping = pool.find("receiver", segment.number, size // 4)
+        buffer = mapping.buffer()
+        pool.note_lease(segment.number, buffer)
+    assert pool.find("receiver", segment.number, size) is None
     pool.take_back("receiver", [segment.number])
     pool.returned.append(segment.number)
     other, _ = pool.put(memoryview(b"others"))
@@ -323,16 +375,17 @@ def test_a_segment_goes_back_once():
     mapped.add(1, 1 << 17, segment.descriptor)
     os.close(segment.descriptor)
     address = mapped._maps[1].address
-    assert mapped.begin_return(address, 4) is None  # not in use
+    assert mapped.begin_send_back(address, 1 << 16) is None  # not in use
     buffer = mapped.lease(1, 10)
-    assert mapped.begin_return(address + 1, 4) is None
-    assert mapped.begin_return(address, (1 << 17) + 1) is None
-    assert mapped.begin_return(address, 4) == 1
-    assert mapped.begin_return(address, 4) is None  # for another message
-    assert bytes(mapped.end_return(1)[:4]) == b"some"
-    assert mapped.begin_return(address, 4) == 1
+    assert mapped.begin_send_back(address + 1, 1 << 16) is None
+    assert mapped.begin_send_back(address, (1 << 17) + 1) is None
+    assert mapped.begin_send_back(address, (1 << 15) - 1) is None
+    assert mapped.begin_send_back(address, 1 << 15) == 1
+    assert mapped.begin_send_back(address, 1 << 16) is None  # for another message
+    assert bytes(mapped.end_send_back(1)[:4]) == b"some"
+    assert mapped.begin_send_back(address, 1 << 16) == 1
     del buffer
-    assert mapped.end_return(1) is None
+    assert mapped.end_send_back(1) is None
     assert not mapped.released
     buffer = mapped.lease(1, 10)  # it has come again
     del buffer
