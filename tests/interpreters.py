@@ -29,12 +29,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
+import psutil
 import torch
 from gradwire import launch
 
 from tests.servers import Servers, of_this_run
 
-__all__ = ["Program", "Python", "fork_programs"]
+__all__ = ["Program", "Python", "fork_programs", "have_ended"]
 
 TIMEOUT_S = 110.0
 """Seconds that a program may take unless the test says otherwise."""
@@ -334,3 +335,11 @@ def _fork_instead_of_spawn() -> None:
     multiprocessing.context.SpawnProcess._after_fork = staticmethod(_renew_thread_pool)
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.context.ForkProcess._Popen)
     launch.spawn.__kwdefaults__["start_method"] = "fork"  # so that its store is in a process of its own
+
+
+def have_ended(processes: list[psutil.Process]) -> bool:
+    """Returns whether all of these processes, which are no children, have ended."""
+    try:
+        return all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in processes)
+    except psutil.NoSuchProcess:  # one has ended in between
+        return False

@@ -6,7 +6,7 @@ import subprocess
 import psutil
 import pytest
 
-from tests.interpreters import TIMEOUT_S
+from tests.interpreters import TIMEOUT_S, have_ended
 from tests.remote_functions import wait_until
 
 WAITS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
@@ -49,7 +49,7 @@ def test_its_program_ends_with_it(start, number):
         program = psutil.Process(int(process.stdout.readline()))
         process.send_signal(number)
         assert process.wait(60) == -number
-        wait_until(lambda: not program.is_running() or program.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: have_ended([program]))
 
 
 def test_a_signal_that_comes_as_soon_as_its_program_runs_is_passed_on(start):

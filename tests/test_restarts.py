@@ -16,7 +16,7 @@ from gradwire.launch import Backoff
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.multiprocessing.spawn import ProcessException
 
-from tests.interpreters import Program
+from tests.interpreters import Program, have_ended
 from tests.remote_functions import set_event, wait_for, wait_until
 
 ENDS = {
@@ -223,10 +223,6 @@ def launcher(python, tmp_path) -> Iterator[tuple[Program, list[psutil.Process]]]
     ):
         output.close()
         yield program, [psutil.Process(int(printed.readline())) for _ in range(2)]
-
-
-def have_ended(processes: list[psutil.Process]) -> bool:
-    return all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in processes)
 
 
 def test_all_processes_die_with_the_launcher(launcher):

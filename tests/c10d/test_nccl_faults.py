@@ -55,8 +55,8 @@ def test_an_asynchronous_error_fails_the_group(ranks, error, text):
     (member,) = ranks(1, interval=0.005)
     all_reduce(member)
     stall_streams(member)
-    member.library.communicators[0].error = error
     pending = member.engine.all_reduce(torch.ones(2), SUM, 30)
+    member.library.communicators[0].error = error
     with pytest.raises(ProcessGroupError, match=text):
         pending.wait(30)
     with pytest.raises(ProcessGroupError, match=text):

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from gradwire.cli.group import gradwire
 
-from tests.interpreters import Program
+from tests.interpreters import Program, have_ended
 from tests.remote_functions import wait_until
 
 PROGRAM = """
@@ -75,10 +75,6 @@ def waiting(python, program, tmp_path) -> Iterator[tuple[Program, list[psutil.Pr
         output.close()
         lines = [printed.readline().split() for _ in range(4)]
         yield launcher, [psutil.Process(int(line[1])) for line in lines if len(line) == 2]
-
-
-def have_ended(processes: list[psutil.Process]) -> bool:
-    return all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in processes)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
