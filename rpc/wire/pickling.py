@@ -142,7 +142,7 @@ class Packer:
         if extractor.parameter_ids:
             packed.leaves = self._leaves(extractor, value)
         is_small = len(packed.body) < SMALL_BODY_BYTES or extractor.is_small()
-        extractor.reset()  # also if only the garbage collector frees it: it refers to the tensors
+        extractor.reset()  # else it keeps the tensors, until the garbage collector frees it
         if is_small:
             self._idle.append(extractor)
         return packed

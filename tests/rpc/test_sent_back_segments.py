@@ -116,16 +116,19 @@ def keep_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors
 
 
-def test_many_tensors_that_the_function_keeps(pair):
-    def check():
-        sent = [torch.full((MIB // 64,), float(number)) for number in range(300)]
-        received = rpc.rpc_sync("worker1", keep_all, (sent,))
-        assert all(map(torch.equal, received, sent))
+def fetch_many() -> None:
+    sent = [torch.full((MIB // 64,), float(number)) for number in range(300)]
+    kept.extend(rpc.rpc_sync("worker1", keep_all, (sent,)))
 
+
+def test_many_tensors_that_the_function_keeps_are_copied(pair):
     a, b = pair
-    a.run(check)
+    a.run(fetch_many)
     b.run(write_to_all)
-    b.run(release_kept)
+    assert a.run(kept_sums) == [float(number * (MIB // 64)) for number in range(300)]
+    assert b.run(kept_sums) == [float((number + 1) * (MIB // 64)) for number in range(300)]
+    for worker in pair:
+        worker.run(release_kept)
     for worker in pair:
         worker.run(wait_until, lambda: gc.collect() >= 0 and segments_in_use() == (0, 0))
 
