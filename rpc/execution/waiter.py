@@ -13,11 +13,14 @@ from typing import Protocol, final
 
 __all__ = ["SocketWaiter", "Spinner", "Wakeable", "processor_delay_ns"]
 
-MAX_LOOK_S = 2e-5
+MAX_LOOK_S = 3e-4
 """Seconds that one look may take. If it takes longer, another thread needs the interpreter or the processor."""
 
 MAX_SKIPPED = 64
-"""Waits, at most, after one that was longer than that, in which the thread does not look again and again."""
+"""Waits in a row, at most, in which the thread does not look again and again."""
+
+DELAY_SKIPPED = 16
+"""Those after the first delay; twice as many after each further one."""
 
 CHECK_INTERVAL_S = 0.005
 """Seconds after which a thread looks whether it has had to wait for a processor, at the earliest."""
@@ -58,10 +61,16 @@ class Spinner:
         self._seconds = seconds if len(os.sched_getaffinity(0)) > 1 else 0.0
         self._read_delay_ns = delay_ns
         self._to_skip = 0
+        """Waits from now on in which it looks once."""
         self._skips = 0
+        """How many such waits followed the last one that was in vain."""
+        self._delay_skips = 0
+        """How many followed the last delay."""
         self._checked = time.monotonic()
+        """When it has looked for delays last."""
         self._delay_ns: int | None = None
-        """How long the thread had waited for a processor at that time; None if nobody knows."""
+        """How long the thread had waited for a processor at that time; None if nobody knows, or if it has not
+        looked again and again since."""
 
     def spin(self, poll: Callable[[int], Events], stop: Callable[[], object] = bool) -> Events:
         """Looks at the descriptors.
@@ -78,7 +87,8 @@ class Spinner:
             return poll(0)  # one look costs less than to go to sleep, and what follows a message may be there
         before = time.monotonic()
         if before > self._checked + CHECK_INTERVAL_S and self._was_delayed(before):
-            self._to_skip = MAX_SKIPPED
+            self._to_skip = self._delay_skips = min(2 * self._delay_skips or DELAY_SKIPPED, MAX_SKIPPED)
+            self._delay_ns = None
             return poll(0)
         end = before + self._seconds
         while not (events := poll(0)):
@@ -102,7 +112,10 @@ class Spinner:
         before, self._delay_ns = self._delay_ns, self._read_delay_ns()
         if before is None or self._delay_ns is None:
             return False
-        return (self._delay_ns - before) / 1e9 > MAX_DELAY * seconds
+        if (self._delay_ns - before) / 1e9 > MAX_DELAY * seconds:
+            return True
+        self._delay_skips = 0
+        return False
 
 
 class Wakeable(Protocol):

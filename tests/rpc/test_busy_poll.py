@@ -15,7 +15,14 @@ from gradwire import rpc
 from gradwire.rpc.execution import waiter as waiter_module
 from gradwire.rpc.execution.executor import Executor
 from gradwire.rpc.execution.poller import Poller
-from gradwire.rpc.execution.waiter import MAX_LOOK_S, MAX_SKIPPED, SocketWaiter, Spinner, processor_delay_ns
+from gradwire.rpc.execution.waiter import (
+    DELAY_SKIPPED,
+    MAX_LOOK_S,
+    MAX_SKIPPED,
+    SocketWaiter,
+    Spinner,
+    processor_delay_ns,
+)
 
 from tests.remote_functions import identity
 
@@ -114,6 +121,10 @@ class DelayedThread:
         self.spinner._checked -= seconds
         return bool(self.spinner.spin(Descriptor(ready_after=1).poll))
 
+    def skipped(self) -> int:
+        """Returns how many waits, between which no time goes by, it looks once in before it looks more often."""
+        return next(count for count in itertools.count() if self.looks_after(0))
+
 
 def test_a_thread_looks_once_while_threads_wait_for_a_processor(clock):
     thread = DelayedThread(0, 0, 60, 60)
@@ -121,8 +132,24 @@ def test_a_thread_looks_once_while_threads_wait_for_a_processor(clock):
     assert thread.looks_after(100)  # nothing is known of the time before
     assert thread.looks_after(100)
     assert not thread.looks_after(100)  # 60 seconds of them without a processor
-    assert [thread.looks_after(0) for _ in range(MAX_SKIPPED)] == [False] * MAX_SKIPPED
+    assert thread.skipped() == DELAY_SKIPPED
     assert thread.looks_after(100)
+
+
+def test_a_thread_that_is_delayed_again_and_again_looks_once_for_longer(clock):
+    # Each delay of 60 seconds, after a look at how much there is of it by then; at last there is none more.
+    thread = DelayedThread(0, *(60 * count + more for count in range(5) for more in (0, 60)), 300, 300, 360)
+    assert thread.looks_after(100)
+    skipped = []
+    for _ in range(5):
+        assert thread.looks_after(100)  # nothing is known of the time in which it did not look
+        assert not thread.looks_after(100)
+        skipped.append(thread.skipped())
+    assert skipped == [16, 32, MAX_SKIPPED, MAX_SKIPPED, MAX_SKIPPED]
+    assert thread.looks_after(100)
+    assert thread.looks_after(100)  # without a delay
+    assert not thread.looks_after(100)
+    assert thread.skipped() == DELAY_SKIPPED
 
 
 def test_delays_while_it_slept_do_not_count(clock):
@@ -134,7 +161,7 @@ def test_delays_while_it_slept_do_not_count(clock):
 
 
 def test_a_thread_that_has_waited_in_vain_discards_its_delays():
-    poller = Poller(0.0003)
+    poller = Poller(0.001)
     poller._thread.spinner._delay_ns = 1
     assert poller.wait(0) is None
     assert poller._thread.spinner._delay_ns is None
@@ -164,7 +191,7 @@ def test_a_waiter_waits_for_a_descriptor_or_another_thread(busy_poll):
         os.close(writer)
 
 
-@pytest.mark.parametrize("busy_poll", [0.0, 0.0003])
+@pytest.mark.parametrize("busy_poll", [0.0, 0.001])
 def test_a_signal_handler_may_wait_by_the_waiter_that_it_interrupts(busy_poll):
     waiter = SocketWaiter(busy_poll)
     ours, theirs = socket.socketpair()
