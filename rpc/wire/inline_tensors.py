@@ -11,7 +11,7 @@ import torch
 
 from ...proto.v1 import agent_pb2
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, NUMPY_DTYPES, PLAIN_DTYPES
-from .small_tensors import copy_bytes, is_in_order
+from .small_tensors import address_in_order, copy_bytes
 from .strides import MAX_DIMENSIONS, is_shape
 
 __all__ = ["decode_inline", "encode_inline", "plain_tensor"]
@@ -34,6 +34,7 @@ def encode_inline(
         The bytes of the elements; None if some tensor is not plain or small, or may share memory with another one.
     """
     nbytes = 0
+    elements: list[bytes] = []
     is_alone = len(tensors) == 1
     for index, tensor in enumerate(tensors):
         size = tensor.nbytes if tensor.is_cpu and tensor.layout is torch.strided else 0
@@ -45,13 +46,14 @@ def encode_inline(
             or tensor.is_nested
             # Tensors that require grad share no memory at the receiver.
             or not (is_alone or (tensor.requires_grad and index not in leaves))
-            or not is_in_order(tensor, size)
+            or not (address := address_in_order(tensor, size))
         ):
             return None
+        elements.append(copy_bytes(address, size))
     add = envelope.tensors.add
-    for tensor in tensors:
+    for tensor, data in zip(tensors, elements, strict=True):
         message = add(dtype=DTYPE_NUMBERS[tensor.dtype], sizes=tensor.shape, requires_grad=tensor.requires_grad)
-        message.data.inline = copy_bytes(tensor)
+        message.data.inline = data
     return nbytes
 
 

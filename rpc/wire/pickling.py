@@ -16,9 +16,10 @@ from torch import nn
 from ...torch_internals import RecursiveScriptModule
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.pickler import BY_NAME
+from .one_tensor import pickle_small
 from .picklers import PICKLE_PROTOCOL, fallback_reducers, make_pickler, resetter
 from .script import reduce_script_function, reduce_script_module
-from .small_tensors import address_of, is_small, reduce_small
+from .small_tensors import memory_of, reduce_small
 from .tensors import check_sendable
 from .unpickling import ONE_TENSOR, parameter_placeholder, reference_placeholder, tensor_placeholder
 from .unsendable import explain_failure
@@ -122,11 +123,7 @@ class Packer:
             ) from error
 
     def _pack(self, value: object, device_map: DeviceMap) -> Packed:
-        if type(value) is torch.Tensor and value.requires_grad:
-            check_sendable(value, device_map)
-            packed = Packed()
-            packed.body = ONE_TENSOR
-            packed.tensors.append(value)
+        if type(value) is torch.Tensor and (packed := _pack_alone(value, device_map)) is not None:
             return packed
         try:
             extractor = self._idle.pop()
@@ -259,9 +256,10 @@ class _Extractor:
         return {index for index, identity in self.parameter_ids.items() if identity in self._owned_ids}
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        if self._with_small and is_small(tensor, self._stream.tell()):
-            self._note_memory(tensor)
-            return reduce_small(tensor)
+        if self._with_small and (small := reduce_small(tensor, self._stream.tell())) is not None:
+            memory, reduced = small
+            self._note_memory(memory)
+            return reduced
         return tensor_placeholder, (self._extract(tensor),)
 
     def _reduce_parameter(self, parameter: nn.Parameter) -> tuple[Any, ...]:
@@ -284,13 +282,12 @@ class _Extractor:
         """Adds a tensor to the message and returns its index. Raises ValueError if it cannot travel."""
         check_sendable(tensor, self._device_map)
         if self._with_small and tensor.is_cpu and tensor.layout is torch.strided:
-            self._note_memory(tensor)
+            self._note_memory(memory_of(tensor))
         tensors = self._packed.tensors
         tensors.append(tensor)
         return len(tensors) - 1
 
-    def _note_memory(self, tensor: torch.Tensor) -> None:
-        address = address_of(tensor)
+    def _note_memory(self, address: int) -> None:
         if address in self._addresses:
             raise _SharedMemoryError
         self._addresses.add(address)
@@ -319,6 +316,20 @@ class _DispatchTable(dict[type, Reducer]):
         if issubclass(kind, nn.Module | torch.optim.Optimizer):
             return self.reduce_owner
         raise KeyError(kind)
+
+
+def _pack_alone(tensor: torch.Tensor, device_map: DeviceMap) -> Packed | None:
+    """Returns a message that is nothing but a tensor; None if the pickler has to look at it."""
+    packed = Packed()
+    if tensor.requires_grad:
+        check_sendable(tensor, device_map)
+        packed.body = ONE_TENSOR
+        packed.tensors.append(tensor)
+        return packed
+    if _CPU in device_map or (body := pickle_small(tensor)) is None:
+        return None
+    packed.body = body
+    return packed
 
 
 def _parameters_of(owner: nn.Module | torch.optim.Optimizer) -> Iterable[Any]:

@@ -19,11 +19,11 @@ from .strides import MAX_DIMENSIONS
 __all__ = [
     "MAX_SMALL_BYTES",
     "MAX_TINY_BYTES",
-    "address_of",
+    "address_in_order",
     "copy_bytes",
-    "is_in_order",
-    "is_small",
+    "memory_of",
     "reduce_small",
+    "small_address",
     "small_tensor",
 ]
 
@@ -37,50 +37,70 @@ _SmallBytes = ctypes.c_char * MAX_SMALL_BYTES
 """One type for all sizes, because ctypes takes long to make a type."""
 
 
-def address_of(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
     """Returns the address of the memory that a dense tensor on the CPU is in; 0 if it has none."""
     address: int = tensor.data_ptr()
     return address and address - int(tensor.storage_offset()) * tensor.itemsize
 
 
-def is_small(tensor: torch.Tensor, pickled_bytes: int) -> bool:
-    """Returns whether `reduce_small` shall pickle a tensor.
+def small_address(tensor: torch.Tensor, max_bytes: int) -> int:
+    """Returns the address of the elements of a tensor that is small and plain; 0 if it is not.
+
+    Args:
+        tensor: a tensor of exactly the class torch.Tensor.
+        max_bytes: the bytes of the largest small one.
+    """
+    if not tensor.is_cpu or tensor.requires_grad or tensor.layout is not torch.strided:
+        return 0
+    nbytes = tensor.nbytes
+    if not 0 < nbytes <= max_bytes or tensor.dtype not in PLAIN_DTYPES or tensor.is_nested:
+        return 0
+    return address_in_order(tensor, nbytes)
+
+
+def address_in_order(tensor: torch.Tensor, nbytes: int) -> int:
+    """Returns the address of the elements of a plain tensor; 0 if they are not in row-major order, as when sent.
+
+    Args:
+        tensor: dense, on the CPU.
+        nbytes: its bytes.
+    """
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return 0
+    # FSDP, for one, takes the memory of tensors away.
+    if tensor.storage_offset() * tensor.itemsize + nbytes > tensor.untyped_storage().nbytes():
+        return 0
+    return tensor.data_ptr()
+
+
+def reduce_small(tensor: torch.Tensor, pickled_bytes: int) -> tuple[int, tuple[Any, ...]] | None:
+    """Returns how to pickle a tensor if it is small; it has to stay alive until it is pickled.
 
     Args:
         tensor: a tensor of exactly the class torch.Tensor.
         pickled_bytes: bytes of the pickle so far.
+
+    Returns:
+        The address of the memory that the tensor is in, and what `__reduce__` returns; None if it is not small.
     """
-    if not tensor.is_cpu or tensor.requires_grad or tensor.layout is not torch.strided:
-        return False
-    nbytes = tensor.nbytes
-    most = MAX_SMALL_BYTES if pickled_bytes < MAX_SMALL_BYTES else MAX_TINY_BYTES
-    if not 0 < nbytes <= most or tensor.dtype not in PLAIN_DTYPES:
-        return False
-    return not tensor.is_nested and is_in_order(tensor, nbytes)
-
-
-def is_in_order(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Returns whether the elements of a plain tensor are in memory as they are sent: in row-major order."""
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return False
-    # FSDP, for one, takes the memory of tensors away.
-    end = tensor.storage_offset() * tensor.itemsize + nbytes
-    return end <= tensor.untyped_storage().nbytes() and tensor.data_ptr() != 0
-
-
-def reduce_small(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns how to pickle a small tensor, which has to stay alive until it is pickled."""
+    address = small_address(tensor, MAX_SMALL_BYTES if pickled_bytes < MAX_SMALL_BYTES else MAX_TINY_BYTES)
+    if not address:
+        return None
     data: bytes | pickle.PickleBuffer
     if (nbytes := tensor.nbytes) <= MAX_TINY_BYTES:
-        data = copy_bytes(tensor)
+        data = copy_bytes(address, nbytes)
     else:  # copied by the pickler from where it is; the receiver gets a bytearray of its own
-        data = pickle.PickleBuffer(memoryview(_SmallBytes.from_address(tensor.data_ptr())).cast("B")[:nbytes])
-    return small_tensor, (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), data)
+        data = pickle.PickleBuffer(memoryview(_SmallBytes.from_address(address)).cast("B")[:nbytes])
+    memory = address - int(tensor.storage_offset()) * tensor.itemsize
+    return memory, (small_tensor, (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), data))
 
 
-def copy_bytes(tensor: torch.Tensor) -> bytes:
-    """Returns the bytes of a tensor for which `is_in_order` is true."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+def copy_bytes(address: int, nbytes: int) -> bytes:
+    """Returns what is in memory at an address."""
+    if nbytes > MAX_SMALL_BYTES:
+        return ctypes.string_at(address, nbytes)
+    data: bytes = _SmallBytes.from_address(address)[:nbytes]  # type: ignore[assignment] # takes half as long
+    return data
 
 
 def small_tensor(

@@ -1,12 +1,18 @@
 """Small tensors are in the pickle of a message, and arrive as they were."""
 
+import pickle
+import pickletools
+
 import pytest
 import torch
+from gradwire import rpc
 from gradwire.errors import SerializationError
 from gradwire.rpc.wire.dtypes import DTYPE_NUMBERS, PLAIN_DTYPES
+from gradwire.rpc.wire.one_tensor import pickle_small
 from gradwire.rpc.wire.pickling import Packer
 from gradwire.rpc.wire.small_tensors import MAX_SMALL_BYTES, MAX_TINY_BYTES, small_tensor
 from gradwire.rpc.wire.unpickling import unpickle
+from gradwire.rpc.wire.value_readers import make_reader
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,3 +115,22 @@ def test_a_value_that_does_not_pickle_names_its_part():
     with pytest.raises(SerializationError, match=r"the value\[1\]"):
         Packer().pack([torch.ones(2), lambda: 0, torch.ones(2)], "the value")
     assert torch.equal(round_trip([torch.ones(2)])[0], torch.ones(2))
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(3.5), torch.arange(5), torch.ones(2, 3, 4, dtype=torch.bfloat16)])
+def test_the_pickle_of_a_tensor_alone_is_one_that_any_reader_reads(tensor):
+    body = Packer().pack(tensor, "the value").body
+    assert body == pickle_small(tensor)
+    me, peer = rpc.WorkerInfo("me", 0), rpc.WorkerInfo("peer", 1)
+    restricted = make_reader(me, rpc.Policy(accepts="plain"))
+    for received in (pickle.loads(body), restricted.load(peer, body)):
+        assert received.dtype is tensor.dtype
+        assert torch.equal(received, tensor)
+    assert [opcode.name for opcode, _, _ in pickletools.genops(body)][-2:] == ["REDUCE", "STOP"]
+
+
+def test_larger_tensors_alone_are_pickled_by_the_pickler():
+    assert pickle_small(torch.ones(MAX_TINY_BYTES // 4)) is not None
+    larger = torch.ones(MAX_TINY_BYTES // 4 + 1)
+    assert pickle_small(larger) is None
+    assert torch.equal(round_trip(larger), larger)
