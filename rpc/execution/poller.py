@@ -19,7 +19,9 @@ from functools import partial
 from typing import Any, Protocol, final
 
 from ...errors import RpcError
-from .waiter import SocketWaiter, Spinner
+from .processors import Crowding
+from .spinner import Spinner
+from .waiter import SocketWaiter
 
 __all__ = ["READABLE", "WRITABLE", "OnReady", "Poller", "SharedDescriptor"]
 
@@ -65,8 +67,8 @@ class _ThreadState(threading.local):
     must_not_wait = False
     """Whether what it waits for would need it: see `forbid_waits_here`."""
 
-    def __init__(self, busy_poll: float) -> None:
-        self.spinner = Spinner(busy_poll)
+    def __init__(self, spinner: Callable[[], Spinner]) -> None:
+        self.spinner = spinner()
         self.poll = select.poll()
         """Looks at the descriptor that the thread has kept last."""
         self.polled = -1
@@ -84,8 +86,9 @@ class Poller:
         self._epoll = select.epoll()
         self._on_ready: dict[int, tuple[OnReady, int]] = {}
         """By file descriptor: what handles it, and the events that it is watched for."""
-        self._busy_poll = busy_poll
-        self._thread = _ThreadState(busy_poll)
+        self._spinner: Callable[[], Spinner] = partial(Spinner, busy_poll, Crowding().is_crowded)
+        """Makes that of a thread."""
+        self._thread = _ThreadState(self._spinner)
         self.kept: dict[int, float] = {}
         """The file descriptors that threads keep, and since when, by the monotonic clock."""
         self.last_ready = 0.0
@@ -112,7 +115,7 @@ class Poller:
         """What the calling thread waits by for a descriptor that it reads itself; None if none can be made."""
         if self._thread.waiter is None:
             with contextlib.suppress(OSError):
-                self._thread.waiter = SocketWaiter(self._busy_poll)
+                self._thread.waiter = SocketWaiter(self._spinner())
         return self._thread.waiter
 
     def watch(self, descriptor: int, events: int, on_ready: OnReady) -> None:
@@ -152,7 +155,6 @@ class Poller:
             -1 if there is nothing more to do; None if nothing happened in this time.
         """
         if not (events := self._epoll.poll(seconds, 1)):
-            self._thread.spinner.discard_delays()
             return None
         ((descriptor, _),) = events
         handler = self._on_ready.get(descriptor)

@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -12,17 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 from gradwire import rpc
-from gradwire.rpc.execution import waiter as waiter_module
+from gradwire.rpc.execution import spinner as spinner_module
 from gradwire.rpc.execution.executor import Executor
-from gradwire.rpc.execution.poller import Poller
-from gradwire.rpc.execution.waiter import (
-    DELAY_SKIPPED,
-    MAX_LOOK_S,
-    MAX_SKIPPED,
-    SocketWaiter,
-    Spinner,
-    processor_delay_ns,
-)
+from gradwire.rpc.execution.processors import EVERY, Crowding
+from gradwire.rpc.execution.spinner import MAX_LOOK_S, MAX_SKIPPED, Spinner
+from gradwire.rpc.execution.waiter import SocketWaiter
 
 from tests.remote_functions import identity
 
@@ -43,7 +38,7 @@ class Descriptor:
 def clock(monkeypatch):
     """Has each look of a spinner take 10 µs."""
     times = itertools.count()
-    monkeypatch.setattr(waiter_module, "time", SimpleNamespace(monotonic=lambda: 1e-5 * next(times)))
+    monkeypatch.setattr(spinner_module, "time", SimpleNamespace(monotonic=lambda: 1e-5 * next(times)))
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +47,8 @@ def _two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0, 1})
 
 
-def no_delay() -> int:
-    """Stands for a thread that never waits for a processor."""
-    return 0
-
-
 def test_a_descriptor_that_becomes_ready_is_found():
-    descriptor, spinner, found = Descriptor(ready_after=5), Spinner(60, no_delay), []
+    descriptor, spinner, found = Descriptor(ready_after=5), Spinner(60), []
     while not found:  # a look that is interrupted for long ends the wait
         found = spinner.spin(descriptor.poll)
     assert found == [(1, select.POLLIN)]
@@ -67,7 +57,7 @@ def test_a_descriptor_that_becomes_ready_is_found():
 
 def test_looking_in_vain_becomes_rare_and_recovers(clock):
     never, at_once = Descriptor(float("inf")), Descriptor(0)
-    spinner = Spinner(1e-3, no_delay)
+    spinner = Spinner(1e-3)
 
     def skipped() -> int:
         """Returns how many waits go by, with one look in each, until the spinner looks again and again."""
@@ -86,7 +76,7 @@ def test_looking_in_vain_becomes_rare_and_recovers(clock):
 
 def test_a_thread_looks_once_if_it_is_switched_off():
     never = Descriptor(float("inf"))
-    assert Spinner(0, no_delay).spin(never.poll) == []
+    assert Spinner(0).spin(never.poll) == []
     assert never.looks == 1
 
 
@@ -99,83 +89,74 @@ def test_looking_stops_when_a_look_takes_long():
             pass
         return descriptor.poll(timeout)
 
-    assert Spinner(60, no_delay).spin(poll) == []
+    assert Spinner(60).spin(poll) == []
     assert descriptor.looks == 1
 
 
 def test_looking_stops_for_other_work():
     descriptor = Descriptor(float("inf"))
-    assert Spinner(60, no_delay).spin(descriptor.poll, stop=lambda: True) == []
+    assert Spinner(60).spin(descriptor.poll, stop=lambda: True) == []
     assert descriptor.looks == 1
 
 
-class DelayedThread:
-    """A spinner whose thread was without a processor for some seconds before each look at its delay."""
-
-    def __init__(self, *delays: int) -> None:
-        self.delays = iter(delays)
-        self.spinner = Spinner(60, lambda: next(self.delays) * 1_000_000_000)
-
-    def looks_after(self, seconds: float) -> bool:
-        """Returns whether it looks more than once, some time after its last wait."""
-        self.spinner._checked -= seconds
-        return bool(self.spinner.spin(Descriptor(ready_after=1).poll))
-
-    def skipped(self) -> int:
-        """Returns how many waits, between which no time goes by, it looks once in before it looks more often."""
-        return next(count for count in itertools.count() if self.looks_after(0))
+def test_a_thread_looks_once_while_the_machine_is_crowded():
+    crowded = [True, True, False]
+    spinner = Spinner(60, lambda: crowded.pop(0))
+    assert [spinner.spin(Descriptor(ready_after=1).poll) for _ in range(3)] == [[], [], [(1, select.POLLIN)]]
 
 
-def test_a_thread_looks_once_while_threads_wait_for_a_processor(clock):
-    thread = DelayedThread(0, 0, 60, 60)
-    assert thread.looks_after(0)
-    assert thread.looks_after(100)  # nothing is known of the time before
-    assert thread.looks_after(100)
-    assert not thread.looks_after(100)  # 60 seconds of them without a processor
-    assert thread.skipped() == DELAY_SKIPPED
-    assert thread.looks_after(100)
+@pytest.fixture
+def loadavg(tmp_path):
+    """Writes the file by which the kernel tells how many threads are ready to run, and returns its path."""
+
+    def write(line: str) -> str:
+        (tmp_path / "loadavg").write_text(line)
+        return str(tmp_path / "loadavg")
+
+    return write
 
 
-def test_a_thread_that_is_delayed_again_and_again_looks_once_for_longer(clock):
-    # Each delay of 60 seconds, after a look at how much there is of it by then; at last there is none more.
-    thread = DelayedThread(0, *(60 * count + more for count in range(5) for more in (0, 60)), 300, 300, 360)
-    assert thread.looks_after(100)
-    skipped = []
-    for _ in range(5):
-        assert thread.looks_after(100)  # nothing is known of the time in which it did not look
-        assert not thread.looks_after(100)
-        skipped.append(thread.skipped())
-    assert skipped == [16, 32, MAX_SKIPPED, MAX_SKIPPED, MAX_SKIPPED]
-    assert thread.looks_after(100)
-    assert thread.looks_after(100)  # without a delay
-    assert not thread.looks_after(100)
-    assert thread.skipped() == DELAY_SKIPPED
+def calls_until(crowding: Crowding, *, is_crowded: bool) -> int:
+    """Returns after how many calls it first says so."""
+    return next(count for count in range(1, 1000) if crowding.is_crowded() is is_crowded)
 
 
-def test_delays_while_it_slept_do_not_count(clock):
-    thread = DelayedThread(0, 60, 120)
-    assert thread.looks_after(100)
-    thread.spinner.discard_delays()
-    assert thread.looks_after(100)  # 60 seconds of them without a processor, but it was asleep
-    assert not thread.looks_after(100)
+def test_a_machine_is_crowded_after_some_answers_that_say_so_and_not_for_ever(loadavg):
+    crowding = Crowding(loadavg("0.20 0.18 0.12 3/80 11206\n"), processors=2)
+    assert calls_until(crowding, is_crowded=True) > 5 * EVERY
+    loadavg("0.20 0.18 0.12 2/80 11206\n")
+    assert 1 < calls_until(crowding, is_crowded=False) < 50 * EVERY
 
 
-def test_a_thread_that_has_waited_in_vain_discards_its_delays():
-    poller = Poller(0.001)
-    poller._thread.spinner._delay_ns = 1
-    assert poller.wait(0) is None
-    assert poller._thread.spinner._delay_ns is None
-    poller.close()
+def test_threads_that_are_ready_now_and_then_make_no_crowd(loadavg):
+    crowding = Crowding(loadavg(""), processors=2)
+    for count in range(100):
+        loadavg(f"0.20 0.18 0.12 {5 if count % 5 < 2 else 1}/80 11206\n")
+        assert not any(crowding.is_crowded() for _ in range(EVERY))
 
 
-def test_a_thread_knows_how_long_it_has_waited_for_a_processor():
-    before = processor_delay_ns()
-    assert before is None or 0 <= before <= processor_delay_ns()
+@pytest.mark.parametrize("line", ["", "0.20 0.18 0.12", "0.20 0.18 0.12 x/80 11206", "0.00 0.00 0.00 0/0 0"])
+def test_a_machine_that_does_not_tell_is_not_crowded(loadavg, line):
+    for path in (loadavg(line), "/nowhere"):
+        crowding = Crowding(path, processors=1)
+        assert not any(crowding.is_crowded() for _ in range(100))
+
+
+def test_the_kernel_tells_of_threads_that_wait_for_a_processor():
+    loops = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(4 * (os.cpu_count() or 1))]
+    try:
+        crowding, deadline = Crowding(), time.monotonic() + 20
+        while not crowding.is_crowded():
+            assert time.monotonic() < deadline
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 @pytest.mark.parametrize("busy_poll", [0.0, 60.0])
 def test_a_waiter_waits_for_a_descriptor_or_another_thread(busy_poll):
-    waiter = SocketWaiter(busy_poll)
+    waiter = SocketWaiter(Spinner(busy_poll))
     reader, writer = os.pipe()
     try:
         os.write(writer, b"x")
@@ -193,7 +174,7 @@ def test_a_waiter_waits_for_a_descriptor_or_another_thread(busy_poll):
 
 @pytest.mark.parametrize("busy_poll", [0.0, 0.001])
 def test_a_signal_handler_may_wait_by_the_waiter_that_it_interrupts(busy_poll):
-    waiter = SocketWaiter(busy_poll)
+    waiter = SocketWaiter(Spinner(busy_poll))
     ours, theirs = socket.socketpair()
     events: list[tuple[str, bool]] = []
 

@@ -1,0 +1,71 @@
+"""Looks at descriptors again and again before a thread sleeps.
+
+To be woken takes longer than many calls do. A thread stops looking while it is in vain, and while threads have to
+wait for a processor.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import final
+
+__all__ = ["Events", "Spinner"]
+
+MAX_LOOK_S = 3e-4
+"""Seconds that one look may take. If it takes longer, another thread needs the interpreter or the processor."""
+
+MAX_SKIPPED = 64
+"""Waits in a row, at most, in which the thread does not look again and again."""
+
+Events = list[tuple[int, int]]
+"""Descriptors that are ready, with the events of each."""
+
+
+@final
+class Spinner:
+    """Looks at descriptors again and again, or once if more has been in vain lately, or the machine is crowded.
+
+    Used by one thread.
+    """
+
+    def __init__(self, seconds: float, is_crowded: Callable[[], bool] = lambda: False) -> None:
+        """Has not looked yet.
+
+        Args:
+            seconds: how long it looks at most; 0 for once, as it is where there is one processor.
+            is_crowded: returns whether threads of the machine have to wait for a processor, perhaps for this one.
+        """
+        self._seconds = seconds if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._is_crowded = is_crowded
+        self._to_skip = 0
+        """Waits from now on in which it looks once."""
+        self._skips = 0
+        """How many such waits followed the last one that was in vain."""
+
+    def spin(self, poll: Callable[[int], Events], stop: Callable[[], object] = bool) -> Events:
+        """Looks at the descriptors.
+
+        Args:
+            poll: returns what is ready; its argument is 0.
+            stop: returns whether to look no longer.
+
+        Returns:
+            What is ready; nothing if nothing became ready in time, or if something else has to run.
+        """
+        if self._to_skip or not self._seconds:
+            self._to_skip = max(0, self._to_skip - 1)
+            return poll(0)  # one look costs less than to go to sleep, and what follows a message may be there
+        if self._is_crowded():
+            return poll(0)
+        before = time.monotonic()
+        end = before + self._seconds
+        while not (events := poll(0)):
+            now = time.monotonic()
+            if now > end:
+                self._skips = self._to_skip = min(2 * self._skips + 1, MAX_SKIPPED)
+                return events
+            if now > before + MAX_LOOK_S or stop():
+                return events
+            before = now
+        self._skips = 0
+        return events
