@@ -237,7 +237,7 @@ def without_losses(text: str, reason: str) -> str:
 
 def unindented(text: str) -> list[str]:
     """Returns the lines of tracebacks that are not of their frames, and all lines that are not of tracebacks."""
-    return [line for line in text.splitlines() if not line.startswith(" ")]
+    return [line for line in text.splitlines() if line and not line.startswith(" ")]
 
 
 def test_ctrl_c_on_a_spawn_shows_the_launchers_own_interrupt(python, tmp_path):
@@ -265,6 +265,6 @@ def test_ctrl_c_on_torchrun_shows_the_interrupts_of_the_program(python, tmp_path
     assert printed.keys() == {"0", "1", "2"}
     for text in printed.values():
         text = without_losses(text, "it ended by KeyboardInterrupt")
-        assert unindented(text) == ["Traceback (most recent call last):", "KeyboardInterrupt"]
+        assert unindented(text) == ["Traceback (most recent call last):", "KeyboardInterrupt"], text
         assert not re.search(r"(?<![\w/])gradwire-", text)  # the names of threads
         assert "threading.py" not in text
