@@ -10,7 +10,7 @@ __all__ = ["Crowding"]
 EVERY = 4
 """Calls of `is_crowded` for each of which one asks the kernel, which takes 2 µs."""
 
-CROWDED = 0.6
+CROWDED = 0.5
 """Share of the answers that say so, above which the machine counts as crowded. Two workers on two processors, with
 the threads that each of them wakes now and then, make it 0.1 to 0.4, and four workers 0.9."""
 
