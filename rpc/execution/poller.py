@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Protocol, final
 
 from ...errors import RpcError
-from .processors import Crowding
 from .spinner import Spinner
 from .waiter import SocketWaiter
 
@@ -67,8 +66,8 @@ class _ThreadState(threading.local):
     must_not_wait = False
     """Whether what it waits for would need it: see `forbid_waits_here`."""
 
-    def __init__(self, spinner: Callable[[], Spinner]) -> None:
-        self.spinner = spinner()
+    def __init__(self, busy_poll: float) -> None:
+        self.spinner = Spinner(busy_poll)
         self.poll = select.poll()
         """Looks at the descriptor that the thread has kept last."""
         self.polled = -1
@@ -86,9 +85,8 @@ class Poller:
         self._epoll = select.epoll()
         self._on_ready: dict[int, tuple[OnReady, int]] = {}
         """By file descriptor: what handles it, and the events that it is watched for."""
-        self._spinner: Callable[[], Spinner] = partial(Spinner, busy_poll, Crowding().is_crowded)
-        """Makes that of a thread."""
-        self._thread = _ThreadState(self._spinner)
+        self._busy_poll = busy_poll
+        self._thread = _ThreadState(busy_poll)
         self.kept: dict[int, float] = {}
         """The file descriptors that threads keep, and since when, by the monotonic clock."""
         self.last_ready = 0.0
@@ -115,7 +113,7 @@ class Poller:
         """What the calling thread waits by for a descriptor that it reads itself; None if none can be made."""
         if self._thread.waiter is None:
             with contextlib.suppress(OSError):
-                self._thread.waiter = SocketWaiter(self._spinner())
+                self._thread.waiter = SocketWaiter(self._busy_poll)
         return self._thread.waiter
 
     def watch(self, descriptor: int, events: int, on_ready: OnReady) -> None:

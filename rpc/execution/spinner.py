@@ -1,8 +1,4 @@
-"""Looks at descriptors again and again before a thread sleeps.
-
-To be woken takes longer than many calls do. A thread stops looking while it is in vain, and while threads have to
-wait for a processor.
-"""
+"""Looks at descriptors again and again before a thread sleeps, because to be woken takes longer than many calls do."""
 
 import os
 import time
@@ -12,7 +8,7 @@ from typing import final
 __all__ = ["Events", "Spinner"]
 
 MAX_LOOK_S = 3e-4
-"""Seconds that one look may take. If it takes longer, another thread needs the interpreter or the processor."""
+"""Seconds that one look may take. If it takes longer, others need the interpreter or the processor."""
 
 MAX_SKIPPED = 64
 """Waits in a row, at most, in which the thread does not look again and again."""
@@ -23,20 +19,15 @@ Events = list[tuple[int, int]]
 
 @final
 class Spinner:
-    """Looks at descriptors again and again, or once if more has been in vain lately, or the machine is crowded.
+    """Looks at descriptors again and again, or once if more has been in vain lately. Used by one thread.
 
-    Used by one thread.
+    Between two looks it lets others have the processor that wait for it, perhaps the worker that is to answer:
+    the kernel often has both run on the same one, although another is idle.
     """
 
-    def __init__(self, seconds: float, is_crowded: Callable[[], bool] = lambda: False) -> None:
-        """Has not looked yet.
-
-        Args:
-            seconds: how long it looks at most; 0 for once, as it is where there is one processor.
-            is_crowded: returns whether threads of the machine have to wait for a processor, perhaps for this one.
-        """
+    def __init__(self, seconds: float) -> None:
+        """Args: seconds: how long it looks at most; 0 for once, as it is where there is one processor."""
         self._seconds = seconds if len(os.sched_getaffinity(0)) > 1 else 0.0
-        self._is_crowded = is_crowded
         self._to_skip = 0
         """Waits from now on in which it looks once."""
         self._skips = 0
@@ -55,8 +46,6 @@ class Spinner:
         if self._to_skip or not self._seconds:
             self._to_skip = max(0, self._to_skip - 1)
             return poll(0)  # one look costs less than to go to sleep, and what follows a message may be there
-        if self._is_crowded():
-            return poll(0)
         before = time.monotonic()
         end = before + self._seconds
         while not (events := poll(0)):
@@ -67,5 +56,6 @@ class Spinner:
             if now > before + MAX_LOOK_S or stop():
                 return events
             before = now
+            os.sched_yield()
         self._skips = 0
         return events

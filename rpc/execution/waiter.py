@@ -27,14 +27,14 @@ class SocketWaiter:
     A signal may interrupt it between any two steps, as long as the next wait finds it as it was or as it is to be.
     """
 
-    def __init__(self, spinner: Spinner) -> None:
-        """Args: spinner: of the thread. Raises OSError if no descriptor is left."""
+    def __init__(self, busy_poll: float) -> None:
+        """Args: busy_poll: see RpcBackendOptions. Raises OSError if no descriptor is left."""
         self._wake = -1
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread_id = threading.get_ident()
         self._idle: tuple[int, select.poll] | None = None
         """The descriptor of the last wait and what polls it; None during a wait."""
-        self._spinner = spinner
+        self._spinner = Spinner(busy_poll)
 
     def __del__(self) -> None:
         if self._wake >= 0:
