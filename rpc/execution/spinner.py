@@ -1,4 +1,4 @@
-"""Looks at descriptors again and again before a thread sleeps, because to be woken takes longer than many calls do."""
+"""Looks at descriptors again and again before a thread sleeps: to be woken takes longer than many calls do."""
 
 import os
 import time
