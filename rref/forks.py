@@ -1,7 +1,6 @@
 """The protocol by which owners count the references of other workers to their values.
 
-It is that of PyTorch's design note "Remote Reference Protocol", with acknowledged control messages throughout
-(`gradwire.rpc.contracts.control`), so that none is lost or processed twice:
+It is that of PyTorch's design note "Remote Reference Protocol", with acknowledged control messages throughout:
 
 * A *fork* is one worker's reference to another's value. The owner keeps a value as long as it has forks.
 * `remote` makes the first fork. The owner confirms it by its answer to the creating message.
@@ -30,7 +29,7 @@ from ..proto.v1 import agent_pb2
 from ..rpc.calls import name_of
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.arguments import CALL_PARTS
-from ..rpc.contracts.messages import Handler, Incoming, LaterAnswer, MessageType, Outgoing, Request
+from ..rpc.contracts.messages import Handler, Incoming, MessageType, Outgoing, Request
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.futures import Future, error_of
@@ -85,7 +84,7 @@ class References(ReferenceExtension):
         """Returns the handlers of creations and fetches."""
         return {
             RREF_CREATE: Handler(
-                self._serve_creation,
+                lambda message: self.values.serve_creation(message, message.state[References]),
                 user_values=True,
                 operation="remote",
                 is_quick=True,
@@ -177,9 +176,6 @@ class References(ReferenceExtension):
         fork.lease = Lease(self._on_lease_released, fork)
         return UserHandle(self.agent, fork)
 
-    def _serve_creation(self, message: Incoming) -> LaterAnswer | None:
-        return self.values.serve_creation(message, message.state[References])
-
     # References in messages.
 
     def on_send(self, message: Outgoing) -> None:
@@ -208,9 +204,15 @@ class References(ReferenceExtension):
 
     def on_send_aborted(self, message: Outgoing) -> None:
         """Removes the forks of a message that was not sent."""
-        for reference in message.envelope.references:
-            value, fork = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
-            self._passed_on.remove(value, fork, message.destination.wire_id)
+        self._passed_on.on_send_aborted(message)
+
+    def on_send_postponed(self, message: Outgoing) -> None:
+        """Notes that the forks of a message are not lost, although its receiver does not answer."""
+        self._passed_on.on_send_postponed(message)
+
+    def on_postponed_sent(self, message: Outgoing) -> None:
+        """Notes that the forks of a message are on their way."""
+        self._passed_on.on_postponed_sent(message)
 
     def on_receive(self, message: Incoming) -> None:
         """Accepts the forks of a message, whether or not it can be unpickled afterwards."""
@@ -287,10 +289,9 @@ class References(ReferenceExtension):
     def _tell_accepted(self, sender: WorkerInfo, fork: GlobalId) -> None:
         accepting = self._accepting[sender.wire_id]
         accepting.add(fork)
-        done = lambda _error: accepting.discard(fork)  # noqa: E731
-        self.agent.control.send(sender, "rref.accept", tuple(fork), done, urgent=False)
-
-    # The life of a fork, on any thread.
+        self.agent.control.send(
+            sender, "rref.accept", tuple(fork), lambda _: accepting.discard(fork), urgent=False
+        )
 
     def _on_lease_released(self, fork: Fork) -> None:
         """Drops a fork. Called by finalizers: takes no lock."""

@@ -13,6 +13,7 @@ from typing import Any, final
 
 from ..errors import Outcome, RRefError, WorkerSuspectError
 from ..rpc.contracts.agent import RpcAgent
+from ..rpc.contracts.messages import Outgoing
 from ..rpc.contracts.worker import WorkerInfo
 from .handles import Fork, UserHandle
 from .ids import GlobalId
@@ -54,8 +55,10 @@ class PassedOn:
         self._children: dict[GlobalId, tuple[UserHandle, int]] = {}
         """For each fork of another worker's value: this worker's own handle, kept until the owner has confirmed
         the fork, and the wire id of the worker for which it was made."""
-        self._unsure: dict[int, Sequence[Passed]] = {}
-        """By wire id, the forks made for each suspect worker before it was."""
+        self._unsure: dict[int, dict[GlobalId, GlobalId]] = {}
+        """By wire id, the forks made for each suspect worker before it was, each with its value."""
+        self._postponed: set[GlobalId] = set()
+        """The forks in messages that wait for suspect workers. They are not lost, whenever they were made."""
         self._late: OrderedDict[GlobalId, None] = OrderedDict()
         """The forks of which this worker has told that they have not arrived."""
         agent.control.on("rref.accept", self._on_accept)
@@ -76,6 +79,7 @@ class PassedOn:
         Raises:
             RRefError: it was made for another worker.
         """
+        self._postponed.discard(fork)
         child = self._children.get(fork)
         if child is None:
             self._table.remove_fork(value, fork, destination)
@@ -83,6 +87,23 @@ class PassedOn:
             raise RRefError(f"fork {fork} was made for another worker")
         else:
             self._children.pop(fork, None)
+
+    def on_send_aborted(self, message: Outgoing) -> None:
+        """Removes the forks of a message that was not sent."""
+        for reference in message.envelope.references:
+            value, fork = GlobalId.from_proto(reference.reference), GlobalId.from_proto(reference.fork)
+            self.remove(value, fork, message.destination.wire_id)
+
+    def on_send_postponed(self, message: Outgoing) -> None:
+        """Notes that the forks of a message are not lost, although its receiver does not answer."""
+        for fork in _forks_in(message):
+            # Of this and of `on_worker_suspect`, the one that comes last sees what the other one has done.
+            self._postponed.add(fork)
+            self._unsure.get(message.destination.wire_id, {}).pop(fork, None)
+
+    def on_postponed_sent(self, message: Outgoing) -> None:
+        """Notes that the forks of a message, which has been postponed, are on their way."""
+        self._postponed.difference_update(_forks_in(message))
 
     def is_late(self, fork: GlobalId) -> bool:
         """Returns whether this worker has told that a fork, which arrives now, was lost."""
@@ -99,14 +120,16 @@ class PassedOn:
         children = [
             (handle.id, fork) for fork, (handle, other) in self._children.copy().items() if other == worker
         ]
-        self._unsure[worker] = children + self._table.forks_made_here(worker)
+        unsure = {fork: value for value, fork in [*children, *self._table.forks_made_here(worker)]}
+        self._unsure[worker] = unsure
+        for fork in self._postponed.copy():
+            unsure.pop(fork, None)
 
     def on_worker_back(self, worker: WorkerInfo) -> None:
         """Asks a worker which of these it has got."""
-        unsure = self._unsure.pop(worker.wire_id, ())
+        unsure = [(tuple(value), tuple(fork)) for fork, value in self._unsure.pop(worker.wire_id, {}).items()]
         for start in range(0, len(unsure), MAX_CHECKED):
-            part = [(tuple(value), tuple(fork)) for value, fork in unsure[start : start + MAX_CHECKED]]
-            self._agent.control.send(worker, "rref.check", part)
+            self._agent.control.send(worker, "rref.check", unsure[start : start + MAX_CHECKED])
 
     def on_worker_lost(self, worker: int) -> None:
         """Removes what is kept until a worker has accepted it."""
@@ -154,6 +177,10 @@ class PassedOn:
 def is_unsure(error: Exception | None) -> bool:
     """Returns whether a request may have arrived that has failed like this."""
     return isinstance(error, WorkerSuspectError) and error.outcome is not Outcome.NOT_SENT
+
+
+def _forks_in(message: Outgoing) -> list[GlobalId]:
+    return [GlobalId.from_proto(reference.fork) for reference in message.envelope.references]
 
 
 def _checked(payload: Any) -> Sequence[Passed]:

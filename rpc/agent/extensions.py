@@ -129,6 +129,16 @@ class Extensions:
         for extension in self._extensions:
             extension.on_send_aborted(message)
 
+    def on_send_postponed(self, message: Outgoing) -> None:
+        """Tells the extensions that a message is not sent before its receiver is back."""
+        for extension in self._extensions:
+            extension.on_send_postponed(message)
+
+    def on_postponed_sent(self, message: Outgoing) -> None:
+        """Tells the extensions that a message which was postponed is sent."""
+        for extension in self._extensions:
+            extension.on_postponed_sent(message)
+
     def on_complete(self, identifier: int) -> None:
         """Tells the extensions that a request of this worker, given by its id, has an answer or has failed."""
         for on_complete in self._on_complete:

@@ -95,10 +95,14 @@ class WaitingCalls:
             self._abort(pending, message)
             self._requests.fail(self._requests.take(pending.identifier), error, Outcome.NOT_SENT)
         else:
+            if message.user_values:
+                self._extensions.on_postponed_sent(message)
             self._on_sent(pending, message)
 
     def _put(self, pending: PendingRequest, message: Outgoing) -> None:
         pending.waits_for_worker = True
+        if message.user_values:
+            self._extensions.on_send_postponed(message)
         with self._lock:
             calls = self._calls.setdefault(pending.worker.wire_id, OrderedDict())
             calls[pending.identifier] = pending, message

@@ -84,6 +84,15 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def on_send_aborted(self, message: Outgoing) -> None:
         """Undoes `on_send`: the message was not sent. Its tensors and references may be missing."""
 
+    def on_send_postponed(self, message: Outgoing) -> None:
+        """Is told that a message is not sent before its receiver, which does not answer, is back.
+
+        Maybe several times. `on_postponed_sent` or `on_send_aborted` follows.
+        """
+
+    def on_postponed_sent(self, message: Outgoing) -> None:
+        """Is told that a message that was postponed is sent."""
+
     def may_repeat(self) -> bool:
         """Returns whether a request that this thread sends may be sent again by another one.
 

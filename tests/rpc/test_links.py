@@ -12,10 +12,13 @@ from gradwire import Outcome, rpc
 from gradwire.c10d import Credentials
 from gradwire.errors import EvictedError, RpcTimeoutError, WorkerLostError, WorkerSuspectError
 from gradwire.rpc.agent import links as agent_links
+from gradwire.rpc.contracts.agent import current_agent
 from gradwire.rpc.transports.probe import Reach
+from gradwire.rref.forks import References
+from gradwire.rref.passed_on import PassedOn
 
 from tests import remote_functions
-from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_until
+from tests.remote_functions import add, assert_clean, identity, keep, set_event, wait_for, wait_until
 from tests.rpc import links
 from tests.rpc.links import LIVENESS
 from tests.rpc.test_several_hosts import join_all
@@ -207,6 +210,45 @@ def test_calls_wait_if_they_are_to(workers):
     a.run(after)
     b.run(set_event, "never")
     a.run(clean)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_reference_in_a_call_that_waits_is_not_asked_about_as_one_that_may_be_lost(workers, is_late):
+    """Whether the loss of the connection is handled before the call is made, or after."""
+    a, b = workers.rpc(2, liveness=replace(LIVENESS, when_suspect="wait"))
+
+    def begin() -> None:
+        links.call_for_ever("worker1")
+        handle = References.on_worker_suspect
+
+        def on_worker_suspect(references: References, worker: rpc.WorkerInfo, reason: str) -> None:
+            if is_late:
+                wait_for("called")
+            handle(references, worker, reason)
+            set_event("handled")
+
+        References.on_worker_suspect = on_worker_suspect
+
+    def while_stopped() -> None:
+        links.assert_silent(links.futures.pop())
+        if not is_late:
+            wait_for("handled")
+        links.futures.append(rpc.rpc_async("worker1", identity, (rpc.RRef(torch.ones(2)),)))
+        set_event("called")
+        wait_for("handled")
+        assert list(passed_on()._unsure.values()) == [{}]
+
+    def after() -> None:
+        assert torch.equal(links.futures.pop().wait().to_here(), torch.ones(2))
+        assert passed_on()._postponed == set()
+
+    def passed_on() -> PassedOn:
+        return current_agent().extension(References)._passed_on
+
+    a.run(begin)
+    with stopped(b):
+        a.run(while_stopped)
+    a.run(after)
 
 
 def test_a_worker_whose_interpreter_is_held_is_suspect(workers):
