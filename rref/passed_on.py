@@ -141,6 +141,7 @@ class PassedOn:
     def clear(self) -> None:
         """Removes everything: the agent has shut down."""
         self._children.clear()
+        self._postponed.clear()
 
     # Control messages.
 

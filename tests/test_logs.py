@@ -79,7 +79,7 @@ def test_any_text_is_parsed_or_refused(text):
         levels = logs.parse_levels(text)
     except ValueError:
         return
-    assert set(levels.values()) <= {"DEBUG", "INFO"}
+    assert set(levels.values()) <= {"DEBUG", "ERROR", "INFO"}
 
 
 def test_lines_are_printed_once(loggers, capsys):
@@ -237,7 +237,7 @@ def without_losses(text: str, reason: str) -> str:
 
 def unindented(text: str) -> list[str]:
     """Returns the lines of tracebacks that are not of their frames, and all lines that are not of tracebacks."""
-    return [line for line in text.splitlines() if line and not line.startswith(" ")]
+    return [line for line in text.splitlines() if not line.startswith(" ")]
 
 
 def test_ctrl_c_on_a_spawn_shows_the_launchers_own_interrupt(python, tmp_path):

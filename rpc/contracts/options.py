@@ -211,7 +211,7 @@ class RpcBackendOptions:
     otel: whether calls are traced with OpenTelemetry: see docs/tracing.md; by default what GRADWIRE_OTEL says.
     busy_poll: seconds for which a thread that waits for an answer, or that has just served a call, looks at the
         socket again and again before it sleeps, because it takes longer to wake up; 0 is never. A thread stops
-        doing so while it is in vain, and lets others have the processor in between.
+        doing so while it is in vain, and yields the processor (`sched_yield`) between two looks.
     device_maps: by the name of a called worker: from this worker's CUDA devices to that worker's, for the tensors
         of a call. Results come back the opposite way.
     devices: this worker's CUDA devices that take part in calls. By default those in `device_maps`.

@@ -1,4 +1,4 @@
-"""Looks at descriptors again and again before a thread sleeps: to be woken takes longer than many calls do."""
+"""Busy polling: a thread looks at descriptors again and again before it sleeps, since to be woken takes longer."""
 
 import os
 import time
@@ -19,10 +19,10 @@ Events = list[tuple[int, int]]
 
 @final
 class Spinner:
-    """Looks at descriptors again and again, or once if more has been in vain lately. Used by one thread.
+    """Busy-polls descriptors, or looks once if more has been in vain lately. Used by one thread.
 
-    Between two looks it lets others have the processor that wait for it, perhaps the worker that is to answer:
-    the kernel often has both run on the same one, although another is idle.
+    Between two looks it yields the processor, perhaps to the worker that is to answer: the kernel often has both
+    run on the same one, although another is idle.
     """
 
     def __init__(self, seconds: float) -> None:

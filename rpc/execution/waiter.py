@@ -1,6 +1,6 @@
 """Waits for a socket on the thread that needs what the socket brings.
 
-The thread looks at the socket again and again for a moment before it blocks: see Spinner.
+The thread busy-polls the socket for a moment before it blocks (spinner.py).
 """
 
 import os

@@ -11,7 +11,7 @@ import torch
 
 from ...proto.v1 import agent_pb2
 from .dtypes import DTYPE_NUMBERS, DTYPES_BY_NUMBER, NUMPY_DTYPES, PLAIN_DTYPES
-from .small_tensors import address_in_order, copy_bytes
+from .small_tensors import contiguous_address, copy_bytes
 from .strides import MAX_DIMENSIONS, is_shape
 
 __all__ = ["decode_inline", "encode_inline", "plain_tensor"]
@@ -46,7 +46,7 @@ def encode_inline(
             or tensor.is_nested
             # Tensors that require grad share no memory at the receiver.
             or not (is_alone or (tensor.requires_grad and index not in leaves))
-            or not (address := address_in_order(tensor, size))
+            or not (address := contiguous_address(tensor, size))
         ):
             return None
         elements.append(copy_bytes(address, size))

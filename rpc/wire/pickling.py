@@ -19,7 +19,7 @@ from ..contracts.pickler import BY_NAME
 from .one_tensor import pickle_small
 from .picklers import PICKLE_PROTOCOL, fallback_reducers, make_pickler, resetter
 from .script import reduce_script_function, reduce_script_module
-from .small_tensors import memory_of, reduce_small
+from .small_tensors import reduce_small, storage_address
 from .tensors import check_sendable
 from .unpickling import ONE_TENSOR, parameter_placeholder, reference_placeholder, tensor_placeholder
 from .unsendable import explain_failure
@@ -257,8 +257,8 @@ class _Extractor:
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         if self._with_small and (small := reduce_small(tensor, self._stream.tell())) is not None:
-            memory, reduced = small
-            self._note_memory(memory)
+            address, reduced = small
+            self._note_memory(address)
             return reduced
         return tensor_placeholder, (self._extract(tensor),)
 
@@ -282,7 +282,7 @@ class _Extractor:
         """Adds a tensor to the message and returns its index. Raises ValueError if it cannot travel."""
         check_sendable(tensor, self._device_map)
         if self._with_small and tensor.is_cpu and tensor.layout is torch.strided:
-            self._note_memory(memory_of(tensor))
+            self._note_memory(storage_address(tensor))
         tensors = self._packed.tensors
         tensors.append(tensor)
         return len(tensors) - 1

@@ -19,12 +19,12 @@ from .strides import MAX_DIMENSIONS
 __all__ = [
     "MAX_SMALL_BYTES",
     "MAX_TINY_BYTES",
-    "address_in_order",
+    "contiguous_address",
     "copy_bytes",
-    "memory_of",
     "reduce_small",
     "small_address",
     "small_tensor",
+    "storage_address",
 ]
 
 MAX_SMALL_BYTES = 64 << 10
@@ -37,8 +37,8 @@ _SmallBytes = ctypes.c_char * MAX_SMALL_BYTES
 """One type for all sizes, because ctypes takes long to make a type."""
 
 
-def memory_of(tensor: torch.Tensor) -> int:
-    """Returns the address of the memory that a dense tensor on the CPU is in; 0 if it has none."""
+def storage_address(tensor: torch.Tensor) -> int:
+    """Returns the address of the storage of a dense tensor on the CPU; 0 if it has no memory."""
     address: int = tensor.data_ptr()
     return address and address - int(tensor.storage_offset()) * tensor.itemsize
 
@@ -55,11 +55,11 @@ def small_address(tensor: torch.Tensor, max_bytes: int) -> int:
     nbytes = tensor.nbytes
     if not 0 < nbytes <= max_bytes or tensor.dtype not in PLAIN_DTYPES or tensor.is_nested:
         return 0
-    return address_in_order(tensor, nbytes)
+    return contiguous_address(tensor, nbytes)
 
 
-def address_in_order(tensor: torch.Tensor, nbytes: int) -> int:
-    """Returns the address of the elements of a plain tensor; 0 if they are not in row-major order, as when sent.
+def contiguous_address(tensor: torch.Tensor, nbytes: int) -> int:
+    """Returns the address of the elements of a plain tensor; 0 if it is not contiguous, or has no memory.
 
     Args:
         tensor: dense, on the CPU.
@@ -81,7 +81,7 @@ def reduce_small(tensor: torch.Tensor, pickled_bytes: int) -> tuple[int, tuple[A
         pickled_bytes: bytes of the pickle so far.
 
     Returns:
-        The address of the memory that the tensor is in, and what `__reduce__` returns; None if it is not small.
+        The address of the storage of the tensor, and what `__reduce__` returns; None if it is not small.
     """
     address = small_address(tensor, MAX_SMALL_BYTES if pickled_bytes < MAX_SMALL_BYTES else MAX_TINY_BYTES)
     if not address:
@@ -91,8 +91,8 @@ def reduce_small(tensor: torch.Tensor, pickled_bytes: int) -> tuple[int, tuple[A
         data = copy_bytes(address, nbytes)
     else:  # copied by the pickler from where it is; the receiver gets a bytearray of its own
         data = pickle.PickleBuffer(memoryview(_SmallBytes.from_address(address)).cast("B")[:nbytes])
-    memory = address - int(tensor.storage_offset()) * tensor.itemsize
-    return memory, (small_tensor, (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), data))
+    storage = address - int(tensor.storage_offset()) * tensor.itemsize
+    return storage, (small_tensor, (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), data))
 
 
 def copy_bytes(address: int, nbytes: int) -> bytes:

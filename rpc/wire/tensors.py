@@ -24,7 +24,7 @@ from .dtypes import (
 from .elements import PutPayload, as_bytes, as_carrier, header
 from .inline_tensors import plain_tensor
 from .shared_tensors import find_shared, restore_shared
-from .small_tensors import MAX_TINY_BYTES, address_in_order, copy_bytes
+from .small_tensors import MAX_TINY_BYTES, contiguous_address, copy_bytes
 from .strides import MAX_DIMENSIONS, can_keep_strides, is_shape, restore_strides
 
 __all__ = [
@@ -136,7 +136,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _encode_plain(tensor: torch.Tensor, put: PutPayload) -> agent_pb2.Tensor | None:
     """Does what `_encode` does, for a tensor whose elements can be sent from where they are; else returns None."""
     nbytes = tensor.nbytes if _is_plain(tensor) else 0
-    if not nbytes or not (address := address_in_order(tensor, nbytes)):
+    if not nbytes or not (address := contiguous_address(tensor, nbytes)):
         return None
     message = agent_pb2.Tensor(dtype=DTYPE_NUMBERS[tensor.dtype], sizes=tensor.shape)
     requires_grad = message.requires_grad = tensor.requires_grad
