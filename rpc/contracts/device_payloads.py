@@ -23,6 +23,9 @@ class DeviceBuffer(Protocol):
 class StartedCopy(Protocol):
     """A copy that a device makes."""
 
+    def is_complete(self) -> bool:
+        """Returns whether the copy is complete. Raises RuntimeError if the device has failed."""
+
     def wait(self) -> None:
         """Waits until the copy is complete. Raises RuntimeError if the device has failed."""
 

@@ -72,8 +72,9 @@ class Memory:
 class FakeCopy:
     """A copy that begins when its stream and its event allow, at the latest when it is waited for."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], None], is_complete: Callable[[], bool] = bool) -> None:
         self.wait = wait
+        self.is_complete = is_complete
 
 
 class FakeExported:
@@ -131,15 +132,20 @@ class FakeMapped:
     def copy_to(self, target: torch.Tensor, offset: int) -> FakeCopy:
         called, _ = _COUNTS.unpack_from(self.map, self.nbytes)
 
-        def wait() -> None:
-            self.gpus.began_to_wait.set()
-            while _COUNTS.unpack_from(self.map, self.nbytes)[1] < called:
-                if not os.read(self.event, 1):
-                    raise RuntimeError("the process that fills the memory has ended")
+        def is_complete() -> bool:
+            if _COUNTS.unpack_from(self.map, self.nbytes)[1] < called:
+                return False
             target.copy_(self.bytes[offset : offset + target.numel()])
             self.gpus.copied_bytes += target.numel()
+            return True
 
-        return FakeCopy(wait)
+        def wait() -> None:
+            self.gpus.began_to_wait.set()
+            while not is_complete():
+                if not os.read(self.event, 1):
+                    raise RuntimeError("the process that fills the memory has ended")
+
+        return FakeCopy(wait, is_complete)
 
     def close(self) -> None:
         self.gpus.mapped.remove(self)
@@ -206,6 +212,9 @@ class FakeGpus:
     def find(self, uuid: str) -> torch.device | None:
         return torch.device("cuda", self.uuids.index(uuid)) if uuid in self.uuids else None
 
+    def is_idle(self, device: torch.device) -> bool:
+        return self.stalled is None
+
     def export(self, device: torch.device, nbytes: int) -> FakeExported:
         if not self.can_export:
             raise DeviceError("cuIpcGetMemHandle failed with CUDA_ERROR_NOT_SUPPORTED")
@@ -232,7 +241,7 @@ class FakeGpus:
             done.set()
 
         self.enqueue(copy)
-        return FakeCopy(lambda: None if done.wait(60) else self.fail())
+        return FakeCopy(lambda: None if done.wait(60) else self.fail(), done.is_set)
 
     def fail(self) -> None:
         raise RuntimeError("the stream stands still")

@@ -24,6 +24,7 @@ class Record:
         self.memory = (ctypes.c_char * 4096)()
         self.address = ctypes.addressof(self.memory)
         self.events = 0
+        self.is_busy = False
         record = self
 
         class Event:
@@ -43,12 +44,18 @@ class Record:
             def record(self, stream: "Stream") -> None:
                 record.log.append(f"{stream.name} records {self.name}")
 
+            def query(self) -> bool:
+                return not record.is_busy
+
             def synchronize(self) -> None:
                 record.log.append(f"{self.name} is waited for")
 
         class Stream:
             def __init__(self, device: torch.device, name: str = "side") -> None:
                 self.name = name
+
+            def query(self) -> bool:
+                return self.name == "current" and not record.is_busy
 
             def wait_event(self, event: Event) -> None:
                 record.log.append(f"{self.name} waits for {event.name}")
@@ -144,6 +151,10 @@ def test_mapped_memory_is_read_on_a_stream_of_its_own_when_it_is_filled(record):
         "off side",
     ]
     record.log.clear()
+    record.is_busy = True
+    assert not copy.is_complete()
+    record.is_busy = False
+    assert copy.is_complete()
     copy.wait()
     mapped.close()
     mapped.close()
@@ -168,6 +179,13 @@ def test_memory_that_cannot_be_used_is_given_up(record):
         "allocate 100 on 0",
         "free on 0",
     ]
+
+
+def test_a_device_is_idle_if_its_current_stream_is(record):
+    devices = runtime(record)
+    assert devices.is_idle(GPU)
+    record.is_busy = True
+    assert not devices.is_idle(GPU)
 
 
 def test_devices_are_found_by_their_uuid(record):

@@ -1,5 +1,6 @@
 """Tensors on CUDA devices by way of the host: on fake GPUs, with real processes."""
 
+import math
 import threading
 from typing import Any
 
@@ -96,6 +97,10 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.pinned_fails = False
+        self.is_busy = True
+        self.looks = 0
+        """How often it has been asked whether a copy is complete."""
+        self.needed_looks: float = math.inf
 
     def empty(self, device: torch.device, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -109,7 +114,14 @@ class Recorder:
     def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> fake_cuda.FakeCopy:
         target.copy_(source)
         self.events.append("start")
-        return fake_cuda.FakeCopy(lambda: self.events.append("wait"))
+        return fake_cuda.FakeCopy(lambda: self.events.append("wait"), self.look)
+
+    def is_idle(self, device: torch.device) -> bool:
+        return not self.is_busy
+
+    def look(self) -> bool:
+        self.looks += 1
+        return self.looks >= self.needed_looks
 
 
 def staging(runtime: Recorder, max_pinned_bytes: int = MIB) -> DeviceStaging:
@@ -128,6 +140,25 @@ def test_all_copies_start_before_the_first_one_is_waited_for():
     copied = staging(runtime).to_host([torch.full((each,), each, dtype=torch.uint8) for each in (3, 4)])
     assert [each.tolist() for each in copied] == [[3] * 3, [4] * 4]
     assert runtime.events == [*["pinned", "start"] * 2, "blocking", "wait", "wait", "not blocking"]
+
+
+def test_no_other_thread_takes_the_place_of_one_that_waits_for_a_moment(monkeypatch):
+    monkeypatch.setattr("gradwire.rpc.channels.cuda.staging.LOOK_S", 60.0)
+    runtime = Recorder()
+    runtime.needed_looks = 5
+    assert staging(runtime).to_host([torch.ones(2, dtype=torch.uint8)])[0].tolist() == [1, 1]
+    assert runtime.events == ["pinned", "start"]
+    assert runtime.looks == 5
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_small_tensors_of_an_idle_device_need_no_page_locked_memory(is_small):
+    runtime = Recorder()
+    runtime.is_busy = False
+    nbytes = 64 * KIB if is_small else 64 * KIB + 1
+    copied = staging(runtime).to_host([torch.ones(nbytes, dtype=torch.uint8)])
+    assert copied[0].sum() == nbytes
+    assert ("pinned" in runtime.events) is not is_small
 
 
 def test_page_locked_memory_is_bounded_and_returns_when_its_bytes_are_sent():

@@ -77,6 +77,13 @@ class _PartCopy:
         self._copy = copy
         self._lease: _Lease | None = lease
 
+    def is_complete(self) -> bool:
+        """Returns whether the copy is complete; then the segment goes back if it was the last one."""
+        if not self._copy.is_complete():
+            return False
+        self._lease = None
+        return True
+
     def wait(self) -> None:
         """Waits for the copy, and gives the segment back if it was the last one."""
         self._copy.wait()

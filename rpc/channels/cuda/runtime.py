@@ -65,6 +65,9 @@ class DeviceRuntime(Protocol):
     def find(self, uuid: str) -> torch.device | None:
         """Returns the device with this UUID, if this process can see it."""
 
+    def is_idle(self, device: torch.device) -> bool:
+        """Returns whether the current stream of a device has done all that it is to do. Raises RuntimeError."""
+
     def export(self, device: torch.device, nbytes: int) -> ExportedMemory:
         """Allocates memory that other processes can map.
 

@@ -1,6 +1,8 @@
 """Copies between the devices of this worker and the memory of its host, or segments of other workers."""
 
+import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +15,12 @@ from ...contracts.device_payloads import DeviceBuffer, StartedCopy
 from .runtime import DeviceRuntime
 
 __all__ = ["DeviceStaging"]
+
+MAX_DIRECT_BYTES = 64 << 10
+"""Bytes of a message that are copied to the host at once if the device is idle, and not by page-locked memory."""
+
+LOOK_S = 3e-4
+"""Seconds in which a thread looks again and again whether copies are complete, before it sleeps until they are."""
 
 
 @final
@@ -58,6 +66,8 @@ class DeviceStaging:
 
     def to_host(self, elements: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns copies in the memory of the host: see DeviceWriter."""
+        if sum(each.numel() for each in elements) <= MAX_DIRECT_BYTES and self._are_idle(elements):
+            return [each.cpu() for each in elements]
         copies: list[StartedCopy] = []
         on_host: list[torch.Tensor] = []
         try:
@@ -81,11 +91,19 @@ class DeviceStaging:
         return target, self.runtime.start_copy(target, source if pinned is None else pinned.copy_(source))
 
     def wait(self, copies: Sequence[StartedCopy]) -> None:
-        """Waits for copies; on a thread that serves calls, another thread takes its place meanwhile."""
-        if copies:
+        """Waits for copies; on a thread that serves calls, another one takes its place if that takes long."""
+        end = time.monotonic() + LOOK_S
+        left = [copy for copy in copies if not copy.is_complete()]
+        while left and time.monotonic() < end:
+            os.sched_yield()
+            left = [copy for copy in left if not copy.is_complete()]
+        if left:
             with self._blocking():
-                for copy in copies:
+                for copy in left:
                     copy.wait()
+
+    def _are_idle(self, elements: Sequence[torch.Tensor]) -> bool:
+        return all(map(self.runtime.is_idle, {each.device for each in elements}))
 
     def _take_pinned(self, nbytes: int) -> torch.Tensor | None:
         """Returns page-locked memory, which counts as long as something refers to it; None beyond the limit."""

@@ -46,6 +46,13 @@ class _EventCopy:
         self._event = event
         self._source = source
 
+    def is_complete(self) -> bool:
+        """Looks at the event."""
+        if not self._event.query():  # type: ignore[no-untyped-call]
+            return False
+        self._source = None
+        return True
+
     def wait(self) -> None:
         """Waits for the event, without the interpreter's lock."""
         self._event.synchronize()
@@ -152,6 +159,10 @@ class TorchDevices:
         """Returns the device with this UUID."""
         devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
         return next((device for device in devices if self.uuid(device) == uuid), None)
+
+    def is_idle(self, device: torch.device) -> bool:
+        """Looks at the current stream."""
+        return bool(torch.cuda.current_stream(device).query())
 
     def export(self, device: torch.device, nbytes: int) -> ExportedMemory:
         """Allocates memory of `cuMemAlloc`, which torch's allocator does not know."""
