@@ -26,8 +26,8 @@ class Spinner:
     """
 
     def __init__(self, seconds: float) -> None:
-        """Args: seconds: how long it looks at most; 0 for once, as it is where there is one processor."""
-        self._seconds = seconds if len(os.sched_getaffinity(0)) > 1 else 0.0
+        """Args: seconds: how long it looks at most; 0 for once."""
+        self._seconds = seconds
         self._to_skip = 0
         """Waits from now on in which it looks once."""
         self._skips = 0

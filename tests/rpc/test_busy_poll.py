@@ -39,18 +39,21 @@ def clock(monkeypatch):
     monkeypatch.setattr(spinner_module, "time", SimpleNamespace(monotonic=lambda: 1e-5 * next(times)))
 
 
-@pytest.fixture(autouse=True)
-def _two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one processor threads look once."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0, 1})
-
-
 def test_a_descriptor_that_becomes_ready_is_found():
     descriptor, spinner, found = Descriptor(ready_after=5), Spinner(60), []
     while not found:  # a look that is interrupted for long ends the wait
         found = spinner.spin(descriptor.poll)
     assert found == [(1, select.POLLIN)]
     assert descriptor.looks == 6
+
+
+def test_a_thread_that_is_bound_to_one_processor_looks_as_often():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        test_a_descriptor_that_becomes_ready_is_found()
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def test_looking_in_vain_becomes_rare_and_recovers(clock):
