@@ -139,8 +139,9 @@ class Context:
             The contents of the header; None if the context has ended.
         """
         closure: Closure | None = NOTHING
+        starts = [start_node(tensor) for tensor in tensors]  # which `send` needs, too
         if self._receives:
-            closure = small_closure([start_node(tensor) for tensor in tensors], self._closures, MAX_HEADER_SENDS)
+            closure = small_closure(starts, self._closures, MAX_HEADER_SENDS)
         with self._lock:
             if self._is_released:
                 return None

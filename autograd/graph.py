@@ -52,26 +52,19 @@ class Graph:
         return union(node.closure for node in self.receives)
 
 
-class _Wrap(torch.autograd.Function):
-    """Wraps a sparse leaf in an autograd node.
-
-    torch reaches the AccumulateGrad node of a leaf through a view, which sparse tensors do not support.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return torch.zeros(())
-
-
 def start_node(tensor: torch.Tensor) -> Any:
-    """Returns the node at which the gradient of a tensor enters the graph."""
-    if tensor.grad_fn is not None:
-        return tensor.grad_fn
-    if tensor.layout is torch.strided:
-        return torch.autograd.graph.get_gradient_edge(tensor).node
-    with torch.enable_grad():
-        wrapped = _Wrap.apply(tensor)  # type: ignore[no-untyped-call]
-    return wrapped.grad_fn.next_functions[0][0]
+    """Returns the node at which the gradient of a tensor enters the graph.
+
+    That of a leaf exists as long as something refers to it. It is reached through a view, or a copy where torch
+    has no views, since such functions make it without the interpreter's lock: see `send`.
+    """
+    if (node := tensor.grad_fn) is not None:
+        return node
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return start_node(tensor)
+    follower: Any = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+    return follower.grad_fn.next_functions[0][0]
 
 
 def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], limit: int) -> Closure | None:

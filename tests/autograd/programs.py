@@ -119,6 +119,12 @@ class Doubles(torch.autograd.Function):
         return 2 * doubled + difference, -difference
 
 
+def doubled(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Not of leaves themselves: torch deadlocks if another thread uses a leaf for the first time meanwhile."""
+    result: tuple[torch.Tensor, torch.Tensor] = Doubles.apply(*(each.view_as(each) for each in (x, y)))
+    return result
+
+
 def without_grad(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return x * 0.5
@@ -135,8 +141,8 @@ NOTHING_SAVED: Mapping[str, Callable[..., torch.Tensor]] = {
     "flip": lambda x: x.flip(0),
     "cumsum": lambda x: 0.3 * x.cumsum(1),
     "rows of both": lambda x, y: torch.cat([x[:1], y[1:]]),
-    "custom": lambda x, y: Doubles.apply(x, y)[0] + 1,
-    "other custom": lambda x, y: Doubles.apply(x, y)[1] + 1,
+    "custom": lambda x, y: doubled(x, y)[0] + 1,
+    "other custom": lambda x, y: doubled(x, y)[1] + 1,
     "no_grad": without_grad,
 }
 """Operations whose operands and result may be changed in place before the backward pass."""
@@ -305,12 +311,12 @@ class _Generator:
             back: dict[_Tensor, _Tensor] = {}
             registers.extend(_copy(result, back) for result in results)
         else:
+            promise = len(registers)
             registers.append(_Promise(to if how == "remote" else None, results))
             if how == "async" or self._random.random() < 0.5:
                 for _ in range(self._random.randrange(3)):
                     self._step(worker, steps, registers, depth)
-                index = max(i for i, register in enumerate(registers) if isinstance(register, _Promise))
-                self._take(worker, index, steps, registers)
+                self._take(worker, promise, steps, registers)
 
     def _take(self, worker: int, index: int, steps: list[Step], registers: list[_Tensor | _Promise]) -> None:
         promise = registers[index]

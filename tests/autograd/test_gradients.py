@@ -1,9 +1,11 @@
 """Gradients across workers equal those in one process."""
 
 import gc
+from unittest.mock import patch
 
 import torch
 from gradwire import autograd, rpc
+from gradwire.autograd import functions
 from gradwire.autograd.context import Context
 from gradwire.optim import DistributedOptimizer  # noqa: F401 - imported by workers
 from torch import nn
@@ -437,3 +439,24 @@ def test_a_sparse_leaf_that_is_sent_after_a_message_was_received(workers):
             return found[dense], found[sparse].to_dense()
 
     torch.testing.assert_close(a.run(gradients), (torch.ones(3, 3), torch.eye(3) * 3))
+
+
+def test_the_nodes_of_leaves_are_made_before_a_message_gets_its_gate(workers):
+    """If the gate made them, torch could deadlock with another thread that uses the leaf for the first time."""
+    a, _ = workers.rpc(2)
+
+    def references():
+        at_the_gate = []
+
+        def send(of, message_id, tensors):
+            at_the_gate.extend(each._use_count() for each in tensors)
+            return functions.send(of, message_id, tensors)
+
+        leaves = [torch.ones(3, 3, requires_grad=True), torch.eye(3).to_sparse().requires_grad_()]
+        before = [each._use_count() for each in leaves]
+        with patch("gradwire.autograd.context.send", send), autograd.context():
+            rpc.rpc_sync("worker1", identity, (leaves,))
+        return before, at_the_gate
+
+    before, at_the_gate = a.run(references)
+    assert at_the_gate == [each + 1 for each in before]  # a node refers to its leaf
