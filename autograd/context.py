@@ -22,7 +22,7 @@ from .compression import TensorGradients
 from .functions import receive, send
 from .gradient_sender import PassId
 from .gradients import GradSwapLock, LeafGradients
-from .graph import Graph, small_closure, start_node
+from .graph import Graph, follower_of, small_closure
 
 __all__ = ["Context", "Exchanged", "NewSend", "creator_of", "current_context", "inside", "set_current_context"]
 
@@ -139,8 +139,9 @@ class Context:
             The contents of the header; None if the context has ended.
         """
         closure: Closure | None = NOTHING
-        starts = [start_node(tensor) for tensor in tensors]  # which `send` needs, too
+        followers = [follower_of(tensor) for tensor in tensors if tensor.grad_fn is None]  # noqa: F841 - for `send`
         if self._receives:
+            starts = [node for tensor in tensors if (node := tensor.grad_fn) is not None]
             closure = small_closure(starts, self._closures, MAX_HEADER_SENDS)
         with self._lock:
             if self._is_released:

@@ -89,11 +89,13 @@ class RecvRpc(torch.autograd.Function):
 
 
 def send(context: RunsPasses, message_id: int, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the gate of a message with these tensors, all of which require grad.
+    """Returns the gate of a message.
 
-    The nodes of those that are leaves must exist (`start_node`). Else `apply` makes them: it holds the
-    interpreter's lock while it waits for the lock of a leaf. A torch function that uses the leaf on another thread
-    holds the latter while it makes the node, and needs the former for that (seen with torch 2.13): a deadlock.
+    Args:
+        context: that of the message.
+        message_id: its number.
+        tensors: its tensors that require grad. The caller keeps followers of those that are leaves meanwhile: see
+            `follower_of`.
     """
     gate: torch.Tensor = _apply(SendRpc, context, message_id, *tensors)
     return gate

@@ -8,10 +8,12 @@ import torch
 from .closure import NOTHING, Closure, union
 from .functions import RECV_NODE
 
-__all__ = ["AccumulateGrad", "Graph", "small_closure", "start_node"]
+__all__ = ["AccumulateGrad", "Graph", "follower_of", "small_closure", "start_node"]
 
 AccumulateGrad: type[Any] = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 """The class of the nodes that accumulate the gradients of leaves."""
+
+_LEADS_NOWHERE = frozenset({AccumulateGrad, type(None)})
 
 
 class Graph:
@@ -53,18 +55,23 @@ class Graph:
 
 
 def start_node(tensor: torch.Tensor) -> Any:
-    """Returns the node at which the gradient of a tensor enters the graph.
+    """Returns the node at which the gradient of a tensor enters the graph."""
+    node = tensor.grad_fn
+    return follower_of(tensor).grad_fn.next_functions[0][0] if node is None else node
 
-    That of a leaf exists as long as something refers to it. It is reached through a view, or a copy where torch
-    has no views, since such functions make it without the interpreter's lock: see `send`.
+
+def follower_of(leaf: torch.Tensor) -> Any:
+    """Returns a tensor whose node keeps that of a leaf: a view, or a copy where torch has no views.
+
+    torch makes the node of a leaf when it is needed, and lets go of it when nothing refers to it. To find or make
+    it, torch takes the leaf's lock, and then the interpreter's, unless something in C++ refers to the node (seen
+    with torch 2.13). Another thread may wait for the leaf's lock with the interpreter's lock held, as a Python
+    function does that is applied to the leaf itself. Then neither goes on, nor any other thread of the process.
     """
-    if (node := tensor.grad_fn) is not None:
-        return node
     if not torch.is_grad_enabled():
         with torch.enable_grad():
-            return start_node(tensor)
-    follower: Any = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
-    return follower.grad_fn.next_functions[0][0]
+            return follower_of(leaf)
+    return leaf.view_as(leaf) if leaf.layout is torch.strided else torch.clone(leaf)
 
 
 def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], limit: int) -> Closure | None:
@@ -78,7 +85,8 @@ def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], limit
     Returns:
         The closure; None if it names more sends than `limit`.
     """
-    starts = list(starts)
+    # Without the nodes of leaves, which lead to no sends. Python must not be all that keeps one: `follower_of`.
+    starts = [node for node in starts if type(node) is not AccumulateGrad]
     stack = list(starts)
     while stack:
         node = stack[-1]
@@ -86,7 +94,7 @@ def small_closure(starts: Iterable[Any], known: dict[Any, Closure | None], limit
             if type(node) is RECV_NODE:
                 known[node] = node.closure
             else:
-                next_nodes = [each for each, _ in node.next_functions if each is not None]
+                next_nodes = [each for each, _ in node.next_functions if type(each) not in _LEADS_NOWHERE]
                 if missing := [each for each in next_nodes if each not in known]:
                     stack += missing
                     continue

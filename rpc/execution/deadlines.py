@@ -1,5 +1,6 @@
 """Timeouts of requests, kept by one thread."""
 
+import logging
 import math
 import threading
 import time
@@ -8,6 +9,8 @@ from collections.abc import Callable
 from typing import final
 
 __all__ = ["Deadlines"]
+
+log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 3600.0
 """Seconds of one wait; the operating system refuses waits of centuries."""
@@ -104,7 +107,10 @@ class Deadlines:
                 expired = self._take_expired()
             for identifier in expired:
                 if self._is_live(identifier):
-                    self._expire(identifier)
+                    try:
+                        self._expire(identifier)
+                    except Exception:
+                        log.exception("what is late cannot be ended")
 
     def _seconds_left(self) -> float:
         """Returns the time until the first live id expires, and removes those before it. Called with the lock."""

@@ -272,8 +272,8 @@ class Executor:
             self.poller.wake()
         elif need is Need.THREAD:
             self._start_thread()
-        elif need is Need.STALL_DETECTOR:
-            self._stalls.start()
+        elif need is Need.STALL_DETECTOR and not self._stalls.start():
+            log.warning("cannot start the thread that finds stalled functions")
 
     def _start_thread(self) -> None:
         """Starts a thread that `_need` has counted."""

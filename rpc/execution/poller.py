@@ -298,8 +298,7 @@ class Poller:
         if self._handle(handler[0]):
             self.keep(descriptor)
         else:
-            thread.descriptor = -1
-            self.kept.pop(descriptor, None)
+            self.release()  # which has it waited for: the entry in `kept` may be another thread's by now
         return True
 
     def release(self) -> None:

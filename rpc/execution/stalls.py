@@ -51,9 +51,18 @@ class StallDetector:
         """Notified when a task is queued for which no thread is free."""
         self._closed = False
 
-    def start(self) -> None:
-        """Starts the thread. Called without the lock, by who has set `is_started` with it."""
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+    def start(self) -> bool:
+        """Starts the thread. Called without the lock, by who has set `is_started` with it.
+
+        Returns:
+            Whether it has been started; if not, since the system has a limit, it may be tried again.
+        """
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        except RuntimeError:
+            self.is_started = False
+            return False
+        return True
 
     def notify(self) -> None:
         """Tells the detector that a task waits for a thread. Called with the lock."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from gradwire import rpc
+from gradwire.autograd.graph import follower_of
 
 from tests.autograd.programs import (
     CONTAINERS,
@@ -42,6 +43,8 @@ class Leaves:
 
         self.leaves = [random_leaf(*SHAPE) for _ in range(LEAVES)]
         self.embedding = random_leaf(ROWS, SHAPE[1])
+        self.followers = [follower_of(leaf) for leaf in self.all()]
+        """Without them torch could deadlock when two threads use a leaf, as in `leaf * 2` and `leaf[:1]`."""
 
     def all(self) -> list[torch.Tensor]:
         return [*self.leaves, self.embedding]

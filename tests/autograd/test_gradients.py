@@ -1,12 +1,13 @@
 """Gradients across workers equal those in one process."""
 
 import gc
+import threading
 from unittest.mock import patch
 
 import torch
 from gradwire import autograd, rpc
 from gradwire.autograd import functions
-from gradwire.autograd.context import Context
+from gradwire.autograd.context import Context, current_context
 from gradwire.optim import DistributedOptimizer  # noqa: F401 - imported by workers
 from torch import nn
 
@@ -442,7 +443,7 @@ def test_a_sparse_leaf_that_is_sent_after_a_message_was_received(workers):
 
 
 def test_the_nodes_of_leaves_are_made_before_a_message_gets_its_gate(workers):
-    """If the gate made them, torch could deadlock with another thread that uses the leaf for the first time."""
+    """If the gate made them, torch could deadlock with another thread that uses the leaf: see `follower_of`."""
     a, _ = workers.rpc(2)
 
     def references():
@@ -459,4 +460,30 @@ def test_the_nodes_of_leaves_are_made_before_a_message_gets_its_gate(workers):
         return before, at_the_gate
 
     before, at_the_gate = a.run(references)
-    assert at_the_gate == [each + 1 for each in before]  # a node refers to its leaf
+    assert at_the_gate == [before[0] + 2, before[1] + 1]  # a node refers to its leaf, and so does a view
+
+
+def test_a_leaf_may_be_sent_while_another_thread_uses_it(workers):
+    """torch deadlocked within 50 rounds when the gate made the node of the leaf, or kept it by Python alone."""
+    a, _ = workers.rpc(2)
+
+    def use_and_send() -> int:
+        leaves = [torch.ones(3, 4, requires_grad=True) for _ in range(2000)]
+        together = threading.Barrier(2)
+
+        def use() -> None:
+            for leaf in leaves:
+                together.wait(60)
+                leaf.cumsum(1)
+
+        with autograd.context():
+            context = current_context()
+            other = threading.Thread(target=use, daemon=True)
+            other.start()
+            for leaf in leaves:
+                together.wait(60)
+                context.add_send([leaf], 1)
+            other.join()
+            return len(context.exchanged()[0])
+
+    assert a.start(use_and_send).result(60) == 2000

@@ -3,6 +3,7 @@
 import os
 import random
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -194,6 +195,7 @@ def check_many(seeds: range) -> Counter[str]:
             messages = check(program)
         except Exception as error:
             error.add_note(f"program {seed}: {program}")
+            traceback.print_exception(error)  # at once, for other programs may have to fail before it is raised
             raise
         counts.update(programs=1, messages=messages)
 

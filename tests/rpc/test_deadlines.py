@@ -245,3 +245,22 @@ def test_calls_in_the_socket_of_a_stopped_worker_do_not_begin(workers):
     assert b.run(lambda: remote_functions.kept) == []
     a.run(lambda: remote_functions.kept.clear())
     a.run(assert_clean)
+
+
+def test_one_that_cannot_be_ended_keeps_no_other_from_expiring(caplog):
+    expired: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def expire(identifier: int) -> None:
+        if identifier == 1:
+            raise RuntimeError("can't start new thread")
+        expired.put(identifier)
+
+    live = {1, 2}
+    started = Deadlines(expire, live.__contains__, live.__len__, "gradwire-deadlines-test")
+    try:
+        started.add(1, 0.0)
+        started.add(2, 0.001)
+        assert expired.get(timeout=60) == 2
+    finally:
+        started.close()
+    assert "what is late cannot be ended" in caplog.text

@@ -208,3 +208,28 @@ def test_threads_are_bounded(monkeypatch, declared):
     for _ in range(20):
         assert ended.acquire(timeout=20)
     assert executor.close(10)
+
+
+def test_a_stall_detector_that_gets_no_thread_can_be_started_later(monkeypatch, caplog):
+    executor = Executor(1, "test-no-thread")
+    hold, begun, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert hold.wait(60)
+
+    executor.submit(wait)
+    assert begun.wait(60)
+    wait_until(lambda: executor.idle == 1)
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        executor.submit(ended.set)
+    assert "cannot start the thread that finds stalled functions" in caplog.text
+    executor.submit(ended.set)
+    assert ended.wait(60)
+    hold.set()
+    assert executor.close(10)

@@ -62,3 +62,31 @@ def test_a_thread_that_has_read_may_find_the_connection_closed(poller):
     assert connection.is_read
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(connection.descriptor)
+
+
+def test_a_descriptor_that_two_threads_believe_to_keep_is_not_lost(poller):
+    """The first thread finds it ready while the second one, which has taken it over, is still reading."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        poller.watch(ours.fileno(), READABLE, lambda: False)  # somebody else reads it
+        theirs.send(b"x")
+        assert poller.wait(60) == -1
+        poller.keep(ours.fileno())
+        taken_over, spun = threading.Event(), threading.Event()
+
+        def second() -> None:
+            poller.take_over(-1.0)
+            assert poller.wait(60) == -1
+            poller.keep(ours.fileno())
+            taken_over.set()
+            assert spun.wait(60)
+            poller.release()
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert taken_over.wait(60)
+        assert poller.spin(lambda: False)
+        spun.set()
+        thread.join()
+        assert poller.wait(1) == -1  # it is still ready, and the handler has been called
+        assert poller.kept == {}
