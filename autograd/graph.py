@@ -14,6 +14,7 @@ AccumulateGrad: type[Any] = type(torch.autograd.graph.get_gradient_edge(torch.ze
 """The class of the nodes that accumulate the gradients of leaves."""
 
 _LEADS_NOWHERE = frozenset({AccumulateGrad, type(None)})
+"""The classes of what `next_functions` has that no sends follow."""
 
 
 class Graph:

@@ -17,7 +17,7 @@ from .runtime import DeviceRuntime
 __all__ = ["DeviceStaging"]
 
 MAX_DIRECT_BYTES = 64 << 10
-"""Bytes of a message that are copied to the host at once if the device is idle, and not by page-locked memory."""
+"""Bytes of a message, at most, that are copied to the host without page-locked memory if the device is idle."""
 
 LOOK_S = 3e-4
 """Seconds in which a thread looks again and again whether copies are complete, before it sleeps until they are."""
