@@ -110,7 +110,7 @@ class Deadlines:
                     try:
                         self._expire(identifier)
                     except Exception:
-                        log.exception("what is late cannot be ended")
+                        log.exception("a request that has timed out cannot be ended")
 
     def _seconds_left(self) -> float:
         """Returns the time until the first live id expires, and removes those before it. Called with the lock."""

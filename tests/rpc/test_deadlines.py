@@ -263,4 +263,4 @@ def test_one_that_cannot_be_ended_keeps_no_other_from_expiring(caplog):
         assert expired.get(timeout=60) == 2
     finally:
         started.close()
-    assert "what is late cannot be ended" in caplog.text
+    assert "a request that has timed out cannot be ended" in caplog.text
