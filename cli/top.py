@@ -11,7 +11,8 @@ __all__ = ["command"]
     "top",
     cls=Command,
     epilog="""
-    gradwire top 'http://127.0.0.1:8080/?key=...'
+    gradwire top http://127.0.0.1:8080/
+    GRADWIRE_VIEW_KEY=... gradwire top https://10.0.0.3:8080/
     GRADWIRE_TOKEN_FILE=token gradwire top https://10.0.0.2:8080/
     """,
 )
@@ -21,8 +22,9 @@ __all__ = ["command"]
 def command(url: str, interval: float, *, once: bool) -> None:
     """Shows in the terminal what the workers of a running job do.
 
-    URL is that of the page of the job, as a worker with GRADWIRE_VIEW or the option `view` has logged it. The
-    key in it may be left out where the credentials of the job have a token.
+    URL is that of the page of the job, as a worker with GRADWIRE_VIEW or the option `view` has logged it. Its key
+    is found where the worker runs on this host as your user, or where the credentials of the job have a token.
+    Otherwise, GRADWIRE_VIEW_KEY has to be the key.
     """
     from ..c10d.security import Credentials
     from ..errors import GradwireError

@@ -65,7 +65,7 @@ class _KeyCheck:
         if is_admitted:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            text = "This page needs the key of its URL, as the worker has logged it.\n"
+            text = "This page needs a key: open the link in the file that the worker has logged.\n"
             await PlainTextResponse(text, 403, HEADERS)(scope, receive, send)
 
 

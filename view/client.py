@@ -2,14 +2,16 @@
 
 import http.client
 import json
+import os
 import ssl
+from contextlib import suppress
 from typing import Any, final
 from urllib.parse import urlsplit
 
 from ..c10d.security.credentials import Credentials
 from ..c10d.security.names import SHARED_HOST_NAME
 from ..errors import RpcError
-from .keys import KEY_PARAMETER, PageKey
+from .keys import KEY_VARIABLE, LinkFile, PageKey
 
 __all__ = ["PageClient"]
 
@@ -33,26 +35,36 @@ class PageClient:
         """Connects to nothing yet.
 
         Args:
-            url: that a worker has logged; the key may be missing if the credentials have a token.
+            url: that a worker has logged, without the key. The key is that of GRADWIRE_VIEW_KEY, or is derived
+                from the token of the credentials, or is in the file that a worker of this user has written.
             credentials: of the job; needed if the URL begins with https.
             timeout: seconds that an answer may take.
 
         Raises:
-            ValueError: this is no URL of a page.
+            ValueError: this is no URL of a page, or it has a key.
             RpcError: the job's credentials are missing.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
             raise ValueError(f"{url!r} is no URL of a view: give the one that the worker has logged")
+        if parts.query:
+            bare = f"{parts.scheme}://{parts.netloc}/"
+            raise ValueError(
+                "every user of this host can read the arguments of a command, so the URL must not have the key: "
+                f"give {bare} alone; for a job of another user or host, set {KEY_VARIABLE} to the key"
+            )
         self._host, self._port, self._timeout = parts.hostname, parts.port, timeout
         self._context: ssl.SSLContext | None = None
-        key = dict(pair.partition("=")[::2] for pair in parts.query.split("&")).get(KEY_PARAMETER, "")
+        key = os.environ.get(KEY_VARIABLE, "")
         if parts.scheme == "https":
             if credentials is None:
                 raise RpcError("the view is encrypted: set the credentials of the job, as by GRADWIRE_TOKEN")
             self._context = credentials.identity().client_context()
             if not key and credentials.token is not None:
                 key = PageKey(credentials).text
+        if not key:
+            with suppress(OSError):
+                key = LinkFile(parts.port).key()
         self._headers = {"Authorization": f"Bearer {key}"}
 
     def overview(self) -> dict[str, Any]:
@@ -76,6 +88,7 @@ class PageClient:
         finally:
             connection.close()
         if not isinstance(found, dict):
-            reason = "it needs the key of its URL" if answer.status == 403 else f"status {answer.status}"
+            needs_key = f"it needs its key: set {KEY_VARIABLE} to the one in the link that its worker has written"
+            reason = needs_key if answer.status == 403 else f"status {answer.status}"
             raise RpcError(f"the view at {self._host}:{self._port} refuses: {reason}")
         return found

@@ -52,7 +52,7 @@ def overview_of(agent: RpcAgent, timeout: float = 2.0) -> dict[str, Any]:
         "asked_by": agent.info.name,
         "workers": workers,
         "timeline": merged_timeline(workers, began),
-        "waits": viewing.waits.of(workers),
+        "waits": viewing.waits.of(workers, time.time()),
     }
 
 

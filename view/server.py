@@ -14,7 +14,7 @@ from ..c10d.security.credentials import Credentials
 from ..errors import RpcError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.view import View
-from .keys import KEY_PARAMETER, PageKey
+from .keys import KEY_PARAMETER, LinkFile, PageKey
 
 __all__ = ["PageServer", "start_page"]
 
@@ -28,13 +28,14 @@ log = logging.getLogger("gradwire.view")
 
 
 def start_page(agent: RpcAgent, view: View) -> "PageServer | None":
-    """Starts to serve the page of the job at the address of the options, and logs its URL.
+    """Starts to serve the page of the job at the address of the options, and logs where it is.
 
     Returns:
         The server; None if another process has the port, and the options allow that.
 
     Raises:
-        RpcError: a package is missing, the address cannot be used, or others can reach it without credentials.
+        RpcError: a package is missing, the address cannot be used, others can reach it without credentials, or
+            there is no place for its key that only this user can read.
     """
     host, port = view.host_and_port()
     credentials = agent.options.find_credentials()
@@ -59,7 +60,11 @@ def start_page(agent: RpcAgent, view: View) -> "PageServer | None":
             log.info("worker %s serves no view: another process has port %d", agent.info.name, port)
             return None
         raise RpcError(f"the view cannot be served at {host}:{port}: {error.strerror}") from error
-    return PageServer(agent, listener, credentials)
+    try:
+        return PageServer(agent, listener, credentials)
+    except OSError as error:
+        listener.close()
+        raise RpcError(f"the key of the view cannot be stored: {error}") from error
 
 
 @final
@@ -73,6 +78,9 @@ class PageServer:
             agent: of the worker that serves the page.
             listener: the socket; the server has it from now on, and closes it in the end.
             credentials: of the job; with them, connections are encrypted.
+
+        Raises:
+            OSError: the link with the key cannot be stored where only this user can read it.
         """
         from uvicorn import Config, Server
 
@@ -104,11 +112,20 @@ class PageServer:
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         scheme = "http" if context is None else "https"
-        self.url = f"{scheme}://{shown}:{port}/?{KEY_PARAMETER}={key.text}"
+        address = f"{scheme}://{shown}:{port}/"
+        self.url = f"{address}?{KEY_PARAMETER}={key.text}"
         """Where the page is, with its key."""
+        self._link = LinkFile(port)
+        self._link.write(self.url)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
-        log.warning("the view of the job is at %s, and in a terminal by: gradwire top '%s'", self.url, self.url)
+        # Without the key: others may read the log.
+        log.warning(
+            "the view of the job is at %s: open the link with its key that is in %s, or run: gradwire top %s",
+            address,
+            self._link.path,
+            address,
+        )
 
     def close(self) -> None:
         """Ends the server and its threads."""
@@ -116,6 +133,7 @@ class PageServer:
         self._thread.join(CLOSE_TIMEOUT_S)
         self._collector.shutdown(wait=False, cancel_futures=True)
         self._listener.close()
+        self._link.remove(self.url)
 
     def _serve(self) -> None:
         try:

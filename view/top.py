@@ -12,6 +12,7 @@ from rich.text import Text
 from ..c10d.security.peer_text import printable
 from ..errors import RpcError
 from .client import PageClient
+from .waits import WAITS_FOR_THE_END
 
 __all__ = ["render", "show"]
 
@@ -75,10 +76,11 @@ def _rates(timeline: Json) -> Text:
 def _wait(wait: Json, overview: Json) -> Iterator[Text]:
     """Yields who waits in a collective, for whom, and in which lines both are."""
     missing = ", ".join(printable(name, 500) for name in wait["missing"])
+    waits_for = "serves until the end of" if wait["operation"] == WAITS_FOR_THE_END else "waits for"
     group = f" of group {printable(wait['group'])}" if wait["group"] else ""
     text = f"{printable(wait['operation'])}{group} for {overview['time'] - wait['since']:.1f} s"
-    text += f": waits for {missing}" if missing else ": all have entered"
-    yield Text(text, style="red" if missing else "")
+    text += f": {waits_for} {missing}" if missing else ": all have entered"
+    yield Text(text, style="red" if wait["stuck"] else "")
     if wait["call_site"]:
         yield Text(f"  called at {printable(wait['call_site'], 500)}")
     silent = {each["name"] for each in overview["workers"] if each["state"] is None}

@@ -8,6 +8,12 @@ __all__ = ["Waits"]
 
 Json = Mapping[str, Any]
 
+STUCK_AFTER_S = 10.0
+"""Seconds after which a collective that some members have not entered counts as stuck, though all answer."""
+
+WAITS_FOR_THE_END = "shutdown"
+"""The collective in which workers serve until the others have finished, for as long as that takes."""
+
 MAX_SILENT = 4
 """Workers without an answer that are named for a rank of which nothing is known."""
 
@@ -20,11 +26,12 @@ class Waits:
         self._known: dict[Any, dict[int, str]] = {}
         """The names of workers by rank, for the groups of which some worker has told last."""
 
-    def of(self, workers: Sequence[Json]) -> list[dict[str, Any]]:
+    def of(self, workers: Sequence[Json], now: float) -> list[dict[str, Any]]:
         """Returns the collectives in flight, as JSON values, oldest first.
 
         Args:
             workers: the workers of a job, with their states, as in the state of the job.
+            now: the time, in seconds since 1970.
         """
         states = {each["name"]: each["state"] for each in workers if each["state"] is not None}
         silent = [each["name"] for each in workers if each["state"] is None]
@@ -32,6 +39,7 @@ class Waits:
         found = [*_of_workers(states), *self._of_groups(states, silent)]
         for each in found:
             each["missing_at"] = {name: lines[name] for name in each["missing"] if lines.get(name)}
+            each["stuck"] = _is_stuck(each, silent, now)
         return sorted(found, key=lambda each: each["since"])
 
     def _of_groups(self, states: Mapping[str, Json], silent: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -83,6 +91,14 @@ class Waits:
             return f"rank {rank}"
         more = ", …" if len(silent) > MAX_SILENT else ""
         return f"rank {rank} (no answer from {', '.join(silent[:MAX_SILENT])}{more})"
+
+
+def _is_stuck(wait: Json, silent: Sequence[str], now: float) -> bool:
+    """Returns whether something is wrong with a wait: a member does not answer, or it takes too long."""
+    if any(name in silent for name in wait["missing"]):
+        return True
+    is_late = wait["operation"] != WAITS_FOR_THE_END and now - wait["since"] > STUCK_AFTER_S
+    return bool(wait["missing"]) and is_late
 
 
 def _of_workers(states: Mapping[str, Json]) -> Iterator[dict[str, Any]]:

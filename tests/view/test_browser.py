@@ -27,7 +27,8 @@ def browser():
 
 
 def top(url):
-    done = CliRunner().invoke(gradwire, ["top", "--once", url], env={"COLUMNS": "250", "GRADWIRE_TOKEN": ""})
+    environment = {"COLUMNS": "250", "GRADWIRE_TOKEN": ""}
+    done = CliRunner().invoke(gradwire, ["top", "--once", url.partition("?")[0]], env=environment)
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -136,6 +137,7 @@ def test_a_worker_that_is_late_is_named_with_its_line(workers, browser, tmp_path
         row = view.page.locator("#workers tbody tr").filter(has_text="worker2")
         row.get_by_role("button").click()
         assert there in view.wait_for("in load_batch", "#stacks")
+        view.wait_for("barrier", ".wait.stuck")  # once it has lasted for ten seconds
         view.picture(pictures(tmp_path) / "view-late.png", "#workers")
         a.run(lambda: rpc.rpc_sync("worker2", set_event, ("go on",)))
         for each in entered, late:
@@ -173,7 +175,7 @@ def test_a_stopped_worker_is_named_with_the_collective_that_waits_for_it(workers
             os.kill(c.pid, signal.SIGCONT)
         c.run(programs.reduce_gradients)
         reducing.result()
-        view.page.locator(".wait.late").wait_for(state="detached")
+        view.page.locator(".wait.stuck").wait_for(state="detached")
         view.refreshed()
         assert [each["state"] for each in view.rows("workers")] == ["answers"] * 3
 

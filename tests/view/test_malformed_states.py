@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import time
 
 import pytest
 from gradwire import rpc
@@ -68,7 +69,7 @@ def test_whatever_is_not_refused_can_be_shown(agents, state):
                 refused += 1
                 continue
             workers = [{"name": "worker0", "id": 0, "error": None, "state": changed}]
-            waits = viewing.waits.of(workers)
+            waits = viewing.waits.of(workers, time.time())
             metrics({"workers": workers, "waits": waits})
     assert refused > 500
 

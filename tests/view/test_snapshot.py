@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gradwire.c10d import TCPStore
 from gradwire.rpc.contracts.agent import current_agent
 from gradwire.view.extension import Viewing
 from gradwire.view.overview import overview_of, stacks_of
+from gradwire.view.waits import STUCK_AFTER_S, Waits
 
 from tests.remote_functions import add, identity, set_event, wait_for, wait_until
 from tests.rpc.test_rejoining import join
@@ -109,6 +111,7 @@ def test_a_worker_that_is_not_in_a_barrier_is_named(workers):
         (wait,) = each["waits"]
         assert (wait["operation"], wait["entered"], wait["missing"]) == ("barrier", ["worker0"], ["worker2"])
         assert "workers.py" in wait["call_site"]  # which runs `rpc.barrier` for the test
+    assert [found["waits"][0]["stuck"], stopped["waits"][0]["stuck"]] == [False, True]
     assert found["waits"][0]["missing_at"]["worker2"].endswith(" in wait_for")
     assert stopped["waits"][0]["missing_at"] == {}
     assert states(stopped)["worker2"] is None
@@ -117,6 +120,47 @@ def test_a_worker_that_is_not_in_a_barrier_is_named(workers):
     c.run(rpc.barrier, ["worker0", "worker2"])
     in_barrier.result()
     assert observer.run(job)["waits"] == []
+
+
+def test_a_worker_that_serves_in_shutdown_is_not_stuck(workers):
+    observer, server, client = workers.rpc(3)
+    serving = server.start(rpc.shutdown)
+
+    def look():
+        wait_until(lambda: job()["waits"])
+        found = job()
+        os.kill(client_pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: has_stopped(client_pid))
+            return found, job_without("worker2")
+        finally:
+            os.kill(client_pid, signal.SIGCONT)
+
+    client_pid = client.pid
+    found, stopped = observer.run(look)
+    for each in found, stopped:
+        (wait,) = each["waits"]
+        assert (wait["operation"], wait["entered"]) == ("shutdown", ["worker1"])
+        assert wait["missing"] == ["worker0", "worker2"]
+    assert [found["waits"][0]["stuck"], stopped["waits"][0]["stuck"]] == [False, True]
+    for each in [observer.start(rpc.shutdown), client.start(rpc.shutdown), serving]:
+        each.result()
+
+
+def test_a_collective_that_lasts_is_stuck(workers):
+    """A wait says so after ten seconds; for how long it has lasted depends on the time that is given."""
+    a, b = workers.rpc(2)
+    in_barrier = a.start(rpc.barrier)
+
+    def look():
+        wait_until(lambda: job()["waits"])
+        members = job()["workers"]
+        now = time.time()
+        return [Waits().of(members, now + later)[0]["stuck"] for later in (0.0, STUCK_AFTER_S)]
+
+    assert b.run(look) == [False, True]
+    b.run(rpc.barrier)
+    in_barrier.result()
 
 
 def job_without(name):

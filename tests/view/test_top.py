@@ -1,7 +1,12 @@
 """`gradwire top`: what it shows of a job, and what it says if it cannot."""
 
 import io
+import logging
+import logging.handlers
+import os
 import re
+import stat
+from pathlib import Path
 
 from click.testing import CliRunner
 from gradwire import c10d, rpc
@@ -17,6 +22,12 @@ TOKEN = "5f0c9a1be27d4386a1f4c7d29b0e8653"
 
 
 def url():
+    """Returns where the page is, as the worker has logged it."""
+    return link().partition("?")[0]
+
+
+def link():
+    """Returns the URL of the page with its key."""
     return current_agent().extension(Page).server.url
 
 
@@ -32,14 +43,43 @@ def test_the_state_is_shown(workers):
     assert done.exit_code == 0
     assert "2 workers, asked by worker0" in done.output
     assert re.search(r"worker0 +worker1 +\S+\.add +3 +0 +0", done.output)
-    refused = top(a.run(url)[:-1] + "x")
+    refused = top(a.run(url), GRADWIRE_VIEW_KEY="0" * 32)
     assert refused.exit_code == 1
-    assert "needs the key" in refused.output
+    assert "set GRADWIRE_VIEW_KEY" in refused.output
+
+
+def test_the_key_is_where_only_the_user_can_read_it(workers, tmp_path):
+    def start():
+        log = logging.getLogger("gradwire.view")
+        log.addHandler(handler := logging.handlers.BufferingHandler(100))
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store", view=rpc.View(address="0"))
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+        log.removeHandler(handler)
+        return [record.getMessage() for record in handler.buffer]
+
+    (a,) = workers(1)
+    (logged,) = a.run(start)
+    address, whole = a.run(url), a.run(link)
+    key = whole.partition("?key=")[2]
+    assert address in logged
+    assert key not in logged
+    (path,) = re.findall(r"link with its key that is in (\S+),", logged)
+    assert (Path(path).read_text().strip(), stat.S_IMODE(os.stat(path).st_mode)) == (whole, 0o600)
+
+    refused = top(whole)
+    assert (refused.exit_code, "must not have the key" in refused.output) == (1, True)
+    assert key not in refused.output
+    elsewhere = tmp_path / "another user"
+    elsewhere.mkdir(mode=0o700)
+    assert top(address, XDG_RUNTIME_DIR=str(elsewhere)).exit_code == 1
+    assert top(address, XDG_RUNTIME_DIR=str(elsewhere), GRADWIRE_VIEW_KEY=key).exit_code == 0
+    a.run(rpc.shutdown)
+    assert not Path(path).exists()
 
 
 def test_with_the_token_no_key_is_needed(workers):
     (a,) = workers.rpc(1, view=rpc.View(address="0"), credentials=c10d.Credentials(token=TOKEN))
-    bare = a.run(url).partition("?")[0]
+    bare = a.run(url)
     done = top(bare, GRADWIRE_TOKEN=TOKEN)
     assert done.exit_code == 0, done.output
     assert "1 worker," in done.output
@@ -55,10 +95,15 @@ def test_who_is_missing_is_named_with_the_lines():
     rates = {"calls": [3, 0], "bytes": [2 << 20, 0], "lost": [1, 0], "returned": [0, 0]}
     wait = {"operation": "barrier", "group": "", "since": 90.0, "missing": ["b", "c"], "call_site": "train.py:7"}
     silent = [{"name": name, "state": None, "error": "no answer"} for name in "ac"]
+    wait |= {"missing_at": {"b": "train.py:5 in load"}, "stuck": True}
+    ending = {**wait, "operation": "shutdown", "missing": ["b"], "missing_at": {}, "stuck": False}
     overview = {"time": 100.0, "seconds": 2.0, "asked_by": "a", "workers": silent, "timeline": rates}
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(render({**overview, "waits": [{**wait, "missing_at": {"b": "train.py:5 in load"}}]}))
-    text = console.export_text()
+    console.print(render({**overview, "waits": [wait, ending]}))
+    text, colours = console.export_text(clear=False), console.export_html(inline_styles=True)
     assert "3 calls/s, 2.0 MiB/s; in the last minute 1 lost, 0 returned" in text
     assert "barrier for 10.0 s: waits for b, c\n  called at train.py:7\n  b is at train.py:5 in load" in text
     assert "  c does not answer" in text
+    assert "shutdown for 10.0 s: serves until the end of b" in text
+    assert re.search(r'style="color: #\w+[^>]*>barrier for', colours)
+    assert not re.search(r'style="color: #\w+[^>]*>shutdown for', colours)
