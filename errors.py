@@ -174,9 +174,10 @@ class UnknownWorkerError(RpcError):
 
     outcome = Outcome.NOT_SENT
 
-    def __init__(self, name: object, known: Sequence[str]) -> None:
+    def __init__(self, name: object, known: Sequence[str], *, dynamic: bool = False) -> None:
         shown = ", ".join(known[:16]) + (", …" if len(known) > 16 else "")
-        super().__init__(f"could not find destination {name!r}: the workers of this group are {shown}")
+        advice = "; if it has yet to join, wait for it with rpc.on_worker_joined" if dynamic else ""
+        super().__init__(f"could not find destination {name!r}: the workers of this group are {shown}{advice}")
         self.name = name
 
 

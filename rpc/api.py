@@ -187,7 +187,8 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> WorkerEventHan
     """Calls a function with each worker that joins the group from now on.
 
     `workers` of the returned handle are the workers that are present now, this one too. Each worker is among them
-    or passed to the callback, exactly once. No worker joins a static group after `init_rpc` has returned.
+    or passed to the callback, exactly once. After `init_rpc` has returned, the only workers that
+    join a static group are those that have been started again under their names.
 
     All callbacks of this function and of `on_worker_left` run one after another, in the order of the events, on a
     thread that runs incoming calls. They may make calls; one that blocks delays the others. Errors that a callback

@@ -14,6 +14,7 @@ from .agent.grpc_agent import GrpcAgent
 from .backend_registry import register_backend
 from .contracts.options import RpcBackendOptions
 from .contracts.worker import WorkerInfo
+from .contracts.worker_end import PROCESS_ENDED
 from .joining.newcomer import greet, group_store, identity, listen_as_member, shut_down_on_error
 from .joining.rejoin import rejoin
 from .joining.vacancy import Vacancy
@@ -120,7 +121,7 @@ def _join_dynamic(
     while True:
         namesake = vacancy.wait(max(0.0, deadline - time.monotonic()))
         if namesake is not None and presence_of(namesake, where) is Presence.GONE:  # as before a restart
-            log.leave(namesake.info.wire_id, "its process has ended")
+            log.leave(namesake.info.wire_id, PROCESS_ENDED.reason)
         epoch = log.epoch
         agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
         with shut_down_on_error(agent):

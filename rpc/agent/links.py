@@ -18,7 +18,7 @@ from typing import Any, Protocol, final
 from ...errors import EvictedError, LossCause, Outcome, WorkerLostError, WorkerSuspectError
 from ..contracts.liveness import Liveness
 from ..contracts.worker import WorkerInfo
-from ..contracts.worker_end import WorkerEnd
+from ..contracts.worker_end import PROCESS_ENDED, WorkerEnd
 from ..transports.grpc_endpoint import GrpcEndpoint
 from ..transports.probe import Reach, probe, probe_now
 from .network_listener import NetworkListener
@@ -249,7 +249,7 @@ class Links:
         link.broke_at = self._loop.time()
         link.unsent = {*unsent}
         if probe_now(self._endpoint.reach, link.address) is Reach.GONE:
-            self._lose(link, end)
+            self._lose_ended(link)
             return
         link.set_state(LinkState.CHECKING)
         self._set_absence(link, Absence(end, waits=True))
@@ -279,11 +279,9 @@ class Links:
     def _check(self, link: _Link) -> None:
         if link.state is not LinkState.CHECKING:
             return
-        end = link.end
-        assert end is not None
         # It may have ended since, while this process was kept from connecting to it again, and from noticing.
         if probe_now(self._endpoint.reach, link.address) is Reach.GONE:
-            self._lose(link, end)
+            self._lose_ended(link)
         else:
             self._suspect(link)
 
@@ -308,6 +306,11 @@ class Links:
         self._owner.drop_payloads(link.peer, end.reason, is_lost=True)
         self._listener.on_peer_lost(link.peer, end, frozenset(link.unsent))
         link.unsent.clear()
+
+    def _lose_ended(self, link: _Link) -> None:
+        """Handles a worker whose process is gone. One that was never connected may have left in good order."""
+        assert link.end is not None
+        self._lose(link, PROCESS_ENDED if link.has_connected else link.end)
 
     def _set_absence(self, link: _Link, absence: Absence | None) -> None:
         absent = {**self.absent}
@@ -351,9 +354,7 @@ class Links:
                 # It may have ended just now, and listened a little longer than its connection stood.
                 found = await probe(self._loop, self._endpoint.reach, link.address, PROBE_TIMEOUT_S)
             if found is Reach.GONE:
-                end = link.end
-                assert end is not None
-                self._lose(link, end)
+                self._lose_ended(link)
                 return
             await asyncio.sleep(pause)
             pause = min(MAX_PAUSE_S, 2 * pause)

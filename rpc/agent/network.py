@@ -264,7 +264,8 @@ class Network:
             return named
         found = self._directory.find(destination)
         if found is None:
-            raise UnknownWorkerError(destination, [worker.name for worker in self.workers()])
+            known = [worker.name for worker in self.workers()]
+            raise UnknownWorkerError(destination, known, dynamic=self._is_dynamic)
         return found
 
     def incarnation(self, wire_id: int) -> WorkerInfo:

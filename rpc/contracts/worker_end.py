@@ -10,7 +10,7 @@ from ...proto.v1 import agent_pb2
 from ..execution.kept_errors import text_of
 from .child_process import error_of_child
 
-__all__ = ["SHUT_DOWN", "WorkerEnd", "last_uncaught_error"]
+__all__ = ["PROCESS_ENDED", "SHUT_DOWN", "WorkerEnd", "last_uncaught_error"]
 
 MAX_REASON = 500
 """Characters of a reason at most: it may come from another worker, and goes into log lines."""
@@ -102,3 +102,6 @@ def last_uncaught_error() -> BaseException | None:
 
 SHUT_DOWN = WorkerEnd(LossCause.SHUTDOWN, "it has shut down")
 """The end of a worker that leaves on purpose."""
+
+PROCESS_ENDED = WorkerEnd(LossCause.DISCONNECTED, "its process has ended without a goodbye")
+"""The end of a worker that was killed, or has crashed: nobody listens at its address any more."""

@@ -18,6 +18,7 @@ from ..agent.grpc_agent import GrpcAgent
 from ..contracts.messages import MessageType, Request
 from ..contracts.options import RpcBackendOptions
 from ..contracts.worker import WorkerInfo
+from ..contracts.worker_end import PROCESS_ENDED
 from ..execution.futures import Future
 from ..membership.addresses import ListenAddress, unreachable_members
 from ..membership.device_maps import check_device_maps, device_maps_as_text
@@ -117,7 +118,7 @@ def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: f
             elif not roster.dynamic:
                 continue  # it stays a member, which may be started again
             elif presence_of(member, where) is Presence.GONE:
-                roster.leave(worker.wire_id, "its process has ended")
+                roster.leave(worker.wire_id, PROCESS_ENDED.reason)
                 has_removed = True
             else:
                 _go_on_without(agent, worker, error)

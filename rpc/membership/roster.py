@@ -47,7 +47,7 @@ class Departed:
         if self.evicted:
             return f"it was evicted: {self.reason}"
         if self.successor != -1:
-            return "it has been started again"
+            return "its process has ended, and another one has its name"
         return self.reason or "it has left"
 
 

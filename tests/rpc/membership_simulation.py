@@ -25,7 +25,7 @@ from gradwire.rpc.agent.roster_follower import RosterFollower
 from gradwire.rpc.agent.vouching import Verdict, Vote, verdict_of
 from gradwire.rpc.contracts.liveness import Liveness
 from gradwire.rpc.contracts.worker import WorkerInfo
-from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.contracts.worker_end import PROCESS_ENDED, WorkerEnd
 from gradwire.rpc.joining.newcomer import greet
 from gradwire.rpc.membership.directory import Directory
 from gradwire.rpc.membership.members import Member
@@ -456,7 +456,7 @@ class SimulatedGroup:
             roster.catch_up()
             namesake = None if self.size else roster.find(name)
             if namesake is not None and self._presence(namesake, None) is Presence.GONE:
-                roster.leave(namesake.info.wire_id, "its process has ended")
+                roster.leave(namesake.info.wire_id, PROCESS_ENDED.reason)
             info = roster.choose(name, rank)
             member = Member(info, f"worker:{info.wire_id}", device_count=0, network="simulated")
             if roster.join(member):

@@ -58,7 +58,7 @@ ENDS = {
     "exit": "it exited with status 3 without calling shutdown",
     "return": "it exited without calling shutdown",
     "interrupt": "it ended by KeyboardInterrupt",
-    "kill": r"its connection (closed without a goodbye; .*|broke: .*)",
+    "kill": "its process has ended without a goodbye",
     "leave": "it has shut down",
 }
 

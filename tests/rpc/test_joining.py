@@ -179,7 +179,7 @@ def test_the_others_are_told_of_a_member_whose_process_has_ended(workers, url):
     b.run(join, "b", url)
     c.run(make_unreachable, b.pid, FileNotFoundError)  # as if it had ended: who lives shows who has been told
     c.run(join_soon, "c", url)
-    text = "its process has ended"
+    text = "its process has ended without a goodbye"
     assert text in a.run(call_until, WorkerLostError, "b")
     assert text in b.run(call_until, EvictedError, "a")
 

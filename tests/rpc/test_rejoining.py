@@ -17,6 +17,7 @@ from gradwire.rpc.contracts.agent import current_agent
 from tests.remote_functions import add, wait_until
 from tests.rpc.all_gathers import AT_ONCE, groups
 from tests.rpc.broadcasts import BETWEEN_HOSTS, LARGE, each_result, group_count, total
+from tests.rpc.test_worker_events import next_event, register
 from tests.workers import Worker
 
 SIZE = 3
@@ -92,6 +93,7 @@ held: dict[str, Any] = {}
 
 def test_a_killed_worker_comes_back_into_a_static_group(group, workers, port):
     group[0].run(hold_value_on, "w1")
+    group[0].run(register)
     group[1].kill()
     for other in (group[0], group[2]):
         other.run(fail_to_call, "w1")
@@ -99,6 +101,8 @@ def test_a_killed_worker_comes_back_into_a_static_group(group, workers, port):
     again.run(join, 1, port)
     group[1] = again
     reach_everybody(group)
+    ended = ("left", "w1", "its process has ended without a goodbye")
+    assert [group[0].run(next_event), group[0].run(next_event)] == [ended, ("joined", "w1")]
     for worker in group:
         assert worker.run(ranks) == [("w0", 0), ("w1", 1), ("w2", 2)]
     assert group[0].run(use_old_identity) == again.pid
