@@ -20,6 +20,7 @@ own functions do not use it: with them rank 0 hosts a store at MASTER_PORT, whic
 """
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,8 @@ def spawn(
     All of them die with this process.
 
     Args:
-        fn: a function at the top level of a module, so that the new processes can import it.
+        fn: a function at the top level of a module or of the program, so that the new processes can import it. One
+            of a notebook or a prompt is not there for them, unless they are forked.
         nprocs: the number of processes.
         args: arguments of `fn` after the rank; they are pickled.
         start_method: `"spawn"`, `"forkserver"` or `"fork"`, as in multiprocessing.
@@ -64,13 +66,15 @@ def spawn(
         backoff: the pauses before that.
 
     Raises:
-        ValueError: `nprocs`, `grace_period` or `restarts` is out of range.
+        ValueError: `nprocs`, `grace_period` or `restarts` is out of range, or new processes cannot import `fn`.
         TypeError: `args` is no tuple or list.
         CredentialsError: the credentials in the environment are not valid.
         torch.multiprocessing.ProcessRaisedException: `fn` raised; the message has the first process's traceback.
         torch.multiprocessing.ProcessExitedException: a process was killed, or exited with a nonzero status.
     """
     _check(nprocs, args, grace_period, restarts)
+    if start_method != "fork":
+        _check_importable(fn)
     with hosted_spawn_store(start_method) as store:
 
         def start(ranks: Sequence[int], restart: int) -> ProcessContext:
@@ -130,7 +134,7 @@ def ray(
     Raises:
         ValueError: an argument is out of range.
         TypeError: `args` is no tuple or list.
-        ImportError: Ray is not installed: pip install gradwire[ray].
+        ImportError: Ray is not installed: pip install ray.
         TimeoutError: the cluster has not had room for all processes.
         CredentialsError: the credentials in the environment are not valid.
         torch.multiprocessing.ProcessRaisedException: `fn` raised; the message has the first process's traceback.
@@ -192,6 +196,18 @@ def _check(nprocs: object, args: object, grace_period: float, restarts: object) 
         raise ValueError(f"grace_period is {grace_period!r}: give seconds, at least 0")
     if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
         raise ValueError(f"restarts is {restarts!r}: give a number, 0 for no restarts")
+
+
+def _check_importable(fn: Callable[..., object]) -> None:
+    """Raises ValueError if a function is one of a notebook or a prompt, so that new processes have no file of it."""
+    main = sys.modules["__main__"]
+    has_source = getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None
+    if getattr(fn, "__module__", "") == "__main__" and not has_source:
+        raise ValueError(
+            f"fn is {getattr(fn, '__qualname__', fn)!r} of a notebook or a prompt, which new processes cannot "
+            "import: write it to a module (in a notebook: %%writefile work.py) and import it from there; or give "
+            'start_method="fork", in a process that has used neither gradwire nor CUDA before'
+        )
 
 
 def _run_worker(

@@ -119,7 +119,7 @@ def run_on_ray(spec: LaunchSpec) -> None:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("launch.ray needs Ray: pip install gradwire[ray]", name="ray") from error
+        raise ImportError("launch.ray needs Ray: pip install ray", name="ray") from error
     credentials = Credentials.from_environment() or Credentials(token=secrets.token_urlsafe(TOKEN_BYTES))
     was_connected = ray.is_initialized()
     if not was_connected:

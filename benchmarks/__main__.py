@@ -80,7 +80,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.save is not None and not arguments.save.is_dir():
         parser.error(f"--save {arguments.save} is no folder")
     if arguments.save is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--save plots with matplotlib: pip install 'gradwire[examples]'")
+        parser.error("--save plots with matplotlib: pip install matplotlib")
     return arguments
 
 

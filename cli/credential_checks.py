@@ -30,6 +30,7 @@ VARIABLES = (
     "GRADWIRE_SUSPECT_AFTER",
     "GRADWIRE_TOKEN",
     "GRADWIRE_VIEW",
+    "GRADWIRE_VIEW_KEY",
     "GRADWIRE_WORKER_NAME",
 )
 """What gradwire reads from the environment, or sets in it."""

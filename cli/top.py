@@ -28,12 +28,13 @@ def command(url: str, interval: float, *, once: bool) -> None:
     """
     from ..c10d.security import Credentials
     from ..errors import GradwireError
+    from ..rpc.contracts.view import INSTALL_VIEW
     from ..view.client import PageClient
 
     try:
         from ..view.top import show
     except ImportError as error:
-        raise click.ClickException(f"this needs {error.name}: pip install gradwire[view]") from None
+        raise click.ClickException(f"this needs {error.name}: {INSTALL_VIEW}") from None
     try:
         show(PageClient(url, Credentials.from_environment()), interval=interval, once=once)
     except KeyboardInterrupt:

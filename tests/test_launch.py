@@ -244,6 +244,22 @@ def test_a_bad_number_of_processes_is_refused(nprocs):
         launch.spawn(call_around, nprocs)
 
 
+def test_functions_of_a_notebook_are_refused(python):
+    """New processes could not import them, and died of an AttributeError. A prompt has no file either."""
+    program = """
+from gradwire import launch
+def work(rank): pass
+for method in "spawn", "forkserver":
+    try:
+        launch.spawn(work, 2, start_method=method)
+    except ValueError as error:
+        print(error)
+"""
+    done = python.run("-c", program)
+    assert done.stdout.count("fn is 'work' of a notebook or a prompt") == 2, done.stdout + done.stderr
+    assert "%%writefile work.py" in done.stdout
+
+
 @pytest.mark.parametrize("start", [launch.spawn, launch.ray])
 def test_arguments_that_are_no_tuple_are_refused(start):
     with pytest.raises(TypeError, match=r"args is 5: give a tuple of .*, such as \(5,\)"):
@@ -252,7 +268,7 @@ def test_arguments_that_are_no_tuple_are_refused(start):
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"launch.ray needs Ray: pip install gradwire\[ray\]"):
+    with pytest.raises(ImportError, match=r"launch.ray needs Ray: pip install ray"):
         launch.ray(call_around, 2)
     with pytest.raises(ValueError, match="nprocs is 0"):
         launch.ray(call_around, 0)

@@ -34,8 +34,8 @@ class OpenTelemetry(Extension):
                 from .call_spans import CallSpans
             except ImportError as error:
                 raise RpcError(
-                    f"spans of OpenTelemetry need the package {error.name}: pip install gradwire[otel], or leave "
-                    "the option otel and GRADWIRE_OTEL unset"
+                    f"spans of OpenTelemetry need the package {error.name}: pip install opentelemetry-api, or "
+                    "leave the option otel and GRADWIRE_OTEL unset"
                 ) from error
             self._spans = CallSpans(agent.info.name)
 

@@ -13,7 +13,7 @@ from typing import final
 from ..c10d.security.credentials import Credentials
 from ..errors import RpcError
 from ..rpc.contracts.agent import RpcAgent
-from ..rpc.contracts.view import View
+from ..rpc.contracts.view import INSTALL_VIEW, View
 from .keys import KEY_PARAMETER, LinkFile, PageKey
 
 __all__ = ["PageServer", "start_page"]
@@ -49,7 +49,7 @@ def start_page(agent: RpcAgent, view: View) -> "PageServer | None":
         import uvicorn  # noqa: F401
         from prometheus_client import core  # noqa: F401
     except ImportError as error:
-        raise RpcError(f"the view needs {error.name}: pip install gradwire[view]") from error
+        raise RpcError(f"the view needs {error.name}: {INSTALL_VIEW}") from error
     try:
         if port:
             listener = socket.create_server((host, port), family=_family(host), backlog=BACKLOG)

@@ -15,7 +15,7 @@ from ..contracts.device_payloads import DeviceBuffer
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer, Incoming, Outgoing, Request
 from ..contracts.options import RpcBackendOptions
-from ..contracts.pickler import BY_VALUE
+from ..contracts.pickler import BY_VALUE, SEND_CODE
 from ..contracts.worker import WorkerInfo
 from ..execution.kept_errors import printable_text
 from ..wire.device_maps import device_map_of_answer
@@ -347,13 +347,14 @@ class Codec:
                 raise SerializationError(
                     "the message",
                     f"it has a function or class by value, and worker {self._me.name!r} has no cloudpickle: "
-                    "pip install 'gradwire[cloudpickle]' there, too",
+                    "pip install cloudpickle there, too",
                 ) from error
             raise SerializationError(
                 "the message",
                 f"worker {self._me.name!r} cannot find what it names: {type(error).__name__}: "
                 f"{printable_text(error)}. RPC pickler does not serialize functions and classes, it names them: "
-                "define them at the top level of a module that both workers can import",
+                "define them at the top level of a module that both workers can import (the program's __main__ "
+                f"and the cells of a notebook are none), or {SEND_CODE}",
             ) from error
 
     def encode_failure(self, error: BaseException) -> bytes:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...errors import RpcError
 
-__all__ = ["BY_NAME", "BY_VALUE", "PICKLERS", "check_pickler"]
+__all__ = ["BY_NAME", "BY_VALUE", "PICKLERS", "SEND_CODE", "check_pickler"]
 
 BY_NAME = "pickle"
 """Functions and classes travel as their names."""
@@ -14,6 +14,9 @@ BY_VALUE = "cloudpickle"
 """Functions and classes that the other worker cannot import by name travel with their code."""
 
 PICKLERS = (BY_NAME, BY_VALUE)
+
+SEND_CODE = f'send code with RpcBackendOptions(pickler="{BY_VALUE}")'
+"""What errors advise for functions and classes that the other worker cannot import."""
 
 
 def check_pickler(value: Any) -> str:
@@ -29,7 +32,5 @@ def check_pickler(value: Any) -> str:
         try:
             import_module(BY_VALUE)
         except ImportError as error:
-            raise RpcError(
-                f"pickler={value!r} needs cloudpickle: pip install 'gradwire[cloudpickle]' ({error})"
-            ) from error
+            raise RpcError(f"pickler={value!r} needs cloudpickle: pip install cloudpickle ({error})") from error
     return str(value)

@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["VIEW_VARIABLE", "View"]
+__all__ = ["INSTALL_VIEW", "VIEW_VARIABLE", "View"]
 
 VIEW_VARIABLE = "GRADWIRE_VIEW"
+
+INSTALL_VIEW = "pip install prometheus-client rich starlette uvicorn"
+"""The command that installs what the page of a job and `gradwire top` need."""
 
 DEFAULT_HOST = "127.0.0.1"
 
@@ -23,7 +26,7 @@ class View:
         of a call on each side. A thread reads the counts once a second, for the last minute.
     max_names: functions and workers that are counted by themselves; further ones are counted together, as "other".
     address: "[host:]port" at which this worker serves the page of the job, by default for this host only; port 0
-        is any free one, which is logged. None for no page. It needs `pip install gradwire[view]`.
+        is any free one, which is logged. None for no page. It needs the extra `view`: see docs/view.md.
     may_be_taken: whether this worker goes without its page if another process has the port.
     """
 

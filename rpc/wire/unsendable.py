@@ -6,7 +6,7 @@ from types import FunctionType
 
 from ...errors import SerializationError
 from ...torch_internals import AnyFuture
-from ..contracts.pickler import BY_NAME
+from ..contracts.pickler import BY_NAME, SEND_CODE
 
 __all__ = ["explain_failure"]
 
@@ -116,7 +116,6 @@ def _advise(value: object, error: Exception, pickler: str) -> str:
     if pickler == BY_NAME and isinstance(name, str) and ("<lambda>" in name or "<locals>" in name):
         return (
             f"{name} has no importable name; functions and classes are sent by name, "
-            "so define it at the top level of a module that the other worker can import, or send code with "
-            'RpcBackendOptions(pickler="cloudpickle")'
+            f"so define it at the top level of a module that the other worker can import, or {SEND_CODE}"
         )
     return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)

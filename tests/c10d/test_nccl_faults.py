@@ -185,7 +185,7 @@ def test_without_a_gpu_or_cupy_it_says_what_is_missing(ranks, monkeypatch):
     with pytest.raises(UnsupportedOperationError, match="torch finds no GPU here"):
         NcclEngine(setup)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(UnsupportedOperationError, match=r"it needs cupy, pip install 'gradwire\[cuda\]'"):
+    with pytest.raises(UnsupportedOperationError, match=r"it needs cupy: pip install 'cupy-cuda13x>=14'"):
         NcclEngine(setup, gpus=CpuGpus("here"))
     old, old_cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     old.__version__, old_cuda.nccl = "13.6.0", ModuleType("nccl")

@@ -42,6 +42,20 @@ def test_every_development_dependency_is_pinned():
     assert package_names(PROJECT["project"]["optional-dependencies"]["dev"]) <= set(pins)
 
 
+def test_no_command_installs_the_package_from_an_index():
+    """It is on none: extras are installed from a checkout, and errors name the packages themselves."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "changelog.d").iterdir()]
+    command = re.compile(r"pip install [^`\n]*gradwire(?!/|_)\b")
+    named = {path_id(path): command.findall(path.read_text()) for path in [*pages, *MODULES, *LOOSE]}
+    assert not {name: found for name, found in named.items() if found}
+
+
+def test_the_readme_names_every_extra():
+    readme = (ROOT / "README.md").read_text()
+    extras = PROJECT["project"]["optional-dependencies"].keys() - {"dev", "docs"}
+    assert not [name for name in extras if f"'.[{name}]'" not in readme]
+
+
 def test_every_package_is_installed():
     found = {
         ".".join(["gradwire", *path.parent.relative_to(ROOT).parts])

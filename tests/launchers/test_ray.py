@@ -29,7 +29,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELAST
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """Two nodes with two CPUs each, and one without gradwire, on which only those may be that ask for it."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install gradwire[ray]")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     os.environ["PYTHONPATH"] = str(ROOT)  # Ray's processes find the tests
     broken = tmp_path_factory.mktemp("broken")

@@ -55,6 +55,18 @@ def call_main():
     return rpc.rpc_sync("worker1", main.limited, (10,))
 
 
+def call_main_by_name():
+    main = sys.modules["__main__"]
+    exec("def of_a_cell():\n    return 1", vars(main))  # noqa: S102
+    advice = "the cells of a notebook are none.*RpcBackendOptions.pickler=.cloudpickle"
+    with pytest.raises(SerializationError, match=f"of_a_cell.*{advice}"):
+        rpc.rpc_sync("worker1", main.of_a_cell)
+
+
+def test_without_it_the_error_of_a_function_of_the_program_advises_it(two_workers):
+    two_workers[0].run(call_main_by_name)
+
+
 def answer_function():
     return rpc.rpc_sync("worker1", lambda n: lambda x: x * n, (6,))(7)
 
@@ -249,7 +261,7 @@ def test_a_worker_without_cloudpickle(workers):
 
     def check():
         sys.modules["cloudpickle"] = None
-        with pytest.raises(RpcError, match=r"pip install 'gradwire\[cloudpickle\]'"):
+        with pytest.raises(RpcError, match=r"pip install cloudpickle"):
             rpc.RpcBackendOptions(pickler="cloudpickle")
         with pytest.raises(ValueError, match="'dill': give one of"):
             rpc.RpcBackendOptions(pickler="dill")

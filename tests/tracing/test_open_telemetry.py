@@ -376,7 +376,7 @@ def test_only_with_the_option_there_is_a_header(agents, otel):
 def test_a_missing_package_is_named(workers):
     (worker,) = workers(1)
     worker.run(lambda: sys.modules.__setitem__("opentelemetry", None))
-    with pytest.raises(RpcError, match=r"pip install gradwire\[otel\]"):
+    with pytest.raises(RpcError, match=r"pip install opentelemetry-api"):
         workers.join_rpc([worker], otel=True)
 
 

@@ -61,7 +61,7 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library
         raise ProcessGroupError(
-            f"the MPI engine needs mpi4py and an MPI library: pip install 'gradwire[mpi]' ({error})"
+            f"the MPI engine needs mpi4py and an MPI library: pip install 'mpi4py>=4' mpich ({error})"
         ) from error
     return MPI
 

@@ -85,7 +85,7 @@ def load() -> Library:
         from cupy.cuda import nccl
     except ImportError as error:
         raise UnsupportedOperationError(
-            "nccl", "start", f"it needs cupy, pip install 'gradwire[cuda]' ({error})"
+            "nccl", "start", f"it needs cupy: pip install 'cupy-cuda13x>=14' ({error})"
         ) from None
     if int(cupy.__version__.split(".")[0]) < MIN_CUPY:
         raise UnsupportedOperationError(
