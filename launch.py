@@ -199,7 +199,7 @@ def _check(nprocs: object, args: object, grace_period: float, restarts: object) 
 
 
 def _check_importable(fn: Callable[..., object]) -> None:
-    """Raises ValueError if a function is one of a notebook or a prompt, so that new processes have no file of it."""
+    """Raises ValueError if a function is one of a notebook or a prompt, whose code is in no file."""
     main = sys.modules["__main__"]
     has_source = getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None
     if getattr(fn, "__module__", "") == "__main__" and not has_source:
