@@ -78,9 +78,10 @@ memberships: $(READY) ## the membership of groups: 100 random schedules, and 1,0
 all_gathers: $(READY)  ## all_gathers in which workers die and are late: 100 random runs
 	GRADWIRE_ALL_GATHERS=100 $(BIN)/python -m pytest tests/rpc/test_all_gather_faults.py -k random
 
-stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations each
+stores: $(READY)      ## stores under stress: 16 processes with 2,000 operations each, and logs with each byte damaged
 	GRADWIRE_STORE_WORKERS=16 GRADWIRE_STORE_ROUNDS=400 \
 	    $(BIN)/python -m pytest tests/c10d/test_store_processes.py -k "atomic or gloo" --durations 0
+	GRADWIRE_STORE_STEP=1 $(BIN)/python -m pytest tests/c10d/test_store_logs.py
 
 fuzz: $(READY)        ## parsers of bytes from others: 1,000,000 random inputs
 	$(BIN)/python -m tests.fuzz

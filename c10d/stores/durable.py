@@ -18,7 +18,7 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from .journal import Journal
 from .limits import StoreLimits
-from .state import KeyValueState
+from .state import KeyValueState, problem_of
 
 __all__ = ["DurableState"]
 
@@ -77,6 +77,11 @@ class DurableState:
             self._state.remove(change.keys[0], change.values[0])
             self._remember(change, Outcome(values=change.values))
         elif change.kind != store_pb2.IDENTIFY:
+            if problem := problem_of(change):
+                raise StoreError(
+                    f"the log has a change that cannot be replayed: {problem}. Start the store with the gradwire "
+                    "that has written it"
+                )
             self._remember(change, self._state.apply(change))
 
     @property

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import final
 
+from ...errors import StoreError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from .base import DEFAULT_TIMEOUT, Store, Timeout, to_seconds
@@ -16,6 +17,18 @@ __all__ = ["FileStore"]
 
 _MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 0.001, 0.02
 """Seconds between two reads of the file while waiting, doubled from the first to the second."""
+
+_MIN_LOCK_PAUSE_S, _MAX_LOCK_PAUSE_S = 0.0001, 0.005
+"""Seconds between two tries to lock the file, doubled from the first to the second."""
+
+_MIN_LOCK_S = 1.0
+"""Seconds for which an operation waits at least while others have the file locked, even with a timeout of 0."""
+
+_MAX_CLOSE_S = 10.0
+"""Seconds for which `close` waits at most."""
+
+_WAITING = frozenset({store_pb2.GET, store_pb2.WAIT, store_pb2.QUEUE_POP})
+"""Operations with a timeout of their own."""
 
 _READ_ONLY = frozenset(
     {
@@ -45,13 +58,15 @@ class FileStore(Store):
             file_name: path of the file.
             world_size: number of users that must have closed the store before the file is removed; -1 for any
                 number.
-            timeout: default timeout of operations that wait for keys.
+            timeout: how long this constructor and operations wait for other processes that have locked the file,
+                and by default for keys.
 
         Raises:
-            StoreError: the file cannot be opened, or is not a store.
+            StoreError: the file cannot be opened, is not a store, or is damaged; or another process has had it
+                locked for all of `timeout`.
         """
         seconds = to_seconds(timeout)
-        self._replica = _Replica(os.path.abspath(os.fspath(file_name)), world_size)
+        self._replica = _Replica(os.path.abspath(os.fspath(file_name)), world_size, seconds)
         super().__init__(seconds)
 
     @property
@@ -72,12 +87,17 @@ class FileStore(Store):
 
     def _execute(self, operation: Operation, seconds: float) -> Outcome:
         deadline = time.monotonic() + seconds
+        locked = _LockWait(seconds if operation.kind in _WAITING else to_seconds(self.timeout))
         interval = _MIN_POLL_INTERVAL_S
         while True:
-            with self._replica.lock:
+            with self._replica.lock:  # not while waiting, since other threads have timeouts of their own
                 if self._closed:
                     raise self._closed_error()
                 outcome = self._replica.execute(operation)
+            if outcome is None:
+                locked.pause(self._replica.log)
+                continue
+            locked.end()
             remaining = deadline - time.monotonic()
             if not outcome.missing or remaining <= 0:
                 return outcome
@@ -85,7 +105,44 @@ class FileStore(Store):
             interval = min(2 * interval, _MAX_POLL_INTERVAL_S)
 
     def _release(self) -> None:
-        self._replica.remove_store()
+        self._replica.remove_store(min(to_seconds(self.timeout), _MAX_CLOSE_S))
+
+
+@final
+class _LockWait:
+    """The waits of an operation for a file that others have locked.
+
+    They end when the operation has to, but last _MIN_LOCK_S at least: an operation that does not wait for keys may
+    still have to wait for a moment until another one is done.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """Waits for nothing yet. Args: seconds: how long the operation may take."""
+        self._deadline = time.monotonic() + seconds
+        self.end()
+
+    def end(self) -> None:
+        """Ends a wait: the file could be locked."""
+        self._since = 0.0
+        self._pause = _MIN_LOCK_PAUSE_S
+
+    def pause(self, log: OperationLog) -> None:
+        """Waits until the lock is to be tried again. Raises StoreError, with who has it, when it is too late."""
+        now = time.monotonic()
+        self._since = self._since or now
+        if (left := max(self._deadline, self._since + _MIN_LOCK_S) - now) <= 0:
+            raise StoreError(
+                f"the store's file {log.path!r} could not be used for {now - self._since:.1f} s: "
+                f"{log.lock.describe_holders()}"
+            )
+        time.sleep(min(self._pause, left))
+        self._pause = min(2 * self._pause, _MAX_LOCK_PAUSE_S)
+
+    def acquire(self, log: OperationLog) -> None:
+        """Waits for the exclusive lock. Raises StoreError as `pause` does."""
+        while not log.lock.try_acquire(exclusive=True):
+            self.pause(log)
+        self.end()
 
 
 @final
@@ -96,13 +153,13 @@ class _Replica:
     required_keys: the file is not removed unless all of these exist.
     """
 
-    def __init__(self, path: str, world_size: int) -> None:
+    def __init__(self, path: str, world_size: int, seconds: float) -> None:
         self.lock = threading.Lock()
         self._world_size = world_size
         self._store_count = 1
         self.required_keys: tuple[str, ...] = ()
         self._state = KeyValueState()
-        self.log = self._join(path)
+        self.log = self._join(path, seconds)
 
     def add_store(self) -> "_Replica":
         """Counts one more store that uses this replica, and returns the replica."""
@@ -110,46 +167,59 @@ class _Replica:
             self._store_count += 1
         return self
 
-    def remove_store(self) -> None:
-        """Ends the use by one store. The last of this process closes the file; the last of all removes it."""
+    def remove_store(self, seconds: float) -> None:
+        """Ends the use by one store. The last of this process closes the file; the last of all removes it.
+
+        Args:
+            seconds: how long to wait for others that have locked the file. Without the lock, the file stays.
+        """
         with self.lock:
             self._store_count -= 1
             if self._store_count:
                 return
             try:
-                with self.log.lock(exclusive=True):
-                    users = self._change(self.log, Operation(kind=store_pb2.LEAVE)).number
-                    all_left = users == 0 and self._state.left >= self._world_size
-                    if all_left and self._has(self.required_keys) and self.log.is_current():
-                        self.log.remove()
+                _LockWait(seconds).acquire(self.log)
+                users = self._change(self.log, Operation(kind=store_pb2.LEAVE)).number
+                all_left = users == 0 and self._state.left >= self._world_size
+                if all_left and self._has(self.required_keys) and self.log.is_current():
+                    self.log.remove()
             finally:
-                self.log.close()
+                self.log.close()  # which releases the lock
 
-    def execute(self, operation: Operation) -> Outcome:
-        """Runs an operation without waiting. Keys that it would have to wait for are `missing` in the outcome."""
-        if operation.kind in _READ_ONLY:
-            if self.log.has_more():
-                with self.log.lock(exclusive=False):
-                    self._replay(self.log)
-            return self._state.apply(operation)
-        if self._state.missing(operation) and not self.log.has_more():
-            return self._state.apply(operation)  # a queue still has no item; no lock is needed to see that
-        with self.log.lock(exclusive=True):
+    def execute(self, operation: Operation) -> Outcome | None:
+        """Runs an operation without waiting. Keys that it would have to wait for are `missing` in the outcome.
+
+        Returns:
+            The outcome; None if the file is locked by others, and nothing has been done.
+        """
+        is_read_only = operation.kind in _READ_ONLY
+        if (is_read_only or self._state.missing(operation)) and not self.log.has_more():
+            return self._state.apply(operation)  # as all have it, or a queue still has no item; it needs no lock
+        if not self.log.lock.try_acquire(exclusive=not is_read_only):
+            return None
+        try:
+            if is_read_only:
+                self._replay(self.log)
+                return self._state.apply(operation)
             return self._change(self.log, operation)
+        finally:
+            self.log.lock.release()
 
     def _has(self, keys: Sequence[str]) -> bool:
         return bool(self._state.apply(Operation(kind=store_pb2.CHECK, keys=keys)).number)
 
-    def _join(self, path: str) -> OperationLog:
-        """Opens the file, and logs in it that this process uses it."""
+    def _join(self, path: str, seconds: float) -> OperationLog:
+        """Opens the file, and logs in it that this process uses it. Waits `seconds` for others that lock it."""
+        locked = _LockWait(seconds)
         while True:
             log = OperationLog(path)
             try:
-                with log.lock(exclusive=True):
-                    # The last user may have removed the file between opening and locking.
-                    if log.is_current():
-                        self._change(log, Operation(kind=store_pb2.JOIN))
-                        return log
+                locked.acquire(log)
+                # The last user may have removed the file between opening and locking.
+                if log.is_current():
+                    self._change(log, Operation(kind=store_pb2.JOIN))
+                    log.lock.release()
+                    return log
             except BaseException:
                 log.close()
                 raise
@@ -164,12 +234,24 @@ class _Replica:
             try:
                 log.append(operation)
             except BaseException:
-                # Undo the change in memory, which is not in the file: replay the file from its start.
-                self._state = KeyValueState()
-                log.rewind()
+                self._start_over(log)  # the change in memory is not in the file
                 raise
         return outcome
 
     def _replay(self, log: OperationLog) -> None:
-        for operation in log.read():
-            self._state.apply(operation)
+        """Applies what is new in the file. Needs the lock."""
+        try:
+            for operation in log.read():
+                if problem := self._state.apply(operation).error:  # by a version that knows more operations
+                    raise StoreError(
+                        f"the store's file {log.path!r} has a change that cannot be replayed: {problem}. Use the "
+                        "same version of gradwire in all processes"
+                    )
+        except BaseException:
+            self._start_over(log)  # an interrupt may come between reading a change and applying it
+            raise
+
+    def _start_over(self, log: OperationLog) -> None:
+        """Has the file replayed from its start by the next operation."""
+        self._state = KeyValueState()
+        log.rewind()

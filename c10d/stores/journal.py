@@ -39,13 +39,11 @@ class Journal:
             sync: whether each change is on the disk before it is answered.
 
         Raises:
-            StoreError: the file cannot be used, belongs to another store, or is damaged.
+            StoreError: the file cannot be used, is of another version or kind, or is damaged.
         """
         self._path = os.path.abspath(path)
         self._sync = sync
         self._log = self._open(self._path)
-        self._before = 0
-        """The size before the last change."""
         self.identity = b""
         """Which store it is: random bytes that it keeps."""
         try:
@@ -69,12 +67,11 @@ class Journal:
 
     def append(self, change: Operation) -> None:
         """Appends a change. Raises StoreError, and leaves the file unchanged, if it cannot be written."""
-        self._before = self._log.size
         self._log.append(change)
 
     def take_back(self) -> None:
         """Takes the change back that was appended last."""
-        self._log.cut(self._before)
+        self._log.take_back()
 
     def commit(self) -> None:
         """With `sync`, waits until the last change is on the disk; if that fails, takes it back and raises."""
@@ -123,8 +120,10 @@ class Journal:
     def _open(self, path: str) -> OperationLog:
         opened = OperationLog(path, STORE_PROCESS)
         try:
-            if not opened.acquire():
-                raise StoreError(f"the store's file {path!r} is used by another process: stop that store first")
+            if not opened.lock.try_acquire(exclusive=True):
+                raise StoreError(
+                    f"the store's file {path!r} is used by another process: {opened.lock.describe_holders()}"
+                )
         except BaseException:
             opened.close()
             raise

@@ -6,14 +6,17 @@ import os
 import resource
 import stat
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from gradwire.c10d import FileStore
-from gradwire.errors import StoreError
+from gradwire.errors import QueueEmptyError, StoreError, StoreTimeoutError
 
 from tests.c10d import stores
 from tests.c10d.stores import call, open_here
+from tests.stopped import stopped
 
 
 @pytest.fixture
@@ -123,7 +126,7 @@ def test_an_unfinished_record_is_ignored(path):
 def test_readers_ignore_an_unfinished_record(path):
     with FileStore(str(path)) as store, FileStore(str(path)) as writer:
         with path.open("ab") as file:
-            file.write(b"\x40\x00\x00\x00 unfinished")
+            file.write(b"\x40\x00\x00\x00 begun")
         assert not store.check(["key"])
         writer.set("key", "value")
         assert store.get("key") == b"value"
@@ -137,26 +140,7 @@ def test_a_half_written_header_is_written_again(path):
             assert other.get("key") == b"value"
 
 
-FIRST_RECORD = len(b"gradwire store 1\n")
-
-
-@pytest.mark.parametrize(
-    ("at", "damage"),
-    [(0, b"\xff\xff\xff\x7f"), (0, b"\x01\x00\x00\x00"), (4, b"\x00\x00"), (8, b"\x7f")],
-    ids=["huge length", "small length", "checksum", "operation"],
-)
-def test_a_damaged_file_is_an_error(path, at, damage):
-    with FileStore(str(path)) as store:
-        store.set("key", "value")
-        intact = path.read_bytes()
-        at += FIRST_RECORD
-        path.write_bytes(intact[:at] + damage + intact[at + len(damage) :])
-        with pytest.raises(StoreError, match=f"damaged at byte {FIRST_RECORD}: remove it"):
-            FileStore(str(path))
-        path.write_bytes(intact)
-
-
-def test_a_last_record_with_a_wrong_checksum_is_unfinished(path):
+def test_a_last_record_of_zeros_is_unfinished(path):
     """The file system may have made room for it without writing it."""
     with FileStore(str(path)) as store:
         store.set("key", "value")
@@ -169,6 +153,23 @@ def test_a_last_record_with_a_wrong_checksum_is_unfinished(path):
             assert other.get("key") == b"again"
 
 
+def test_a_file_that_is_damaged_while_it_is_used_is_not_written_to(path):
+    with FileStore(str(path)) as store, FileStore(str(path)) as other:
+        store.set("key", "value")
+        intact = path.read_bytes()
+        damaged = intact[:-4] + b"!" + intact[-3:]
+        path.write_bytes(damaged)
+        for change in (lambda: other.set("more", "1"), lambda: other.check(["key"]), lambda: other.get("key")):
+            with pytest.raises(StoreError, match="damaged at byte"):
+                change()
+        path.write_bytes(intact[:-9])
+        with pytest.raises(StoreError, match="has been cut while this process used it"):
+            store.set("more", "1")
+        path.write_bytes(intact)
+        other.set("more", "1")
+        assert store.get("more") == b"1"
+
+
 def test_a_file_removed_while_it_is_opened_is_created_again(path, monkeypatch):
     """The last user may remove it after a new one has opened, and before that one has locked it."""
     lock, calls = fcntl.flock, []
@@ -179,10 +180,60 @@ def test_a_file_removed_while_it_is_opened_is_created_again(path, monkeypatch):
         calls.append(how)
         lock(file, how)
 
-    monkeypatch.setattr("gradwire.c10d.stores.log.fcntl.flock", remove_and_lock)
+    monkeypatch.setattr("gradwire.c10d.stores.file_lock.fcntl.flock", remove_and_lock)
     with FileStore(str(path)) as store, FileStore(str(path)) as other:
         store.set("key", "value")
         assert other.get("key") == b"value"
+
+
+def lock(path: str, how: int) -> None:
+    """Locks a file until this worker ends, as a store does while it writes or reads."""
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, how)
+
+
+def test_operations_end_in_time_while_a_process_that_is_stopped_has_the_lock(path, workers):
+    (holder,) = workers(1)
+    store, other = FileStore(str(path), timeout=1), FileStore(str(path), timeout=0)
+    store.set("key", "value")
+    assert other.get("key") == b"value"
+    holder.run(lock, str(path), fcntl.LOCK_EX)
+    operations: list[Callable[[], object]] = [
+        lambda: store.set("key", "new"),
+        lambda: store.compare_set("key", "value", "new"),
+        lambda: store.add("count", 1),
+        lambda: store.queue_push("queue", "item"),
+        lambda: store.barrier("barrier", 1),
+        lambda: FileStore(str(path), timeout=1),
+        other.close,
+    ]
+    with stopped(holder), ThreadPoolExecutor(len(operations)) as pool:
+        for pending in [pool.submit(each) for each in operations]:
+            with pytest.raises(StoreError, match=rf"locked by process {holder.pid} \(python, stopped\): end what"):
+                pending.result(60)
+        # What needs no lock goes on.
+        assert store.get("key") == b"value"
+        with pytest.raises(StoreTimeoutError):
+            store.wait(["other"], 0.1)
+        with pytest.raises(QueueEmptyError):
+            store.queue_pop("queue", block=False)
+    holder.kill()
+    store.set("key", "new")
+    store.close()
+
+
+def test_readers_that_are_stopped_are_named(path, workers):
+    readers = workers(5)
+    with FileStore(str(path), timeout=1) as store:
+        for reader in readers:
+            reader.run(lock, str(path), fcntl.LOCK_SH)
+        with pytest.raises(StoreError, match=r"it is locked by (process \d+ \(python\), ){4}…: end") as caught:
+            store.set("key", "value")
+        assert sum(f"process {reader.pid} (" in str(caught.value) for reader in readers) == 4
+        assert not store.check(["key"])
+        for reader in readers:
+            reader.kill()
+        store.set("key", "value")
 
 
 def test_a_full_disk_changes_nothing(path, workers):

@@ -99,8 +99,13 @@ def parse_request(data: bytes) -> None:
 
 
 def _log(records: list[bytes]) -> bytes:
-    header = struct.Struct("<II")
-    return b"gradwire store 1\n" + b"".join(header.pack(len(each), zlib.crc32(each)) + each for each in records)
+    parts = [b"gradwire store 2\n"]
+    checksum = zlib.crc32(parts[0])
+    for record in records:
+        checked = struct.pack("<II", len(record), zlib.crc32(record))
+        checksum = zlib.crc32(checked, checksum)
+        parts += [checked, checksum.to_bytes(4, "little"), record, b"\n"]
+    return b"".join(parts)
 
 
 def replay_log(data: bytes) -> None:
@@ -115,7 +120,8 @@ def _replay(path: Path, data: bytes) -> None:
     log = OperationLog(str(path))
     state = KeyValueState()
     try:
-        with log.lock(exclusive=True), suppress(StoreError):
+        assert log.lock.try_acquire(exclusive=True)
+        with suppress(StoreError):
             for operation in log.read():
                 state.apply(operation)
             log.append(Operation(kind=store_pb2.JOIN))
