@@ -9,10 +9,13 @@ from torch import Tensor
 from .reductions import Reduction
 
 __all__ = [
+    "check_coalesced",
+    "check_equal_sizes",
     "check_parts",
     "check_rank",
     "check_reduction",
     "check_same_size",
+    "check_tag",
     "check_tensors",
     "check_whole",
     "single_item",
@@ -63,6 +66,12 @@ def check_rank(name: str, what: str, rank: object, size: int) -> None:
         raise ValueError(f"{name}: {what} is {rank!r}, but the group has the ranks 0 to {size - 1}")
 
 
+def check_tag(name: str, tag: int) -> None:
+    """Checks the tag of a message."""
+    if tag < 0:
+        raise ValueError(f"{name}: the tag is {tag}: give 0 or more")
+
+
 def check_parts(name: str, what: str, parts: Sequence[Any], size: int) -> None:
     """Checks that there is one part for each of `size` ranks."""
     if len(parts) != size:
@@ -76,6 +85,22 @@ def check_same_size(name: str, output: Tensor, tensor: Tensor) -> None:
             f"{name}: the output for this rank's own input has {output.numel()} elements, the input "
             f"{tensor.numel()}"
         )
+
+
+def check_equal_sizes(name: str, what: str, parts: Sequence[Tensor], tensor: Tensor) -> None:
+    """Checks that the root's parts, one for each rank, have as many elements as its own tensor."""
+    for rank, part in enumerate(parts):
+        if part.numel() != tensor.numel():
+            raise ValueError(
+                f"{name} takes {what} of one size, but that of rank {rank} has {part.numel()} elements and the "
+                f"root's own {tensor.numel()}: use all_to_all for tensors of different sizes"
+            )
+
+
+def check_coalesced(name: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Checks that there is one output for each input."""
+    if len(outputs) != len(inputs):
+        raise ValueError(f"{name} takes one output for each of the {len(inputs)} inputs, but got {len(outputs)}")
 
 
 def check_whole(name: str, big: str, whole: Tensor, small: str, part: Tensor, size: int) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from .checks import (
+    check_coalesced,
+    check_equal_sizes,
     check_parts,
     check_rank,
     check_reduction,
@@ -26,7 +28,7 @@ from .collective_call import CollectiveCall, Step, call_options
 from .point_to_point import PointToPoint
 from .reductions import Reduction
 from .sparse import SparseSum
-from .staging import Staging
+from .staging import Staging, span_of
 from .work import GroupWork
 
 __all__ = ["Collectives"]
@@ -111,6 +113,8 @@ class Collectives(PointToPoint):
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> Result:
         """Runs several all_gather as one operation: `output_lists[r][i]` becomes rank r's `input_list[i]`."""
+        for outputs in output_lists:
+            check_coalesced("all_gather_coalesced", outputs, input_list)
         check_parts("all_gather_coalesced", "lists of outputs", output_lists, self.size())
         by_input = [[outputs[i] for outputs in output_lists] for i in range(len(input_list))]
         return self._all_gather("all_gather_coalesced", by_input, input_list, opts, None)
@@ -120,12 +124,16 @@ class Collectives(PointToPoint):
     ) -> Result:
         flat = [output for outputs in lists for output in outputs]
         check_tensors(name, [*tensors, *flat])
-        staging = Staging()
-        steps: list[Step] = []
         for outputs, tensor in zip(lists, tensors, strict=True):
             check_parts(name, "outputs", outputs, self.size())
             check_same_size(name, outputs[self.rank()], tensor)
-            steps.append(Step("all_gather", staging.outputs(outputs), staging.input(tensor)))
+        staging = Staging()
+        aliases = [staging.outputs(outputs) for outputs in lists]
+        own = self.rank()
+        steps = [
+            Step("all_gather", outputs, staging.input(tensor, span_of(outputs[own])))
+            for outputs, tensor in zip(aliases, tensors, strict=True)
+        ]
         result = [list(outputs) for outputs in lists]
         options = call_options(opts, timeout)
         return self.start(CollectiveCall(name, steps, staging, tensors, flat, options, result=result))
@@ -140,11 +148,14 @@ class Collectives(PointToPoint):
 
     def _all_gather_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Result:
         check_tensors(name, [*inputs, *outputs])
-        staging = Staging()
-        steps: list[Step] = []
+        check_coalesced(name, outputs, inputs)
         for output, tensor in zip(outputs, inputs, strict=True):
             check_whole(name, "output", output, "input", tensor, self.size())
-            steps.append(Step("all_gather_single", staging.output(output), staging.input(tensor)))
+        staging, own, parts = Staging(), self.rank(), self.size()
+        steps = [
+            Step("all_gather_single", output, staging.input(tensor, span_of(output, own, parts)))
+            for output, tensor in zip(staging.outputs(outputs), inputs, strict=True)
+        ]
         return self.start(CollectiveCall(name, steps, staging, inputs, outputs, call_options(opts, None)))
 
     def gather(
@@ -159,8 +170,11 @@ class Collectives(PointToPoint):
         root = self._root("gather", opts)
         outputs = self._root_list("gather", "outputs", output_tensors, root, isinstance(input_tensors, Tensor))
         check_tensors("gather", [tensor, *outputs])
+        check_equal_sizes("gather", "outputs", outputs, tensor)
         staging = Staging()
-        step = Step("gather", staging.outputs(outputs), staging.input(tensor), root)
+        aliases = staging.outputs(outputs)
+        source = staging.input(tensor, span_of(aliases[root]) if aliases else None)
+        step = Step("gather", aliases, source, root)
         options = call_options(opts, timeout)
         return self.start(
             CollectiveCall("gather", [step], staging, [tensor], outputs, options, result=[outputs], root=root)
@@ -172,11 +186,11 @@ class Collectives(PointToPoint):
         root = self._root(name, opts)
         check_tensors(name, [input, output])
         staging = Staging()
-        source = staging.input(input)
         parts: list[Tensor] = []
         if self.rank() == root:
             check_whole(name, "output", output, "input", input, self.size())
             parts = list(staging.output(output).view(self.size(), *input.shape).unbind())
+        source = staging.input(input, span_of(parts[root]) if parts else None)
         step = Step("gather", parts, source, root)
         outputs = [output] if parts else []
         return self.start(
@@ -195,8 +209,10 @@ class Collectives(PointToPoint):
         root = self._root("scatter", opts)
         inputs = self._root_list("scatter", "inputs", input_tensors, root, isinstance(output_tensors, Tensor))
         check_tensors("scatter", [tensor, *inputs])
+        check_equal_sizes("scatter", "inputs", inputs, tensor)
         staging = Staging()
-        step = Step("scatter", staging.output(tensor), staging.inputs(inputs), root)
+        alias = staging.output(tensor)
+        step = Step("scatter", alias, staging.inputs(inputs, root, span_of(alias)), root)
         options = call_options(opts, timeout)
         return self.start(CollectiveCall("scatter", [step], staging, inputs, [tensor], options, root=root))
 
@@ -210,10 +226,11 @@ class Collectives(PointToPoint):
         reduction = _reduction(opts)
         check_parts(name, "inputs", inputs, self.size())
         check_tensors(name, [tensor, *inputs])
-        check_same_size(name, inputs[self.rank()], tensor)
+        check_same_size(name, tensor, inputs[self.rank()])
         check_reduction(name, reduction, [tensor])
         staging = Staging()
-        step = Step("reduce_scatter", staging.output(tensor), staging.inputs(inputs), reduction)
+        alias = staging.output(tensor)
+        step = Step("reduce_scatter", alias, staging.inputs(inputs, self.rank(), span_of(alias)), reduction)
         options = call_options(opts, timeout)
         return self.start(CollectiveCall(name, [step], staging, inputs, [tensor], options, reduction=reduction))
 
@@ -228,12 +245,15 @@ class Collectives(PointToPoint):
     def _reduce_scatter_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Result:
         reduction = _reduction(opts)
         check_tensors(name, [*inputs, *outputs])
+        check_coalesced(name, outputs, inputs)
         check_reduction(name, reduction, outputs)
-        staging = Staging()
-        steps: list[Step] = []
         for output, tensor in zip(outputs, inputs, strict=True):
             check_whole(name, "input", tensor, "output", output, self.size())
-            steps.append(Step("reduce_scatter_single", staging.output(output), staging.input(tensor), reduction))
+        staging, own_part = Staging(), (self.rank(), self.size())
+        steps = [
+            Step("reduce_scatter_single", alias, staging.input(whole, own_part=own_part), reduction)
+            for alias, whole in zip(staging.outputs(outputs), inputs, strict=True)
+        ]
         options = call_options(opts, None)
         return self.start(CollectiveCall(name, steps, staging, inputs, outputs, options, reduction=reduction))
 
@@ -245,7 +265,8 @@ class Collectives(PointToPoint):
         check_tensors(name, [*inputs, *outputs])
         check_same_size(name, outputs[self.rank()], inputs[self.rank()])
         staging = Staging()
-        step = Step("all_to_all", staging.outputs(outputs), staging.inputs(inputs))
+        own, aliases = self.rank(), staging.outputs(outputs)
+        step = Step("all_to_all", aliases, staging.inputs(inputs, own, span_of(aliases[own])))
         return self.start(CollectiveCall(name, [step], staging, inputs, outputs, call_options(opts, timeout)))
 
     def all_to_all_single(

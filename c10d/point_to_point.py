@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .checks import check_rank, check_tensors, single_item
+from .checks import check_rank, check_tag, check_tensors, single_item
 from .collective_call import ANY_RANK, CallOptions, CollectiveCall, Step
 from .staging import Staging
 from .torch_types import TorchProcessGroup
@@ -47,6 +47,7 @@ class PointToPoint(TorchProcessGroup):
         tensor = single_item("send", tensors)
         check_tensors("send", [tensor])
         check_rank("send", "dst", dst, self.size())
+        check_tag("send", tag)
         staging = Staging()
         step = Step("send", staging.input(tensor), dst, tag)
         inputs = [tensor]
@@ -66,6 +67,7 @@ class PointToPoint(TorchProcessGroup):
     def _recv(self, tensors: Tensors, src: int | None, tag: int) -> GroupWork | None:
         tensor = single_item("recv", tensors)
         check_tensors("recv", [tensor])
+        check_tag("recv", tag)
         staging = Staging()
         step = Step("recv", staging.output(tensor), src, tag)
         peer = ANY_RANK if src is None else src

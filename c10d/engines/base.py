@@ -3,8 +3,10 @@
 All ranks of a group create their engine together, and one group uses it. The group checks and normalizes the
 arguments first. Tensors have any dtype of torch, are dense, contiguous, on the engine's device and not tracked by
 autograd; their dtypes and sizes match on this rank. Only the number of elements of a tensor matters, not its
-shape. Roots and peers are ranks of this group. Pairs of dtype and reduction that no engine supports are refused
-before they get here; c10d/reductions.py has the functions `prepare`, `combine` and `finish` to compute all others.
+shape. The tensors of an operation share no memory, except that an output may be what this rank gives itself: its
+own part of a list of inputs or of the whole input, or the input that is its own part of the outputs. Roots and
+peers are ranks of this group. Pairs of dtype and reduction that no engine supports are refused before they get
+here; c10d/reductions.py has the functions `prepare`, `combine` and `finish` to compute all others.
 
 There are four kinds of engine, told apart by class variables:
 
@@ -129,7 +131,7 @@ class Engine(ABC):
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Concatenates all ranks' `tensor`, of n elements each, into `output`, of `size * n` elements.
 
-        `tensor` may be a slice of `output`, as in FSDP.
+        `tensor` may be this rank's chunk of `output`, as in FSDP.
         """
         return self.all_gather(chunks(output, self.size), tensor, timeout)
 
@@ -165,7 +167,7 @@ class Engine(ABC):
     ) -> PendingOperation | None:
         """Reduces the i-th of `size` equal chunks of all ranks' `whole` into rank i's `tensor`.
 
-        `tensor` may be a slice of `whole`, which is not changed otherwise.
+        `tensor` may be this rank's chunk of `whole`, which is not changed otherwise.
         """
         return self.reduce_scatter(tensor, chunks(whole, self.size), reduction, timeout)
 

@@ -133,7 +133,7 @@ class MpiEngine(Engine):
     def gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
     ) -> PendingOperation | None:
-        """Gathers bytes, by MPI_Igatherv, through one buffer on the root. Sizes may differ between ranks."""
+        """Gathers bytes, by MPI_Igatherv, through one buffer on the root."""
         self._limits.check_count("gather", sum(output.nbytes for output in outputs) or self.size * tensor.nbytes)
         source = self._specs.raw(tensor)
         if self.rank != root:
@@ -154,7 +154,7 @@ class MpiEngine(Engine):
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
     ) -> PendingOperation | None:
-        """Scatters bytes, by MPI_Iscatterv, through one buffer on the root. Sizes may differ between ranks."""
+        """Scatters bytes, by MPI_Iscatterv, through one buffer on the root."""
         self._limits.check_count("scatter", sum(each.nbytes for each in inputs) or self.size * tensor.nbytes)
         source, whole = None, None
         if self.rank == root:
@@ -218,8 +218,6 @@ class MpiEngine(Engine):
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """Exchanges bytes, by MPI_Ialltoall."""
         self._limits.check_count("all_to_all", whole.nbytes // self.size)
-        if share_memory(output, whole):
-            whole = whole.clone()
         source, target = self._specs.raw(whole), self._specs.raw(output)
         return self._start("all_to_all", timeout, self._comm.Ialltoall, source, target, buffers=(whole, output))
 

@@ -165,7 +165,6 @@ class ShmEngine(Engine):
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
         """Gathers as all_gather does, but only the root reads the slots."""
-        _check_equal_sizes("gather", "outputs", outputs, tensor)
         call = encode("gather", root=root, size=tensor.nbytes)
         self._slots.start_operation("gather", timeout, call)
         self._gather("gather", outputs, tensor, tensor.nbytes, root)
@@ -193,7 +192,6 @@ class ShmEngine(Engine):
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float) -> None:
         """Scatters through all ranks' slots, which the root fills."""
-        _check_equal_sizes("scatter", "inputs", inputs, tensor)
         slots, address, size = self._slots, tensor.data_ptr(), tensor.nbytes
         slots.start_operation("scatter", timeout, encode("scatter", root=root, size=size))
         if self.rank == root:
@@ -297,13 +295,3 @@ def _pieces(total: int, max_count: int) -> list[tuple[int, int]]:
 def _bytes_from(tensor: Tensor, start: int, max_count: int) -> int:
     """Returns how many bytes the tensor has from byte `start` on, at most `max_count`."""
     return max(0, min(tensor.nbytes - start, max_count))
-
-
-def _check_equal_sizes(operation: str, argument: str, tensors: Sequence[Tensor], own: Tensor) -> None:
-    """Raises ValueError unless all of the root's tensors are as large as its own."""
-    for rank, tensor in enumerate(tensors):
-        if tensor.nbytes != own.nbytes:
-            raise ValueError(
-                f"{operation} takes {argument} of one size, but that of rank {rank} has {tensor.numel()} elements "
-                f"and the root's own {own.numel()}: use all_to_all for tensors of different sizes"
-            )
