@@ -1,21 +1,29 @@
 """Unix sockets that only processes of this user can connect to.
 
-They are in one directory per user, of mode 0700: `gradwire` in XDG_RUNTIME_DIR, else /tmp/gradwire-UID. The kernel
-lets nobody else connect to what is in there; root gets in anywhere. The directory is opened, then checked, and its
-sockets are reached by its descriptor: nobody can exchange it afterwards, even where /tmp lacks the sticky bit.
+They are in one directory per user, of mode 0700: `gradwire` in XDG_RUNTIME_DIR, else /tmp/gradwire-UID, else
+`.gradwire` in the home directory, if somebody else has made the one in /tmp. The kernel lets nobody else connect
+to what is in there; root gets in anywhere. The directory is opened, then checked, and its sockets are reached by
+its descriptor: nobody can exchange it afterwards, even where /tmp lacks the sticky bit.
+
+Workers choose names for their sockets that nobody else has. That of a store is known from its port, which only one
+store of the user can have in a network.
 """
 
+import errno
+import fcntl
 import os
+import pwd
 import re
 import secrets
 import socket
 import stat
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final, final
 
-__all__ = ["UNIX_SCHEME", "SocketDirectory", "SocketFile", "UnsafePathError", "is_listening"]
+__all__ = ["UNIX_SCHEME", "SocketDirectory", "SocketFile", "UnsafePathError", "is_listening", "store_socket_name"]
 
 UNIX_SCHEME: Final = "unix:"
 """What the address of a unix socket begins with, in front of its path."""
@@ -28,8 +36,8 @@ MAX_SWEPT: Final = 256
 
 _TEMPORARY: Final = "/tmp"
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NAME: Final = re.compile(r"(\d{1,10})-[0-9a-f]{16}\.sock", re.ASCII)
-"""Names of sockets: the process id, and what makes them unique."""
+_NAME: Final = re.compile(r"(\d{1,10})-[0-9a-f]{16}\.sock|store-\d{1,20}-\d{1,5}\.sock", re.ASCII)
+"""Names of sockets: the process id, and what makes them unique; or the network and the port of a store."""
 
 
 class UnsafePathError(OSError):
@@ -40,18 +48,20 @@ class UnsafePathError(OSError):
 class SocketDirectory:
     """The directory for the sockets of this user. It is closed when nothing refers to this object any more."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, make: bool = True) -> None:
         """Opens a directory, or makes it.
 
         Args:
             path: where it is, in a directory that exists.
+            make: whether it is made if it is missing.
 
         Raises:
             UnsafePathError: others than this user can use it, or it is no directory.
             OSError: it cannot be made or opened.
         """
-        with suppress(FileExistsError):
-            os.mkdir(path, stat.S_IRWXU)
+        if make:
+            with suppress(FileExistsError):
+                os.mkdir(path, stat.S_IRWXU)
         _check_kind(path, os.lstat(path), stat.S_IFDIR)
         self.path = path
         """Where it is, for messages, and in the addresses that other processes are told."""
@@ -78,13 +88,31 @@ class SocketDirectory:
             with suppress(OSError):
                 _check_only_for_this_user(runtime, os.lstat(runtime), stat.S_IFDIR)
                 return cls(f"{runtime}/gradwire")
+        temporary = f"{_TEMPORARY}/gradwire-{os.geteuid()}"
         try:
-            return cls(f"{_TEMPORARY}/gradwire-{os.geteuid()}")
+            if (home := _home_directory()) and _is_of_another_user(temporary):
+                return cls(home)
+            return cls(temporary)
         except OSError as error:
             raise UnsafePathError(
                 f"{error}. Workers of one host need a directory for their sockets that nobody else can use: set "
                 "XDG_RUNTIME_DIR, on all of them, to a directory of yours with mode 0700"
             ) from error
+
+    @classmethod
+    def all_of_this_user(cls) -> "Iterator[SocketDirectory]":
+        """Opens the directories that processes of this user may have, with whatever XDG_RUNTIME_DIR."""
+        user = os.geteuid()
+        paths = [
+            f"{os.environ.get('XDG_RUNTIME_DIR', '')}/gradwire",
+            f"/run/user/{user}/gradwire",
+            f"{_TEMPORARY}/gradwire-{user}",
+            _home_directory(),
+        ]
+        for path in dict.fromkeys(paths):
+            if os.path.isabs(path):
+                with suppress(OSError):
+                    yield cls(path, make=False)
 
     def reach(self, path: str) -> str:
         """Checks a socket, which somebody has named, before it is connected to.
@@ -108,9 +136,19 @@ class SocketDirectory:
     def sweep(self) -> None:
         """Removes sockets that killed processes have left: those on which nobody listens."""
         for name in os.listdir(self._descriptor)[:MAX_SWEPT]:
-            if (named := _NAME.fullmatch(name)) and not os.path.exists(f"/proc/{named[1]}"):
+            named = _NAME.fullmatch(name)
+            if named and not (named[1] and os.path.exists(f"/proc/{named[1]}")):
                 with suppress(OSError):
                     self._remove_if_dead(name)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Context manager in which no other process gives sockets other names."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _remove_if_dead(self, name: str) -> None:
         status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
@@ -136,15 +174,32 @@ class SocketFile:
         """Where others find the socket: see `SocketDirectory.reach`."""
         self.bind_path = f"{directory.by_descriptor}/{name}"
         """Where the socket is to be bound."""
+        self._inode = 0
+        """That of the file, once it has a name that another socket may get; 0 before."""
 
     def restrict(self) -> None:
         """Lets only this user use the socket, which has just been bound."""
         os.chmod(self.bind_path, stat.S_IRWXU)
 
+    def rename(self, name: str) -> None:
+        """Gives the socket, on which this process listens, a name that others know.
+
+        Raises:
+            FileExistsError: another process listens on a socket with this name.
+        """
+        path = f"{self._directory.by_descriptor}/{name}"
+        with self._directory.lock():
+            if os.path.lexists(path) and is_listening(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self._directory.path}/{name}")
+            os.rename(self.bind_path, path)
+            self._inode = os.stat(path).st_ino
+        self.path, self.bind_path = f"{self._directory.path}/{name}", path
+
     def remove(self) -> None:
-        """Removes the file, if it is there."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.bind_path)
+        """Removes the file, if it is there, and is still this one."""
+        with self._directory.lock(), suppress(FileNotFoundError):
+            if self._inode in (0, os.stat(self.bind_path).st_ino):
+                os.unlink(self.bind_path)
 
 
 def is_listening(path: str) -> bool:
@@ -162,6 +217,27 @@ def is_listening(path: str) -> bool:
         except BlockingIOError:
             return True
     return True
+
+
+def store_socket_name(port: int) -> str:
+    """Returns the name of the socket of the store that has a port in the network of this process."""
+    return f"store-{os.stat('/proc/self/ns/net').st_ino}-{port}.sock"
+
+
+def _home_directory() -> str:
+    """Returns the path of the directory for sockets in this user's home directory; empty without a home."""
+    with suppress(KeyError):
+        home = pwd.getpwuid(os.geteuid()).pw_dir
+        if os.path.isdir(home):
+            return f"{home}/.gradwire"
+    return ""
+
+
+def _is_of_another_user(path: str) -> bool:
+    """Returns whether somebody else has put something at a path."""
+    with suppress(FileNotFoundError):
+        return os.lstat(path).st_uid != os.geteuid()
+    return False
 
 
 def _check_kind(path: str, status: os.stat_result, kind: int) -> None:

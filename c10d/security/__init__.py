@@ -17,12 +17,13 @@ This package imports nothing of gradwire but errors.
 
 from .audit import Audit, AuditEvent
 from .credentials import Credentials
-from .diagnosis import tls_problem
+from .diagnosis import NO_CREDENTIALS_THERE, tls_problem
 from .identity import Identity
 from .names import SHARED_HOST_NAME, certified_names, grpc_certified_names, worker_host_name
 from .peer_text import printable, printable_lines
 
 __all__ = [
+    "NO_CREDENTIALS_THERE",
     "SHARED_HOST_NAME",
     "Audit",
     "AuditEvent",

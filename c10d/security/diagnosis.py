@@ -6,9 +6,11 @@ import ssl
 from .identity import Identity
 from .names import SHARED_HOST_NAME
 
-__all__ = ["tls_problem"]
+__all__ = ["NO_CREDENTIALS_THERE", "tls_problem"]
 
 _ALL = "all processes of a job need the same token, or certificates of one CA"
+
+NO_CREDENTIALS_THERE = f"it has no credentials, and this process has; {_ALL}"
 
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
 """What OpenSSL says of bytes that are no TLS."""
@@ -35,7 +37,7 @@ def tls_problem(host: str, port: int, identity: Identity | None, seconds: float)
         return f"its certificate is not of this job ({error.verify_message}); {_ALL}"
     except ssl.SSLError as error:
         if identity is not None and error.reason in _NOT_TLS:
-            return f"it has no credentials, and this process has; {_ALL}"
+            return NO_CREDENTIALS_THERE
         if identity is not None and "ALERT" in (error.reason or ""):
             return f"it does not accept the certificate of this process ({error.reason}); {_ALL}"
     except OSError:

@@ -16,10 +16,11 @@ import grpc
 from ...errors import StoreError, StoreNetworkError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import format_address
-from ..security import SHARED_HOST_NAME, Identity, printable, tls_problem
+from ..addresses import format_address, is_loopback
+from ..security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Identity, printable, tls_problem
 from ..waiting import wait_with_warnings
 from .hosted import ANSWER_TIMEOUT_S
+from .local_socket import StoreTarget, find_store, who_listens
 from .parsing import parse_outcome
 from .server import CLOCK, EXECUTE, IDLE_TIMEOUT_S, MESSAGE_OPTIONS, POP
 
@@ -30,6 +31,9 @@ RESTART_TIMEOUT_S = 60.0
 
 RETRY_PAUSE_S = 0.05
 """Seconds before an operation is sent again: a server that is about to end still accepts connections."""
+
+FIND_INTERVALS_S = (0.001, 0.05)
+"""Seconds between the first two looks for the socket of a store on this host, and between two looks at most."""
 
 DIAGNOSIS_INTERVAL_S = 2.0
 """Seconds without a connection after which a client checks that its credentials are those of the master."""
@@ -62,24 +66,41 @@ class _GoneError(Exception):
 
 
 @final
-class RemoteServer:
-    """A gRPC connection to the server in another process."""
+class _Calls:
+    """A channel to a server, and the methods of the server."""
 
-    def __init__(self, host: str, port: int, identity: Identity | None) -> None:
-        self._host, self._port, self._identity = host, port, identity
-        self._address = format_address(host, port)
-        if identity is None:
-            self._channel = grpc.insecure_channel(self._address, options=_CLIENT_OPTIONS)
-        else:
-            options = [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", SHARED_HOST_NAME)]
-            self._channel = grpc.secure_channel(self._address, identity.grpc_channel_credentials(), options)
+    def __init__(self, channel: grpc.Channel) -> None:
         kinds: Any = {
             "request_serializer": Operation.SerializeToString,
             "response_deserializer": parse_outcome,
         }
-        self._call = self._channel.unary_unary(EXECUTE, **kinds)
-        self._clock_call = self._channel.unary_unary(CLOCK, **kinds)
-        self._pop_call = self._channel.stream_stream(POP, **kinds)
+        self.channel = channel
+        self.execute = channel.unary_unary(EXECUTE, **kinds)
+        self.clock = channel.unary_unary(CLOCK, **kinds)
+        self.pop = channel.stream_stream(POP, **kinds)
+
+
+@final
+class RemoteServer:
+    """A gRPC connection to the server in another process; without credentials, on this host by its unix socket."""
+
+    def __init__(self, host: str, port: int, identity: Identity | None) -> None:
+        """Connects to nobody yet.
+
+        Args:
+            host: name or address of the server.
+            port: of the server.
+            identity: what this process shows and demands; None for connections in the clear.
+
+        Raises:
+            StoreError: the host name cannot be resolved.
+        """
+        self._host, self._port, self._identity = host, port, identity
+        self._address = format_address(host, port)
+        self._is_local = identity is None and is_loopback(host)
+        self._target: StoreTarget | None = None
+        """The socket of a server on this host, once it is there."""
+        self._calls = None if self._is_local else self._connect(self._address)
         self._store = b""
         """The identity of a server that can be started again; empty for others."""
         self._client = secrets.randbits(63) + 1
@@ -89,36 +110,77 @@ class RemoteServer:
         self._unanswered: set[int] = set()
         """The numbers of the operations in flight."""
 
+    def _connect(self, address: str) -> _Calls:
+        if self._identity is None:
+            return _Calls(grpc.insecure_channel(address, options=_CLIENT_OPTIONS))
+        options = [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", SHARED_HOST_NAME)]
+        return _Calls(grpc.secure_channel(address, self._identity.grpc_channel_credentials(), options))
+
+    def _open(self, seconds: float = 0.0) -> _Calls:
+        """Returns what calls the server; waits for the socket of one on this host.
+
+        Raises:
+            StoreNetworkError: the socket is not there within `seconds`.
+            StoreError: others than this user can use it, or this connection is closed.
+        """
+        if self._calls is not None:
+            return self._calls
+        deadline, interval = time.monotonic() + seconds, FIND_INTERVALS_S[0]
+        while True:
+            with self._lock:
+                if self._closed.is_set():
+                    raise self._closed_error()
+                if self._calls is None and (found := find_store(self._port)) is not None:
+                    self._target, self._calls = found, self._connect(found.address)
+                if self._calls is not None:
+                    return self._calls
+            if (left := deadline - time.monotonic()) <= 0:
+                raise StoreNetworkError(f"no store of this user is on {self._address}{self._who_else()}")
+            self._closed.wait(min(interval, left))
+            interval = min(2 * interval, FIND_INTERVALS_S[1])
+
+    def _who_else(self) -> str:
+        found = who_listens(self._host, self._port)
+        return found and f": {found}"
+
     def join(self, seconds: float) -> None:
         """Connects, and registers this process as a user of the store. Raises StoreError."""
         started = time.monotonic()
-        connected = grpc.channel_ready_future(self._channel)
-        # The result is not needed: if no connection was made in time, the JOIN below fails.
+        # If there is no connection in time, the JOIN below fails, unless there is not even a socket.
         wait_with_warnings(
-            lambda interval: self._wait_until_ready(connected, interval),
+            self._wait_until_ready,
             seconds,
-            lambda: f"no store answers on {self._address}, where rank 0 or another process should host it",
+            lambda: (
+                f"no store answers on {self._address}, where rank 0 or another process should host it"
+                f"{self._who_else() if self._is_local else ''}"
+            ),
         )
-        connected.cancel()
+        if self._calls is None:
+            raise self._no_answer_error(seconds, f"there is no store of this user{self._who_else()}")
         deadline = started + seconds
         while True:
             remaining = max(0.001, deadline - time.monotonic())
             try:
-                joined = self._call(Operation(kind=store_pb2.JOIN), timeout=remaining, wait_for_ready=True)
+                joined = self._open().execute(
+                    Operation(kind=store_pb2.JOIN), timeout=remaining, wait_for_ready=True
+                )
             except grpc.RpcError as error:
                 if error.code() not in _NO_ANSWER:
                     raise StoreError(
                         f"the store on {self._address} refuses this process: {_details(error)}"
                     ) from error
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() >= deadline:
-                    raise StoreNetworkError(
-                        f"no store answered on {self._address} within {seconds:g} s: connect() timed out. Is the "
-                        f"master running, with this address and port? ({_details(error)})"
-                    ) from error
+                    raise self._no_answer_error(seconds, _details(error)) from error
                 time.sleep(RETRY_PAUSE_S)  # it ended before it answered, and may be started again
             else:
                 self._store = joined.store
                 return
+
+    def _no_answer_error(self, seconds: float, details: str) -> StoreNetworkError:
+        return StoreNetworkError(
+            f"no store answered on {self._address} within {seconds:g} s: connect() timed out. Is the master "
+            f"running, with this address and port? ({details})"
+        )
 
     def clock(self, seconds: float) -> float:
         """Returns the time of the server's host in seconds since 1970; needs no `join`.
@@ -130,7 +192,7 @@ class RemoteServer:
             StoreError: the server does not answer in time, or refuses this process, or is older than this.
         """
         try:
-            told: Outcome = self._clock_call(Operation(), timeout=seconds, wait_for_ready=True)
+            told: Outcome = self._open(seconds).clock(Operation(), timeout=seconds, wait_for_ready=True)
         except grpc.RpcError as error:
             problem = tls_problem(self._host, self._port, self._identity, DIAGNOSIS_INTERVAL_S)
             raise StoreError(
@@ -142,19 +204,35 @@ class RemoteServer:
         """Uses the store that another connection of this process has joined, without counting as another user."""
         self._store = other._store
 
-    def _wait_until_ready(self, connected: Any, seconds: float) -> bool:
+    def _wait_until_ready(self, seconds: float) -> bool:
         """Waits at most `seconds` for the connection; returns whether it is made.
 
         Raises:
             StoreError: it cannot be made, because the server has other credentials.
         """
         deadline = time.monotonic() + seconds
-        while not _wait_for_future(connected, max(0.0, min(DIAGNOSIS_INTERVAL_S, deadline - time.monotonic()))):
+        while not self._is_ready_within(max(0.0, min(DIAGNOSIS_INTERVAL_S, deadline - time.monotonic()))):
             if (left := deadline - time.monotonic()) <= 0:
                 return False
-            if problem := tls_problem(self._host, self._port, self._identity, min(left, DIAGNOSIS_INTERVAL_S)):
+            if problem := self._problem(min(left, DIAGNOSIS_INTERVAL_S)):
                 raise StoreError(f"the store on {self._address} cannot be used: {problem}")
         return True
+
+    def _is_ready_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        try:
+            connected = grpc.channel_ready_future(self._open(seconds).channel)
+        except StoreNetworkError:
+            return False
+        is_ready = _wait_for_future(connected, max(0.0, deadline - time.monotonic()))
+        connected.cancel()
+        return is_ready
+
+    def _problem(self, seconds: float) -> str:
+        """Returns why this process cannot use the server, as far as its credentials are the reason."""
+        if self._identity is not None and is_loopback(self._host) and find_store(self._port) is not None:
+            return NO_CREDENTIALS_THERE
+        return tls_problem(self._host, self._port, self._identity, seconds)
 
     def execute(self, operation: Operation, seconds: float, restart_timeout: float) -> Outcome:
         """Runs an operation on the server, which may wait for `seconds`: see `_Connection.execute`."""
@@ -187,13 +265,10 @@ class RemoteServer:
                 gone = error
             if self._closed.wait(RETRY_PAUSE_S):
                 raise self._closed_error()
-            connected = grpc.channel_ready_future(self._channel)
             try:
-                is_back = _wait_for_future(connected, restart_timeout)
+                is_back = self._is_ready_within(restart_timeout)
             except ValueError as error:
                 raise self._closed_error() from error
-            finally:
-                connected.cancel()
             if not is_back:
                 raise StoreNetworkError(
                     f"the store on {self._address} is gone, and was not started again within "
@@ -203,7 +278,7 @@ class RemoteServer:
     def _execute_once(self, operation: Operation, seconds: float) -> Outcome:
         """Sends an operation once. Raises _GoneError if the connection is lost; else as `execute`."""
         try:
-            call = self._pop if operation.kind == store_pb2.QUEUE_POP else self._call
+            call = self._pop if operation.kind == store_pb2.QUEUE_POP else self._open().execute
             outcome: Outcome = call(operation, timeout=seconds + ANSWER_TIMEOUT_S)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
@@ -223,13 +298,16 @@ class RemoteServer:
     def close(self) -> None:
         """Closes the connection."""
         self._closed.set()
-        self._channel.close()
+        with self._lock:
+            calls = self._calls
+        if calls is not None:
+            calls.channel.close()
 
     def _pop(self, operation: Operation, timeout: float) -> Outcome:
         """Pops an item, and confirms that it was received; the server puts back what is not confirmed."""
         requests: SimpleQueue[Operation | None] = SimpleQueue()
         requests.put(operation)
-        call: Any = self._pop_call(iter(requests.get, None), timeout=timeout)
+        call: Any = self._open().pop(iter(requests.get, None), timeout=timeout)
         try:
             outcome: Outcome = next(call)
             requests.put(Operation())

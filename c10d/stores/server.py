@@ -2,10 +2,12 @@
 
 import asyncio
 import errno
+import ipaddress
 import os
 import socket
 import time
 import urllib.parse
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TypeAlias, final
 
@@ -16,12 +18,13 @@ from google.protobuf.message import DecodeError
 from ...errors import StoreError, StoreNetworkError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import format_address, resolve
+from ..addresses import format_address, is_loopback, is_numeric, resolve
 from ..descriptors import half_of_descriptors
 from ..listening import ListenSettings
 from ..security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
 from .durable import DurableState
 from .limits import MAX_BYTES, StoreLimits
+from .local_socket import LocalSocket, reserve_port
 from .parsing import parse_operation
 from .state import KeyValueState, may_satisfy_waiters, problem_of
 
@@ -104,6 +107,9 @@ class StoreServer:
         self._closing = False
         self._encrypts = False
         self._server: grpc.aio.Server | None = None
+        self._socket: LocalSocket | None = None
+        self._reserved: list[socket.socket] = []
+        """Those that keep the port of a server that listens on no port."""
 
     @property
     def joined(self) -> int:
@@ -113,6 +119,9 @@ class StoreServer:
     async def start(self, host: str, port: int, identity: Identity | None = None) -> int:
         """Listens, and returns the port; a free one if `port` is 0.
 
+        Without an identity, processes of this host reach the server by a unix socket, which is of their user only:
+        see `LocalSocket`. Then it listens on a port only if the host is not a loopback address.
+
         Args:
             host: name or address to listen on.
             port: to listen on.
@@ -120,6 +129,7 @@ class StoreServer:
 
         Raises:
             StoreNetworkError: the port is in use, or the host is not this machine.
+            StoreError: there is no directory for the unix socket.
         """
         # Requests are parsed by the handlers: gRPC would log the traceback of what is no Operation.
         serializer = Outcome.SerializeToString
@@ -137,10 +147,37 @@ class StoreServer:
         credentials = None
         if identity is not None:
             credentials = identity.grpc_server_credentials(partial(self.audit.connect, LISTENER))
-        bound = _bind(server, host, port, credentials)
+        try:
+            if identity is None and _includes_loopback(host):
+                self._socket = LocalSocket(server.add_insecure_port)
+            is_local = self._socket is not None and is_loopback(host)
+            bound = _bind(self._reserve if is_local else partial(_add_port, server, credentials), host, port)
+            if self._socket is not None:
+                self._socket.publish(host, bound)
+        except BaseException:
+            await server.stop(None)
+            self._release_addresses()
+            raise
         await server.start()
         self._server = server
         return bound
+
+    def _reserve(self, address: str, port: int) -> int:
+        """Keeps a port. Returns it, also if another user has it."""
+        try:
+            kept = reserve_port(address, port)
+        except OSError as error:
+            raise RuntimeError(str(error)) from error
+        if kept is None:
+            return port
+        self._reserved.append(kept)
+        return int(kept.getsockname()[1])
+
+    def _release_addresses(self) -> None:
+        if self._socket is not None:
+            self._socket.remove()
+        for kept in self._reserved:
+            kept.close()
 
     async def stop(self) -> None:
         """Makes waiting operations fail, lets the others finish, and stops listening."""
@@ -151,6 +188,7 @@ class StoreServer:
                     waiter.set_exception(_ClosingError())
         if self._server is not None:
             await self._server.stop(1.0)
+            self._release_addresses()
         self.audit.close()
 
     async def execute(self, operation: Operation, context: "_Context | None" = None) -> Outcome:
@@ -338,17 +376,28 @@ def _wake_all(waiters: dict[asyncio.Future[None], None]) -> None:
             waiter.set_result(None)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Listens on every address of `host`, and returns the port; one that GRADWIRE_PORTS allows if `port` is 0.
+def _includes_loopback(host: str) -> bool:
+    """Returns whether who listens on a host can be reached at a loopback address."""
+    return is_loopback(host) or (is_numeric(host) and ipaddress.ip_address(host).is_unspecified)
+
+
+def _add_port(server: grpc.aio.Server, credentials: grpc.ServerCredentials | None, address: str, port: int) -> int:
+    """Has a server listen on a port. Returns the port; raises RuntimeError if it cannot."""
+    where = format_address(address, port)
+    return server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
+
+
+def _bind(add: Callable[[str, int], int], host: str, port: int) -> int:
+    """Takes a port on every address of `host`, and returns it; one that GRADWIRE_PORTS allows if `port` is 0.
 
     gRPC itself listens on whichever addresses are free. With `localhost` on a port that another program uses for
     IPv4, that would be IPv6 only, and clients would reach one program or the other.
+
+    Args:
+        add: takes a port on an address, any port for 0, and returns it; raises RuntimeError if it cannot.
+        host: name or address.
+        port: the port.
     """
-
-    def add(address: str, port: int) -> int:
-        where = format_address(address, port)
-        return server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
-
     bound, problem = 0, errno.EADDRNOTAVAIL
     ports = ListenSettings.from_environment().ports
     for address in resolve(host):

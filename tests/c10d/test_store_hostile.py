@@ -31,9 +31,14 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0
 """What a client of HTTP/2 begins with: the preface, and settings that change nothing."""
 
 
+def on_a_port(**options: Any) -> TCPStore:
+    """Returns the master of a store to which anybody can connect."""
+    return TCPStore("0.0.0.0", 0, is_master=True, insecure=True, **options)
+
+
 @pytest.fixture
 def master():
-    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+    with on_a_port() as store:
         yield store
 
 
@@ -65,21 +70,21 @@ def test_connections_that_say_nothing_are_closed(master):
 
 def test_connections_that_make_no_call_are_closed(monkeypatch):
     monkeypatch.setattr(server_module, "IDLE_TIMEOUT_S", 0.2)
-    with TCPStore("127.0.0.1", 0, is_master=True) as master:
+    with on_a_port() as master:
         assert is_closed_after(master.port, PREFACE)
 
 
 def test_connections_that_answer_no_ping_are_closed(monkeypatch):
     monkeypatch.setattr(server_module, "KEEPALIVE_INTERVAL_S", 0.2)
     monkeypatch.setattr(server_module, "KEEPALIVE_TIMEOUT_S", 0.2)
-    with TCPStore("127.0.0.1", 0, is_master=True) as master:
+    with on_a_port() as master:
         assert is_closed_after(master.port, PREFACE)
 
 
 def test_the_number_of_connections_is_bounded(monkeypatch):
     monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 100.0)
     with (
-        TCPStore("127.0.0.1", 0, is_master=True, limits=StoreLimits(max_connections=4)) as master,
+        on_a_port(limits=StoreLimits(max_connections=4)) as master,
         contextlib.ExitStack() as stack,
         selectors.DefaultSelector() as selector,
     ):
@@ -290,7 +295,7 @@ def test_the_number_of_waiting_operations_is_bounded():
 def test_what_waits_or_is_not_confirmed_is_bounded():
     """It is not in the store, but in the memory of its server."""
     with (
-        TCPStore("127.0.0.1", 0, is_master=True, limits=StoreLimits(max_bytes=4000)) as master,
+        on_a_port(limits=StoreLimits(max_bytes=4000)) as master,
         grpc.insecure_channel(f"127.0.0.1:{master.port}") as raw,
     ):
         wait = Operation(kind=store_pb2.WAIT, keys=["k" * 3000], timeout_ms=60_000).SerializeToString()

@@ -19,6 +19,7 @@ from gradwire.c10d import StoreLimits, TCPStore, rendezvous
 from gradwire.c10d.stores import durable, journal, remote
 from gradwire.c10d.stores.durable import DurableState
 from gradwire.c10d.stores.journal import Journal
+from gradwire.c10d.stores.local_socket import LocalSocket
 from gradwire.c10d.stores.server import EXECUTE
 from gradwire.c10d.stores.state import KeyValueState
 from gradwire.errors import StoreError, StoreNetworkError, StoreTimeoutError
@@ -384,10 +385,13 @@ def answering(request) -> Iterator[int]:
     _, service, method = EXECUTE.split("/")
     handlers = {method: grpc.unary_unary_rpc_method_handler(execute)}
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = free_port()
+    listening = LocalSocket(server.add_insecure_port)
+    listening.publish("127.0.0.1", port)
     server.start()
     yield port
     server.stop(None).wait()
+    listening.remove()
 
 
 @pytest.mark.parametrize("answering", [[grpc.StatusCode.UNAVAILABLE] * 2], indirect=True, ids=["unavailable"])

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 from gradwire.c10d import user_sockets
-from gradwire.c10d.user_sockets import SocketDirectory, SocketFile, UnsafePathError, is_listening
+from gradwire.c10d.user_sockets import (
+    SocketDirectory,
+    SocketFile,
+    UnsafePathError,
+    is_listening,
+    store_socket_name,
+)
 
 NOBODY = 65534
 
@@ -96,8 +102,41 @@ def test_a_directory_that_others_can_use_is_refused(temporary, monkeypatch, flaw
         own.touch(mode=0o700)
     if flaw == "missing":
         monkeypatch.setattr(user_sockets, "_TEMPORARY", f"{temporary}/none")
+    monkeypatch.setattr(user_sockets, "_home_directory", lambda: "")
     with pytest.raises(UnsafePathError, match=f"{text}.*set XDG_RUNTIME_DIR"):
         SocketDirectory.of_this_user()
+
+
+@as_root
+def test_a_directory_that_another_user_has_made_first_does_not_keep_anybody_from_starting(
+    temporary, monkeypatch, listener
+):
+    own = own_directory(temporary)
+    own.mkdir(mode=0o700)
+    os.chown(own, NOBODY, NOBODY)
+    monkeypatch.setattr(user_sockets, "_home_directory", lambda: f"{temporary}/home")
+    directory = SocketDirectory.of_this_user()
+    assert directory.path == f"{temporary}/home"
+    listen(SocketFile(directory), listener)
+    assert [each.path for each in SocketDirectory.all_of_this_user()] == [directory.path]
+
+
+def test_two_stores_do_not_get_one_name(runtime, listener):
+    directory = SocketDirectory.of_this_user()
+    files = [SocketFile(directory) for _ in range(3)]
+    name = store_socket_name(29500)
+    listen(files[0], listener)
+    files[0].rename(name)
+    with socket.socket(socket.AF_UNIX) as second:
+        listen(files[1], second)
+        with pytest.raises(FileExistsError):
+            files[1].rename(name)
+        listener.close()  # as if its process had been killed
+        files[1].rename(name)
+        files[0].remove()
+        assert is_listening(directory.reach(f"{directory.path}/{name}"))
+        files[1].remove()
+    assert os.listdir(directory.path) == []
 
 
 def test_paths_may_be_long(runtime, monkeypatch, listener):

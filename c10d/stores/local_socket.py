@@ -1,0 +1,131 @@
+"""The unix socket of a store that has no credentials, for the processes of its user on its host.
+
+A port on the loopback address is open to every user of the host, and the server would serve them all. So such a
+store listens on a unix socket in a directory that only its user can use. The port names the socket. It is kept
+from other programs of this user, but nobody listens there, and if another user has it, that does not matter.
+"""
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import final
+
+from ...errors import StoreError, StoreNetworkError
+from ..addresses import format_address
+from ..socket_owners import users_listening
+from ..user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile, UnsafePathError, store_socket_name
+
+__all__ = ["LocalSocket", "StoreTarget", "find_store", "reserve_port", "who_listens"]
+
+
+@final
+class LocalSocket:
+    """The socket of a server.
+
+    Args:
+        listen: has the server listen on an address of gRPC.
+
+    Raises:
+        StoreError: there is no directory that only this user can use.
+    """
+
+    def __init__(self, listen: Callable[[str], object]) -> None:
+        try:
+            self._file = SocketFile(SocketDirectory.of_this_user())
+        except UnsafePathError as error:
+            raise StoreError(f"a store without credentials cannot listen for this user only: {error}") from error
+        listen(f"{UNIX_SCHEME}{self._file.bind_path}")
+        self._file.restrict()
+
+    def publish(self, host: str, port: int) -> None:
+        """Lets clients find the socket by a port. Raises StoreNetworkError if another store has it.
+
+        Args:
+            host: that of the server, for the message.
+            port: the port.
+        """
+        try:
+            self._file.rename(store_socket_name(port))
+        except FileExistsError as error:
+            raise StoreNetworkError(
+                f"a store cannot listen on {format_address(host, port)}: {os.strerror(errno.EADDRINUSE)} "
+                "(EADDRINUSE): another store of this user has this port"
+            ) from error
+
+    def remove(self) -> None:
+        """Removes the socket."""
+        self._file.remove()
+
+
+def reserve_port(address: str, port: int) -> socket.socket | None:
+    """Keeps a port from other programs, without listening there.
+
+    Args:
+        address: a numeric address of this host.
+        port: the port; 0 for a free one.
+
+    Returns:
+        A socket that has the port; None if another user has it.
+
+    Raises:
+        OSError: a process of this user listens there, or the address is none of this host.
+    """
+    kept = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        kept.bind((address, port))
+    except OSError as error:
+        kept.close()
+        if error.errno != errno.EADDRINUSE or not port or _is_taken(port):
+            raise
+        return None
+    return kept
+
+
+def _is_taken(port: int) -> bool:
+    """Returns whether a process of this user listens on a port."""
+    try:
+        return os.geteuid() in users_listening(port)
+    except OSError:
+        return True
+
+
+@final
+class StoreTarget:
+    """Where a client finds the socket of a store, and keeps its directory open.
+
+    address: of the socket, as gRPC dials it.
+    path: of the socket, for messages.
+    """
+
+    def __init__(self, directory: SocketDirectory, path: str) -> None:
+        self._directory = directory
+        self.address = UNIX_SCHEME + directory.reach(path)
+        self.path = path
+
+
+def find_store(port: int) -> StoreTarget | None:
+    """Returns the socket of this user's store that has a port; None without one.
+
+    Raises:
+        StoreError: there is one that others than this user can use.
+    """
+    name = store_socket_name(port)
+    for directory in SocketDirectory.all_of_this_user():
+        try:
+            return StoreTarget(directory, f"{directory.path}/{name}")
+        except FileNotFoundError:
+            continue
+        except UnsafePathError as error:
+            raise StoreError(f"the store on port {port} cannot be used: {error}") from error
+    return None
+
+
+def who_listens(host: str, port: int) -> str:
+    """Returns, for messages, which other user listens on a port; empty if none does."""
+    with suppress(OSError):
+        for user in sorted(users_listening(port) - {os.geteuid()}):
+            where = format_address(host, port)
+            return f"user {user} listens on {where}, and a store of another user is not used"
+    return ""
