@@ -5,17 +5,20 @@ workers take part, has them run their parts, and runs its own.
 """
 
 import itertools
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import AutogradError, PolicyError, UnknownContextError
+from ..errors import AutogradError, LimitReachedError, PolicyError, UnknownContextError
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Incoming, UnwantedMessageError
+from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.kept_errors import text_of, without_frames
 from .anomaly import AnomalyMode, AnomalyScopes
 from .backward_pass import PassPart
@@ -33,6 +36,10 @@ from .replicas import Replicas, average
 __all__ = ["Engine", "Mode", "check_roots"]
 
 Mode = Literal["smart", "fast"]
+
+MAX_RUNNING = 256
+"""Passes that one worker has another one run at a time: the gates of each wait on a thread, for which there is no
+other way in torch's engine."""
 
 
 def check_roots(roots: Sequence[torch.Tensor]) -> None:
@@ -73,6 +80,9 @@ class Engine:
         self._pass_numbers = itertools.count(1)
         self._coordinators: dict[PassId, PassCoordinator] = {}
         """Those of the passes that this worker has begun and that have not ended."""
+        self._lock = threading.Lock()
+        self._running: Counter[int] = Counter()
+        """By worker, the passes that it has this worker run. Guarded by the lock."""
         self.one_root_at_a_time = False
         """Run all graphs as those with nodes on several devices are; for tests on the CPU."""
 
@@ -120,6 +130,26 @@ class Engine:
         finally:
             del self._coordinators[pass_id]
 
+    @contextmanager
+    def running_for(self, caller: WorkerInfo) -> Iterator[None]:
+        """Context manager for what a worker has this one run, which holds a thread until others have answered.
+
+        Raises:
+            LimitReachedError: it has too many running.
+        """
+        with self._lock:
+            if self._running[caller.wire_id] >= MAX_RUNNING:
+                raise LimitReachedError(
+                    f"worker {caller.name!r} has {MAX_RUNNING} backward passes running here",
+                    f"MAX_RUNNING={MAX_RUNNING}",
+                )
+            self._running[caller.wire_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running[caller.wire_id] -= 1
+
     def fail_pass(self, pass_id: PassId, worker: int, error: Exception) -> None:
         """Fails a pass that this worker has begun and that has not ended, as one that takes part asks for."""
         coordinator = self._coordinators.get(pass_id)
@@ -146,11 +176,8 @@ class Engine:
             context.set_gradients(caller, pass_id, message_id, decompress(compressed))
         sender = AnsweringSender(self._agent, context.id, pass_id, partial(context.passes.note_receiver, pass_id))
         part = self._part(context, [], Graph(), message_ids)
-        if anomaly is None:
+        with self.running_for(message.source), nullcontext() if anomaly is None else self._anomaly.scope(anomaly):
             self._run(context, part, pass_id, sender, retain_graph, timeout)
-        else:
-            with self._anomaly.scope(anomaly):
-                self._run(context, part, pass_id, sender, retain_graph, timeout)
         return sender.take()
 
     def serve_gradients(self, message: Incoming) -> None:

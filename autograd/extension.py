@@ -200,14 +200,14 @@ class Autograd(Extension):
             AutogradError: the value is not a tensor, or cannot be the root of a backward pass.
         """
         rref, context_id, retain_graph = message.value
-        root = rref.local_value()
+        root = rref._value_here()
         if not isinstance(root, torch.Tensor):
             raise AutogradError(
                 f"RRef should contain a tensor for .backward(), but {rref} has a {type(root).__name__}"
             )
         context = self.contexts.get(context_id)
         check_roots([root])
-        with self.agent.blocking():
+        with self.engine.running_for(message.source), self.agent.blocking():
             self.engine.backward(context, [root], retain_graph=retain_graph)
 
     def _send_release(self, worker: int, context_id: int, told: Set[int], lost: str) -> None:

@@ -8,14 +8,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from ..rpc.calls import rpc_async, rpc_sync
 from ..rpc.contracts.agent import current_agent
 from ..rpc.contracts.arguments import check_call
 from ..rpc.contracts.devices import Device
 from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by, message_value
 from ..rpc.contracts.extension import Extension
 from ..rpc.execution.futures import Future
-from ..rref.api import remote
+from ..rpc.wait_all import note_future
+from ..rref.api import call_needing, remote
 from ..rref.rref import RRef
 from ..torch_internals import RecursiveScriptModule, tree_map_only
 from .placement import Placement
@@ -246,7 +246,7 @@ class RemoteModule(nn.Module):
         return self
 
     def _call_owner(self, function: Callable[..., Any], *args: Any) -> Any:
-        return rpc_sync(self.module_rref.owner(), function, (self.module_rref, *args))
+        return call_needing([self.module_rref], function, (self.module_rref, *args)).wait()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.on}/{self.device}, {self.module_rref!r})"
@@ -274,7 +274,9 @@ def _forward_async(module_rref: ModuleReference, device: str, *args: Any, **kwar
         future: Future[Any] = module_rref.rpc_async().__call__(*args, **kwargs)
         return future
     to_cpu = torch.device(device) not in _device_map(module_rref).values()
-    return rpc_async(module_rref.owner(), _call_on_owner, (module_rref, device, to_cpu, args, kwargs))
+    future = call_needing([module_rref], _call_on_owner, (module_rref, device, to_cpu, args, kwargs))
+    note_future(future)
+    return future
 
 
 def _forward(module_rref: ModuleReference, device: str, *args: Any, **kwargs: Any) -> Any:
@@ -309,17 +311,17 @@ def _create_on_owner(
 
 
 def _call_guarded(guard: MethodGuard, module_rref: ModuleReference, *args: Any) -> Any:
-    guard.check_method(module_rref.local_value(), "__call__")
+    guard.check_method(module_rref._value_here(), "__call__")
     return _call_on_owner(module_rref, *args)
 
 
 def _parameters_guarded(guard: MethodGuard, module_rref: ModuleReference, recurse: bool) -> Any:
-    guard.check_method(module_rref.local_value(), "parameters")
+    guard.check_method(module_rref._value_here(), "parameters")
     return _parameters_on_owner(module_rref, recurse)
 
 
 def _train_guarded(guard: MethodGuard, module_rref: ModuleReference, mode: bool) -> None:
-    guard.check_method(module_rref.local_value(), "train")
+    guard.check_method(module_rref._value_here(), "train")
     _train_on_owner(module_rref, mode)
 
 
@@ -328,18 +330,18 @@ def _call_on_owner(
     module_rref: ModuleReference, device: str, to_cpu: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (tuple(args), dict(kwargs)))
-    result = module_rref.local_value()(*args, **kwargs)
+    result = module_rref._value_here()(*args, **kwargs)
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, result) if to_cpu else result
 
 
 @guarded_by(_parameters_guarded)
 def _parameters_on_owner(module_rref: ModuleReference, recurse: bool) -> list[RRef[nn.Parameter]]:
-    return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+    return [RRef(parameter) for parameter in module_rref._value_here().parameters(recurse)]
 
 
 @guarded_by(_train_guarded)
 def _train_on_owner(module_rref: ModuleReference, mode: bool) -> None:
-    module_rref.local_value().train(mode)
+    module_rref._value_here().train(mode)
 
 
 def _empty() -> RemoteModule:

@@ -9,7 +9,8 @@ import torch
 
 from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.execution.futures import Future
-from ..rref import RRef, remote
+from ..rref import RRef
+from ..rref.api import remote_needing
 from .checkpoint import StateDict, build_state_dict, check_state_dict, state_by_index
 from .local_optimizer import LocalOptimizer, OptimizerDescription, ParameterState
 from .owners import wait_for_owners
@@ -224,7 +225,8 @@ def _make_shards(
             ParameterGroup([parameters[i] for i in indices if group_of[i] == group], groups[group].options)
             for group in present
         ]
-        optimizer = remote(owner, LocalOptimizer, (optimizer_class, local_groups, args, kwargs))
+        needed = [parameter.rref for group in local_groups for parameter in group.parameters]
+        optimizer = remote_needing(needed, owner, LocalOptimizer, (optimizer_class, local_groups, args, kwargs))
         shards[owner] = _Shard(optimizer, tuple(present), tuple(indices))
     return shards
 

@@ -68,7 +68,7 @@ class LocalOptimizer:
             Exception: what the class raises for its arguments, or for the options of a group.
         """
         parameters = [parameter for group in groups for parameter in group.parameters]
-        self._parameters = [parameter.rref.local_value() for parameter in parameters]
+        self._parameters = [parameter.rref._value_here() for parameter in parameters]
         check_leaves(self._parameters, [parameter.label for parameter in parameters])
         self._aliases = [
             torch.nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, TypeVarTuple, overload
 
+from ..proto.v1 import agent_pb2
 from ..torch_internals import profiler_enabled
 from .contracts.agent import Destination, current_agent
 from .contracts.arguments import CALL_PARTS, UNSET_RPC_TIMEOUT, check_call, check_timeout
@@ -147,6 +148,7 @@ def send_call(
     name: str | None = None,
     idempotent: bool = False,
     owner: WorkerInfo | None = None,
+    header: Callable[[agent_pb2.Envelope], None] | None = None,
 ) -> Future[Any]:
     """Sends a call as `rpc_async` does, but `wait_all` does not wait for it.
 
@@ -161,12 +163,13 @@ def send_call(
         name: the function's name for people, if not its own.
         idempotent: see `rpc_async`.
         owner: the incarnation of a worker that is called instead of the latest one.
+        header: fills in headers of the envelope.
     """
     agent = current_agent()
     worker = agent.worker(to) if owner is None else owner
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
-    request = Request(CALL, call, seconds, CALL_PARTS, None, keep, idempotent)
+    request = Request(CALL, call, seconds, CALL_PARTS, header, keep, idempotent)
     if profiler_enabled():
         with profiled_call(agent, mode, func, worker):
             future = agent.request(worker, request)

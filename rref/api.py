@@ -1,16 +1,19 @@
 """Calls whose results stay on the worker that computes them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, overload
 
+from ..rpc.calls import send_call
 from ..rpc.contracts.agent import Destination
 from ..rpc.contracts.arguments import UNSET_RPC_TIMEOUT
 from ..rpc.execution.futures import Future
 from ..rpc.wire.script import not_scriptable
+from .ids import name_needed
 from .methods import create_value, send_with_values
 from .rref import RRef
 
-__all__ = ["call_with_values", "remote"]
+__all__ = ["call_needing", "call_with_values", "remote", "remote_needing"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -109,3 +112,23 @@ def call_with_values(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], *
         A future of the function's result.
     """
     return send_with_values([rref._handle for rref in rrefs], function, args)
+
+
+def call_needing(rrefs: Sequence[RRef[Any]], function: Callable[..., Any], args: Sequence[Any]) -> Future[Any]:
+    """Calls a function on the owner of references. The call waits there for their values, without a thread.
+
+    Args:
+        rrefs: references to values of one worker.
+        function: the function. It has the values by `RRef._value_here`.
+        args: its arguments, these references among them.
+    """
+    header = partial(name_needed, [rref._handle.id for rref in rrefs])
+    return send_call(rrefs[0].owner(), function, args, header=header)
+
+
+def remote_needing(
+    rrefs: Sequence[RRef[Any]], to: Destination, function: Callable[..., Any], args: Sequence[Any]
+) -> RRef[Any]:
+    """Calls `remote`. The call waits there for values of that worker, as that of `call_needing` does."""
+    handle = create_value(to, function, args, None, UNSET_RPC_TIMEOUT, [rref._handle.id for rref in rrefs])
+    return RRef._of(handle, function)

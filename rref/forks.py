@@ -17,7 +17,7 @@ It is that of PyTorch's design note "Remote Reference Protocol", with acknowledg
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
@@ -34,9 +34,9 @@ from ..rpc.contracts.worker import WorkerInfo
 from ..rpc.contracts.worker_end import WorkerEnd
 from ..rpc.execution.futures import Future, error_of
 from .handles import CreationCall, Fork, Lease, OwnerHandle, ReferenceExtension, UserHandle
-from .ids import GlobalId, IdSource
+from .ids import GlobalId, IdSource, name_needed
 from .message_types import RREF_CREATE, RREF_FETCH
-from .owner_table import OwnedValue, OwnerTable
+from .owner_table import AwaitedValue, OwnedValue, OwnerTable
 from .passed_on import PASSED_ON_KINDS, PassedOn, is_unsure
 from .rref import RRef
 from .value_server import ValueServer
@@ -110,16 +110,20 @@ class References(ReferenceExtension):
         entry.resolve(value)
         return OwnerHandle(self.agent, entry)
 
-    def create(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> OwnerHandle | UserHandle:
+    def create(
+        self, owner: WorkerInfo, call: CreationCall, timeout: float | None, needed: Sequence[GlobalId] = ()
+    ) -> OwnerHandle | UserHandle:
         """Runs a call on a worker, which owns the result; returns a handle to it at once."""
         identifier, fork_id = self._ids.next(), self._ids.next()
+        request = self._creation_request(owner, identifier, fork_id, call, timeout, needed)
         if owner.wire_id == self.agent.info.wire_id:
-            return self._create_here(identifier, fork_id, call, timeout)
+            return self._create_here(identifier, fork_id, request)
         fork = Fork(identifier, fork_id, owner, is_creator=True)
         handle = self._lease(fork)
         self._creating.add(identifier)
         try:
-            fork.creation = self._request_creation(owner, identifier, fork_id, call, timeout, keep=fork.lease)
+            request.keep = fork.lease
+            fork.creation = self._request_creation(owner, request)
         except BaseException:
             self._remove_fork(fork)
             raise
@@ -127,9 +131,7 @@ class References(ReferenceExtension):
         fork.creation.call_when_done(lambda done: self._on_created(fork, error_of(done)))
         return handle
 
-    def _create_here(
-        self, identifier: GlobalId, fork_id: GlobalId, call: CreationCall, timeout: float | None
-    ) -> OwnerHandle:
+    def _create_here(self, identifier: GlobalId, fork_id: GlobalId, request: Request) -> OwnerHandle:
         entry = self.table.create(identifier)
         self.table.add_fork(identifier, fork_id, self.agent.info.wire_id)  # keeps the entry until the call has run
 
@@ -139,22 +141,22 @@ class References(ReferenceExtension):
             self.table.remove_fork(identifier, fork_id, self.agent.info.wire_id)
 
         try:
-            creation = self._request_creation(self.agent.info, identifier, fork_id, call, timeout)
+            creation = self._request_creation(self.agent.info, request)
         except BaseException:
             self.table.remove_fork(identifier, fork_id, self.agent.info.wire_id)
             raise
         creation.add_done_callback(on_done)
         return OwnerHandle(self.agent, entry, creation)
 
-    def _request_creation(
+    def _creation_request(
         self,
         owner: WorkerInfo,
         identifier: GlobalId,
         fork: GlobalId,
         call: CreationCall,
         timeout: float | None,
-        keep: object = None,
-    ) -> Future[Any]:
+        needed: Sequence[GlobalId],
+    ) -> Request:
         seconds = self.agent.rpc_timeout if timeout is None else timeout
 
         def add_header(envelope: agent_pb2.Envelope) -> None:
@@ -164,9 +166,14 @@ class References(ReferenceExtension):
             created.fork.worker_id, created.fork.number = fork
             # Nobody waits for this answer; who does asks for it: see `_confirm_creation`.
             envelope.answer_can_wait = self._can_wait and not 0 < seconds < MIN_WAITING_TIMEOUT_S
+            if needed:
+                name_needed(needed, envelope)
 
-        request = Request(RREF_CREATE, call, timeout, CALL_PARTS, add_header, keep)
+        return Request(RREF_CREATE, call, timeout, CALL_PARTS, add_header)
+
+    def _request_creation(self, owner: WorkerInfo, request: Request) -> Future[Any]:
         future = self.agent.request(owner, request)
+        call: Any = request.value
         function = call[0]  # not the arguments, which the owner alone keeps
         future.describe = lambda: f"remote {name_of(function)}"
         return future
@@ -213,6 +220,10 @@ class References(ReferenceExtension):
     def on_postponed_sent(self, message: Outgoing) -> None:
         """Notes that the forks of a message are on their way."""
         self._passed_on.on_postponed_sent(message)
+
+    def wait_before_run(self, envelope: agent_pb2.Envelope) -> list[AwaitedValue]:
+        """Returns the values that a request needs, and those whose creating messages are yet to come."""
+        return self.values.awaited_by(envelope)
 
     def on_receive(self, message: Incoming) -> None:
         """Accepts the forks of a message, whether or not it can be unpickled afterwards."""

@@ -2,7 +2,7 @@
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -176,7 +176,7 @@ class UserHandle:
         if not fork.is_confirmed and fork.error is None and not fork.is_creator:
             self.agent.control.run(lambda: None)  # so that the control thread sends what it keeps back
             with self.agent.blocking():
-                fork.wait_until_settled(self.agent.rpc_timeout or None)
+                fork.wait_until_settled(self.agent.until_deadline(self.agent.rpc_timeout) or None)
         return fork.is_confirmed
 
     def check_usable(self, rref: object, use: str) -> None:
@@ -205,13 +205,16 @@ class ReferenceExtension(Extension):
         """Returns a handle to a value that is given to this worker."""
 
     @abstractmethod
-    def create(self, owner: WorkerInfo, call: CreationCall, timeout: float | None) -> OwnerHandle | UserHandle:
+    def create(
+        self, owner: WorkerInfo, call: CreationCall, timeout: float | None, needed: Sequence[GlobalId] = ()
+    ) -> OwnerHandle | UserHandle:
         """Runs a call on a worker, which owns the result; returns a handle to it at once.
 
         Args:
             owner: the worker.
             call: the call.
             timeout: seconds within which the call must end, 0 for no timeout, None for that of the options.
+            needed: values of that worker for which the call waits there.
         """
 
     @abstractmethod

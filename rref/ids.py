@@ -2,11 +2,12 @@
 
 import itertools
 import reprlib
+from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from ..proto.v1 import agent_pb2
 
-__all__ = ["GlobalId", "IdSource"]
+__all__ = ["GlobalId", "IdSource", "name_needed"]
 
 
 class GlobalId(NamedTuple):
@@ -52,3 +53,8 @@ class IdSource:
     def next(self) -> GlobalId:
         """Returns a new id."""
         return GlobalId(self._worker, next(self._numbers))
+
+
+def name_needed(identifiers: Sequence[GlobalId], envelope: agent_pb2.Envelope) -> None:
+    """Has a request wait, where it arrives, for values of that worker: without a thread, until its timeout."""
+    envelope.needed_values.extend([identifier.to_proto() for identifier in identifiers])

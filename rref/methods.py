@@ -14,7 +14,7 @@ from ..rpc.execution.futures import Future
 from ..rpc.profiling.extension import RPCExecMode, profiled_call
 from ..torch_internals import profiler_enabled
 from .handles import OwnerHandle, UserHandle, references_of
-from .ids import GlobalId
+from .ids import GlobalId, name_needed
 
 __all__ = [
     "call_method",
@@ -39,16 +39,26 @@ def create_value(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float,
+    needed: Sequence[GlobalId] = (),
 ) -> Handle:
-    """Runs a function on a worker, which owns the result; returns a handle to it. See `gradwire.rpc.remote`."""
+    """Runs a function on a worker, which owns the result; returns a handle to it. See `gradwire.rpc.remote`.
+
+    Args:
+        to: the worker.
+        func: the function.
+        args: its positional arguments.
+        kwargs: its named arguments.
+        timeout: seconds, as of `remote`.
+        needed: values of that worker for which the call waits there, without a thread.
+    """
     agent = current_agent()
     owner = agent.worker(to)
     call = check_call(func, args, kwargs)
     seconds = check_timeout(timeout)
     if not profiler_enabled():
-        return references_of(agent).create(owner, call, seconds)
+        return references_of(agent).create(owner, call, seconds, needed)
     with profiled_call(agent, RPCExecMode.REMOTE, func, owner):
-        return references_of(agent).create(owner, call, seconds)
+        return references_of(agent).create(owner, call, seconds, needed)
 
 
 def request_method(
@@ -80,10 +90,12 @@ def check_attribute(handle: Handle, name: str, timeout: float) -> None:
 
 def send_with_values(handles: Sequence[Handle], function: Callable[..., Any], args: Sequence[Any]) -> Future[Any]:
     """Calls `function(values, *args)` on the worker that owns all values; returns a future of the result."""
-    identifiers = [tuple(handle.id) for handle in handles]
+    identifiers = [handle.id for handle in handles]
+    call = (list(map(tuple, identifiers)), function, args)
     leases = [handle.lease for handle in handles]
     owner = handles[0].owner
-    return send_call(owner, _call_with_values, (identifiers, function, args), keep=leases, owner=owner)
+    header = partial(name_needed, identifiers)
+    return send_call(owner, _call_with_values, call, keep=leases, owner=owner, header=header)
 
 
 def _request(
@@ -104,25 +116,26 @@ def _request(
         keep=handle.lease,
         name=name,
         owner=handle.owner,
+        header=partial(name_needed, (handle.id,)),
     )
 
 
-# On the owner. Under a policy that does not accept anything, the functions that end in `_guarded` run in place of
-# those that they guard.
+# On the owner, where these requests wait for the values before they begin. Under a policy that does not accept
+# anything, the functions that end in `_guarded` run in place of those that they guard.
 
 
 def _call_method_guarded(
     guard: MethodGuard, rref: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    value = rref.local_value()
+    value = rref._value_here()
     guard.check_method(value, name)
     return _run_method(value, name, args, kwargs)
 
 
 @guarded_by(_call_method_guarded)
 def call_method(rref: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a method of the value of a reference."""
-    return _run_method(rref.local_value(), name, args, kwargs)
+    """Calls a method of the value of a reference. The request names it among the values that it needs."""
+    return _run_method(rref._value_here(), name, args, kwargs)
 
 
 def _call_method_by_id_guarded(
@@ -183,8 +196,7 @@ def _require_attribute(identifier: tuple[int, int], name: str) -> None:
 
 
 def _value(identifier: tuple[int, int]) -> Any:
-    agent = current_agent()
-    return references_of(agent).entry(GlobalId(*identifier)).wait(0, agent.blocking)
+    return references_of(current_agent()).entry(GlobalId(*identifier)).value()
 
 
 _METHOD_CALLS = (_call_method_by_id, _call_method_by_id_guarded, call_method, _call_method_guarded)

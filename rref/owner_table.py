@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -18,7 +19,7 @@ from ..errors import LimitReachedError, RRefError
 from ..rpc.execution.kept_errors import copy_error, without_frames
 from .ids import GlobalId
 
-__all__ = ["OwnedValue", "OwnerTable", "ValueTimeoutError"]
+__all__ = ["AwaitedValue", "OwnedValue", "OwnerTable", "ValueTimeoutError"]
 
 
 MAX_AWAITED = 1 << 16
@@ -44,6 +45,7 @@ class OwnedValue:
         "__weakref__",
         "_futures",
         "_outcomes",
+        "_waiters",
         "forks",
         "id",
         "is_asked_for",
@@ -54,7 +56,7 @@ class OwnedValue:
     def __init__(self, identifier: GlobalId) -> None:
         self.id = identifier
         self.is_created = False
-        """Whether the creating message has arrived."""
+        """Whether the creating message has arrived, and waits for nothing."""
         self.is_asked_for = False
         """Whether its creator is being asked whether that message will arrive."""
         self.must_ask_again = False
@@ -66,6 +68,8 @@ class OwnedValue:
         """The value, or the error of the call that makes it."""
         self._futures: list[Future[Any]] = []
         """The future of the outcome, once somebody waits for it: it takes longer to make than the rest."""
+        self._waiters: dict[Callable[[], None], None] = {}
+        """Called when `is_created` is set, and when the outcome is there."""
 
     @property
     def outcome(self) -> tuple[Any, Exception | None] | None:
@@ -92,6 +96,30 @@ class OwnedValue:
         """Returns whether code of the program may run when the value is deleted."""
         return bool(self._outcomes) and type(self._outcomes[0][0]) not in WITHOUT_FINALIZER
 
+    def value(self) -> Any:
+        """Returns the value, which must be there.
+
+        Raises:
+            RRefError: it is not: the request that uses it has not named it among those that it waits for.
+            Exception: the error of the entry.
+        """
+        if self.outcome is None:
+            raise RRefError(f"the value of reference {self.id} is not there, and the request does not wait for it")
+        return self.wait(0)
+
+    def mark_created(self) -> None:
+        """Sets `is_created`."""
+        self.is_created = True
+        self._wake()
+
+    def add_waiter(self, wake: Callable[[], None]) -> None:
+        """Has a function called, on any thread, when `is_created` is set, and when the outcome is there."""
+        self._waiters[wake] = None
+
+    def remove_waiter(self, wake: Callable[[], None]) -> None:
+        """Has the function not called any more."""
+        self._waiters.pop(wake, None)
+
     def resolve(self, value: Any) -> None:
         """Sets the value, unless the entry has failed."""
         self._set((value, None))
@@ -105,6 +133,12 @@ class OwnedValue:
         del self._outcomes[1:]
         if self._futures:  # `future` looks at the outcome after it has set this
             self._complete(self._futures[0])
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiters:
+            with contextlib.suppress(KeyError):  # another thread has taken the last one
+                self._waiters.popitem()[0]()
 
     def _complete(self, future: "Future[Any]") -> None:
         value, error = self._outcomes[0]
@@ -137,6 +171,32 @@ class OwnedValue:
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
+class AwaitedValue:
+    """What a request waits for that names a value: see `Extension.wait_before_run`. Keeps the entry.
+
+    entry: of the value.
+    is_needed: whether it waits for the value, and not only for the message that creates it.
+    """
+
+    entry: OwnedValue
+    is_needed: bool
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the value, or the message, is there, or never will be."""
+        return self.entry.outcome is not None or (self.entry.is_created and not self.is_needed)
+
+    def add_waiter(self, wake: Callable[[], None]) -> None:
+        """Has a function called when `is_over` may have changed."""
+        self.entry.add_waiter(wake)
+
+    def remove_waiter(self, wake: Callable[[], None]) -> None:
+        """Has the function not called any more."""
+        self.entry.remove_waiter(wake)
+
+
+@final
 class OwnerTable:
     """The entries of one worker. Safe to use from any thread."""
 
@@ -160,9 +220,10 @@ class OwnerTable:
         self._forked: dict[GlobalId, OwnedValue] = {}
         """Entries with forks."""
         self._held: weakref.WeakValueDictionary[GlobalId, OwnedValue] = weakref.WeakValueDictionary()
-        """Entries that handles of this worker keep, or that were awaited."""
-        self._awaited: dict[GlobalId, OwnedValue] = {}
-        """Entries that other workers' messages named before the creating message arrived."""
+        """Entries that handles of this worker keep, or that are awaited."""
+        self._awaited: weakref.WeakValueDictionary[GlobalId, OwnedValue] = weakref.WeakValueDictionary()
+        """Entries that other workers' messages named before the creating message arrived. They are kept by what
+        waits for them, and by their forks."""
         self._lost: dict[int, str] = {}
         """The reason of the loss of each lost worker, by id."""
 
@@ -288,8 +349,8 @@ class OwnerTable:
         with self._lock:
             self._lost[worker] = reason
             entries = self._entries()
-            for identifier in [i for i in self._awaited if i.worker == worker]:
-                del self._awaited[identifier]
+            for identifier in [i for i in list(self._awaited) if i.worker == worker]:
+                self._awaited.pop(identifier, None)
             for entry in entries:
                 for fork in [fork for fork, holder in entry.forks.items() if holder == worker]:
                     self._remove_fork(entry, fork)
@@ -302,17 +363,16 @@ class OwnerTable:
         with self._lock:
             pending = [entry for entry in self._entries() if entry.outcome is None]
             forked, self._forked = self._forked, {}
-            awaited, self._awaited = self._awaited, {}
+            self._awaited.clear()
         forked.clear()  # outside the lock: values may have finalizers
-        awaited.clear()
         for entry in pending:
             entry.fail(error)
 
     # With the lock.
 
     def _mark_created(self, entry: OwnedValue) -> None:
-        entry.is_created = True
         self._awaited.pop(entry.id, None)
+        entry.mark_created()
 
     def _add_fork(
         self, identifier: GlobalId, fork: GlobalId, holder: int, *, is_awaited: bool = True
@@ -348,7 +408,10 @@ class OwnerTable:
         """Raises RRefError if a value of this creator cannot be awaited."""
         if not self._is_member(worker):
             raise RRefError(f"there is no worker {worker} to create a reference")
-        if len(self._awaited) >= MAX_AWAITED and sum(i.worker == worker for i in self._awaited) >= MAX_AWAITED:
+        if (
+            len(self._awaited) >= MAX_AWAITED
+            and sum(i.worker == worker for i in list(self._awaited)) >= MAX_AWAITED
+        ):
             raise _TooManyAwaitedError(
                 f"too many references of worker {worker} are named before they are created",
                 f"MAX_AWAITED={MAX_AWAITED}",

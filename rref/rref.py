@@ -17,6 +17,7 @@ from ..rpc.execution.kept_errors import copy_error
 from ..rpc.profiling.extension import RPCExecMode
 from ..rpc.wait_all import note_future
 from .handles import OwnerHandle, UserHandle, references_of
+from .ids import name_needed
 from .message_types import RREF_FETCH
 from .methods import (
     call_method,
@@ -170,6 +171,7 @@ class RRef(Generic[T_co]):
                 MessageType.RREF_BACKWARD,
                 (self, dist_autograd_ctx_id, retain_graph),
                 timeout=0.0,  # none, as for autograd.backward
+                header=partial(name_needed, (handle.id,)),
             )
             handle.agent.request(self.owner(), request).wait()
             return
@@ -249,7 +251,8 @@ class RRef(Generic[T_co]):
         # A class can be sent to this worker only if it accepts anything, or the class is exposed here, too.
         if policy.accepts != "anything" or not hasattr(self._get_type(timeout), name):
             check_attribute(self._handle, name, timeout)
-        return RRef._of(create_value(self.owner(), call_method, (self, name, args, kwargs), None, timeout))
+        call = (self, name, args, kwargs)
+        return RRef._of(create_value(self.owner(), call_method, call, None, timeout, (self._handle.id,)))
 
     def _request_type(self, timeout: float) -> torch.futures.Future[type]:
         if not self.is_owner():
@@ -267,12 +270,25 @@ class RRef(Generic[T_co]):
     def _fetch_request(self, handle: UserHandle, seconds: float | None) -> Request:
         handle.check_usable(self, "to_here()")
         fork = handle.fork
-        return Request(RREF_FETCH, tuple(fork.reference), seconds, keep=fork.lease)
+        header = partial(name_needed, (fork.reference,))
+        return Request(RREF_FETCH, None, seconds, header=header, keep=fork.lease)
 
     def _is_gone(self, error: NotInitializedError) -> NotInitializedError:
         return NotInitializedError(f"{error}. {self} is gone: Cannot call to_here() on it after deletion.")
 
+    def _value_here(self) -> Any:
+        """Returns the value, for which the request that uses it has waited, on its owner.
+
+        Raises:
+            RRefError: this worker does not own the value, or the request has not waited for it.
+            Exception: the error of the call that was to make the value.
+        """
+        handle = self._handle
+        return handle.entry.value() if isinstance(handle, OwnerHandle) else self.local_value()
+
     def _wait(self, handle: OwnerHandle, seconds: float) -> T_co:
+        """Waits for the value, but not longer than the caller of a function that waits for it does."""
+        seconds = handle.agent.until_deadline(seconds)
         try:
             value: T_co = handle.entry.wait(seconds, handle.agent.blocking)
         except ValueTimeoutError:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, final
 
 from ..errors import RemoteError, RRefError
+from ..proto.v1 import agent_pb2
 from ..rpc.call_handler import log_failure, run_function
 from ..rpc.contracts.agent import RpcAgent
 from ..rpc.contracts.messages import Deferred, Incoming, LaterAnswer, PiggybackedAnswer
@@ -14,7 +15,7 @@ from ..rpc.execution.kept_errors import printable_text
 from ..rpc.profiling.extension import run_profiled
 from ..rpc.wire.failures import with_traceback_as_text
 from .ids import GlobalId
-from .owner_table import OwnedValue, OwnerTable
+from .owner_table import AwaitedValue, OwnedValue, OwnerTable
 
 __all__ = ["ValueServer"]
 
@@ -37,6 +38,28 @@ class ValueServer:
         entry = self._table.get(identifier)
         self.ask_creator(entry)
         return entry
+
+    def awaited_by(self, envelope: agent_pb2.Envelope) -> list[AwaitedValue]:
+        """Returns what a request waits for: see `Extension.wait_before_run`.
+
+        That is each value which it needs and which is not there. Of a reference that it passes on, only the
+        creating message is: functions may take references to values that come later, or never.
+        """
+        awaited = [self._awaited_value(each, is_needed=True) for each in envelope.needed_values]
+        me = self._agent.info.wire_id
+        awaited += [
+            self._awaited_value(each.reference, is_needed=False)
+            for each in envelope.references
+            if each.owner == me
+        ]
+        return [each for each in awaited if each is not None and not each.is_over]
+
+    def _awaited_value(self, identifier: agent_pb2.GlobalId, *, is_needed: bool) -> AwaitedValue | None:
+        """Returns what waits for a value; None if there is no such value, which the request finds out."""
+        try:
+            return AwaitedValue(self.entry(GlobalId.from_proto(identifier)), is_needed)
+        except RRefError:
+            return None
 
     def ask_creator(self, entry: OwnedValue) -> None:
         """Asks the creator of an awaited value whether its creating message is still to arrive.
@@ -119,10 +142,14 @@ class ValueServer:
         return Deferred(has_ended)
 
     def serve_fetch(self, message: Incoming) -> Any:
-        """Answers with the value, once it is there: the handler of RREF_FETCH."""
-        entry = self.entry(GlobalId.from_payload(message.value))
+        """Answers with the value, for which the request has waited: the handler of RREF_FETCH."""
+        if len(message.envelope.needed_values) != 1:
+            raise ValueError("malformed message: it does not name one value")
+        entry = self.entry(GlobalId.from_proto(message.envelope.needed_values[0]))
         outcome = entry.outcome
-        return Deferred(entry.future) if outcome is None or outcome[1] is not None else outcome[0]
+        if outcome is None or outcome[1] is None:
+            return entry.value()
+        return Deferred(entry.future)  # which is done; a raise would add a frame to an error that is kept
 
     def fail(self, entry: OwnedValue, error: Exception) -> None:
         """Fails an entry with an error of this worker, whose traceback goes with it as text."""

@@ -727,6 +727,7 @@ class Envelope(google.protobuf.message.Message):
     TRACE_FIELD_NUMBER: builtins.int
     ATTACHED_FIELD_NUMBER: builtins.int
     ATTACHED_NBYTES_FIELD_NUMBER: builtins.int
+    NEEDED_VALUES_FIELD_NUMBER: builtins.int
     id: builtins.int
     """the request's id; 0 if it has no answer"""
     type: Global___MessageType.ValueType
@@ -777,6 +778,10 @@ class Envelope(google.protobuf.message.Message):
     def trace(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TraceField]:
         """In a request: its place in a trace, as OpenTelemetry's propagators write it into headers. Receivers may ignore it."""
 
+    @property
+    def needed_values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GlobalId]:
+        """in a request: values of the receiver without which it is not to begin"""
+
     def __init__(
         self,
         *,
@@ -799,10 +804,11 @@ class Envelope(google.protobuf.message.Message):
         trace: collections.abc.Iterable[Global___TraceField] | None = ...,
         attached: builtins.bytes = ...,
         attached_nbytes: builtins.int = ...,
+        needed_values: collections.abc.Iterable[Global___GlobalId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "gradients", b"gradients", "profile", b"profile", "stream", b"stream"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "attached", b"attached", "attached_nbytes", b"attached_nbytes", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "trace", b"trace", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer_can_wait", b"answer_can_wait", "attached", b"attached", "attached_nbytes", b"attached_nbytes", "autograd", b"autograd", "body", b"body", "control", b"control", "created", b"created", "depth", b"depth", "device_map", b"device_map", "gradients", b"gradients", "id", b"id", "needed_values", b"needed_values", "not_begun", b"not_begun", "profile", b"profile", "references", b"references", "stream", b"stream", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "trace", b"trace", "type", b"type"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Envelope: typing_extensions.TypeAlias = Envelope

@@ -10,7 +10,6 @@ import torch
 from ...errors import (
     Outcome,
     RpcCancelledError,
-    RpcTimeoutError,
     SendFailedError,
     UnknownWorkerError,
     WorkerLostError,
@@ -89,7 +88,7 @@ class Client:
         )
         """The calls that wait for workers that do not answer."""
         self._ids = itertools.count(1)
-        self._deadlines: Deadlines = make_deadlines(
+        self._deadlines: Deadlines[int] = make_deadlines(
             self._expire, requests.pending.__contains__, requests.pending.__len__, f"gradwire-deadlines-{name}"
         )
 
@@ -371,14 +370,10 @@ class Client:
 
     def _time_out(self, identifier: int) -> None:
         if (pending := self._requests.pending.get(identifier)) is not None:
+            pending.is_expired = True
             then = partial(self._executor.submit, self._fail_timed_out, identifier)
             self._withdrawals.take_back(pending, then)
 
     def _fail_timed_out(self, identifier: int) -> None:
         if (pending := self._requests.take(identifier)) is not None:
-            activity = pending.handler.description
-            if pending.is_waiting:
-                activity = f"not sent, because too much is in flight: {activity}"
-            seconds = pending.timeout if pending.retry is None else pending.retry.timeout
-            error = RpcTimeoutError(pending.worker.name, seconds, activity)
-            self._requests.fail(pending, error, pending.outcome_without())
+            self._requests.fail(pending, pending.timeout_error(), pending.outcome_without())

@@ -120,7 +120,7 @@ class Dispatcher:
                 self._executor.call_last(submit)
         else:
             if not announced:
-                self._server.on_announced(source, envelope, waits=self._executor.is_busy)
+                self._server.on_announced(source, envelope)
             pause = self._received.add(source, nbytes)
             self._executor.submit(self._server.serve, source, envelope, payloads)
             return pause

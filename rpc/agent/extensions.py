@@ -8,7 +8,7 @@ from typing import Any, TypeVar, final
 
 from ...errors import Outcome
 from ...proto.v1 import agent_pb2
-from ..contracts.extension import Extension
+from ..contracts.extension import Awaited, Extension
 from ..contracts.messages import Handler, Incoming, MessageType, Outgoing, Request
 from ..contracts.worker import WorkerInfo
 from ..contracts.worker_end import WorkerEnd
@@ -44,6 +44,7 @@ class Extensions:
         self.on_request: Sequence[Callable[[int, WorkerInfo, Request], None]] = ()
         self.encode_request: Sequence[Callable[[MessageType.ValueType, object], object]] = ()
         self.on_arrival: Sequence[Callable[[WorkerInfo, agent_pb2.Envelope], None]] = ()
+        self.wait_before_run: Sequence[Callable[[agent_pb2.Envelope], Sequence[Awaited]]] = ()
         self._on_send: Sequence[Callable[[Outgoing], None]] = ()
         self._on_receive: Sequence[Callable[[Incoming], None]] = ()
         self._scope: Sequence[Callable[[Incoming], AbstractContextManager[None] | None]] = ()
@@ -79,6 +80,7 @@ class Extensions:
         self.on_request = self._overridden("on_request")
         self.encode_request = self._overridden("encode_request")
         self.on_arrival = self._overridden("on_arrival")
+        self.wait_before_run = self._overridden("wait_before_run")
         self._on_send = self._overridden("on_send")
         self._on_receive = self._overridden("on_receive")
         self._scope = self._overridden("scope")

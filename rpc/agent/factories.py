@@ -6,7 +6,7 @@ schedule can be tried and repeated.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from ..contracts.agent import RpcAgent
 from ..contracts.options import RpcBackendOptions
@@ -20,7 +20,7 @@ from .network import Network
 
 __all__ = ["AgentFactories", "DeadlinesFactory"]
 
-DeadlinesFactory = Callable[[Callable[[int], None], Callable[[int], bool], Callable[[], int], str], Deadlines]
+DeadlinesFactory = Callable[[Callable[[Any], None], Callable[[Any], bool], Callable[[], int], str], Deadlines[Any]]
 
 
 @final

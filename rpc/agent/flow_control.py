@@ -38,9 +38,11 @@ TOTAL_OPTIONS = frozenset({"max_total_in_flight", "max_total_in_flight_bytes"})
 
 
 class Nesting(threading.local):
-    """How many calls the calls of this thread are inside of: 0 outside of remote functions."""
+    """How many calls the calls of this thread are inside of, 0 outside of remote functions, and until when."""
 
     depth = 0
+    deadline = 0.0
+    """When the caller of the request that this thread serves waits no longer, by `time.monotonic`; 0 for never."""
 
     @contextlib.contextmanager
     def at(self, depth: int) -> Iterator[None]:

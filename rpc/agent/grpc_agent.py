@@ -9,6 +9,7 @@ answers. A thread that waits for an answer may read it itself.
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, final
@@ -47,6 +48,7 @@ from .quiescence import Quiescence
 from .received_requests import ReceivedRequests
 from .server import Server
 from .stats import CallCounter
+from .waiting_requests import MIN_WAIT_S, WaitingRequests
 
 __all__ = ["GrpcAgent"]
 
@@ -119,6 +121,7 @@ class GrpcAgent(RpcAgent):
             self._client, self._codec, self._network, self._extensions, self._executor
         )
         self._received = ReceivedRequests(options.flow_control)
+        self._waiting_requests = WaitingRequests(options.flow_control, factories.deadlines, info.name)
         self._server = Server(
             info,
             self._codec,
@@ -127,6 +130,7 @@ class GrpcAgent(RpcAgent):
             self._calls,
             self._flow_control.nesting,
             self._received,
+            self._waiting_requests,
             PostponedRequests(options.flow_control, self._network),
         )
         self._all_gather_service = AllGatherService(self, self._codec)
@@ -307,6 +311,14 @@ class GrpcAgent(RpcAgent):
         """Returns a context for blocking on other workers."""
         return self._executor.blocking()
 
+    def until_deadline(self, seconds: float) -> float:
+        """Returns a timeout, or what is left to the request that the calling thread serves, if that is less."""
+        deadline = self._flow_control.nesting.deadline
+        if not deadline:
+            return seconds
+        left = max(MIN_WAIT_S, deadline - time.monotonic())
+        return min(seconds, left) if seconds else left
+
     def extension(self, kind: type[E]) -> E:
         """Returns the agent's extension of this class."""
         return self._extensions.get(kind)
@@ -345,7 +357,8 @@ class GrpcAgent(RpcAgent):
     def _flow_figures(self, worker: WorkerInfo) -> Mapping[str, int]:
         queued = {"send_queue_bytes": self._network.queued_bytes(worker.wire_id)}
         received, postponed = self._received.figures(worker), self._server.postponed.figures(worker)
-        return {**self._flow_control.figures(worker), **queued, **received, **postponed}
+        parked = self._waiting_requests.figures(worker)
+        return {**self._flow_control.figures(worker), **queued, **received, **postponed, **parked}
 
     def join(self, timeout: float) -> None:
         """Waits until this worker can leave without losing a call."""
@@ -393,6 +406,7 @@ class GrpcAgent(RpcAgent):
         self._network.disconnect(end)
         self._control.close()
         self._client.stop_deadlines()
+        self._waiting_requests.close()
         self._client.fail_all(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
         self._executor.close(CLOSE_TIMEOUT_S if end.orderly else FAILED_CLOSE_TIMEOUT_S)
         self._network.release()

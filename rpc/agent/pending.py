@@ -7,7 +7,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from ...errors import AnswerFailedError, Outcome, WorkerSuspectError, set_outcome
+from ...errors import (
+    AnswerFailedError,
+    Outcome,
+    RpcCancelledError,
+    RpcTimeoutError,
+    WorkerSuspectError,
+    set_outcome,
+)
 from ...proto.v1 import agent_pb2
 from ...torch_internals import has_local_modes
 from ..channels.base import PayloadLostError
@@ -52,6 +59,8 @@ class PendingRequest:
     """The time of `time.monotonic` at which it began to wait for that; 0 if it did not."""
     waits_for_worker: bool = False
     """Whether it waits for a worker that does not answer, and nothing of it has been sent."""
+    is_expired: bool = False
+    """Whether its time is up; it is about to be taken back, and to fail."""
     sent: Outgoing | None = None
     """Set once it is sent, if it can be cancelled."""
     is_withdrawn: bool = False
@@ -69,6 +78,14 @@ class PendingRequest:
         if self.timeout and self.handler.user_values:
             waited = time.monotonic() - self.waits_since if self.waits_since else 0.0
             envelope.timeout_ms = max(1, int(min(1000 * (self.timeout - waited), MAX_TIMEOUT_MS)))
+
+    def timeout_error(self) -> RpcTimeoutError:
+        """Returns the error with which it fails when its time is up."""
+        activity = self.handler.description
+        if self.is_waiting:
+            activity = f"not sent, because too much is in flight: {activity}"
+        seconds = self.timeout if self.retry is None else self.retry.timeout
+        return RpcTimeoutError(self.worker.name, seconds, activity)
 
     def outcome_without(self, unsent: Collection[bytes] = ()) -> Outcome:
         """Returns what has become of it if it gets no answer.
@@ -188,6 +205,8 @@ class PendingRequests:
         try:
             if envelope.type == ERROR:
                 error = self._codec.decode_failure(source, body_of(envelope, payloads))
+                if pending is not None and pending.is_expired and isinstance(error, RpcCancelledError):
+                    raise pending.timeout_error()  # because of which it was cancelled
                 raise self._extensions.map_error(error, source)
             # An answer that arrives after the timeout is read all the same: references in it must be counted.
             message = self._codec.read(source, envelope, payloads, user_values=True)

@@ -3,7 +3,7 @@
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast, final
 
@@ -22,6 +22,7 @@ from ...errors import (
 from ...proto.v1 import agent_pb2
 from ..channels.base import PayloadLostError
 from ..channels.payloads import PayloadReader
+from ..contracts.extension import Awaited
 from ..contracts.messages import (
     ERROR,
     RESULT,
@@ -61,6 +62,7 @@ class Server:
         calls: CallCounter,
         nesting: Nesting,
         received: ReceivedRequests,
+        waiting: WaitingRequests,
         postponed: PostponedRequests,
     ) -> None:
         """Makes the server of one agent.
@@ -73,10 +75,10 @@ class Server:
             calls: counts users' calls in flight.
             nesting: is told how deep the calls are that the handlers make.
             received: is told of requests that begin to run.
+            waiting: the users' requests that have not begun to run.
             postponed: postpones the calls of workers for which too much is queued.
         """
-        self.waiting = WaitingRequests()
-        """The users' requests that have not begun to run."""
+        self.waiting = waiting
         self.deferred = CallCounter()
         """Requests that are to be answered later."""
         self.answering = CallCounter()
@@ -90,22 +92,29 @@ class Server:
         self._received = received
         self.postponed = postponed
 
-    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope, *, waits: bool = True) -> None:
-        """Notes a request that has arrived. Called on any thread.
+    def on_announced(self, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+        """Notes a request that has arrived. Called on any thread."""
+        handler = self._extensions.handlers.get(envelope.type)
+        if handler is not None and handler.user_values and envelope.id:
+            self.waiting.add(source, envelope)
+            for on_arrival in self._extensions.on_arrival:
+                on_arrival(source, envelope)
+
+    def serve(
+        self,
+        source: WorkerInfo,
+        envelope: agent_pb2.Envelope,
+        payloads: PayloadReader,
+        awaited: Sequence[Awaited] = (),  # noqa: ARG002 - kept alive meanwhile
+    ) -> None:
+        """Runs a request and answers it, or has it wait. Runs on a thread of the executor.
 
         Args:
             source: the caller.
             envelope: the request's.
-            waits: whether it may take a while until it begins: for a thread, or for its payloads.
+            payloads: reads its payloads.
+            awaited: what it has waited for.
         """
-        handler = self._extensions.handlers.get(envelope.type)
-        if handler is not None and handler.user_values and envelope.id:
-            self.waiting.add(source, envelope, waits=waits)
-            for on_arrival in self._extensions.on_arrival:
-                on_arrival(source, envelope)
-
-    def serve(self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader) -> None:
-        """Runs a request and answers it. Runs on a thread of the executor."""
         nbytes = self._received.begin(source)
         if envelope.HasField("control"):
             self._codec.receive_control(source, envelope)
@@ -119,22 +128,31 @@ class Server:
             and self._postpone(source, envelope, payloads, nbytes)
         ):
             pass
-        elif handler.user_values and envelope.id and (reason := self.waiting.begin(source, envelope)) is not None:
-            self._drop(source, envelope, handler, reason)
         elif not handler.user_values:
             self._nesting.depth = envelope.depth + 1  # hooks of a backward pass may make calls
             try:
                 self._run(source, envelope, payloads, handler)
             finally:
                 self._nesting.depth = 0
+        elif (
+            envelope.id
+            and (envelope.needed_values or envelope.references)
+            and self._park(source, envelope, payloads, nbytes)
+        ):
+            pass
         else:
+            deadline = self.waiting.begin(source, envelope) if envelope.id else 0.0
+            if isinstance(deadline, NotBegun):
+                self._drop(source, envelope, handler, deadline)
+                return
             self._calls.begin_serving()
-            self._nesting.depth = envelope.depth + 1
+            nesting = self._nesting
+            nesting.depth, nesting.deadline = envelope.depth + 1, deadline
             deferred = False
             try:
                 deferred = self._run(source, envelope, payloads, handler)
             finally:
-                self._nesting.depth = 0
+                nesting.depth, nesting.deadline = 0, 0.0
                 self._calls.end_serving(deferred=deferred)
 
     def _postpone(
@@ -143,17 +161,41 @@ class Server:
         """Returns whether a call is postponed, or refused because too many are."""
         try:
             return self.postponed.add(source, partial(self._submit_again, source, envelope, payloads, nbytes))
-        except RpcError as error:
-            self._extensions.on_decode_error(source, envelope, error)
-            self.reject(source, envelope, error)
+        except LimitReachedError as error:
+            self._refuse(source, envelope, error)
             return True
 
-    def _submit_again(
+    def _park(
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int
+    ) -> bool:
+        """Returns whether a call waits for what it names, or is refused because too many do."""
+        if not self.waiting.may_begin(source, envelope):
+            return False
+        awaited = [each for wait_for in self._extensions.wait_before_run for each in wait_for(envelope)]
+        if not awaited:
+            return False
+        try:
+            resume = partial(self._submit_again, source, envelope, payloads, nbytes)
+            self.waiting.park(source, envelope, awaited, nbytes, resume)
+        except LimitReachedError as error:
+            self._refuse(source, envelope, error)
+        return True
+
+    def _refuse(self, source: WorkerInfo, envelope: agent_pb2.Envelope, error: Exception) -> None:
+        self._extensions.on_decode_error(source, envelope, error)
+        self.reject(source, envelope, error)
+
+    def _submit_again(
+        self,
+        source: WorkerInfo,
+        envelope: agent_pb2.Envelope,
+        payloads: PayloadReader,
+        nbytes: int,
+        awaited: Sequence[Awaited] = (),
     ) -> None:
-        """Has a postponed request run, if its worker still reads its answers by then."""
+        """Has a request run that was postponed or parked, if nothing else keeps it from that by then."""
         self._received.add(source, nbytes)
-        self._executor.submit(self.serve, source, envelope, payloads)
+        self._executor.submit(self.serve, source, envelope, payloads, awaited)
 
     def _drop(self, source: WorkerInfo, envelope: agent_pb2.Envelope, handler: Handler, reason: NotBegun) -> None:
         """Answers a request that does not begin, so that its caller knows that it is over."""

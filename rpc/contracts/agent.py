@@ -229,6 +229,18 @@ class RpcAgent(ABC):
     def blocking(self) -> AbstractContextManager[None]:
         """Returns a context for blocking on other workers; another thread runs incoming calls meanwhile."""
 
+    def until_deadline(self, seconds: float) -> float:
+        """Returns for how long a wait for another worker may take on this thread.
+
+        Args:
+            seconds: the timeout of the wait, 0 for none.
+
+        Returns:
+            The timeout, or what is left to the request that the calling thread serves, if that is less. 0 for
+            none.
+        """
+        return seconds
+
     # The rest.
 
     @abstractmethod

@@ -7,7 +7,7 @@ handlers for its message types, and has hooks on every message that carries user
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from ...errors import Outcome
 from ...proto.v1 import agent_pb2
@@ -16,7 +16,21 @@ from .messages import Handler, Incoming, MessageType, Outgoing, Request
 from .worker import WorkerInfo
 from .worker_end import WorkerEnd
 
-__all__ = ["Extension", "ExtensionFactory"]
+__all__ = ["Awaited", "Extension", "ExtensionFactory"]
+
+
+class Awaited(Protocol):
+    """Something that another worker has promised, and for which a request waits before it begins."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the request need not wait for it any more."""
+
+    def add_waiter(self, wake: Callable[[], None]) -> None:
+        """Has a function called when `is_over` may have changed. It takes any thread, and does not block."""
+
+    def remove_waiter(self, wake: Callable[[], None]) -> None:
+        """Has the function not called any more. Does nothing if there is none."""
 
 
 class Extension(ABC):  # noqa: B024 - every hook has a sensible default
@@ -99,6 +113,14 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
         Not if `on_send` adds something of the thread to it.
         """
         return True
+
+    def wait_before_run(self, envelope: agent_pb2.Envelope) -> Sequence[Awaited]:  # noqa: ARG002
+        """Returns what a request that names references or values has to wait for. Must not raise.
+
+        While it waits it is as one that has not been read: it needs no thread, and ends with its timeout. Called
+        again when one of these is over.
+        """
+        return ()
 
     def on_receive(self, message: Incoming) -> None:
         """Reads the headers of a message before it is unpickled; may replace tensors, and fills in references."""

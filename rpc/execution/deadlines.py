@@ -5,8 +5,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Hashable
+from operator import itemgetter
+from typing import Generic, TypeVar, final
 
 __all__ = ["Deadlines"]
 
@@ -18,12 +19,15 @@ MAX_WAIT_S = 3600.0
 MAX_SETTLED_ENTRIES = 1024
 """Entries of settled requests that are kept besides as many as there are live ones."""
 
-_Queue = deque[tuple[float, int]]
+K = TypeVar("K", bound=Hashable)
+"""The type of the ids."""
+
+_Queue = deque[tuple[float, K]]
 """Deadlines, as times of `time.monotonic`, and ids. All have the same timeout, so they are in order."""
 
 
 @final
-class Deadlines:
+class Deadlines(Generic[K]):
     """Calls a function on its own thread for each id whose time is up.
 
     An id need not be removed when its request completes: `is_live` tells. No thread wakes up for settled
@@ -33,8 +37,8 @@ class Deadlines:
 
     def __init__(
         self,
-        expire: Callable[[int], None],
-        is_live: Callable[[int], bool],
+        expire: Callable[[K], None],
+        is_live: Callable[[K], bool],
         count_live: Callable[[], int],
         name: str,
     ) -> None:
@@ -49,7 +53,7 @@ class Deadlines:
         self._expire = expire
         self._is_live = is_live
         self._count_live = count_live
-        self._queues: dict[float, _Queue] = {}
+        self._queues: dict[float, _Queue[K]] = {}
         """By timeout."""
         self._entries = 0
         self._lock = threading.Lock()
@@ -61,7 +65,7 @@ class Deadlines:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, identifier: int, seconds: float) -> None:
+    def add(self, identifier: K, seconds: float) -> None:
         """Has an id expire in `seconds` from now."""
         deadline = time.monotonic() + seconds
         with self._lock:
@@ -125,12 +129,12 @@ class Deadlines:
         self._wakes_at = min(first, now + MAX_WAIT_S)
         return self._wakes_at - now
 
-    def _take_expired(self) -> list[int]:
+    def _take_expired(self) -> list[K]:
         """Removes and returns the ids whose time is up. Called with the lock."""
         now = time.monotonic()
-        expired: list[tuple[float, int]] = []
+        expired: list[tuple[float, K]] = []
         for queue in self._queues.values():
             while queue and queue[0][0] <= now:
                 expired.append(queue.popleft())
                 self._entries -= 1
-        return [identifier for _, identifier in sorted(expired)]
+        return [identifier for _, identifier in sorted(expired, key=itemgetter(0))]

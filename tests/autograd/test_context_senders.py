@@ -1,17 +1,19 @@
 """Workers end, abort and fill nothing but their own contexts and passes, and leave a bounded number of them."""
 
 import threading
+from collections import Counter
 
 import pytest
 import torch
 from gradwire import autograd, rpc
-from gradwire.autograd import backward_pass, contexts, ended
+from gradwire.autograd import backward_pass, contexts, ended, engine
 from gradwire.autograd.extension import Autograd
-from gradwire.errors import AutogradError, LimitReachedError, LossCause
+from gradwire.errors import AutogradError, LimitReachedError, LossCause, RpcTimeoutError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.contracts.agent import holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.contracts.worker_end import WorkerEnd
+from gradwire.rpc.execution.futures import error_of
 
 from tests.remote_functions import identity, wait_until
 
@@ -227,6 +229,25 @@ def test_a_pass_is_aborted_by_its_caller(agents, monkeypatch):
     request = ((identifier, (a.info.id, 2), [], False, 0.0, None), None)
     with pytest.raises(AutogradError, match="'agent2' asks for a part of a pass of worker 0"):
         c.request(b.info, Request(MessageType.BACKWARD, request)).wait()
+
+
+def test_passes_that_wait_on_threads_of_a_worker_are_bounded(agents, monkeypatch):
+    monkeypatch.setattr(engine, "MAX_RUNNING", 3)
+    a, b = agents(2)
+    running = []
+    for number in range(4):  # in each of these contexts, b has sent a tensor, and waits for its gradient
+        identifier = a.info.id << 48 | number
+
+        def fill(envelope: agent_pb2.Envelope, identifier: int = identifier) -> None:
+            envelope.autograd.context_id = identifier
+
+        call = (torch.ones, (3,), {"requires_grad": True})
+        a.request(b.info, Request(MessageType.CALL, call, header=fill)).wait()
+        request = ((identifier, (a.info.id, 1), [0], False, 0.5, None), None)
+        running.append(a.request(b.info, Request(MessageType.BACKWARD, request)))
+    for each in running:
+        wait_until(each.done)
+    assert Counter(type(error_of(each)) for each in running) == {LimitReachedError: 1, RpcTimeoutError: 3}
 
 
 def test_gradients_come_from_the_receiver_of_the_message(agents):

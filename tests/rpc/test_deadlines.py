@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from gradwire import rpc
 from gradwire.errors import Outcome, RpcTimeoutError
+from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.server import Server
 from gradwire.rpc.agent.waiting_requests import WaitingRequests
+from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.execution import deadlines as deadlines_module
 from gradwire.rpc.execution import stalls
 from gradwire.rpc.execution.deadlines import MAX_SETTLED_ENTRIES, Deadlines
@@ -228,7 +230,12 @@ def test_calls_in_the_socket_of_a_stopped_worker_do_not_begin(workers):
 
     def never_expire() -> None:
         add = WaitingRequests.add
-        WaitingRequests.add = lambda *args, waits: add(*args, waits=False)
+
+        def add_for_ever(requests: WaitingRequests, source: WorkerInfo, envelope: agent_pb2.Envelope) -> None:
+            envelope.timeout_ms = 0
+            add(requests, source, envelope)
+
+        WaitingRequests.add = add_for_ever
 
     def call() -> None:
         futures = [rpc.rpc_async("worker1", keep, (f"late {index}",), timeout=0.2) for index in range(3)]

@@ -27,7 +27,7 @@ from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rpc.execution.futures import Future, error_of
 from gradwire.rref.forks import References
 from gradwire.rref.handles import OwnerHandle
-from gradwire.rref.ids import GlobalId
+from gradwire.rref.ids import GlobalId, name_needed
 
 from tests.rref.chance import Chance
 from tests.rref.simulation import Machine, World
@@ -224,7 +224,7 @@ class Schedule(World):
             handle = rref._handle
             future = handle.agent.request(
                 handle.fork.owner,
-                Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=timeout, keep=handle.lease),
+                fetch_request(rref, timeout, keep=handle.lease),
             )
             self._watch(machine, future, number, timeout)
 
@@ -370,6 +370,12 @@ class Schedule(World):
 
 def identify(rref: rpc.RRef) -> GlobalId:
     return rref._handle.id
+
+
+def fetch_request(rref: rpc.RRef, timeout: float, keep: object = None) -> Request:
+    """Returns the request that `to_here` sends."""
+    header = partial(name_needed, [identify(rref)])
+    return Request(MessageType.RREF_FETCH, None, timeout=timeout, header=header, keep=keep)
 
 
 def failed(rref: rpc.RRef) -> bool:

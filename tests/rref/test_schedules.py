@@ -13,7 +13,7 @@ from gradwire import rpc
 from gradwire.errors import RpcTimeoutError, RRefError, SendFailedError, WorkerLostError
 from gradwire.rpc.agent import control
 from gradwire.rpc.contracts.agent import holder
-from gradwire.rpc.contracts.messages import MessageType, Request
+from gradwire.rpc.contracts.messages import MessageType
 from gradwire.rpc.execution.futures import error_of
 from gradwire.rref import owner_table
 from gradwire.rref.forks import References
@@ -26,6 +26,7 @@ from tests.rref.schedules import (
     Schedule,
     Value,
     fail_to_make,
+    fetch_request,
     give,
     identify,
     make,
@@ -139,9 +140,7 @@ def test_a_fetch_that_is_overtaken_by_the_end_of_its_reference():
     user, owner = schedule.machines
     rref = create(schedule, user, owner)
     schedule.settle()
-    fetch = user.agent.request(
-        owner.info, Request(MessageType.RREF_FETCH, tuple(identify(rref)), timeout=1.0, keep=rref._handle.lease)
-    )
+    fetch = user.agent.request(owner.info, fetch_request(rref, 1.0, keep=rref._handle.lease))
     late = hold_back(schedule, MessageType.RREF_FETCH)
     until_timeouts(schedule, 1.0)
     assert isinstance(error_of(fetch), RpcTimeoutError)
@@ -278,9 +277,7 @@ def test_the_loss_of_a_creator_is_noticed_by_an_owner_it_never_reached():
     on(creator, rpc.rpc_async, user.info, receive, ([rref], 0))
     while not user.held:
         assert schedule.step()
-    fetch = user.agent.request(
-        owner.info, Request(MessageType.RREF_FETCH, tuple(identify(user.held[0])), timeout=0.0)
-    )
+    fetch = user.agent.request(owner.info, fetch_request(user.held[0], 0.0))
     schedule.kill(creator)
     schedule.settle()
     assert isinstance(error_of(fetch), RRefError)
@@ -361,8 +358,10 @@ def test_waiting_for_a_value_of_a_closed_worker_fails():
     hold_back(schedule, MessageType.RREF_CREATE)
     schedule.call(user, receive, ([rref], 0), owner)
     schedule.settle()
-    (held,) = owner.held
+    assert not owner.held  # the call waits for the message that makes the value
     owner.agent.extension(References).close()
+    schedule.settle()
+    (held,) = owner.held
     assert held._handle.entry.future.done()
     with pytest.raises(WorkerLostError, match="has shut down"):
         on(owner, held.local_value)

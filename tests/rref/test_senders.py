@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from functools import partial
 
 import pytest
 from gradwire import rpc
@@ -11,7 +12,7 @@ from gradwire.rpc.contracts.agent import current_agent, holder
 from gradwire.rpc.contracts.messages import MessageType, Request
 from gradwire.rref import forks, owner_table
 from gradwire.rref.forks import References
-from gradwire.rref.ids import GlobalId
+from gradwire.rref.ids import GlobalId, name_needed
 
 from tests.remote_functions import add, identity, wait_until
 
@@ -82,8 +83,10 @@ def test_nothing_is_kept_of_values_of_unknown_creators(agents, worker):
         error = tell(user, owner, "rref.fork", ((worker, number), (user.info.id, number)))
         assert isinstance(error, RRefError)
         assert f"there is no worker {worker}" in str(error)
-        with pytest.raises(RRefError, match="there is no worker"):
-            user.request(owner.info, Request(MessageType.RREF_FETCH, (worker, number))).wait()
+        if 0 <= worker < 1 << 32:  # else it is no id on the wire
+            named = partial(name_needed, [GlobalId(worker, number)])
+            with pytest.raises(RRefError, match="there is no worker"):
+                user.request(owner.info, Request(MessageType.RREF_FETCH, None, header=named)).wait()
     assert not any(table_of(owner).values())
 
 
