@@ -185,7 +185,7 @@ class WaitingRequests:
         elif deadline:
             self._expire_later(parked.number, key, deadline)
         if self._parked.get(key) is not parked:  # woken meanwhile
-            self._forget(parked)
+            self._remove(parked)
 
     def figures(self, worker: WorkerInfo) -> Mapping[str, int]:
         """Returns the number of requests of a worker that are parked."""
@@ -211,7 +211,7 @@ class WaitingRequests:
         parked = self._parked.pop(key, None)
         if parked is None:
             return
-        self._forget(parked)
+        self._remove(parked)
         with self._lock:
             count = self._counts[key[0]]
             count.requests -= 1
@@ -220,7 +220,7 @@ class WaitingRequests:
                 del self._counts[key[0]]
         parked.resume(parked.awaited)
 
-    def _forget(self, parked: _Parked) -> None:
+    def _remove(self, parked: _Parked) -> None:
         self._numbers.pop(parked.number, None)
         for each in parked.awaited:
             each.remove_waiter(parked.wake)

@@ -184,7 +184,8 @@ class RpcBackendOptions:
     init_method: the URL of the rendezvous: env://, tcp://host:port or file:///path.
     init_timeout: seconds to wait for all workers to join.
     num_worker_threads: threads that run incoming calls at a time. Threads that wait for other calls do
-        not count, so nested calls cannot use them up.
+        not count, so nested calls cannot use them up. So many threads stay until shutdown once they have started;
+        what a function ties to its thread, other than child processes, may end with any further thread.
     host: a name or address of this machine, to listen on and to be reached at; a wildcard ("0.0.0.0", "::")
         listens on all addresses and advertises one of them. None, the default, is a unix socket of this user; with
         credentials or `insecure`, and among workers that share none, it is the address at which the others reach

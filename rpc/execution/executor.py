@@ -13,6 +13,11 @@ make progress: a thread that waits for another call does not count, and another 
 Waits that the executor does not know of (for a lock, an event, another library's future) are found by a stall
 detector: when no task is taken from the queue although all threads are busy, the detector adds one thread, and
 waits longer before it adds each further one.
+
+Libraries tie things to the thread that uses them: child processes that are to die with it (PR_SET_PDEATHSIG,
+which torch.multiprocessing sets), event loops, connections, devices. So the first `size` threads, which are all
+that torch would have, stay until the executor is closed. Those that have come because others waited end when they
+are idle, unless they have child processes.
 """
 
 import contextlib
@@ -22,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+from .children import has_children_of_thread
 from .needs import Need
 from .poller import OnReady, Poller
 from .stalls import MAX_THREADS, StallDetector
@@ -32,7 +38,7 @@ from .watching import MAX_WATCHERS, WATCH_INTERVAL_S, Watch
 __all__ = ["Executor"]
 
 IDLE_TIMEOUT_S = 10.0
-"""Seconds that a thread waits for work before it ends, unless it is one of the last two."""
+"""Seconds that a thread waits for work before it ends, unless it is to stay."""
 
 MIN_THREADS = 2
 """Threads that stay: one runs what it has read while the other waits in epoll."""
@@ -52,6 +58,8 @@ class _ThreadState(threading.local):
     """Whether its task counts against `size`."""
     is_ending = False
     """Whether it is in `call_last`."""
+    stays = False
+    """Whether it does not end before the executor is closed."""
 
 
 @final
@@ -87,6 +95,8 @@ class Executor:
         """Tasks taken from the queue so far."""
         self._started = 0
         """Threads started so far."""
+        self._staying = 0
+        """Threads that do not end before the executor is closed."""
         self._stalls = StallDetector(
             f"{name}-stalls", self._lock, self._tasks.__len__, lambda: self._taken, self._provide_threads
         )
@@ -288,6 +298,9 @@ class Executor:
 
     def _run(self) -> None:
         self._thread.is_worker = True
+        with self._lock:
+            self._thread.stays = self._staying < max(self._size, MIN_THREADS)
+            self._staying += self._thread.stays
         self._initializer()
         task = self._next(has_run=False)
         while task is not None:
@@ -336,7 +349,8 @@ class Executor:
                 has_ticked = False
                 continue
             poller.release()
-            has_ticked = not (self._watching.wait(self._poll) if watches else self._poll(IDLE_TIMEOUT_S))
+            seconds = None if self._thread.stays else IDLE_TIMEOUT_S
+            has_ticked = not (self._watching.wait(self._poll) if watches else self._poll(seconds))
             is_idle = has_ticked and not watches
             if has_ticked and watches:
                 self._wakeups.wake_all()
@@ -367,10 +381,8 @@ class Executor:
 
     def _should_end(self, *, is_idle: bool) -> bool:
         """Returns whether this thread, which has nothing to run, should end. Called with the lock."""
-        surplus = self._polling > max(self._size, MIN_THREADS) or (
-            is_idle and self._polling > 1 and self._threads > MIN_THREADS
-        )
-        if not self._closed and not surplus:
+        is_surplus = is_idle or self._polling > max(self._size, MIN_THREADS)
+        if not self._closed and (self._thread.stays or not is_surplus or has_children_of_thread()):
             return False
         self._threads -= 1
         self._polling -= 1
@@ -382,8 +394,12 @@ class Executor:
                 self.poller.close()
         return True
 
-    def _poll(self, seconds: float) -> bool:
-        """Waits for a socket or a wake-up, and reads the socket; returns whether there was one."""
+    def _poll(self, seconds: float | None) -> bool:
+        """Waits for a socket or a wake-up, and reads the socket; returns whether there was one.
+
+        Args:
+            seconds: how long to wait, None for ever.
+        """
         poller = self.poller
         descriptor = poller.wait(seconds)
         if descriptor is None:

@@ -142,11 +142,11 @@ class Poller:
         self.handed_over.clear()
         self._epoll.close()
 
-    def wait(self, seconds: float) -> int | None:
+    def wait(self, seconds: float | None) -> int | None:
         """Waits for a descriptor or a wake-up, and calls the handler of the descriptor.
 
         Args:
-            seconds: how long to wait.
+            seconds: how long to wait, None for ever.
 
         Returns:
             The descriptor if it should be waited for again, which is the caller's task (`keep` or `watch_again`);

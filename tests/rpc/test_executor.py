@@ -1,6 +1,10 @@
 """The executor starts as many threads as it needs, and ends them."""
 
+import ctypes
+import signal
+import subprocess
 import threading
+from functools import partial
 
 import pytest
 from gradwire.rpc.execution import executor as executor_module
@@ -9,9 +13,13 @@ from gradwire.rpc.execution.executor import Executor
 
 from tests.remote_functions import wait_until
 
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
+
 
 @pytest.fixture
-def executor():
+def executor(monkeypatch):
+    monkeypatch.setattr(executor_module, "IDLE_TIMEOUT_S", 0.1)
     made = Executor(2, "test-executor")
     yield made
     made.close(10)
@@ -95,6 +103,50 @@ def test_surplus_threads_end(executor):
     resume.set()
     wait_until(lambda: executor.threads <= 2)
     wait_until(lambda: sum(thread.is_alive() for thread in threads) <= 2)
+
+
+def start_tied_child() -> subprocess.Popen:
+    """Starts a process that is killed when the calling thread ends, as those of torch.multiprocessing are."""
+    libc = ctypes.CDLL(None)
+    tie = partial(libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    return subprocess.Popen(["/bin/sleep", "1000"], preexec_fn=tie)
+
+
+def test_threads_stay_to_which_something_may_be_tied(monkeypatch):
+    """The first ones, as many as may run at a time, and any other that has a child process."""
+    monkeypatch.setattr(executor_module, "IDLE_TIMEOUT_S", 0.01)
+    executor = Executor(4, "test-ties")
+    together = threading.Barrier(9)
+    children: list[subprocess.Popen] = []
+
+    def numbers() -> set[int]:
+        return {int(thread.name.rpartition("-")[2]) for thread in threads_of("test-ties")}
+
+    def run() -> None:
+        with executor.blocking():
+            together.wait(60)
+        if threading.current_thread().name in ("test-ties-6", "test-ties-8"):
+            children.append(start_tied_child())
+        with executor.blocking():
+            together.wait(60)
+
+    for _ in range(8):
+        executor.submit(run)
+    together.wait(60)
+    together.wait(60)
+    try:
+        wait_until(lambda: numbers() == {1, 2, 3, 4, 6, 8})
+        assert [child.poll() for child in children] == [None, None]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    wait_until(lambda: numbers() == {1, 2, 3, 4})
+    done = threading.Event()
+    executor.submit(done.set)
+    assert done.wait(60)
+    assert numbers() == {1, 2, 3, 4}
+    assert executor.close(10)
 
 
 def test_a_task_that_raises_is_logged_and_the_thread_goes_on(executor, caplog):
