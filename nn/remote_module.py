@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..rpc.contracts.agent import current_agent
-from ..rpc.contracts.arguments import check_call
+from ..rpc.contracts.arguments import check_call, check_received
 from ..rpc.contracts.devices import Device
 from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by, message_value
 from ..rpc.contracts.extension import Extension
@@ -300,6 +300,7 @@ def _create_on_owner(
     device: str,
     scripted: bool,
 ) -> nn.Module:
+    check_received(args)
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -329,6 +330,7 @@ def _train_guarded(guard: MethodGuard, module_rref: ModuleReference, mode: bool)
 def _call_on_owner(
     module_rref: ModuleReference, device: str, to_cpu: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    check_received(args)
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (tuple(args), dict(kwargs)))
     result = module_rref._value_here()(*args, **kwargs)
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, result) if to_cpu else result

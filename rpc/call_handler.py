@@ -8,6 +8,7 @@ import torch
 
 from ..errors import RpcError
 from ..torch_internals import AnyFuture
+from .contracts.arguments import check_received
 from .contracts.extension import Extension
 from .contracts.messages import Deferred, Handler, Incoming, MessageType
 from .execution.futures import as_concurrent_future
@@ -42,7 +43,8 @@ class Calls(Extension):
 
     def _run(self, message: Incoming) -> Any:
         try:
-            return run_profiled(message, run_function, *message.value)
+            function, args, kwargs = message.value
+            return run_profiled(message, run_function, function, args, kwargs)
         except BaseException as error:
             log_failure(message, error)
             raise
@@ -63,8 +65,10 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
     Raises:
         RpcError: the function is marked with `async_execution` and returned no future.
+        TypeError: these are no arguments.
         Exception: what the function raises.
     """
+    check_received(args)
     if isinstance(function, torch.jit.ScriptFunction):
         return run_script_function(function, args, kwargs)
     result = function(*args, **kwargs)

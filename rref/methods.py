@@ -8,7 +8,7 @@ from typing import Any
 from ..rpc.call_handler import run_function
 from ..rpc.calls import send_call
 from ..rpc.contracts.agent import Destination, current_agent
-from ..rpc.contracts.arguments import check_call, check_timeout
+from ..rpc.contracts.arguments import check_call, check_received, check_timeout
 from ..rpc.contracts.exposure import MethodGuard, expose, guarded_by
 from ..rpc.execution.futures import Future
 from ..rpc.profiling.extension import RPCExecMode, profiled_call
@@ -161,6 +161,8 @@ def _call_method_by_id(
 def _call_with_values(
     identifiers: Sequence[tuple[int, int]], function: Callable[..., Any], args: Sequence[Any]
 ) -> Any:
+    check_received(identifiers)
+    check_received(args)
     return function([_value(identifier) for identifier in identifiers], *args)
 
 

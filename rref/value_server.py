@@ -111,7 +111,8 @@ class ValueServer:
     def serve_creation(self, message: Incoming, entry: OwnedValue) -> LaterAnswer | None:
         """Runs a call and keeps its result. Answers when the call has ended, successfully or not."""
         try:
-            result = run_profiled(message, run_function, *message.value)
+            function, args, kwargs = message.value
+            result = run_profiled(message, run_function, function, args, kwargs)
         except Exception as error:
             log_failure(message, error)
             message.failure = error

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["CALL_PARTS", "UNSET_RPC_TIMEOUT", "check_call", "check_timeout"]
+__all__ = ["CALL_PARTS", "UNSET_RPC_TIMEOUT", "check_call", "check_received", "check_timeout"]
 
 UNSET_RPC_TIMEOUT = -1.0
 """The timeout argument that means "the timeout of the options"."""
@@ -42,3 +42,13 @@ def check_call(
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
         raise TypeError(f"kwargs is {kwargs!r}: give a dictionary of names")
     return function, tuple(args or ()), dict(kwargs or {})
+
+
+def check_received(args: object) -> None:
+    """Checks positional arguments that another worker has sent. Other sequences have 2**60 items in a few bytes.
+
+    Raises:
+        TypeError: they are neither a tuple nor a list.
+    """
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args is a {type(args).__name__}: give a tuple")

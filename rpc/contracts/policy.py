@@ -12,6 +12,9 @@ Accepts = Literal["anything", "exposed", "plain"]
 
 ACCEPTS = ("anything", "exposed", "plain")
 
+MAX_DEPTH = 1000
+"""Levels of containers whose hash does not overflow the stack of C, of a thread that has 512 KiB."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
@@ -30,10 +33,11 @@ class Policy:
         `app.serving` defines.
     callers: policies for some workers, by their names or by patterns such as "trainer*"; the first that matches
         applies instead of this one.
-    max_depth: levels of containers inside each other.
+    max_depth: levels of containers inside each other, 1000 at most: hashing and printing them takes the stack.
     max_operations: steps that it takes to decode a message: one for a number, some two for a text or container. A
         step creates some 300 bytes at most, besides the bytes of texts. It bounds the values in containers as
-        well, where one that occurs in several places is counted in each.
+        well, where one that occurs in several places is counted in each, and what instances and dictionaries do
+        with theirs; see docs/policy.md.
     """
 
     accepts: Accepts = "anything"
@@ -61,6 +65,8 @@ class Policy:
             value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{option} is {value!r}: give a whole number, at least 1")
+        if self.max_depth > MAX_DEPTH:
+            raise ValueError(f"max_depth is {self.max_depth}: give {MAX_DEPTH} at most")
 
     @property
     def restricts(self) -> bool:

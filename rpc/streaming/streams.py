@@ -22,7 +22,7 @@ from ...errors import (
 )
 from ...proto.v1 import agent_pb2
 from ..contracts.agent import RpcAgent
-from ..contracts.arguments import CALL_PARTS
+from ..contracts.arguments import CALL_PARTS, check_received
 from ..contracts.extension import Extension
 from ..contracts.messages import Deferred, Handler, Incoming, MessageType, Request, UnwantedMessageError
 from ..contracts.worker import WorkerInfo
@@ -165,6 +165,7 @@ class Streams(Extension):
     def _open(self, message: Incoming) -> Deferred:
         self._check_count(message.source)
         function, args, kwargs = message.value
+        check_received(args)
         items = iterator_of(self.agent, function, function(*args, **kwargs))
         # A stream may last long; from here on only the generator keeps its arguments alive.
         message.value, message.body, message.tensors, message.references = None, b"", [], []

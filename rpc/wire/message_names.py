@@ -4,27 +4,36 @@ import builtins
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from enum import Flag
 from functools import partial
 from importlib import import_module
 from inspect import getattr_static
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 
 from ... import errors
 from ...errors import rebuild_exception
+from ...proto.v1 import agent_pb2
 from ..contracts.exposure import Exposure, MethodGuard, exposure_of
 from ..contracts.pickler import BY_VALUE
 from ..contracts.policy import Policy
 from . import script, small_tensors, unpickling
 from .pickle_machine import GETATTR, MALFORMED, Made, Name, RefusedValueError
+from .python_errors import check_error_arguments, check_error_state
 from .unpickling import as_parameter
 
 __all__ = ["MessageNames", "find_exposure", "is_method_exposed", "show"]
 
 MAX_DIMENSIONS = 64
 """The most dimensions of a small tensor."""
+
+MAX_NAME_CHARS = 2000
+"""Characters of a module and a qualified name. Each of its parts takes a step to look up."""
+
+MAX_INDEX = 1 << 63
+"""What no part of a range or slice reaches, nor a flag of an enum."""
 
 MAX_SHOWN = 200
 """Characters that errors show of a peer's text, at most."""
@@ -72,6 +81,8 @@ class MessageNames:
 
     def name(self, module: str, name: str) -> Name:
         """Returns a name that the pickle has."""
+        if len(module) + len(name) > MAX_NAME_CHARS:
+            raise RefusedValueError(f"it has a name of more than {MAX_NAME_CHARS} characters: {show(module)}")
         if module.partition(".")[0] == BY_VALUE:  # whatever `exposed` says: its functions make others of any code
             raise RefusedValueError(
                 "it has code: a function or class by value, which only a worker whose policy accepts anything "
@@ -98,9 +109,10 @@ class MessageNames:
         self._note_use(name)
         make = self._makers.get((name.module, name.name))
         if make is None and name.module == "builtins":  # gradwire's own errors pickle without their constructors
-            make = _error_class(name)
+            error_class = _error_class(name)
+            make = None if error_class is None else partial(_make_error, error_class)
         if make is None:
-            return self._make_instance(name, lambda maker: maker(*args))
+            return self._make_instance(name, args, lambda maker: maker(*args))
         try:
             made = make(*args)
         except RefusedValueError:
@@ -114,7 +126,7 @@ class MessageNames:
     def new(self, name: Name, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Made:
         """Returns a new instance of the class that the name stands for, without its state."""
         self._note_use(name)
-        return self._make_instance(name, lambda cls: cls.__new__(cls, *args, **kwargs))
+        return self._make_instance(name, args, lambda cls: cls.__new__(cls, *args, **kwargs))
 
     def attribute(self, target: Any, name: Any) -> Any:
         """Returns an attribute of a Name, which is a Name again, or a method of an instance."""
@@ -131,14 +143,17 @@ class MessageNames:
             module, prefix = _ORIGINAL_NAMES[target.name]
         return self.name(module, f"{prefix}{name}")
 
-    def _make_instance(self, name: Name, make: Callable[[Any], Any]) -> Made:
+    def _make_instance(self, name: Name, args: tuple[Any, ...], make: Callable[[Any], Any]) -> Made:
         """Makes an instance of a class of gradwire's messages, of an exposed class, or by an exposed function."""
         exposure = self._exposure(name)
         if not exposure.is_value:
             self._begin_to_run(name)
             if exposure.guarded is not None:
                 raise RefusedValueError(f"its pickle calls {show(name.full)}", name.full)
-        return Made(make(exposure.target), _set_state if isinstance(exposure.target, type) else None)
+            _check_arguments(exposure.target, args)
+        made = make(exposure.target)
+        _check_instance(made)
+        return Made(made, _set_state if isinstance(exposure.target, type) else None)
 
     def _begin_to_run(self, name: Name) -> None:
         """Notes that something exposed is about to run. Raises RefusedValueError if it may not."""
@@ -191,7 +206,9 @@ class MessageNames:
         name = Name(cls.__module__, cls.__qualname__)
         if _error_class(name) is not cls:
             self._begin_to_run(name)
+        check_error_arguments(cls, args)
         rebuilt: Exception = rebuild_exception(cls, args, attributes)
+        check_error_state(rebuilt)
         return rebuilt
 
 
@@ -313,17 +330,27 @@ def _make_outcome(number: Any) -> errors.Outcome:
 
 
 def _make_range(kind: type, *args: Any) -> Any:
-    if not all(type(part) in (int, type(None)) for part in args):
-        raise TypeError(f"a {kind.__name__} has ints")
+    """Returns a range or slice. The length of a range is a quotient, which takes long if its parts are large."""
+    if not all(part is None or (type(part) is int and -MAX_INDEX <= part < MAX_INDEX) for part in args):
+        raise TypeError(f"a {kind.__name__} has ints of 64 bits")
     return kind(*args)
+
+
+def _make_error(cls: type[Exception], *args: Any) -> Exception:
+    check_error_arguments(cls, args)
+    error = cls(*args)
+    check_error_state(error)
+    return error
 
 
 def _make_small_tensor(number: Any, sizes: Any, data: Any) -> torch.Tensor:
     if type(sizes) is not tuple or len(sizes) > MAX_DIMENSIONS or not isinstance(data, bytes | bytearray):
         raise TypeError("a tensor has sizes and bytes")
+    if type(number) is not int:
+        raise TypeError("a dtype has a number")
     if not all(type(size) is int and 0 <= size <= len(data) for size in sizes):
         raise ValueError("it has bytes for other sizes")
-    return small_tensors.small_tensor(number, sizes, data)
+    return small_tensors.small_tensor(cast(agent_pb2.DType.ValueType, number), sizes, data)
 
 
 def _item(items: Sequence[Any], index: Any) -> Any:
@@ -372,6 +399,7 @@ def _set_state(instance: Any, state: Any) -> None:
     """Sets the state of an instance of an exposed class as pickle does."""
     if (set_state := getattr(instance, "__setstate__", None)) is not None:
         set_state(state)
+        _check_instance(instance)
         return
     attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
     if attributes:
@@ -380,6 +408,28 @@ def _set_state(instance: Any, state: Any) -> None:
         if name.startswith("__"):
             raise RefusedValueError(MALFORMED)
         setattr(instance, name, value)
+
+
+def _check_arguments(target: Any, args: tuple[Any, ...]) -> None:
+    """Checks the arguments of an exposed class whose base has a constructor that bounds nothing."""
+    if not isinstance(target, type):
+        return
+    if issubclass(target, Flag) and not all(type(arg) is int and abs(arg) < MAX_INDEX for arg in args):
+        raise RefusedValueError(MALFORMED)  # the members of which it consists take quadratic time
+    if issubclass(target, Exception):
+        try:
+            check_error_arguments(target, args)
+        except TypeError as error:
+            raise RefusedValueError(f"its exception is malformed: {error}") from error
+
+
+def _check_instance(instance: Any) -> None:
+    """Checks an instance of an exposed class once its state has been set."""
+    if isinstance(instance, Exception):
+        try:
+            check_error_state(instance)
+        except ValueError as error:
+            raise RefusedValueError(f"its exception is malformed: {error}") from error
 
 
 def show(text: str) -> str:

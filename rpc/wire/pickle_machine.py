@@ -4,10 +4,12 @@
 - Only containers that the pickle has just made can be changed, and only until they are part of another one. So
   there are no cycles, and the depth of each is known.
 - Every step is counted, and none allocates more than the bytes of the pickle that it has read.
+- What a step does with values that are there already is counted too, as often as it can do it: a value that the
+  pickle has once may occur in a million places.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, NoReturn, Protocol, final
 
 from ..contracts.messages import Buffer
 
@@ -19,6 +21,19 @@ With equal hashes, each is compared with all others."""
 
 MAX_SAFE_INT = 1 << 60
 """Ints of smaller magnitude have different hashes."""
+
+PROBES_PER_STEP = 512
+"""Places of a dict or set that one step looks at. A peer can choose even ints of different hashes so that each is
+looked for in the places of all others."""
+
+COMPARISONS_PER_STEP = 16
+"""How many values of keys one step compares with those of other keys."""
+
+BYTES_PER_STEP = 256
+"""Bytes of texts and large ints that one step reads, besides those of the pickle."""
+
+ERROR_SIZE = 256
+"""How many values an exception counts as: formatting it takes as long."""
 
 GETATTR = ("builtins", "getattr")
 """Module and name of the function as whose calls methods are pickled."""
@@ -91,9 +106,11 @@ class Extent(NamedTuple):
     """Levels of them inside each other."""
     size: int
     """Values inside of them, each counted as often as it occurs: as often as hashing or printing comes to it."""
+    nbytes: int
+    """Bytes of the texts and ints among them, counted in the same way."""
 
 
-EMPTY = Extent(depth=1, size=0)
+EMPTY = Extent(depth=1, size=0, nbytes=0)
 
 
 @final
@@ -142,6 +159,7 @@ class PickleMachine:
         self._position = 0
         self._max_depth = max_depth
         self._max_operations = self._operations_left = max_operations
+        self._max_bytes = self._bytes_left = len(self._data) + BYTES_PER_STEP * max_operations
         self._keys_left = MAX_KEYS
 
     def opcode(self) -> int:
@@ -167,7 +185,7 @@ class PickleMachine:
         return int.from_bytes(self.read(count), "little")
 
     def text(self) -> str:
-        """Takes a text from the stack."""
+        """Takes a part of a name from the stack."""
         text = self.stack.pop()
         if type(text) is not str:
             raise RefusedValueError(MALFORMED)
@@ -191,7 +209,7 @@ class PickleMachine:
             raise RefusedValueError(MALFORMED)
         items = self.stack[start:]
         del self.stack[start:]
-        depth, size = 0, len(items)
+        depth, size, nbytes = 0, len(items), 0
         for index, item in enumerate(items):
             kind = type(item)
             if kind is Node:
@@ -200,12 +218,16 @@ class PickleMachine:
                 items[index] = item.value
                 depth = max(depth, item.extent.depth)
                 size += item.extent.size
+                nbytes += item.extent.nbytes
             elif kind is Name:
                 items[index] = self.names.value(item)
+            elif kind is int:
+                nbytes += item.bit_length() >> 3
+            elif kind is not float:
+                nbytes += _nbytes(item)
         if depth >= self._max_depth:
             raise RefusedValueError(f"it has more than max_depth={self._max_depth} levels")
-        self._check_size(size)
-        return items, Extent(depth + 1, size)
+        return items, self._checked(Extent(depth + 1, size, nbytes))
 
     def resolve(self, node: Node) -> None:
         """Replaces the Names in a tuple by what they stand for."""
@@ -229,8 +251,7 @@ class PickleMachine:
         node = self.stack[-1]
         if type(node) is not Node or not node.is_open:
             raise RefusedValueError("its pickle changes a value that is complete, or contains itself")
-        node.extent = Extent(max(node.extent.depth, extent.depth), node.extent.size + extent.size)
-        self._check_size(node.extent.size)
+        node.extent = self._joined(node.extent, extent)
         return node
 
     def extend(self, start: int) -> None:
@@ -244,20 +265,34 @@ class PickleMachine:
 
     def set_items(self, start: int) -> None:
         """Sets keys and values, from a position of the stack on, of the dict below them."""
+        keys = self.stack[start::2]
         items, extent = self.take(start)
         node = self.target(extent)
         if len(items) % 2 or (type(node.value) is not dict and node.set_state is None):
             raise RefusedValueError(MALFORMED)
-        for index in range(0, len(items), 2):
-            self._check_key(items[index])
-            node.value[items[index]] = items[index + 1]
+        is_dict = isinstance(node.value, dict)
+        for index, key in enumerate(keys):
+            self._count_key(key, dict.__len__(node.value) if is_dict else 0)
+            node.value[items[2 * index]] = items[2 * index + 1]
 
-    def take_set(self, start: int) -> tuple[list[Any], Extent]:
-        """Takes the items of a set."""
+    def add_items(self, start: int) -> None:
+        """Adds the items from a position of the stack on to the set below them."""
+        keys = self.stack[start:]
         items, extent = self.take(start)
-        for item in items:
-            self._check_key(item)
-        return items, extent
+        node = self.target(extent)
+        if type(node.value) is not set:
+            raise RefusedValueError(MALFORMED)
+        for key, item in zip(keys, items, strict=True):
+            self._count_key(key, len(node.value))
+            node.value.add(item)
+
+    def take_frozenset(self, start: int) -> None:
+        """Makes a frozenset of the items from a position of the stack on."""
+        keys = self.stack[start:]
+        items, extent = self.take(start)
+        for others, key in enumerate(keys):
+            self._count_key(key, others)
+        self.stack.append(Node(frozenset(items), extent, is_open=False))
 
     def take_args(self) -> tuple[Node, Name]:
         """Takes the arguments of a call, and the name of what is called."""
@@ -266,35 +301,86 @@ class PickleMachine:
             args = Node((), is_open=False)
         if type(args) is not Node or type(args.value) is not tuple or type(callee) is not Name:
             raise RefusedValueError(MALFORMED)
+        self.count_use(args.extent)
+        self._count_bytes(sum(_nbytes(each) for each in args.value))
         return args, callee
 
-    def push_made(self, made: Made, extent: Extent) -> None:
-        """Pushes what a NameResolver has made of values of this extent."""
+    def count_use(self, extent: Extent) -> None:
+        """Counts that something goes through all values inside of arguments or of a state."""
+        self._count(extent.size)
+
+    def push_made(self, made: Made, *extents: Extent) -> None:
+        """Pushes what a NameResolver has made of values of these extents."""
+        if isinstance(made.value, BaseException):
+            extents += (Extent(1, ERROR_SIZE, 0),)
+        extent = EMPTY
+        for each in extents:
+            extent = self._joined(extent, each)
         node = Node(made.value, extent)
         node.set_state = made.set_state
         self.stack.append(node)
 
-    def _check_key(self, key: object) -> None:
-        """Checks that hashing a key takes a bounded time, and that few keys can have the same hash."""
-        if isinstance(key, str | bytes) or (isinstance(key, int) and -MAX_SAFE_INT < key < MAX_SAFE_INT):
+    def _count_key(self, key: object, others: int) -> None:
+        """Counts what it takes to hash a key, and to find its place among others.
+
+        Args:
+            key: as it was on the stack.
+            others: how many keys there may be.
+        """
+        kind = type(key)
+        if kind is str or kind is bytes:  # hashed once, in a way that peers do not know
+            self._count_bytes(len(key))  # type: ignore[arg-type]
+            return
+        if kind is bool or (kind is int and -MAX_SAFE_INT < key < MAX_SAFE_INT):  # type: ignore[operator]
+            self._count(others // PROBES_PER_STEP)
             return
         self._keys_left -= 1
         if self._keys_left < 0:
             raise RefusedValueError(f"it has more than {MAX_KEYS} keys that are neither texts nor ints of 60 bits")
-        pending = [key]
-        while pending:
-            if isinstance(inner := pending.pop(), tuple):
-                self._count(len(inner))  # more often than once, if a tuple contains it more often
-                pending.extend(inner)
+        _, size, nbytes = key.extent if type(key) is Node else Extent(1, 0, _nbytes(key))
+        compared = min(others, MAX_KEYS - self._keys_left) // COMPARISONS_PER_STEP
+        self._count((1 + size) * (1 + compared))
+        self._count_bytes(nbytes * (1 + compared))
 
-    def _check_size(self, size: int) -> None:
-        if size > self._max_operations:
+    def _joined(self, first: Extent, second: Extent) -> Extent:
+        """Returns the extent of what has parts of two extents."""
+        depth, size, nbytes = first
+        return self._checked(Extent(max(depth, second.depth), size + second.size, nbytes + second.nbytes))
+
+    def _checked(self, extent: Extent) -> Extent:
+        """Returns an extent that is not too large."""
+        if extent.size > self._max_operations:
             raise RefusedValueError(
                 f"its containers have more than max_operations={self._max_operations} values, if those that occur "
-                "in several places are counted in each"
+                f"in several places are counted in each, and an exception as {ERROR_SIZE}"
             )
+        if extent.nbytes > self._max_bytes:
+            self._refuse_bytes()
+        return extent
+
+    def _count_bytes(self, nbytes: int) -> None:
+        self._bytes_left -= nbytes
+        if self._bytes_left < 0:
+            self._refuse_bytes()
+
+    def _refuse_bytes(self) -> NoReturn:
+        raise RefusedValueError(
+            f"its texts and large ints have more than {BYTES_PER_STEP} bytes for each of "
+            f"max_operations={self._max_operations} besides its own, if those that occur in several places are "
+            "counted in each"
+        )
 
     def _count(self, operations: int) -> None:
         self._operations_left -= operations
         if self._operations_left < 0:
             raise RefusedValueError(f"decoding it takes more than max_operations={self._max_operations} steps")
+
+
+def _nbytes(value: object) -> int:
+    """Returns how many bytes hashing, comparing or printing a value reads, if there can be many."""
+    kind = type(value)
+    if kind is int:
+        return value.bit_length() >> 3  # type: ignore[attr-defined,no-any-return]
+    if kind is str or kind is bytes or kind is bytearray:
+        return len(value)  # type: ignore[arg-type]
+    return 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..contracts.messages import Buffer
-from .pickle_machine import GETATTR, MALFORMED, Extent, NameResolver, Node, PickleMachine, RefusedValueError
+from .pickle_machine import GETATTR, MALFORMED, NameResolver, Node, PickleMachine, RefusedValueError
 
 __all__ = ["read_plain_pickle"]
 
@@ -127,16 +127,11 @@ def _set_items(machine: PickleMachine) -> None:
 
 
 def _add_items(machine: PickleMachine) -> None:
-    items, extent = machine.take_set(machine.marks.pop())
-    node = machine.target(extent)
-    if type(node.value) is not set:
-        raise RefusedValueError(MALFORMED)
-    node.value.update(items)
+    machine.add_items(machine.marks.pop())
 
 
 def _frozenset(machine: PickleMachine) -> None:
-    items, extent = machine.take_set(machine.marks.pop())
-    machine.stack.append(Node(frozenset(items), extent, is_open=False))
+    machine.take_frozenset(machine.marks.pop())
 
 
 def _memoize(machine: PickleMachine) -> None:
@@ -177,8 +172,8 @@ def _new_with_keywords(machine: PickleMachine) -> None:
     machine.resolve(args)
     if type(kwargs) is not dict or not all(type(name) is str for name in kwargs):
         raise RefusedValueError(MALFORMED)
-    both = Extent(max(args.extent.depth, extent.depth), args.extent.size + extent.size)
-    machine.push_made(machine.names.new(cls, args.value, kwargs), both)
+    machine.count_use(extent)
+    machine.push_made(machine.names.new(cls, args.value, kwargs), args.extent, extent)
 
 
 def _build(machine: PickleMachine) -> None:
@@ -186,6 +181,7 @@ def _build(machine: PickleMachine) -> None:
     node = machine.target(extent)
     if node.set_state is None:
         raise RefusedValueError("its pickle sets the state of a value that has none")
+    machine.count_use(extent)
     node.set_state(node.value, state)
 
 

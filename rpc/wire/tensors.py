@@ -52,6 +52,9 @@ _LAYOUT_NUMBERS: dict[torch.layout, agent_pb2.SparseLayout.ValueType] = {
     torch.sparse_bsr: agent_pb2.SPARSE_BSR,
     torch.sparse_bsc: agent_pb2.SPARSE_BSC,
 }
+_CHANNEL_DTYPES = ((torch.float64, torch.int64), (torch.float32, torch.float32))
+"""Dtypes of the scales and zero points of channels."""
+
 _LAYOUTS_BY_NUMBER = {number: layout for layout, number in _LAYOUT_NUMBERS.items()}
 
 
@@ -90,11 +93,13 @@ def check_sendable(tensor: torch.Tensor, device_map: DeviceMap) -> None:
         raise ValueError(f"it is a tensor of dtype {tensor.dtype}: send a tensor of another dtype")
     if tensor.dtype in INTEGER_DTYPES:
         try:
-            tensor.qscheme()
+            scheme = tensor.qscheme()
         except RuntimeError:
             raise ValueError(
                 "it is a quantized tensor without scale and zero point: make it with torch.quantize_per_tensor"
             ) from None
+        if tensor.dtype is torch.qint32 and scheme is torch.per_channel_affine_float_qparams:
+            raise ValueError("it is a tensor of qint32 with zero points that are floats: give them as integers")
 
 
 def encode_tensors(
@@ -382,6 +387,10 @@ def _decode_quantized(
     parts = [_decode(part, get) for part in message.parts]
     if [tuple(part.shape) for part in parts] != [(sizes[axis],)] * 2:
         raise ValueError(f"malformed quantized tensor: not one scale for each of {sizes[axis]} channels")
+    dtypes = tuple(part.dtype for part in parts)
+    # torch ends the process where it reads qint32 with zero points that are floats.
+    if dtypes not in _CHANNEL_DTYPES or (dtype is torch.qint32 and dtypes[1].is_floating_point):
+        raise ValueError(f"malformed quantized tensor: scales and zero points of dtypes {dtypes}")
     return _retry_on_warning(lambda: quantized_per_channel(integers, dtype, parts[0], parts[1], axis))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -42,7 +43,18 @@ VALUES = st.recursive(
     | st.sampled_from(
         [
             1 << 3000,
+            *[sign * (1 << bits) + offset for sign in (1, -1) for bits in (40, 61, 62, 64) for offset in (0, 1)],
             bytearray(b"bytes"),
+            slice(1, None, -(1 << 62)),
+            range(0, 1 << 62, 3),
+            UnicodeDecodeError("utf-8", b"bytes", 1, 2, "reason"),
+            UnicodeEncodeError("utf-8", "text", 1, 2, "reason"),
+            UnicodeTranslateError("text", 1, 2, "reason"),
+            SyntaxError("text", ("file.py", 1, 2, "line", 1, 3)),
+            FileNotFoundError(2, "no such file", "name", None, "other"),
+            BlockingIOError(11, "text", 3),
+            ExceptionGroup("several", [KeyError(1), StopIteration(2)]),
+            ImportError("text"),
             frozenset({1}),
             range(3),
             1j,
@@ -90,6 +102,11 @@ GROWING = st.builds(
             lambda value: b"(" + value + pickle.FROZENSET,
             lambda value: _named("gradwire.errors", "LossCause") + value + b"\x85R",
             lambda value: _named("gradwire.errors", "WorkerNameError") + value + b"h\x00\x86R",
+            lambda value: b"(" + value + b"h\x00h\x00h\x01h\x01\x8f(h\x00h\x01\x90t",
+            *[
+                lambda value, name=name: value + _named("builtins", name) + b"h\x00\x85R"
+                for name in ("KeyError", "OSError", "SyntaxError", "ExceptionGroup", "range", "slice", "complex")
+            ],
         ]
     ),
 )
@@ -97,7 +114,7 @@ PICKLES = VALUES.map(lambda value: bytes(Packer().pack(value, "the value").body)
 
 
 def _read_pickle(accepts: Any, data: bytes) -> None:
-    """Reads a pickle; what comes out of it can be walked through."""
+    """Reads a pickle; what comes out of it can be walked through, printed, hashed and compared."""
     reader = make_reader(ME, Policy(accepts=accepts, max_operations=MAX_OPERATIONS))
     message = Incoming(PEER, agent_pb2.Envelope(), data, [torch.ones(2), torch.ones(3)])
     message.references.append(object())
@@ -111,6 +128,11 @@ def _read_pickle(accepts: Any, data: bytes) -> None:
             left += [*each, *each.values()]
         elif isinstance(each, list | tuple | set | frozenset) and not isinstance(each, torch.Size):
             left += each
+        elif isinstance(each, BaseException):
+            traceback.format_exception(each)
+    for use in (str, repr, hash, lambda value: value == reader.read(message), {}.get):
+        with suppress(TypeError, ValueError, RuntimeError):  # a list has no hash, a tensor no truth
+            use(value)
 
 
 def read_plain_pickle(data: bytes) -> None:

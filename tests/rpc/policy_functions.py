@@ -211,6 +211,34 @@ class Color(enum.Enum):
 
 
 @rpc.expose
+class Mode(enum.IntFlag):
+    READ = 1
+    WRITE = 2
+
+
+@rpc.expose
+class DecodingError(UnicodeDecodeError):
+    """An exception with numbers that Python uses as indices."""
+
+
+@rpc.expose
+class Colliding:
+    """A key whose hash is that of all others."""
+
+    compared = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        Colliding.compared += 1
+        return isinstance(other, Colliding) and other.number == self.number
+
+
+@rpc.expose
 class Pair(NamedTuple):
     """An exposed named tuple."""
 
