@@ -5,12 +5,17 @@ given different world sizes. Then each member writes a record and waits for the 
 all records, or finds a conflict, publishes the outcome; all members read the same (see barrier_rounds.py).
 """
 
+import json
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn, final
 
 from ..errors import RendezvousError
 from .barrier_rounds import BarrierRounds, Outcome
+from .exchanged_values import parse_list
+from .host_identity import network_id
 from .registration import GroupKind, Registration
 from .stores.describe import describe_store, innermost_store
 from .stores.file import FileStore
@@ -25,6 +30,12 @@ HOST_LINGER_S = 1.0
 """Seconds for which the store's host stays after a failure, so that the other members can read the reason."""
 
 MAX_NAMED_RANKS = 32
+
+TOLD_WITHIN_S, POLLED_WITHIN_S, ANSWERED_WITHIN_S = 0.01, 0.02, 0.002
+"""Seconds in which a member learns what another one has written: from a store that tells those who wait, from one
+that they look at again and again; and the seconds that the store takes for one of them, on a busy host."""
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_KIND: Final = GroupKind()
 
@@ -173,6 +184,32 @@ class StartBarrier:
             raise
         self._rounds.number += 1
         return records
+
+    def go_on_together(self, seconds: float) -> None:
+        """Returns on all members at nearly the same time, when all of them have called it after their last `wait`.
+
+        The last one tells the others a moment that is about to come, which those on its host wait for by the clock
+        that they share: however the news travels, no member goes on long before another one.
+
+        Args:
+            seconds: after which it returns in any case, as one of them may have ended.
+        """
+        size, number = self._registration.world_size, self._rounds.number - 1
+        ready, go = self._rounds.key_of(number, "ready"), self._rounds.key_of(number, "go")
+        is_told_at_once = isinstance(innermost_store(self._store), TCPStore | TorchTCPStore)
+        notice = (TOLD_WITHIN_S if is_told_at_once else POLLED_WITHIN_S) + min(size * ANSWERED_WITHIN_S, 0.1)
+        try:
+            if self._store.add(ready, 1) >= size:
+                self._store.set(go, json.dumps([network_id(), time.monotonic() + notice]))
+            elif not wait_for_keys(self._store, [go], seconds):
+                log.warning("%s does not wait any longer for the others to be ready", self._registration)
+                return
+            host, moment = parse_list(self._store.get(go), str, float)
+        except (RuntimeError, ValueError) as error:  # who hosts the store may have ended
+            log.warning("%s does not wait for the others to be ready: %s", self._registration, error)
+            return
+        if host == network_id():
+            time.sleep(min(notice, max(0.0, moment - time.monotonic())))
 
     def fail(self, problem: str) -> NoReturn:
         """Ends the round for all members.

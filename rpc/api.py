@@ -72,7 +72,8 @@ def init_rpc(
 ) -> None:
     """Makes this process a worker and joins its group.
 
-    In a static group, whose size is known, it blocks until all workers have joined. In a dynamic group workers
+    In a static group, whose size is known, it blocks until all workers have joined and can be called. Those on one
+    host return at nearly the same time, within a millisecond if the machine is idle. In a dynamic group workers
     join and leave at any time, and it blocks until the current members know the new one. Long waits are logged
     as warnings that name the missing workers, after 10 seconds and then at doubling intervals.
 

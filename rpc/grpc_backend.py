@@ -26,6 +26,9 @@ from .membership.roster_log import RosterLog
 
 __all__ = ["AgentFactory", "start_agent"]
 
+MAX_READY_WAIT_S = 10.0
+"""Seconds for which a worker that can be called waits, before it returns, until all others can be called."""
+
 AgentFactory = Callable[..., GrpcAgent]
 """Makes an agent; takes the arguments of GrpcAgent."""
 
@@ -97,6 +100,7 @@ def _join_static(
         check_device_maps(members, members)
         log.begin(members)
         agent.open(members, group_store(store, group, options))
+        barrier.go_on_together(min(MAX_READY_WAIT_S, max(0.0, deadline - time.monotonic())))
     return agent
 
 

@@ -17,6 +17,8 @@ import torch.distributed.rpc
 from gradwire import c10d, compat, rpc
 from gradwire.c10d import FileStore, PrefixStore, TCPStore, registration, rendezvous, start_barrier, waiting
 from gradwire.errors import RendezvousError, RpcError
+from gradwire.rpc.agent.grpc_agent import GrpcAgent
+from gradwire.rpc.grpc_backend import start_agent
 
 from tests.remote_functions import add, wait_until
 from tests.workers import Worker
@@ -407,3 +409,49 @@ def test_programs_for_torch_raise_it_too(kind, workers, free_port):
     assert {error for error, _ in raised} == {raised[0][0]}
     assert re.match(text, raised[0][0])
     assert max(when for _, when in raised) - began < ALL_RAISE_TIMEOUT_S
+
+
+SLOW_S = 0.3
+"""Seconds that one worker takes between knowing the others and serving their calls."""
+
+
+def init_slowly(slow: bool, name: str, rank: int, url: str) -> tuple[float, float]:
+    """Joins; returns when this worker could be called, and when `init_rpc` has returned, by the host's clock."""
+    opened: list[float] = []
+    open_agent = GrpcAgent.open
+
+    def open_slowly(*args: Any) -> None:
+        time.sleep(SLOW_S if slow else 0.0)  # what a busy machine does
+        open_agent(*args)
+        opened.append(time.monotonic())
+
+    GrpcAgent.open = open_slowly  # type: ignore[method-assign]
+    rpc.init_rpc(name, rank=rank, world_size=3, rpc_backend_options=rpc.RpcBackendOptions(init_method=url))
+    return opened[0], time.monotonic()
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_no_worker_goes_on_before_all_can(workers, tmp_path, free_port, scheme):
+    url = f"file://{tmp_path / 'store'}" if scheme == "file" else f"tcp://127.0.0.1:{free_port}"
+    pending = [each.start(init_slowly, i == 1, each.name, i, url) for i, each in enumerate(workers(3))]
+    opened, returned = zip(*(each.result() for each in pending), strict=True)
+    assert max(opened) < min(returned)
+
+
+def test_a_worker_that_ends_while_it_starts_holds_up_the_others_for_a_moment_only(workers, tmp_path):
+    url = f"file://{tmp_path / 'store'}"
+
+    def end(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def init(ends: bool, rank: int) -> list[str]:
+        grpc_backend = sys.modules[start_agent.__module__]
+        grpc_backend.MAX_READY_WAIT_S = 0.5
+        if ends:
+            GrpcAgent.open = end  # type: ignore[method-assign]
+        options = rpc.RpcBackendOptions(init_method=url)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+        return [each.name for each in rpc.get_worker_infos()]
+
+    pending = [each.start(init, i == 2, i) for i, each in enumerate(workers(3))]
+    assert [each.result() for each in pending[:2]] == [["worker0", "worker1", "worker2"]] * 2
