@@ -17,7 +17,7 @@ from .dtypes import CARRIER_DTYPES
 from .elements import PutPayload, as_bytes, as_carrier, header
 from .strides import restore_strides
 
-__all__ = ["decode_on_device", "encode_from_devices", "local_device"]
+__all__ = ["check_count", "decode_on_device", "encode_from_devices", "local_device"]
 
 
 def encode_from_devices(
@@ -84,8 +84,7 @@ def decode_on_device(
         ValueError: the message contradicts itself, or names a device that this worker does not have.
     """
     device = local_device(message.device)
-    if math.prod(sizes) * dtype.itemsize != len(data):
-        raise ValueError(f"malformed tensor: {len(data)} bytes for shape {tuple(sizes)} of {dtype}")
+    check_count(message, sizes, dtype, len(data))
     if isinstance(data, bytes):
         data = memoryview(bytearray(data))
     source = torch.frombuffer(data, dtype=torch.uint8) if isinstance(data, memoryview) else data
@@ -97,6 +96,15 @@ def decode_on_device(
     carrier = CARRIER_DTYPES.get(dtype, dtype)
     tensor = restore_strides(elements.view(carrier), sizes, tuple(message.strides))
     return tensor.view(dtype) if carrier is not dtype else tensor
+
+
+def check_count(message: agent_pb2.Tensor, sizes: Sequence[int], dtype: torch.dtype, nbytes: int) -> None:
+    """Raises ValueError if so many bytes are no elements, or not all of a tensor without strides.
+
+    For a tensor with strides, `restore_strides` checks how many elements they are.
+    """
+    if nbytes % dtype.itemsize or not (message.strides or math.prod(sizes) * dtype.itemsize == nbytes):
+        raise ValueError(f"malformed tensor: {nbytes} bytes for shape {tuple(sizes)} of {dtype}")
 
 
 def local_device(name: str) -> torch.device:

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from ...proto.v1 import agent_pb2
-from .strides import MAX_DIMENSIONS, can_keep_strides, span
+from .strides import MAX_DIMENSIONS, has_no_gaps, span
 
 __all__ = ["find_shared", "restore_shared"]
 
@@ -86,7 +86,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _has_no_gaps(tensor: torch.Tensor) -> bool:
-    if tensor.is_contiguous():
-        return True
-    sizes, strides = tensor.shape, tensor.stride()
-    return span(sizes, strides) == tensor.numel() and can_keep_strides(sizes, strides)
+    return tensor.is_contiguous() or has_no_gaps(tensor.shape, tensor.stride())

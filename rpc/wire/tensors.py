@@ -12,7 +12,7 @@ from ...torch_internals import quantized, quantized_per_channel
 from ..contracts.device_payloads import DeviceBuffer, DeviceReader, DeviceWriter, StartedCopy
 from ..contracts.devices import NO_DEVICES, DeviceMap
 from ..contracts.messages import Buffer
-from .device_tensors import decode_on_device, encode_from_devices, local_device
+from .device_tensors import check_count, decode_on_device, encode_from_devices, local_device
 from .dtypes import (
     CARRIER_DTYPES,
     DTYPE_NUMBERS,
@@ -25,7 +25,7 @@ from .elements import PutPayload, as_bytes, as_carrier, header
 from .inline_tensors import plain_tensor
 from .shared_tensors import find_shared, restore_shared
 from .small_tensors import MAX_TINY_BYTES, contiguous_address, copy_bytes
-from .strides import MAX_DIMENSIONS, can_keep_strides, is_shape, restore_strides
+from .strides import MAX_DIMENSIONS, Memory, count_sent, is_shape, memory_of, restore_strides
 
 __all__ = [
     "UnmappedDeviceError",
@@ -167,7 +167,7 @@ def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DE
         return message
     if (target := torch.device(device_map.get(tensor.device, "cpu"))).type != "cpu":
         message.device = str(target)
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         message.layout = _LAYOUT_NUMBERS[tensor.layout]
         message.coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
@@ -181,7 +181,7 @@ def _encode(tensor: torch.Tensor, put: PutPayload, device_map: DeviceMap = NO_DE
     if tensor.numel():
         strides, elements = as_bytes(as_carrier(tensor))
         message.strides.extend(strides)
-        message.data.CopyFrom(put(elements.numpy().data))
+        message.data.CopyFrom(put(elements.cpu().numpy().data))
     return message
 
 
@@ -192,12 +192,18 @@ def _quantization(tensor: torch.Tensor) -> agent_pb2.Quantization:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes of the elements of tensors; memory that they share is counted for each of them."""
+    """Returns the bytes that are sent of tensors; memory that they share is counted for each of them."""
     return sum(
-        (tensor.nbytes if tensor.layout is torch.strided else bytes_of(_components(tensor)))
+        (_dense_bytes(tensor) if tensor.layout is torch.strided else bytes_of(_components(tensor)))
         for tensor in tensors
         if not tensor.is_meta
     )
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    return count_sent(tensor.shape, tensor.stride()) * tensor.itemsize
 
 
 def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -216,11 +222,16 @@ def make_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.layout is not torch.strided or tensor.dtype in CARRIER_DTYPES:
         return tensor
-    is_kept = tensor.is_contiguous() or can_keep_strides(tensor.shape, tensor.stride())
+    is_kept = tensor.is_contiguous() or memory_of(tensor.shape, tensor.stride()) in (Memory.PLAIN, Memory.WINDOWS)
     if is_kept and not tensor.is_conj() and not tensor.is_neg():
         return tensor
-    with torch.set_grad_enabled(tensor.requires_grad):
+    if tensor.requires_grad:  # each element may have a gradient of its own, repeated ones too
         return tensor.resolve_conj().resolve_neg().contiguous()
+    with torch.no_grad():
+        once = tensor
+        for dim, stride in enumerate(tensor.stride()):
+            once = once if stride else once.narrow(dim, 0, 1)
+        return once.resolve_conj().resolve_neg().contiguous().expand(tensor.shape)
 
 
 def decode_tensors(
@@ -329,12 +340,10 @@ def _decode_elements(
 ) -> torch.Tensor:
     """Returns the elements of a dense tensor, of the dtype as which they are copied."""
     carrier = CARRIER_DTYPES.get(dtype, dtype)
-    count = math.prod(sizes)
-    if not count:
+    if 0 in sizes:
         return torch.empty(sizes, dtype=carrier)
     data = get(message.data)
-    if count * dtype.itemsize != len(data):
-        raise ValueError(f"malformed tensor: {len(data)} bytes for shape {tuple(sizes)} of {dtype}")
+    check_count(message, sizes, dtype, len(data))
     writable = bytearray(data) if isinstance(data, bytes) else data
     return restore_strides(torch.frombuffer(writable, dtype=carrier), sizes, tuple(message.strides))
 
