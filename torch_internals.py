@@ -289,21 +289,21 @@ def begin_profiler_event(name: str, tensors: Iterable[Tensor]) -> "torch.futures
 
 
 def set_profiler_node_id(node: int) -> None:
-    """Sets the worker id that torch's legacy profiler records in its events from now on."""
-    if torch.distributed.rpc.is_available():
-        torch._C._distributed_rpc._set_profiler_node_id(node)
+    """Sets the worker id that torch's legacy profiler records in its events from now on, if this torch has RPC."""
+    extension = getattr(torch._C, "_distributed_rpc", None)
+    if (set_id := getattr(extension, "_set_profiler_node_id", None)) is not None:
+        set_id(node)
 
 
 def rpc_pickler_in_use() -> Any:
     """Returns the pickler that torch's `_use_rpc_pickler` has set for this process; None if it is torch's own."""
-    api, internal = (sys.modules[f"torch.distributed.rpc.{name}"] for name in ("api", "internal"))
-    pickler = api._default_pickler
-    return None if pickler is internal._internal_rpc_pickler else pickler
+    api, internal = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("api", "internal"))
+    pickler = getattr(api, "_default_pickler", None)  # which a torch without RPC does not have
+    return None if pickler is getattr(internal, "_internal_rpc_pickler", None) else pickler
 
 
 def rpc_class_reducers() -> dict[type, Callable[[Any], Any]]:
     """Returns the reducers that the program has registered with torch's own RPC pickler, by class."""
-    reducers: dict[type, Callable[[Any], Any]] = sys.modules[
-        "torch.distributed.rpc.internal"
-    ]._internal_rpc_pickler._class_reducer_dict
+    pickler = getattr(sys.modules.get("torch.distributed.rpc.internal"), "_internal_rpc_pickler", None)
+    reducers: dict[type, Callable[[Any], Any]] = {} if pickler is None else pickler._class_reducer_dict
     return reducers

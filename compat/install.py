@@ -1,6 +1,7 @@
 """Replaces the names of torch.distributed.rpc and related modules by gradwire's, and restores them."""
 
 import importlib
+import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from .defaults import defaults
 from .import_hooks import call_on_import
 from .names import REPLACEMENTS
 from .patches import Patches
+from .provided import provide
 from .references import METHODS as RREF_METHODS
 from .remote_module import METHODS as REMOTE_MODULE_METHODS
 
@@ -66,6 +68,7 @@ class _Installation:
         self._is_complete = False  # whether `install` has patched all modules that were imported before it
         self._lock = threading.Lock()
         self._patches = Patches()
+        self._provided: Sequence[str] = ()  # modules that this torch does not have
         self._remove_hooks: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -73,6 +76,7 @@ class _Installation:
             if self.is_installed:
                 return
             self.is_installed = True
+            self._provided = provide(self._patches)
             for name in IMPORTED_FIRST:
                 importlib.import_module(name)
             self._patches.patch(RRef, RREF_METHODS)
@@ -88,6 +92,9 @@ class _Installation:
             for remove in self._remove_hooks:
                 remove()
             self._patches.undo()
+            for name in self._provided:
+                sys.modules.pop(name, None)
+            self._provided = ()
             self.is_installed = self._is_complete = False
 
     def _patch_module(self, module: types.ModuleType) -> None:

@@ -6,12 +6,12 @@ pickle and a list of tensors, becomes the value of a message of gradwire. So ten
 their gradients, and references are counted.
 """
 
+import importlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch.distributed.rpc import internal
 
 from ..errors import RRefError
 from ..rpc.contracts.extension import Extension
@@ -97,7 +97,7 @@ def _pickle(pickler: Any, call: Call) -> _PickledCall:
     references: list[RRef[Any]] = []
     before, _tables.sent = _tables.sent, references
     try:
-        pickled = pickler.serialize(internal.PythonUDF(*call))
+        pickled = pickler.serialize(_internal().PythonUDF(*call))
     finally:
         _tables.sent = before
     if not (isinstance(pickled, tuple) and [*map(type, pickled)] == [bytes, list]):
@@ -113,13 +113,18 @@ def _load_call(data: bytes, tensors: list[torch.Tensor], references: Sequence[RR
     """Unpickles a call on the called worker."""
     before, _tables.received = _tables.received, references
     try:
-        call = internal.deserialize(data, tensors)  # type: ignore[no-untyped-call]
+        call = _internal().deserialize(data, tensors)
     finally:
         _tables.received = before
     if isinstance(call, AttributeError):  # which torch raises where the call runs
         raise call
     function, args, kwargs = call
     return function, tuple(args), dict(kwargs)
+
+
+def _internal() -> Any:
+    """Returns the module of torch that has its pickler; not imported here, since not every torch has RPC."""
+    return importlib.import_module("torch.distributed.rpc.internal")
 
 
 def _received(index: int) -> SentReference:
