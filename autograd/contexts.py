@@ -232,6 +232,11 @@ class Contexts:
         """Returns all parts."""
         return list(self._contexts.values())
 
+    def leave_to_parent(self) -> None:
+        """In a forked child, forgets all contexts, which the parent ends."""
+        self._lock = threading.Lock()
+        self._parents, self._contexts = self._contexts, {}  # kept, for their graphs are not to be freed here
+
     def clear(self) -> None:
         """Ends all contexts on this worker."""
         with self._lock:

@@ -6,7 +6,7 @@ The output of the send's autograd node is its *gate*, at which a backward pass e
 """
 
 import reprlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
@@ -181,6 +181,10 @@ class Autograd(Extension):
     def close(self) -> None:
         """Ends all contexts on this worker."""
         self.contexts.clear()
+
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:  # noqa: ARG002
+        """In a forked child, forgets all contexts."""
+        self.contexts.leave_to_parent()
 
     @contextmanager
     def _inside(self, context: Context, anomaly: AnomalyMode, message: Incoming) -> Iterator[None]:

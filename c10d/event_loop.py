@@ -6,12 +6,13 @@ run their coroutines on one loop, on a daemon thread that starts with its first 
 
 import asyncio
 import contextvars
-import os
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
+
+from .inheritance import at_fork
 
 __all__ = ["EventLoop", "acquire_event_loop"]
 
@@ -96,8 +97,10 @@ class _SharedLoop:
     @classmethod
     def reset_after_fork(cls) -> None:
         """In a forked process, which does not have the thread, makes the next user start another loop."""
-        cls.current = None
+        inherited, cls.current = cls.current, None
         cls.lock = threading.Lock()
+        if inherited is not None:  # which would wake up the parent
+            inherited.loop.call_soon_threadsafe = _refuse  # type: ignore[method-assign]
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -122,7 +125,11 @@ class _SharedLoop:
             self.thread.join()
 
 
-os.register_at_fork(after_in_child=_SharedLoop.reset_after_fork)
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("the event loop runs in the process that this one was forked from")
+
+
+at_fork(in_child=_SharedLoop.reset_after_fork)
 
 
 def acquire_event_loop() -> EventLoop:

@@ -36,6 +36,7 @@ from .descriptors import half_of_descriptors
 from .event_loop import acquire_event_loop
 from .exchanged_values import parse_list, unexpected_value
 from .host_identity import HostIdentity, gather_consenting_hosts, listen
+from .inheritance import at_fork
 from .security import SHARED_HOST_NAME, Audit, Identity, certified_names, printable
 from .torch_types import TorchStore
 
@@ -341,7 +342,7 @@ def _keyword(reason: str) -> str:
 _REASONS = {_keyword(reason): reason for reason in (LEFT, DROPPED)}
 
 
-os.register_at_fork(after_in_child=FailureDetector.close_in_child)
+at_fork(in_child=FailureDetector.close_in_child)
 
 
 def _parse_address(text: bytes) -> tuple[str, int, str]:

@@ -23,7 +23,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, final
 
-__all__ = ["UNIX_SCHEME", "SocketDirectory", "SocketFile", "UnsafePathError", "is_listening", "store_socket_name"]
+__all__ = [
+    "UNIX_SCHEME",
+    "SocketDirectory",
+    "SocketFile",
+    "UnsafePathError",
+    "is_listening",
+    "is_socket_path",
+    "store_socket_name",
+]
 
 UNIX_SCHEME: Final = "unix:"
 """What the address of a unix socket begins with, in front of its path."""
@@ -35,6 +43,7 @@ MAX_SWEPT: Final = 256
 """Files that one process looks at when it sweeps."""
 
 _TEMPORARY: Final = "/tmp"
+_BY_DESCRIPTOR: Final = "/proc/self/fd/"
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"(\d{1,10})-[0-9a-f]{16}\.sock|store-\d{1,20}-\d{1,5}\.sock", re.ASCII)
 """Names of sockets: the process id, and what makes them unique; or the network and the port of a store."""
@@ -69,7 +78,7 @@ class SocketDirectory:
         # Not at exit, where workers still say goodbye.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         status = self._check()
-        self.by_descriptor = f"/proc/self/fd/{self._descriptor}"
+        self.by_descriptor = f"{_BY_DESCRIPTOR}{self._descriptor}"
         """The path by which this process reaches it. A socket's path may have 107 bytes; this one is short."""
         if not os.path.exists(self.by_descriptor):
             raise UnsafePathError("there is no /proc, by which sockets are reached")
@@ -238,6 +247,13 @@ def _is_of_another_user(path: str) -> bool:
     with suppress(FileNotFoundError):
         return os.lstat(path).st_uid != os.geteuid()
     return False
+
+
+def is_socket_path(path: str) -> bool:
+    """Returns whether a path, as the kernel tells it, is that of a socket in the directory of some user."""
+    directory, _, name = path.rpartition("/")
+    is_there = directory.startswith(_BY_DESCRIPTOR) or directory.rpartition("/")[2].lstrip(".").startswith("gradwire")
+    return is_there and _NAME.fullmatch(name) is not None
 
 
 def _check_kind(path: str, status: os.stat_result, kind: int) -> None:

@@ -13,6 +13,7 @@ from ..c10d.rendezvous import rendezvous
 from ..c10d.torch_types import TorchStore
 from ..errors import RpcError
 from .backend_registry import BackendType, construct_rpc_backend_options, init_backend
+from .contracts import inherited_agent  # noqa: F401 - what becomes of agents in forked children
 from .contracts.agent import Destination, RpcAgent, current_agent, holder
 from .contracts.child_process import noting_error_of_child
 from .contracts.options import RpcBackendOptions, check_rpc_timeout
@@ -95,8 +96,11 @@ def init_rpc(
     Raises:
         RendezvousError: the workers did not find each other, or contradict each other; then all raise the same.
         RpcError: this process is a worker already.
+        NotInitializedError: this process is a child that a worker has forked.
         TypeError, ValueError: an argument is invalid.
     """
+    if holder.parents is not None:
+        raise holder.why_none()
     kind, options = _choose_backend(backend, rpc_backend_options)
     check_worker_name(name)
     check_consent(options)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..c10d.inheritance import at_fork
 from .contracts.agent import holder
 from .execution.futures import as_concurrent_future
 
@@ -41,6 +42,15 @@ def wait_all() -> Iterator[None]:
         else:
             thread_futures.future_list = outer
         wait_for_futures(futures)
+
+
+def _leave_to_parent() -> None:
+    """Has a forked child wait for no calls of its parent."""
+    if (futures := getattr(thread_futures, "future_list", None)) is not None:
+        futures.clear()
+
+
+at_fork(in_child=_leave_to_parent)
 
 
 def note_future(future: torch.futures.Future[Any]) -> None:

@@ -132,6 +132,8 @@ class RRef(Generic[T_co]):
             try:
                 fetched = await handle.agent.request_async(handle.owner, self._fetch_request(handle, seconds))
             except NotInitializedError as error:
+                if handle.agent.is_inherited:
+                    raise
                 raise self._is_gone(error) from None
             value = await fetched
         return value
@@ -265,6 +267,8 @@ class RRef(Generic[T_co]):
         try:
             return handle.agent.request(handle.owner, self._fetch_request(handle, seconds))
         except NotInitializedError as error:
+            if handle.agent.is_inherited:
+                raise
             raise self._is_gone(error) from None
 
     def _fetch_request(self, handle: UserHandle, seconds: float | None) -> Request:

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from types import ModuleType
 
 import gradwire
 import pytest
-from gradwire import rpc
+from gradwire import launch, rpc
 
 ROOT = Path(gradwire.__file__).parent
 NAMES = ["worker0", "worker1", "worker2", "worker3", "server", "reader"]
@@ -307,3 +308,21 @@ def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def run_program(_: int, program: str, folder: str) -> None:
+    for name in "RANK", "WORLD_SIZE":
+        del os.environ[name]
+    sys.path.append(folder)
+    with (Path(folder) / "printed").open("w") as printed, contextlib.redirect_stdout(printed):
+        runpy.run_path(f"{folder}/{program}", run_name="__main__")
+
+
+def test_the_loaders_that_are_workers(tmp_path, capfd):
+    page = snippets("docs/child_processes.md")
+    programs = {found[1]: code for code in page if (found := re.match(r"# (\w+\.py)\n", code))}
+    for name, code in programs.items():
+        (tmp_path / name).write_text(code.replace("/tmp/features.store", f"{tmp_path}/store"))
+    launch.spawn(run_program, 1, ("train.py", str(tmp_path)), start_method="forkserver")
+    assert (tmp_path / "printed").read_text() == "[0.0, 0.5, 1.0, 1.5]\n[2.0, 2.5, 3.0, 3.5]\n"
+    assert capfd.readouterr().err == ""

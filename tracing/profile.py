@@ -95,7 +95,8 @@ def profile(
         try:
             yield found
         finally:
-            session.stop(found)
+            if not agent.is_inherited:  # else this is a forked child, which the parent knows nothing of
+                session.stop(found)
     finally:  # also after Ctrl-C in one of the steps above
         session.abandon()
 

@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
+from ..c10d.inheritance import note_listener
 from ..c10d.security.credentials import Credentials
 from ..errors import RpcError
 from ..rpc.contracts.agent import RpcAgent
@@ -110,6 +111,7 @@ class PageServer:
         self._listener = BoundedListener(listener)
         self._make_loop = BoundedLoop
         host, port = self._listener.getsockname()[:2]
+        note_listener(self, port, host)
         shown = f"[{host}]" if ":" in host else host
         scheme = "http" if context is None else "https"
         address = f"{scheme}://{shown}:{port}/"

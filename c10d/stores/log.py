@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError
 
 from ...errors import StoreError
 from ...proto.v1.store_pb2 import Operation
+from ..inheritance import at_fork
 from .file_lock import FileLock
 from .limits import MAX_BYTES
 from .parsing import parse_operation
@@ -315,4 +316,4 @@ def _close_inherited() -> None:
         each.close()
 
 
-os.register_at_fork(after_in_child=_close_inherited)
+at_fork(in_child=_close_inherited)

@@ -8,6 +8,7 @@ import math
 import secrets
 import threading
 import time
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, final
 
@@ -16,7 +17,8 @@ import grpc
 from ...errors import StoreError, StoreNetworkError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
-from ..addresses import format_address, is_loopback
+from ..addresses import format_address, is_loopback, resolve
+from ..inheritance import note_peer
 from ..security import NO_CREDENTIALS_THERE, SHARED_HOST_NAME, Identity, printable, tls_problem
 from ..waiting import wait_with_warnings
 from .hosted import ANSWER_TIMEOUT_S
@@ -174,6 +176,7 @@ class RemoteServer:
                 time.sleep(RETRY_PAUSE_S)  # it ended before it answered, and may be started again
             else:
                 self._store = joined.store
+                self.keep_from_children()
                 return
 
     def _no_answer_error(self, seconds: float, details: str) -> StoreNetworkError:
@@ -203,6 +206,11 @@ class RemoteServer:
     def join_as(self, other: "RemoteServer") -> None:
         """Uses the store that another connection of this process has joined, without counting as another user."""
         self._store = other._store
+
+    def keep_from_children(self) -> None:
+        """Notes that the connection is not for the children of this process."""
+        with suppress(StoreError):  # the name has been resolved before
+            note_peer(self, self._port, *resolve(self._host))
 
     def _wait_until_ready(self, seconds: float) -> bool:
         """Waits at most `seconds` for the connection; returns whether it is made.

@@ -20,6 +20,7 @@ from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
 from ..addresses import format_address, is_loopback, is_numeric, resolve
 from ..descriptors import half_of_descriptors
+from ..inheritance import note_listener
 from ..listening import ListenSettings
 from ..security import SHARED_HOST_NAME, Audit, Identity, grpc_certified_names
 from .durable import DurableState
@@ -152,6 +153,7 @@ class StoreServer:
                 self._socket = LocalSocket(server.add_insecure_port)
             is_local = self._socket is not None and is_loopback(host)
             bound = _bind(self._reserve if is_local else partial(_add_port, server, credentials), host, port)
+            note_listener(self, bound, *resolve(host))
             if self._socket is not None:
                 self._socket.publish(host, bound)
         except BaseException:

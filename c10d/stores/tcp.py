@@ -130,6 +130,7 @@ class TCPStore(Store):
         connection = RemoteServer(self._host, self._port, self._identity)
         if isinstance(self._connection, RemoteServer):
             connection.join_as(self._connection)
+        connection.keep_from_children()
         cloned._connection = connection
         Store.__init__(cloned, self.timeout)
         return cloned

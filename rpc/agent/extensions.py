@@ -228,6 +228,11 @@ class Extensions:
         for extension in self._extensions:
             extension.close()
 
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
+        """Tells the extensions that this process is a forked child."""
+        for extension in self._extensions:
+            extension.leave_to_parent(why_useless)
+
 
 @contextlib.contextmanager
 def _nested(scopes: Sequence[AbstractContextManager[None]]) -> Iterator[None]:

@@ -7,7 +7,6 @@ there `server` decodes it, runs its handler and sends the answer, or `pending` c
 answers. A thread that waits for an answer may read it itself.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,7 +84,6 @@ class GrpcAgent(RpcAgent):
             extensions: make the extensions of the agent, in this order, when the members are known.
             factories: make the parts that can be exchanged.
         """
-        self._process = os.getpid()
         self.info = info
         self.options = options
         self.rpc_timeout = options.rpc_timeout
@@ -371,8 +369,6 @@ class GrpcAgent(RpcAgent):
 
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
         """Leaves the group; if `graceful`, when all its workers do."""
-        if os.getpid() != self._process:
-            return  # in a forked child, which has none of the threads
         with self._shutdown:
             if self._closed:
                 return
@@ -391,11 +387,15 @@ class GrpcAgent(RpcAgent):
 
     def leave_at_exit(self, end: WorkerEnd) -> None:
         """Leaves the group at once."""
-        if os.getpid() != self._process:
-            return
         with self._shutdown:
             if not self._closed:
                 self._close(end)
+
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
+        """In a forked child, has futures, streams, contexts and events do nothing, or raise an error."""
+        self._executor.leave_to_parent(why_useless)
+        self._extensions.leave_to_parent(why_useless)
+        self._worker_events.leave_to_parent(why_useless)
 
     def _close(self, end: WorkerEnd) -> None:
         self._closed = True

@@ -5,10 +5,11 @@ to another agent, as the threads that run an agent's calls do.
 """
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar, final
+from typing import Any, ClassVar, Self, TypeVar, final
 
 from ...errors import NotInitializedError, UnknownWorkerError
 from ...proto.v1 import agent_pb2
@@ -20,7 +21,7 @@ from .worker import WorkerInfo
 from .worker_end import WorkerEnd
 from .worker_events import WorkerEventSource
 
-__all__ = ["CurrentAgent", "Destination", "RpcAgent", "current_agent", "holder", "is_initialized"]
+__all__ = ["CurrentAgent", "Destination", "RpcAgent", "agents_here", "current_agent", "holder", "is_initialized"]
 
 E = TypeVar("E")
 
@@ -43,6 +44,14 @@ class RpcAgent(ABC):
     """Tells subscribers of workers that join and leave."""
     rpc_timeout: float
     """Seconds after which a request without a timeout of its own fails; 0 for never."""
+    is_inherited: ClassVar[bool] = False
+    """Whether this process was forked from that of the agent: see `inherited_agent`."""
+
+    def __new__(cls, *_args: object, **_options: object) -> Self:
+        """Makes an agent, of which a forked child is to know."""
+        made = super().__new__(cls)
+        agents_here.add(made)
+        return made
 
     # The group.
 
@@ -281,6 +290,19 @@ class RpcAgent(ABC):
         """
         self.shutdown(graceful=False, timeout=0)
 
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
+        """In a forked child, has what the program may have of the agent do nothing, or raise an error.
+
+        No method of the agent is called after this one. It must take no lock, which a thread that is gone may hold.
+
+        Args:
+            why_useless: makes the error.
+        """
+
+
+agents_here: "weakref.WeakSet[RpcAgent]" = weakref.WeakSet()
+"""The agents of this process."""
+
 
 class _ThreadState(threading.local):
     agent: RpcAgent | None = None
@@ -295,6 +317,10 @@ class CurrentAgent:
         self._default: RpcAgent | None = None
         self._afterwards = ExitStack()
         self._thread = _ThreadState()
+        self.parents: RpcAgent | None = None
+        """In a forked child, the agent that its parent has."""
+        self.why_none: Callable[[], NotInitializedError] = _not_initialized
+        """Makes the error of a call when there is no current agent."""
 
     def get(self) -> RpcAgent | None:
         """Returns the calling thread's agent, or else that of the process."""
@@ -311,6 +337,12 @@ class CurrentAgent:
             self._default = None
             self._afterwards.close()
 
+    def leave_to_parent(self, agent: RpcAgent, why_none: Callable[[], NotInitializedError]) -> None:
+        """In a forked child, removes all agents. The one that was current in the parent is kept, unused."""
+        self.parents, self.why_none = agent, why_none
+        self._default, self._thread = None, _ThreadState()
+        self._kept, self._afterwards = self._afterwards, ExitStack()
+
     def bind_thread(self, agent: RpcAgent) -> None:
         """Makes an agent the calling thread's, for as long as the thread lives."""
         self._thread.agent = agent
@@ -326,6 +358,13 @@ class CurrentAgent:
             self._thread.agent = before
 
 
+def _not_initialized() -> NotInitializedError:
+    return NotInitializedError(
+        "RPC has not been initialized. Current RPC agent is not set! Did you initialize the RPC framework "
+        "by calling `init_rpc`? (After shutdown, call it again.)"
+    )
+
+
 holder = CurrentAgent()
 
 
@@ -333,14 +372,11 @@ def current_agent() -> RpcAgent:
     """Returns the agent that this thread's calls go through.
 
     Raises:
-        NotInitializedError: there is no current agent.
+        NotInitializedError: there is no current agent, as in a child that a worker has forked.
     """
     agent = holder.get()
     if agent is None:
-        raise NotInitializedError(
-            "RPC has not been initialized. Current RPC agent is not set! Did you initialize the RPC framework "
-            "by calling `init_rpc`? (After shutdown, call it again.)"
-        )
+        raise holder.why_none()
     return agent
 
 

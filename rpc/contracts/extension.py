@@ -175,6 +175,9 @@ class Extension(ABC):  # noqa: B024 - every hook has a sensible default
     def close(self) -> None:
         """Releases what it holds: the agent has shut down."""
 
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
+        """In a forked child, has what the program holds of it do nothing, or raise an error: see RpcAgent."""
+
 
 ExtensionFactory = Callable[[RpcAgent], Extension]
 """Makes an extension for an agent; an Extension's class is one."""

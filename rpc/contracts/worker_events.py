@@ -105,6 +105,7 @@ class WorkerEventBuffer:
         self._events: deque[WorkerEvent] = deque()
         self._wakers: list[Callable[[], None]] = []
         self._closed = False
+        self._why_useless: Callable[[], Exception] | None = None
 
     def put(self, event: WorkerEvent) -> None:
         """Adds an event and wakes the reader."""
@@ -118,7 +119,10 @@ class WorkerEventBuffer:
 
         Raises:
             StopIteration: all events have been taken, and there will be no others.
+            Exception: in a forked child, that of `leave_to_parent`.
         """
+        if self._why_useless is not None:
+            raise self._why_useless()
         with self._lock:
             if self._events:
                 return self._events.popleft()
@@ -132,6 +136,12 @@ class WorkerEventBuffer:
         with self._lock:
             self._closed = True
             self._notify()
+
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
+        """In a forked child, which gets no events, has `take` raise an error."""
+        self._lock = threading.Lock()
+        self._wakers.clear()
+        self._why_useless = why_useless
 
     def _notify(self) -> None:
         for wake in self._wakers:

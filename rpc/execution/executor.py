@@ -101,6 +101,8 @@ class Executor:
             f"{name}-stalls", self._lock, self._tasks.__len__, lambda: self._taken, self._provide_threads
         )
         self._closed = False
+        self.is_inherited = False
+        """Whether this process was forked from that of the executor, and has none of its threads."""
         self.poller = Poller(busy_poll)
         self._watchers = 0
         """Polling threads that look after those which keep a file descriptor."""
@@ -218,6 +220,20 @@ class Executor:
             elif self._threads:
                 self.poller.wake()
             return self._thread_ended.wait_for(lambda: self._threads <= own, seconds)
+
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
+        """In a forked child, which has none of the threads: drops the tasks, and has waits raise an error.
+
+        Args:
+            why_useless: makes the error.
+        """
+        self._lock = threading.Lock()
+        self._thread_ended = threading.Condition(self._lock)
+        self._closed = self.is_inherited = True
+        self._tasks.clear()
+        self._urgent.clear()
+        self._wakeups = DeferredWakeups()
+        self.poller.leave_to_parent(why_useless)
 
     # With the lock.
 

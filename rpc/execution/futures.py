@@ -93,9 +93,10 @@ class Future(torch.futures.Future[T]):
         is dropped.
 
         Returns:
-            Whether the call was cancelled; False if it was done already.
+            Whether the call was cancelled; False if it was done already, or was made by a process that this one
+            was forked from.
         """
-        return self._cancel is not None and self._cancel()
+        return self._cancel is not None and not self._executor.is_inherited and self._cancel()
 
     def set_cancel(self, cancel: Callable[[], bool]) -> None:
         """Sets what cancels the call: see the constructor."""
@@ -161,6 +162,11 @@ class Future(torch.futures.Future[T]):
         self._waiters.append(woken)
         if not self.is_completing:  # else whoever completes it may have looked at the waiters before
             woken.acquire()
+
+    def check_completable(self) -> None:
+        """Raises NotInitializedError in a forked child, in which an inherited future is never done."""
+        if self._executor.is_inherited:
+            self._executor.poller.stop_reading_here()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """Returns a future of what a function returns, which is called when this future is done: see torch's.
@@ -229,6 +235,8 @@ async def wait_async(future: torch.futures.Future[T]) -> T:
     Cancelling the task that awaits cancels the call, if the future is one of a call.
     """
     if not future.done():
+        if isinstance(future, Future):
+            future.check_completable()
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 

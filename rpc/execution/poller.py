@@ -86,6 +86,8 @@ class Poller:
         self._on_ready: dict[int, tuple[OnReady, int]] = {}
         """By file descriptor: what handles it, and the events that it is watched for."""
         self._busy_poll = busy_poll
+        self._why_useless: Callable[[], Exception] | None = None
+        """See `leave_to_parent`."""
         self._thread = _ThreadState(busy_poll)
         self.kept: dict[int, float] = {}
         """The file descriptors that threads keep, and since when, by the monotonic clock."""
@@ -141,6 +143,14 @@ class Poller:
         self.wake = _do_nothing
         self.handed_over.clear()
         self._epoll.close()
+
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
+        """In a forked child, which has the epoll of its parent: uses it no more, and has waits raise an error."""
+        self.close()
+        self.kept.clear()
+        self._on_ready.clear()
+        self._thread = _ThreadState(self._busy_poll)
+        self._why_useless = why_useless
 
     def wait(self, seconds: float | None) -> int | None:
         """Waits for a descriptor or a wake-up, and calls the handler of the descriptor.
@@ -243,7 +253,10 @@ class Poller:
 
         Raises:
             RpcError: this is the event loop's thread, without which nothing that it waits for can happen.
+            Exception: in a forked child, that of `leave_to_parent`.
         """
+        if self._why_useless is not None:
+            raise self._why_useless()
         thread = self._thread
         if thread.must_not_wait:
             raise RpcError(

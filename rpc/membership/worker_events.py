@@ -104,6 +104,11 @@ class WorkerEvents:
         for buffer in buffers:
             buffer.close()
 
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
+        """In a forked child, has readers of the buffers raise an error."""
+        for buffer in list(self._buffers):
+            buffer.leave_to_parent(why_useless)
+
     def _connect_to(self, workers: Sequence[WorkerInfo]) -> None:
         """Connects to workers, because only the loss of a connected worker is noticed."""
         for worker in workers:

@@ -160,6 +160,11 @@ class Profiling(Extension):
         self._collectors.clear()
         torch_hooks.release()
 
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:  # noqa: ARG002
+        """In a forked child, leaves the calls in flight out of the profile of this thread."""
+        if (session := current_session()) is not None:
+            session.leave_to_parent()
+
     def _take_events(self, message: Incoming) -> None:
         if not message.tensors:
             raise ValueError("malformed profile: the answer has no tensor of events")

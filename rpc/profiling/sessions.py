@@ -95,6 +95,11 @@ class Session:
                 self._calls.pop().end_event()
             return self._events
 
+    def leave_to_parent(self) -> None:
+        """In a forked child, forgets the calls in flight, whose answers the parent gets."""
+        self._lock = threading.Lock()
+        self._calls = set()
+
     def origin_ns(self, recorded: Iterable[FunctionEvent]) -> int:
         """Returns from when torch has counted the times of what it has recorded, in nanoseconds of Unix time.
 

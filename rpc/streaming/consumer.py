@@ -141,6 +141,14 @@ class StreamConsumer:
             if self._item_count is None or self._taken_items + len(self._buffer) < self._item_count:
                 self._break(error)
 
+    def leave_to_parent(self, error: Exception) -> None:
+        """In a forked child, has whoever takes the next item raise an error; the parent takes the items."""
+        self._changed = threading.Condition()
+        self._wakers.clear()
+        self._buffer = {}
+        self.buffered_bytes = 0
+        self._item_count, self._error, self._is_broken = None, error, True
+
     def _exceeds_window(self, index: int) -> bool:
         """Returns whether the producer cannot have sent an item that has arrived. Called with the lock."""
         if index - self._taken_items >= self._window.items:

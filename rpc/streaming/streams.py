@@ -8,7 +8,7 @@ generator only while the items that have been sent and not taken are less than a
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -267,3 +267,8 @@ class Streams(Extension):
         error.outcome = Outcome.UNKNOWN  # they have been requested
         for consumer in list(self._consumers.values()):
             consumer.fail(error)
+
+    def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
+        """In a forked child, has the consumers raise an error."""
+        for consumer in list(self._consumers.values()):
+            consumer.leave_to_parent(why_useless())

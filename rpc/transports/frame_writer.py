@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, cast, final
 
+from ...c10d.inheritance import at_fork
 from ..execution.executor import Executor
 from ..execution.poller import WRITABLE
 from .buffers import MAX_AT_ONCE, first_bytes, without_first
@@ -390,4 +391,4 @@ def _break_in_child() -> None:
         writer.is_broken = True
 
 
-os.register_at_fork(after_in_child=_break_in_child)
+at_fork(in_child=_break_in_child)

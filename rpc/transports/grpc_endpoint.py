@@ -8,6 +8,7 @@ from typing import Any, final
 import grpc
 
 from ...c10d.descriptors import half_of_descriptors
+from ...c10d.inheritance import note_listener, note_peer
 from ...c10d.security import Audit, Credentials, grpc_certified_names, printable, worker_host_name
 from ...c10d.user_sockets import UNIX_SCHEME, SocketDirectory, SocketFile
 from .settings import CLIENT_OPTIONS, GRACE_SECONDS, MAX_CONNECTIONS, SERVER_OPTIONS, SERVICE, aio
@@ -64,6 +65,7 @@ class GrpcEndpoint:
             self._encrypts = True
             credentials = self.identity.grpc_server_credentials(partial(self.audit.connect, "agent"))
             port = self._server.add_secure_port(address, credentials)
+        note_listener(self, port, address.rpartition(":")[0].strip("[]"))
         await self._server.start()
         return port
 
@@ -96,10 +98,16 @@ class GrpcEndpoint:
         arguments: list[tuple[str, int | str]] = [*CLIENT_OPTIONS]
         arguments += [(f"grpc.{name}", value) for name, value in options.items()]
         target = self.reach(address)
+        channel: Any
         if self.identity is None or target.startswith(UNIX_SCHEME):  # which is a socket of this user
-            return aio.insecure_channel(target, options=arguments)
-        arguments.append(("grpc.ssl_target_name_override", worker_host_name(worker)))
-        return aio.secure_channel(target, self.identity.grpc_channel_credentials(), options=arguments)
+            channel = aio.insecure_channel(target, options=arguments)
+        else:
+            arguments.append(("grpc.ssl_target_name_override", worker_host_name(worker)))
+            channel = aio.secure_channel(target, self.identity.grpc_channel_credentials(), options=arguments)
+        if not target.startswith(UNIX_SCHEME):
+            host, _, port = target.rpartition(":")
+            note_peer(channel, int(port), host.strip("[]"))
+        return channel
 
     def on_stream(self, context: Any) -> str:
         """Records a stream that a peer has opened; returns the peer's address.

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from ...c10d.addresses import format_address, is_tcp_address
+from ...c10d.inheritance import ABSTRACT_PREFIX, note_listener, note_peer
 from ...c10d.listening import PortRange
 from ...c10d.security import Audit, Identity, printable, worker_host_name
 from ...proto.v1 import agent_pb2
@@ -36,8 +37,7 @@ __all__ = [
 UNIX = "unix"
 TCP = "tcp"
 
-_UNIX_PREFIX = "gradwire-"
-_UNIX_NAME = re.compile(rf"{_UNIX_PREFIX}[0-9a-f]{{32}}", re.ASCII)
+_UNIX_NAME = re.compile(rf"{ABSTRACT_PREFIX}[0-9a-f]{{32}}", re.ASCII)
 """The names of unix sockets, without the null byte in front."""
 
 NONCE_BYTES = 32
@@ -196,9 +196,11 @@ class SocketListener:
     def _make_listener(self, kind: str) -> socket.socket:
         if kind == UNIX:
             listener = socket.socket(socket.AF_UNIX)
-            listener.bind(f"\0{_UNIX_PREFIX}{secrets.token_hex(16)}")
+            listener.bind(f"\0{ABSTRACT_PREFIX}{secrets.token_hex(16)}")
         else:
             listener = self._ports.listen(self._where[0])
+            host, port = listener.getsockname()[:2]
+            note_listener(listener, port, host)
         listener.listen(socket.SOMAXCONN)
         listener.settimeout(0)
         return listener
@@ -278,6 +280,8 @@ async def _dial(
         found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         family, _, _, _, where = found[0]
     connection = socket.socket(family)
+    if offer.kind == TCP:
+        note_peer(connection, where[1], where[0])
     dialed: AnySocket = connection
     try:
         connection.settimeout(0)

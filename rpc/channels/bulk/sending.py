@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
+from ....c10d.inheritance import at_fork
 from ...execution.executor import Executor
 from ...execution.poller import READABLE, WRITABLE
 from ...transports.buffers import MAX_AT_ONCE, first_bytes, without_first
@@ -326,4 +327,4 @@ def _end_in_child() -> None:
         bundle.has_ended = True
 
 
-os.register_at_fork(after_in_child=_end_in_child)
+at_fork(in_child=_end_in_child)

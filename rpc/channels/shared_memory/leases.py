@@ -1,11 +1,12 @@
 """The buffers of segments that are in use in this process."""
 
 import ctypes
-import os
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import final
+
+from ....c10d.inheritance import at_fork
 
 __all__ = ["Leases", "Memory"]
 
@@ -70,4 +71,4 @@ def _pin_before_fork() -> None:
         leases.pin()
 
 
-os.register_at_fork(before=_pin_before_fork)
+at_fork(before=_pin_before_fork)
