@@ -2,12 +2,12 @@
 
 A child has the memory and the descriptors of its parent, and of its threads only the one that has forked. So locks
 that other threads held stay locked, nothing answers, and a connection that the child kept open would look alive to
-its peer when the parent has died. Therefore this module, by the only hook on forks that gradwire has, tells the parts
-of gradwire that a child could run into, and replaces the connections in the child.
+its peer when the parent has died. Therefore this module, by gradwire's only hook on forks, tells what a child may
+run into, and replaces the connections in the child.
 
-The connections include those of gRPC, which tells nobody of its descriptors. They are known by their addresses: see
-`note_listener` and `note_peer`. A descriptor is not closed, but leads to /dev/null from then on: objects that have
-its number would shut down, or close, what the child opens next.
+The connections include those of gRPC, which tells nobody of its descriptors. They are known by their addresses:
+see `note_listener` and `note_peer`. A descriptor is not closed, but leads to /dev/null from then on: objects that
+have its number would shut down, or close, what the child opens next.
 """
 
 import ipaddress

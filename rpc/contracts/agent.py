@@ -293,7 +293,7 @@ class RpcAgent(ABC):
     def leave_to_parent(self, why_useless: Callable[[], Exception]) -> None:
         """In a forked child, has what the program may have of the agent do nothing, or raise an error.
 
-        No method of the agent is called after this one. It must take no lock, which a thread that is gone may hold.
+        No method of the agent is called after this one. It takes no lock: threads that are gone may hold it.
 
         Args:
             why_useless: makes the error.

@@ -76,7 +76,8 @@ def _error(name: str, parent: int) -> NotInitializedError:
     return NotInitializedError(
         f"process {os.getpid()} is a fork of worker {name!r} (process {parent}) and no worker: it has none of the "
         "threads and connections that this needs. Have the worker make the calls, and pass their results on; or "
-        "start processes that make calls by 'spawn' or 'forkserver', and call init_rpc in them (docs/child_processes.md)"
+        "start processes that make calls by 'spawn' or 'forkserver', and call init_rpc in them "
+        "(docs/child_processes.md)"
     )
 
 

@@ -177,8 +177,15 @@ class EnvelopeSocket:
 
     def send_dropped(self, numbers: Sequence[int]) -> None:
         """Tells the peer of segments that this worker will not use again."""
+        self._send_numbers(FrameKind.DROPPED, numbers)
+
+    def send_spent(self, numbers: Sequence[int]) -> None:
+        """Tells the peer of its segments that only children of this worker still use."""
+        self._send_numbers(FrameKind.SPENT, numbers)
+
+    def _send_numbers(self, kind: FrameKind, numbers: Sequence[int]) -> None:
         for first in range(0, len(numbers), MAX_NUMBERS):
-            self._writer.put(numbers_frame(FrameKind.DROPPED, numbers[first : first + MAX_NUMBERS]))
+            self._writer.put(numbers_frame(kind, numbers[first : first + MAX_NUMBERS]))
 
     def _take_released(self) -> bytes:
         """Returns the frame that tells of segments which are not used any more."""

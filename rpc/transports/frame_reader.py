@@ -151,7 +151,7 @@ class FrameReader:
             return
         if kind in (FrameKind.PULSE, FrameKind.PULSE_READ) and self._pulses is not None and not content:
             self._take_pulse(kind, self._pulses)
-        elif kind <= FrameKind.SHARED_SEGMENT and self._segments is not None:
+        elif (kind <= FrameKind.SHARED_SEGMENT or kind == FrameKind.SPENT) and self._segments is not None:
             self._take_segment_frame(kind, content, self._segments)
         else:
             raise ValueError(f"a frame of kind {kind}")
@@ -176,5 +176,7 @@ class FrameReader:
         numbers = numbers_in(content)
         if kind == FrameKind.RELEASED:
             segments.on_released(numbers)
+        elif kind == FrameKind.SPENT:
+            segments.on_spent(numbers)
         else:
             segments.on_dropped(numbers)

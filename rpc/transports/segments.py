@@ -22,6 +22,9 @@ class SegmentSender(Protocol):
     def send_dropped(self, numbers: Sequence[int]) -> None:
         """Tells the peer of segments that this worker will not use again."""
 
+    def send_spent(self, numbers: Sequence[int]) -> None:
+        """Tells the peer of its segments that only children of this worker still use."""
+
 
 class SegmentListener(Protocol):
     """Handles the frames about segments of shared memory, for one peer. Its methods must not block.
@@ -48,6 +51,9 @@ class SegmentListener(Protocol):
 
     def on_released(self, numbers: Sequence[int]) -> None:
         """Handles segments of this worker that the peer does not use any more."""
+
+    def on_spent(self, numbers: Sequence[int]) -> None:
+        """Handles segments of this worker that only children of the peer still use."""
 
     def on_dropped(self, numbers: Sequence[int]) -> None:
         """Handles segments that the peer will not use again."""

@@ -50,6 +50,7 @@ class FrameKind(IntEnum):
     PULSE = 7  # empty; with a descriptor
     PULSE_READ = 8  # empty
     ATTACHED = 9  # as ENVELOPE; what is attached to it follows
+    SPENT = 10  # as RELEASED, of segments that are not to be used again
 
 
 _ENVELOPES = (FrameKind.ENVELOPE, FrameKind.ATTACHED)

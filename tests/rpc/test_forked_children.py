@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 from gradwire import autograd, launch, profile, rpc
-from gradwire.errors import NotInitializedError
+from gradwire.errors import NotInitializedError, WorkerLostError
 from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer
 from gradwire.rpc import aio
+from gradwire.rpc.channels.shared_memory import channel as shared_memory
 from torch.utils.data import DataLoader, Dataset
 
 from tests import remote_functions
 from tests.remote_functions import add, identity, keep, process_id, set_event, wait_for, wait_until
+from tests.rpc.segments import MIB, mapped_files, segments_of, used_bytes
 
 HANG_S = 20
 """Seconds after which a child that hangs is ended by the kernel."""
@@ -343,3 +346,103 @@ def work_with_children(rank: int) -> None:
 def test_data_loaders_and_pools():
     """In the program, and at the same time in a remote function."""
     launch.spawn(work_with_children, 2, start_method="forkserver")
+
+
+def drop_idle_after(seconds: float) -> None:
+    shared_memory.IDLE_TIMEOUT_S = seconds
+
+
+def sum_in_child(tensors: list[torch.Tensor], go: tuple[int, int], told: tuple[int, int]) -> int:
+    """Forks a child that sums what this worker has now, when it is told to; returns its process id."""
+    child = os.fork()
+    if not child:
+        os.read(go[0], 1)
+        sums = [float(each[:100].sum()) for each in tensors]  # OpenMP would not run after a fork
+        os.write(told[1], struct.pack(f"<{len(sums)}d", *sums))
+        os._exit(0)
+    return child
+
+
+def receive_all(number: float) -> list[torch.Tensor]:
+    """Returns tensors that have come in segments: of another worker, of this one, and of one that others share."""
+    made = rpc.rpc_sync("worker1", torch.full, ((MIB,), number))
+    back = rpc.rpc_sync("worker1", identity, (torch.full((MIB,), number),))
+    (first, _) = rpc.rpc_sync("worker1", share_with_all, (number,))
+    assert first.item() == number
+    return [made, back, shared.pop()]
+
+
+shared: list[torch.Tensor] = []
+
+
+def take(tensor: torch.Tensor) -> torch.Tensor:
+    shared[:] = [tensor]
+    return tensor[0]
+
+
+def forget_shared() -> None:
+    shared.clear()
+
+
+def share_with_all(number: float) -> list[torch.Tensor]:
+    futures = rpc.broadcast_call(["worker0", "worker2"], take, (torch.full((MIB,), number),))
+    return [each.wait() for each in futures]
+
+
+def train_with_children(epochs: int) -> None:
+    """Has a child in each epoch that reads what this worker has received, after it has dropped that."""
+    go, told = os.pipe(), os.pipe()
+    for epoch in range(epochs):
+        received = receive_all(float(epoch))
+        child = sum_in_child(received, go, told)
+        received.clear()
+        for number in range(3):  # which would be received into the same memory
+            receive_all(number + 0.5)
+        os.write(go[1], b"x")
+        assert struct.unpack("<3d", os.read(told[0], 24)) == (100.0 * epoch,) * 3
+        os.waitpid(child, 0)
+
+
+def test_memory_that_children_have_read_is_given_back(workers):
+    started = workers(3)
+    workers.each(started, drop_idle_after, 0.2)
+    workers.join_rpc(started, transports=["unix", "tcp", "grpc"])
+    a, b, c = started
+    for each in started:
+        each.run(lambda: [rpc.rpc_sync(info.name, process_id) for info in rpc.get_worker_infos()])
+    a.run(train_with_children, 8)
+    wait_until(lambda: len(segments_of([a.pid, b.pid])) < 14)  # and not some for each epoch
+    c.run(forget_shared)
+    for each in started:
+        each.run(wait_until, lambda: used_bytes() == 0 and mapped_files() == (0, 0))
+
+
+# Killed workers.
+
+
+def fork_a_helper() -> int:
+    """Starts a process that outlives this one."""
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    return child
+
+
+@pytest.mark.parametrize("transports", [["unix", "tcp", "grpc"], ["tcp", "grpc"], ["grpc"]], ids="/".join)
+def test_a_killed_worker_is_noticed_that_has_forked_a_helper(workers, transports):
+    a, b, c = workers.rpc(3, transports=transports)
+    b.run(lambda: [rpc.rpc_sync(name, process_id) for name in ("worker0", "worker2")])
+    helper = b.run(fork_a_helper)
+    try:
+        waiting = a.start(rpc.rpc_sync, "worker1", wait_for, ("never",))
+        b.run(wait_until, lambda: "never" in remote_functions.events)
+        b.kill()
+        with pytest.raises(WorkerLostError, match="worker1"):
+            waiting.result(20)
+        for each in a, c:
+            with pytest.raises(WorkerLostError, match="worker1"):
+                each.run(rpc.rpc_sync, "worker1", process_id)
+        workers.each([a, c], rpc.shutdown)
+    finally:
+        os.kill(helper, signal.SIGKILL)

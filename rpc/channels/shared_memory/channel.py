@@ -117,6 +117,8 @@ class SharedMemoryChannel:
                 pool = self._shared_pools[key] = SegmentPool(self._limit, key)
                 for state in key:
                     state.shared_pools = (*state.shared_pools, pool)
+        if pool.spent:
+            self._drop(pool.take_spent(), key)
         return SegmentBroadcast(pool, connected)
 
     def share_credits(self, peer: int, on_released: Callable[[Sequence[int]], None]) -> bool:

@@ -23,7 +23,7 @@ class Leases:
 
         Args:
             on_end: takes the number of a segment that nothing refers to any more. Finalizers call it, on any
-                thread: it must take no lock. Not called for a segment that a forked child may still use.
+                thread: it must take no lock.
         """
         self._on_end = on_end
         self._buffers: dict[int, weakref.ref[Memory]] = {}
@@ -48,18 +48,24 @@ class Leases:
         return None if found is None else found()
 
     def is_pinned(self, number: int) -> bool:
-        """Returns whether a forked child may use a segment, now and for ever."""
+        """Returns whether a forked child may use a segment: no other bytes may be put there."""
         return number in self._pinned
 
     def pin(self) -> None:
-        """Keeps the segments that are in use from being used again: a child that is forked has them too."""
-        self._pinned.update(list(self._buffers))
+        """Has a child that is about to be forked have the segments that are in use, as they are."""
+        for number, found in list(self._buffers.items()):
+            if (buffer := found()) is not None:
+                buffer.mapping.share_with_children()  # type: ignore[attr-defined]
+                self._pinned.add(number)
+
+    def forget(self, number: int) -> None:
+        """Forgets a segment that is not used again."""
+        self._pinned.discard(number)
 
     def _end(self, number: int, buffer: "weakref.ref[Memory]") -> None:
         if self._buffers.get(number) is buffer:  # else the segment is in use again
             self._buffers.pop(number, None)
-        if number not in self._pinned:
-            self._on_end(number)
+        self._on_end(number)
 
 
 _leases_here: "weakref.WeakSet[Leases]" = weakref.WeakSet()

@@ -32,6 +32,10 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+_MADV_DONTFORK, _MADV_DOFORK = 10, 11
+_ANY = 0
+"""In place of a process id: the mapping is in the memory of children as well."""
+
 _IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 """Bits in the last byte of a page's entry in /proc/self/pagemap."""
 
@@ -44,10 +48,11 @@ class Mapping:
     """A file in the memory of this process, until this object goes.
 
     Unlike `mmap`, it keeps no descriptor. What is written to a private one stays in this process: the kernel
-    copies a page when it is first written to.
+    copies a page when it is first written to. Children that are forked have it only if `share_with_children` has
+    been called.
     """
 
-    __slots__ = ("_type", "address", "is_private", "size")
+    __slots__ = ("_process", "_type", "address", "is_private", "size")
 
     def __init__(self, descriptor: int, size: int, *, private: bool = False) -> None:
         """Maps the first `size` bytes of a file. Raises OSError."""
@@ -58,12 +63,20 @@ class Mapping:
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.address = address
+        self._process = os.getpid()
+        _libc.madvise(address, size, _MADV_DONTFORK)
         self._type = ctypes.c_char * size
         self.size = size
 
     def __del__(self) -> None:
-        if self.size:
+        if self.size and self._process in (_ANY, os.getpid()):  # else what a child has there is not this
             _libc.munmap(self.address, self.size)
+
+    def share_with_children(self) -> None:
+        """Has the children that are forked from now on have the file in their memory as well."""
+        if self._process != _ANY:
+            _libc.madvise(self.address, self.size, _MADV_DOFORK)
+            self._process = _ANY
 
     def buffer(self) -> "ctypes.Array[ctypes.c_char]":
         """Returns the bytes as a writable buffer, a new object."""

@@ -84,6 +84,10 @@ class PeerSegments:
         if connection is None or (put := self.pool.put(data)) is None:
             return None
         segment, is_new = put
+        if self.pool.spent:
+            dropped: list[Any] = self.pool.take_spent()
+            connection.send_dropped([each.number for each in dropped])
+            self._unmapper.drop(dropped)
         if is_new:
             connection.send_segment(segment.number, segment.size, segment.descriptor)
         return describe(segment.number, data.nbytes)
@@ -126,6 +130,12 @@ class PeerSegments:
         if self.on_others_released is not None:
             self.on_others_released(numbers)
 
+    def on_spent(self, numbers: Sequence[int]) -> None:
+        """Takes back segments that only children of the other worker still use."""
+        for pool in (self.pool, *self.shared_pools):
+            pool.take_back_spent(self, numbers)
+        self._unmapper.drop(self.pool.take_spent())  # which nobody else knows
+
     def on_dropped(self, numbers: Sequence[int]) -> None:
         """Removes segments that the other worker does not use again."""
         self._unmapper.drop(self.mapped.remove(numbers))
@@ -167,3 +177,7 @@ class PeerSegments:
         self._is_flush_scheduled = False
         if self._socket is not None and self.mapped.released:
             self._socket.flush_released()
+        spent, mappings = self.mapped.take_spent()
+        if self._socket is not None and spent:
+            self._socket.send_spent(spent)
+        self._unmapper.drop(mappings)

@@ -35,7 +35,8 @@ class MappedSegments:
 
         Args:
             max_bytes: of all segments that are mapped at a time.
-            on_released: called when there is something in `released`. Finalizers call it: it must take no lock.
+            on_released: called when there is something in `released`, or for `take_spent`. Finalizers call it: it
+                must take no lock.
         """
         self._max_bytes = max_bytes
         self._on_released = on_released
@@ -58,6 +59,8 @@ class MappedSegments:
         self._is_closed = False
         self.released: deque[int] = deque()
         """The numbers of the segments that are not used any more, and have to be given back."""
+        self._spent: deque[int] = deque()
+        """The numbers of those that cannot be given back, because a forked child may read them."""
 
     def add(self, number: int, size: int, descriptor: int, *, is_shared: bool = False) -> None:
         """Maps a new segment. If that would be too much, payloads in the segment are refused.
@@ -196,6 +199,7 @@ class MappedSegments:
         buffer = self._leases.buffer(number)
         if buffer is None and self._leases.is_pinned(number) and (mapped := self._maps.get(number)) is not None:
             buffer = mapped.buffer()  # a child has been forked since `begin_send_back`
+            self._leases.begin(number, buffer)
         if buffer is not None:
             self._going_back.pop(number, None)
         return buffer
@@ -206,8 +210,24 @@ class MappedSegments:
 
     def _on_lease_end(self, number: int) -> None:
         """Has a segment go back to which nothing refers. Called by finalizers."""
-        if self._going_back.pop(number, None) is None:
+        if self._leases.is_pinned(number):
+            if number not in self._going_back:  # else `end_send_back` still needs its bytes
+                self._spent.append(number)
+                self._on_released()
+        elif self._going_back.pop(number, None) is None:
             self._release(number)
+
+    def take_spent(self) -> tuple[list[int], list[Mapping]]:
+        """Removes the segments that are not used any more, but that a forked child may read.
+
+        Returns:
+            Their numbers, for their maker, who cannot use them again; and those that are mapped.
+        """
+        spent = []
+        while self._spent:
+            spent.append(self._spent.popleft())
+            self._leases.forget(spent[-1])
+        return spent, self.remove(spent)
 
     def _release(self, number: int) -> None:
         mapped = self._maps.get(number)

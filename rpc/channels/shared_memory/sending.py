@@ -32,7 +32,7 @@ HERE = object()
 class Segment:
     """Memory that this worker has made for other workers."""
 
-    __slots__ = ("_bytes", "descriptor", "holders", "mapping", "number", "size")
+    __slots__ = ("_bytes", "descriptor", "holders", "is_spent", "mapping", "number", "size")
 
     def __init__(self, number: int, size: int, data: memoryview) -> None:
         """Makes a segment of `size` bytes that begins with `data`.
@@ -44,6 +44,8 @@ class Segment:
         self.size = size
         self.holders: set[Hashable] = set()
         """The receivers that may use its bytes, or `HERE`. Changed with the lock of its pool, or to {HERE}."""
+        self.is_spent = False
+        """Whether no other bytes may be put into it: a child that somebody has forked may read those that are."""
         self.descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Writing to the file takes two thirds of the time of allocating pages and then writing to each.
@@ -69,7 +71,8 @@ class SegmentPool:
     """The segments that this worker has made for one other worker, or for several. Safe to use from any thread.
 
     A segment whose bytes have been sent is free again when all receivers have given it back, or are removed. An
-    only receiver may send one back with bytes, which are in use here then.
+    only receiver may send one back with bytes, which are in use here then. One that forked children may read is
+    dropped when it is free.
     """
 
     def __init__(self, limit: SegmentLimit, receivers: Iterable[Hashable]) -> None:
@@ -90,6 +93,8 @@ class SegmentPool:
         """The numbers of segments that the only receiver has given back, and that are in `_in_use` all the same.
 
         Anyone may add some without the lock, by one C function, which a signal does not interrupt."""
+        self.spent: list[Segment] = []
+        """Those that are dropped for the children that may read them, and that the receivers may still know."""
         self._ended_here: deque[int] = deque()
         """The numbers of segments whose bytes were in use here, and are not any more; added by finalizers."""
         self._leases = Leases(self._ended_here.append)
@@ -152,6 +157,14 @@ class SegmentPool:
                 if (segment := self._in_use.get(number)) is not None:
                     self._return(segment, receiver)
 
+    def take_back_spent(self, receiver: Hashable, numbers: Iterable[int]) -> None:
+        """Takes back segments as `take_back` does, that children of the receiver may read."""
+        with self._lock:
+            for number in numbers:
+                if (segment := self._in_use.get(number)) is not None:
+                    segment.is_spent = True
+        self.take_back(receiver, numbers)
+
     def find(self, receiver: Hashable, number: int, nbytes: int) -> Mapping | None:
         """Returns the memory of a segment that its receiver sends back with bytes; None if it may not.
 
@@ -196,13 +209,20 @@ class SegmentPool:
         return self.close() if is_last else []
 
     def remove_idle(self) -> list[Segment]:
-        """Drops the free segments, if nothing has been put since the last call.
+        """Drops the free segments, if nothing has been put since the last call, and those that are spent.
 
         Returns:
             The segments that are dropped, which the receivers do not know yet.
         """
         was_used, self._was_used = self._was_used, False
-        return [] if was_used else self._drop_free()
+        return [*self.take_spent(), *([] if was_used else self._drop_free())]
+
+    def take_spent(self) -> list[Segment]:
+        """Drops the segments that children may read, when nobody else uses them any more, and returns them."""
+        with self._lock:
+            self._take_returned()
+            dropped, self.spent = self.spent, []
+        return dropped
 
     def close_if_empty(self) -> bool:
         """Makes no segment any more if there is none now; returns whether that is so."""
@@ -219,7 +239,7 @@ class SegmentPool:
             in_use = list(self._in_use.values())
             self._in_use.clear()
         self._limit.release([segment.size for segment in in_use])
-        return [*in_use, *self._drop_free()]
+        return [*in_use, *self._drop_free(), *self.take_spent()]
 
     def _drop_free(self) -> list[Segment]:
         with self._lock:
@@ -242,7 +262,11 @@ class SegmentPool:
 
     def _set_free(self, segment: Segment) -> None:
         segment.holders.clear()
-        if segment.number in self._in_use:
+        if segment.is_spent:
+            if self._in_use.pop(segment.number, None) is not None:
+                self.spent.append(segment)
+                self._limit.release([segment.size])
+        elif segment.number in self._in_use:
             # By one C function: a signal must not leave it in neither.
             self._free[segment.size].extend(map(self._in_use.pop, (segment.number,)))
 
@@ -256,5 +280,6 @@ class SegmentPool:
             while numbers:
                 segment = self._in_use.get(numbers[0])
                 if segment is not None and (is_here or HERE not in segment.holders):
+                    segment.is_spent |= is_here and self._leases.is_pinned(segment.number)
                     self._set_free(segment)
                 numbers.popleft()
