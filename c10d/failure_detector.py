@@ -6,10 +6,11 @@ closes its connections. If a connection ends without a goodbye, the process has 
 ranks. (Processes that a rank forks, such as a DataLoader's workers, may outlive it. So they close their copies of
 the connections.)
 
-Rank 0 listens on the loopback address if all ranks share it, else on the address at which other hosts reach it
-(see host_identity.py). Whoever connects must send a random token, which the ranks read from their store. With
-credentials, the connections have TLS, and both ends show certificates of the job. The process's event loop serves
-the connections.
+Ranks of one user on one network are connected by a unix socket in the abstract namespace; both ends ask the kernel
+whose process is at the other one, and who is a stranger is let go before anything of him is read. Else rank 0
+listens on the address at which the others reach it (see host_identity.py). Whoever connects must send a random
+token, which the ranks read from their store. With credentials, the connections have TLS, and both ends show
+certificates of the job. The process's event loop serves the connections.
 
 After rank 0 has left, deaths of other ranks are no longer detected; but a group that lacks a rank can run no
 collectives either.
@@ -31,13 +32,13 @@ from multiprocessing.util import Finalize
 from typing import Any, ClassVar, final
 
 from ..errors import ProcessGroupError
-from .addresses import format_address
 from .descriptors import half_of_descriptors
 from .event_loop import acquire_event_loop
 from .exchanged_values import parse_list, unexpected_value
-from .host_identity import HostIdentity, gather_consenting_hosts, listen
+from .host_identity import HostIdentity, can_share_loopback, gather_consenting_hosts, listen
 from .inheritance import at_fork
 from .security import SHARED_HOST_NAME, Audit, Identity, certified_names, printable
+from .socket_peers import address_of_peer, is_of_same_user
 from .torch_types import TorchStore
 
 __all__ = ["FailureDetector"]
@@ -64,6 +65,11 @@ ACCEPTED_AT_ONCE = 16
 """Connections that are accepted before those too many are closed, each of which takes a file descriptor."""
 
 MAX_LINE_BYTES = 256
+
+ABSTRACT = "@"
+"""What the address of a unix socket in the abstract namespace begins with, in front of its name."""
+
+OTHER_USER = "its process is of another user"
 
 LISTENER = "failure_detector"
 """What the audit log calls it."""
@@ -187,19 +193,28 @@ class FailureDetector:
         """On rank 0: listens, and waits until all other ranks have connected."""
         token = secrets.token_hex(16)
         try:
-            listening, host = listen(hosts, store)
+            if self._identity is None and can_share_loopback(hosts) and len({each.user for each in hosts}) == 1:
+                listening, host, port = *_listen_for_user(), 0
+            else:
+                listening, host = listen(hosts, store)
+                port = listening.getsockname()[1]
         except (OSError, ProcessGroupError) as error:
             store.set("address", json.dumps(["", 0, str(error)]))
             raise
         all_connected = asyncio.Event()
         self._event_loop.run(self._listen(listening, token, all_connected), timeout_s)
-        store.set("address", json.dumps([host, listening.getsockname()[1], token]))
+        store.set("address", json.dumps([host, port, token]))
         self._event_loop.run(asyncio.wait_for(all_connected.wait(), timeout_s))
 
     async def _listen(self, listening: socket.socket, token: str, all_connected: asyncio.Event) -> None:
         async def on_connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            peer = _address_of_peer(writer)
+            connection = writer.get_extra_info("socket")
+            peer = address_of_peer(connection)
             self.audit.connect(LISTENER, peer)
+            if not is_of_same_user(connection):
+                self.audit.deny(LISTENER, OTHER_USER, peer=peer)
+                writer.close()
+                return
             if self._unadmitted >= (limit := half_of_descriptors(MAX_UNADMITTED)):
                 self.audit.limit(LISTENER, f"MAX_UNADMITTED={limit}", peer=peer)
                 writer.close()
@@ -225,9 +240,8 @@ class FailureDetector:
                 all_connected.set()
             self._start_task(self._read_from(rank, reader))
 
-        self._server = await asyncio.start_server(
-            on_connected, sock=listening, limit=MAX_LINE_BYTES, backlog=ACCEPTED_AT_ONCE
-        )
+        start: Any = asyncio.start_unix_server if listening.family == socket.AF_UNIX else asyncio.start_server
+        self._server = await start(on_connected, sock=listening, limit=MAX_LINE_BYTES, backlog=ACCEPTED_AT_ONCE)
         listening.listen(socket.SOMAXCONN)  # asyncio has had as few wait as it accepts at a time
 
     async def _find_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> int:
@@ -263,8 +277,15 @@ class FailureDetector:
         while not answer:
             began = time.monotonic()
             try:
-                reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES, **tls)
+                if host.startswith(ABSTRACT):
+                    name = f"\0{host.removeprefix(ABSTRACT)}"
+                    reader, writer = await asyncio.open_unix_connection(name, limit=MAX_LINE_BYTES)
+                else:
+                    reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES, **tls)
                 self._writers[0] = writer
+                if not is_of_same_user(writer.get_extra_info("socket")):
+                    answer = OTHER_USER.encode()
+                    raise ConnectionRefusedError(f"rank 0 is not there: {OTHER_USER}")
                 _enable_keepalive(writer)
                 writer.write(f"{token} {self._rank}\n".encode())
                 if (answer := await reader.readline()) != b"welcome\n":
@@ -382,14 +403,24 @@ def _parse_message(line: bytes, size: int) -> tuple[str, int]:
     return keyword, int(rank)
 
 
-def _address_of_peer(writer: asyncio.StreamWriter) -> str:
-    address = writer.get_extra_info("peername")  # None if the peer has gone
-    return format_address(*address[:2]) if address else ""
+def _listen_for_user() -> tuple[socket.socket, str]:
+    """Opens a listening unix socket in the abstract namespace. Returns it, and what the other ranks are told."""
+    listening = socket.socket(socket.AF_UNIX)
+    name = f"gradwire-group-{secrets.token_hex(16)}"
+    try:
+        listening.bind(f"\0{name}")
+        listening.listen(socket.SOMAXCONN)
+    except OSError:
+        listening.close()
+        raise
+    return listening, f"{ABSTRACT}{name}"
 
 
 def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
     """Has the kernel probe the peer's host while the connection is idle; see tcp(7)."""
     connection = writer.get_extra_info("socket")
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", KEEPALIVE_INTERVAL_S),

@@ -63,12 +63,14 @@ class HostIdentity:
 
     memory: equal for two processes if and only if they can share memory.
     network: equal for two processes if and only if they reach each other on the loopback address.
-    insecure: whether the process allows connections to other hosts without credentials.
+    insecure: whether the process allows connections to other hosts and users without credentials.
+    user: as which the process runs.
     """
 
     memory: str
     network: str
     insecure: bool = False
+    user: int = -1
 
     @classmethod
     def here(cls, *, insecure: bool = False) -> Self:
@@ -79,7 +81,7 @@ class HostIdentity:
         # gradwire's shared memory has no name, but is opened through /proc; MPI's is in /dev/shm.
         with suppress(OSError):
             memory = f"{boot} /dev/shm:[{os.stat('/dev/shm').st_dev}] "
-        return cls(f"{memory}{pid} {user} user {os.geteuid()}", f"{boot} {network}", insecure)
+        return cls(f"{memory}{pid} {user} user {os.geteuid()}", f"{boot} {network}", insecure, os.geteuid())
 
     def to_json(self) -> str:
         """Returns the value for the store."""
@@ -93,7 +95,7 @@ class HostIdentity:
             ProcessGroupError: `text` is something else.
         """
         try:
-            return cls(*parse_list(text, str, str, bool))
+            return cls(*parse_list(text, str, str, bool, int))
         except ValueError:
             raise ProcessGroupError(unexpected_value(text, "the identity of a rank's host")) from None
 
@@ -128,7 +130,9 @@ def gather_hosts(
 
 
 def insecure_problem(hosts: Sequence[HostIdentity], what: str, ranks: Sequence[int] = ()) -> str:
-    """Returns why ranks must not be connected without credentials: on several hosts, all of them must allow it.
+    """Returns why ranks must not be connected without credentials; empty if they may be.
+
+    On several hosts, or as several users of one, all of them must allow it.
 
     Args:
         hosts: those of the ranks.
@@ -140,13 +144,16 @@ def insecure_problem(hosts: Sequence[HostIdentity], what: str, ranks: Sequence[i
     """
     pairs = zip(ranks or range(len(hosts)), hosts, strict=True)
     refusing = [str(rank) for rank, host in pairs if not host.insecure]
-    if can_share_loopback(hosts) or not refusing:
+    users = sorted({host.user for host in hosts})
+    if not refusing or (can_share_loopback(hosts) and len(users) == 1):
         return ""
+    why = "are on several hosts (or in containers with networks of their own)"
+    if can_share_loopback(hosts):
+        why = f"run as several users of one host ({', '.join(map(str, users))})"
     return (
-        f"the ranks are on several hosts (or in containers with networks of their own), and {what} connects them "
-        "without encryption and authentication, so anyone on the network could take part. On a network that you "
-        f"trust, pass insecure=True to gradwire.c10d.init_process_group, or set {INSECURE_VARIABLE}=1 in the "
-        f"environment, on every rank; not allowed by: rank {', '.join(refusing)}"
+        f"the ranks {why}, and {what} connects them without encryption and authentication, so anyone there could "
+        f"take part. On a network that you trust, pass insecure=True to gradwire.c10d.init_process_group, or set "
+        f"{INSECURE_VARIABLE}=1 in the environment, on every rank; not allowed by: rank {', '.join(refusing)}"
     )
 
 

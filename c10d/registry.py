@@ -23,6 +23,7 @@ from ..torch_internals import (
     backend_names,
     register_group_backend,
 )
+from .addresses import allows_insecure
 from .collectives import Collectives
 from .dynamo import exclude_from_dynamo
 from .engines.base import Engine, EngineFactory, Setup
@@ -32,7 +33,9 @@ from .group_options import GroupOptions
 from .operation_runner import OperationRunner
 from .point_to_point import PointToPoint
 from .process_group import ProcessGroup
+from .stores.describe import is_insecure_store, store_credentials
 from .stores.prefix import PrefixStore
+from .stores.sealed import SealedStore, seal
 from .torch_types import TorchStore
 from .work import GroupWork
 
@@ -98,7 +101,33 @@ class GroupFactory:
             raise TypeError(f"pg_options is {group_options!r}: give gradwire.c10d.GroupOptions")
         group_options = group_options or GroupOptions()
         # From torch 2.14 on, init_process_group has the argument itself.
-        if group_options.enable_reconfigure or getattr(options, "enable_reconfigure", False):
+        enable_reconfigure = group_options.enable_reconfigure or getattr(options, "enable_reconfigure", False)
+        store = options.store
+        sealed = seal(store, store_credentials(store), insecure=allows_insecure(is_insecure_store(store)))
+        options = _BackendOptions(
+            store=sealed,
+            group_rank=options.group_rank,
+            group_size=options.group_size,
+            timeout=options.timeout,
+            group_id=options.group_id,
+            global_ranks_in_group=options.global_ranks_in_group,
+        )
+        close = sealed.close if isinstance(sealed, SealedStore) and sealed is not store else None
+        try:
+            group = self._make(options, group_options, enable_reconfigure=enable_reconfigure)
+        except BaseException:
+            if close is not None:
+                close()
+            raise
+        if close is not None:
+            group.add_close_callback(close)
+        return group
+
+    def _make(
+        self, options: "_BackendOptions", group_options: GroupOptions, *, enable_reconfigure: bool
+    ) -> ProcessGroup:
+        """Makes a group, of which only one without ranks is not connected yet."""
+        if enable_reconfigure:
             if self.cannot_reconfigure:
                 raise UnsupportedOperationError(self.name, "form groups anew", self.cannot_reconfigure)
             group_options = group_options.with_reconfigure(enabled=False)  # parts of the group get these options

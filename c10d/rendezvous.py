@@ -9,7 +9,7 @@ from typing import final
 import torch.distributed
 
 from ..errors import RendezvousError, RendezvousNetworkError, StoreError, StoreNetworkError
-from .addresses import format_address, require_trusted
+from .addresses import allows_insecure, format_address, require_trusted
 from .registration import GroupKind, Registration
 from .rendezvous_url import StoreAddress, parse_url
 from .security import Credentials
@@ -116,7 +116,7 @@ def rendezvous(
         if not isinstance(store, TorchStore):
             raise TypeError(f"the store is {store!r}: give a torch.distributed.Store, such as a TCPStore")
         address = StoreAddress("the store", "given").with_identity(rank, world_size).checked(dynamic=dynamic)
-        sealed = seal(store, credentials)
+        sealed = seal(store, credentials, insecure=allows_insecure(insecure))
         close = sealed.close if isinstance(sealed, SealedStore) else _nothing
         return _register(address, sealed, close, name, kind)
     address = parse_url("env://" if url is None else url).with_identity(rank, world_size)
@@ -157,7 +157,7 @@ def _open(
         file = FileStore(address.path, address.world_size, timeout=seconds)
         return seal(file, credentials), file.close
     if address.launcher_attempt is not None and not address.runs:
-        return _open_launcher_store(address, seconds, credentials)
+        return _open_launcher_store(address, seconds, insecure, credentials)
     tcp = TCPStore(
         address.host,
         address.port,
@@ -181,7 +181,7 @@ def _require_trusted(address: StoreAddress, trusted: bool, action: str, kind: Gr
 
 
 def _open_launcher_store(
-    address: StoreAddress, seconds: float, credentials: Credentials | None
+    address: StoreAddress, seconds: float, insecure: bool, credentials: Credentials | None
 ) -> tuple[TorchStore, Callable[[], None]]:
     """Opens this attempt's part of torchrun's store. Returns it, and a function that closes it."""
     try:
@@ -197,7 +197,7 @@ def _open_launcher_store(
         raise StoreNetworkError(
             f"torchrun's store does not answer on {where}: {str(error).splitlines()[0]}"
         ) from error
-    sealed = seal(launcher_store, credentials)
+    sealed = seal(launcher_store, credentials, insecure=allows_insecure(insecure))
     attempt = _part_of_attempt(sealed, address)
     return attempt, sealed.close if isinstance(sealed, SealedStore) else attempt.close
 

@@ -42,6 +42,9 @@ MIN_SWEPT_AGE_S: Final = 60.0
 MAX_SWEPT: Final = 256
 """Files that one process looks at when it sweeps."""
 
+SECRET_BYTES: Final = 32
+
+_SECRET_NAME: Final = "secret"
 _TEMPORARY: Final = "/tmp"
 _BY_DESCRIPTOR: Final = "/proc/self/fd/"
 _FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -150,6 +153,22 @@ class SocketDirectory:
                 with suppress(OSError):
                     self._remove_if_dead(name)
 
+    def secret(self) -> str:
+        """Returns what only processes of this user on this host know: random, and the same in all of them."""
+        path = f"{self.by_descriptor}/{_SECRET_NAME}"
+        with self.lock():
+            file = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, stat.S_IRUSR | stat.S_IWUSR
+            )
+            with os.fdopen(file, "r+") as opened:
+                found = opened.read()
+                if len(found) != 2 * SECRET_BYTES:  # it is new, or its maker was killed here
+                    found = secrets.token_hex(SECRET_BYTES)
+                    opened.seek(0)
+                    opened.truncate()
+                    opened.write(found)
+                return found
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Context manager in which no other process gives sockets other names."""
@@ -175,40 +194,52 @@ class SocketDirectory:
 class SocketFile:
     """The file of a listening socket, which is there from when the socket is bound until `remove`."""
 
-    def __init__(self, directory: SocketDirectory) -> None:
-        """Chooses a name that no other socket has."""
-        name = f"{os.getpid()}-{secrets.token_hex(8)}.sock"
+    def __init__(self, directory: SocketDirectory, name: str = "") -> None:
+        """Makes nothing yet.
+
+        Args:
+            directory: where the socket is to be.
+            name: of the socket, if others know it; by default one that no other socket has.
+        """
+        name = name or f"{os.getpid()}-{secrets.token_hex(8)}.sock"
         self._directory = directory
         self.path = f"{directory.path}/{name}"
         """Where others find the socket: see `SocketDirectory.reach`."""
         self.bind_path = f"{directory.by_descriptor}/{name}"
         """Where the socket is to be bound."""
-        self._inode = 0
-        """That of the file, once it has a name that another socket may get; 0 before."""
+        self._made: tuple[int, int] | None = None
+        """Inode and time of the file, if another socket may get its name; else None."""
 
     def restrict(self) -> None:
         """Lets only this user use the socket, which has just been bound."""
         os.chmod(self.bind_path, stat.S_IRWXU)
 
-    def rename(self, name: str) -> None:
-        """Gives the socket, on which this process listens, a name that others know.
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Context manager in which this process binds a socket with a name that others know, and listens.
 
         Raises:
             FileExistsError: another process listens on a socket with this name.
         """
-        path = f"{self._directory.by_descriptor}/{name}"
         with self._directory.lock():
-            if os.path.lexists(path) and is_listening(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self._directory.path}/{name}")
-            os.rename(self.bind_path, path)
-            self._inode = os.stat(path).st_ino
-        self.path, self.bind_path = f"{self._directory.path}/{name}", path
+            if os.path.lexists(self.bind_path):
+                if is_listening(self.bind_path):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.path)
+                os.unlink(self.bind_path)  # of a process that was killed
+            yield
+            self.restrict()
+            self._made = self._identify()
 
     def remove(self) -> None:
         """Removes the file, if it is there, and is still this one."""
         with self._directory.lock(), suppress(FileNotFoundError):
-            if self._inode in (0, os.stat(self.bind_path).st_ino):
+            if self._made in (None, self._identify()):
                 os.unlink(self.bind_path)
+
+    def _identify(self) -> tuple[int, int]:
+        """Returns inode and time of the file; another file may get the inode of one that has been removed."""
+        status = os.stat(self.bind_path)
+        return status.st_ino, status.st_mtime_ns
 
 
 def is_listening(path: str) -> bool:

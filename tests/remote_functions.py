@@ -4,6 +4,7 @@ import contextlib
 import gc
 import inspect
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -127,3 +128,13 @@ def many_operations(count: int) -> None:
 def die() -> None:
     """Ends this worker's process at once, without any clean-up."""
     os._exit(3)
+
+
+def connect_to(host: str, port: int, seconds: float | None = 20) -> socket.socket:
+    """Connects to an address of a failure detector: `@` and a name are a unix socket in the abstract namespace."""
+    if not host.startswith("@"):
+        return socket.create_connection((host, port), seconds)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(seconds)
+    connection.connect(f"\0{host[1:]}")
+    return connection

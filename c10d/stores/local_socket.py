@@ -26,33 +26,26 @@ class LocalSocket:
 
     Args:
         listen: has the server listen on an address of gRPC.
+        host: that of the server, for messages.
+        port: by which clients find the socket.
 
     Raises:
+        StoreNetworkError: another store of this user has the port.
         StoreError: there is no directory that only this user can use.
     """
 
-    def __init__(self, listen: Callable[[str], object]) -> None:
+    def __init__(self, listen: Callable[[str], object], host: str, port: int) -> None:
         try:
-            self._file = SocketFile(SocketDirectory.of_this_user())
-        except UnsafePathError as error:
-            raise StoreError(f"a store without credentials cannot listen for this user only: {error}") from error
-        listen(f"{UNIX_SCHEME}{self._file.bind_path}")
-        self._file.restrict()
-
-    def publish(self, host: str, port: int) -> None:
-        """Lets clients find the socket by a port. Raises StoreNetworkError if another store has it.
-
-        Args:
-            host: that of the server, for the message.
-            port: the port.
-        """
-        try:
-            self._file.rename(store_socket_name(port))
+            self._file = SocketFile(SocketDirectory.of_this_user(), store_socket_name(port))
+            with self._file.claim():
+                listen(f"{UNIX_SCHEME}{self._file.bind_path}")
         except FileExistsError as error:
             raise StoreNetworkError(
                 f"a store cannot listen on {format_address(host, port)}: {os.strerror(errno.EADDRINUSE)} "
                 "(EADDRINUSE): another store of this user has this port"
             ) from error
+        except UnsafePathError as error:
+            raise StoreError(f"a store without credentials cannot listen for this user only: {error}") from error
 
     def remove(self) -> None:
         """Removes the socket."""

@@ -1,5 +1,8 @@
 """A store that encrypts the values of another store, whose server lets everybody read and write, as torch's does.
 
+The key is derived from the job's token. Without a token, that of a store which only processes of one host reach is
+derived from a secret that the user's processes on this host share (`SocketDirectory.secret`).
+
 Who reaches such a server can still delete keys, put back earlier values of the same keys, and change numbers. That
 can stop a job, but reveals nothing, and nobody reads what no process of the job has written.
 """
@@ -8,15 +11,18 @@ import os
 import re
 import struct
 import threading
+from contextlib import suppress
 from typing import Any, cast, final
 
 from ...errors import StoreError
 from ...proto.v1 import store_pb2
 from ...proto.v1.store_pb2 import Operation, Outcome
+from ..addresses import is_loopback
 from ..security import Credentials
-from ..torch_types import TorchStore
+from ..torch_types import TorchFileStore, TorchStore, TorchTCPStore
+from ..user_sockets import SocketDirectory
 from .base import Store
-from .describe import innermost_store
+from .describe import describe_store, innermost_store
 from .hash import HashStore
 from .tcp import TCPStore
 from .torch_store import execute
@@ -36,20 +42,48 @@ MAX_COMPARE_ROUNDS = 1000
 """Attempts at one compare_set, each of which fails because another process has changed the value meanwhile."""
 
 
-def seal(store: TorchStore, credentials: Credentials | None) -> TorchStore:
-    """Returns a store with sealed values, if there is a token and the store's own connections do not use it.
+def seal(store: TorchStore, credentials: Credentials | None, *, insecure: bool = False) -> TorchStore:
+    """Returns a store with sealed values, if those of the store need that and the processes share a secret.
 
     Args:
         store: any store.
         credentials: those of the job; None without. Certificates have no secret that all processes share.
+        insecure: whether everybody who reaches the store is trusted, if there is no token.
+
+    Raises:
+        StoreError: this user's secret cannot be read or made.
     """
-    under = innermost_store(store)
-    protects_itself = isinstance(under, HashStore) or (
-        isinstance(under, TCPStore) and under.credentials is not None
-    )
-    if credentials is None or credentials.token is None or protects_itself or isinstance(store, SealedStore):
+    if _is_protected(store):
         return store
-    return SealedStore(store, credentials)
+    if credentials is not None and credentials.token is not None:
+        return SealedStore(store, credentials)
+    if insecure or not _is_open_to_other_users(innermost_store(store)):
+        return store
+    try:
+        secret = SocketDirectory.of_this_user().secret()
+    except OSError as error:
+        raise StoreError(
+            f"{describe_store(store)} is open to other users of this host, and no secret can be shared to protect "
+            f"what is in it: {error}"
+        ) from error
+    return SealedStore(store, Credentials(token=secret), is_of_user=True)
+
+
+def _is_protected(store: Any) -> bool:
+    """Returns whether the values of a store need no sealing, whatever the credentials."""
+    while hasattr(store, "underlying_store"):
+        if isinstance(store, SealedStore):
+            return True
+        store = store.underlying_store
+    return isinstance(store, HashStore) or (isinstance(store, TCPStore) and store.credentials is not None)
+
+
+def _is_open_to_other_users(store: Any) -> bool:
+    """Returns whether a store is torch's, and processes of this host use it, of whatever user."""
+    if isinstance(store, TorchTCPStore) and not isinstance(store, Store):
+        with suppress(StoreError):
+            return is_loopback(store.host)
+    return isinstance(store, TorchFileStore)
 
 
 @final
@@ -60,17 +94,19 @@ class SealedStore(Store):
     keys. Keys, and values that are decimal numbers, are not encrypted.
     """
 
-    def __init__(self, store: TorchStore, credentials: Credentials) -> None:
+    def __init__(self, store: TorchStore, credentials: Credentials, *, is_of_user: bool = False) -> None:
         """Makes a view.
 
         Args:
             store: any torch.distributed.Store, gradwire's or not.
             credentials: a token.
+            is_of_user: whether the token is not the job's, but the user's. Then it is used for nothing else.
         """
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._store = cast(Any, store)  # torch's stubs lack timeout, clone and has_extended_api
-        self.credentials = credentials
+        self.credentials = None if is_of_user else credentials
+        self._token = credentials
         self._cipher = AESGCM(credentials.derive_key("store values", 32))
         self._own_clone: Store | None = None
         self._closed_event = threading.Event()
@@ -88,8 +124,7 @@ class SealedStore(Store):
     def clone(self) -> "SealedStore":
         """Makes a view of a clone of the underlying store; both are closed together."""
         under = self._store.clone()
-        assert self.credentials is not None
-        twin = SealedStore(under, self.credentials)
+        twin = SealedStore(under, self._token, is_of_user=self.credentials is None)
         twin.set_timeout(self.timeout)
         twin._own_clone = under if isinstance(under, Store) else None
         return twin
@@ -172,6 +207,12 @@ class SealedStore(Store):
                 return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], key.encode()), rest
         except (struct.error, InvalidTag):
             pass
+        if self.credentials is None:
+            raise StoreError(
+                f"the value of {key!r} is not sealed with the secret of user {os.geteuid()}: another user of this "
+                "host has written it; or a process of the job has that runs in another container, or with another "
+                "XDG_RUNTIME_DIR: set that alike, or give all of them credentials, as by GRADWIRE_TOKEN"
+            )
         raise StoreError(
             f"the value of {key!r} is not sealed with this job's token: a process without the token, or with "
             "another one, has written it"

@@ -149,13 +149,11 @@ class StoreServer:
         if identity is not None:
             credentials = identity.grpc_server_credentials(partial(self.audit.connect, LISTENER))
         try:
-            if identity is None and _includes_loopback(host):
-                self._socket = LocalSocket(server.add_insecure_port)
-            is_local = self._socket is not None and is_loopback(host)
+            is_local = identity is None and is_loopback(host)
             bound = _bind(self._reserve if is_local else partial(_add_port, server, credentials), host, port)
             note_listener(self, bound, *resolve(host))
-            if self._socket is not None:
-                self._socket.publish(host, bound)
+            if identity is None and (is_local or _is_wildcard(host)):
+                self._socket = LocalSocket(server.add_insecure_port, host, bound)
         except BaseException:
             await server.stop(None)
             self._release_addresses()
@@ -378,9 +376,8 @@ def _wake_all(waiters: dict[asyncio.Future[None], None]) -> None:
             waiter.set_result(None)
 
 
-def _includes_loopback(host: str) -> bool:
-    """Returns whether who listens on a host can be reached at a loopback address."""
-    return is_loopback(host) or (is_numeric(host) and ipaddress.ip_address(host).is_unspecified)
+def _is_wildcard(host: str) -> bool:
+    return is_numeric(host) and ipaddress.ip_address(host).is_unspecified
 
 
 def _add_port(server: grpc.aio.Server, credentials: grpc.ServerCredentials | None, address: str, port: int) -> int:

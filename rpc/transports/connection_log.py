@@ -2,10 +2,10 @@
 
 import logging
 
+from ...c10d.socket_peers import address_of_peer
 from ...c10d.user_sockets import UNIX_SCHEME
 from ..contracts.worker import WorkerInfo
 from .grpc_calls import StreamParts
-from .socket_peers import address_of_peer
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = ["log_connection"]

@@ -21,9 +21,9 @@ from ...c10d.addresses import format_address, is_tcp_address
 from ...c10d.inheritance import ABSTRACT_PREFIX, note_listener, note_peer
 from ...c10d.listening import PortRange
 from ...c10d.security import Audit, Identity, printable, worker_host_name
+from ...c10d.socket_peers import address_of_peer, has_left, is_of_same_user
 from ...proto.v1 import agent_pb2
 from ..contracts.worker import WorkerInfo
-from .socket_peers import address_of_peer, has_left, is_of_same_user
 from .tls_socket import AnySocket, TlsSocket
 
 __all__ = [

@@ -21,7 +21,7 @@ from itertools import compress, repeat, starmap
 from typing import Any, TypeAlias, cast, final
 
 from ...c10d.security import certified_names
-from .socket_peers import address_of_peer
+from ...c10d.socket_peers import address_of_peer
 
 __all__ = ["AnySocket", "TlsSocket"]
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 
 from tests.audit_records import events, record_all, the_event
 from tests.certificates import OTHER_TOKEN, TOKEN
-from tests.remote_functions import wait_until
+from tests.remote_functions import connect_to, wait_until
 
 EVIL = "\x1b[31mred\x07\r\nevent=authenticate \u202eesrever\x00\u2028"
 
@@ -298,7 +299,7 @@ def detector(request, monkeypatch) -> Iterator[tuple[FailureDetector, tuple[str,
 
 def say(address: tuple[str, int], data: bytes) -> None:
     """Sends bytes on a new connection, and waits until it is closed."""
-    with socket.create_connection(address, 20) as connection, contextlib.suppress(ConnectionError):
+    with connect_to(*address) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(data)
         while connection.recv(4096):
             pass
@@ -316,7 +317,7 @@ def test_a_failure_detector_records_who_connects(detector, caplog):
     wait_until(lambda: counts().get("deny") == 1)
     denied = the_event(caplog, event="deny", listener="failure_detector")
     assert denied["owner"] == "rank 0"
-    assert denied["peer"].startswith("127.0.0.1:")
+    assert denied["peer"].startswith(("127.0.0.1:", f"unix:pid={os.getpid()},uid={os.geteuid()}"))
     assert denied["reason"] == "it has not said the token" or "SSL" in denied["reason"]
     assert token not in caplog.text
 
@@ -339,7 +340,7 @@ def test_a_failure_detector_records_its_limit(detector, caplog, monkeypatch):
 
 def test_who_only_looks_whether_a_detector_listens_is_not_denied(detector):
     first, address, _ = detector
-    socket.create_connection(address, 20).close()
+    connect_to(*address).close()
     counts = first.audit.counts
     wait_until(lambda: counts()["failure_detector"]["connect"] == 2 and not first._unadmitted)
     assert "deny" not in counts()["failure_detector"]

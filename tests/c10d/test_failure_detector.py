@@ -19,7 +19,7 @@ from gradwire.errors import ProcessGroupError, StoreTimeoutError
 
 from tests.c10d.members import everywhere
 from tests.certificates import make_authority, write
-from tests.remote_functions import wait_until
+from tests.remote_functions import connect_to, wait_until
 
 notices: "queue.Queue[tuple[str, int, str]]" = queue.Queue()
 here: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def test_closing_ends_all_threads(detectors):
 
 def connect_and_send(path: Path, say: str) -> bytes:
     host, port, word = json.loads(FileStore(str(path)).get("address"))
-    with socket.create_connection((host, port)) as connection:
+    with connect_to(host, port) as connection:
         connection.sendall(say.format(word=word).encode())
         return connection.recv(64)
 
@@ -168,7 +168,7 @@ def test_connections_without_the_token_are_refused(detectors, tmp_path, say):
 def connect_idle_and_count_closed(path: Path, count: int) -> int:
     """Connects without a token; returns how many connections the detector closes."""
     host, port, _ = json.loads(FileStore(str(path)).get("address"))
-    idle = [socket.create_connection((host, port), 20) for _ in range(count)]
+    idle = [connect_to(host, port) for _ in range(count)]
     closed = 0
     for connection in idle:
         with connection, contextlib.suppress(ConnectionError):
@@ -266,7 +266,7 @@ def test_a_certificate_of_the_same_ca_for_something_else_is_refused(workers, tmp
 
 def test_a_rank_that_does_not_connect_is_named(tmp_path):
     store = FileStore(str(tmp_path / "store"))
-    store.set("host/1", json.dumps(["another", "host", True]))
+    store.set("host/1", json.dumps(["another", "host", True, 0]))
     with pytest.raises(ProcessGroupError, match=r"within 0.1 s: .*these ranks have not connected: \[1\]"):
         FailureDetector(store, 0, 2, 0.1, insecure=True, on_lost=print, on_left=print)
     empty = FileStore(str(tmp_path / "empty"))

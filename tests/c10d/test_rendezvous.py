@@ -123,7 +123,7 @@ def test_torchrun(attempts, workers):
         os.environ.update(environment | {"TORCHELASTIC_RESTART_COUNT": attempt})
         found = rendezvous()
         assert isinstance(found.store, PrefixStore)
-        assert isinstance(found.store.underlying_store, torch.distributed.TCPStore)
+        assert isinstance(innermost_store(found.store), torch.distributed.TCPStore)
         counted = found.store.add("count", 1)
         found.store.delete_key("gradwire/rendezvous/rank/0")  # the second attempt is another process
         found.close()

@@ -386,8 +386,7 @@ def answering(request) -> Iterator[int]:
     handlers = {method: grpc.unary_unary_rpc_method_handler(execute)}
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
     port = free_port()
-    listening = LocalSocket(server.add_insecure_port)
-    listening.publish("127.0.0.1", port)
+    listening = LocalSocket(server.add_insecure_port, "127.0.0.1", port)
     server.start()
     yield port
     server.stop(None).wait()

@@ -123,19 +123,18 @@ def test_a_directory_that_another_user_has_made_first_does_not_keep_anybody_from
 
 def test_two_stores_do_not_get_one_name(runtime, listener):
     directory = SocketDirectory.of_this_user()
-    files = [SocketFile(directory) for _ in range(3)]
-    name = store_socket_name(29500)
-    listen(files[0], listener)
-    files[0].rename(name)
-    with socket.socket(socket.AF_UNIX) as second:
-        listen(files[1], second)
-        with pytest.raises(FileExistsError):
-            files[1].rename(name)
+    first, second = (SocketFile(directory, store_socket_name(29500)) for _ in range(2))
+    with first.claim():
+        listen(first, listener)
+    with socket.socket(socket.AF_UNIX) as other:
+        with pytest.raises(FileExistsError), second.claim():
+            pass
         listener.close()  # as if its process had been killed
-        files[1].rename(name)
-        files[0].remove()
-        assert is_listening(directory.reach(f"{directory.path}/{name}"))
-        files[1].remove()
+        with second.claim():
+            listen(second, other)
+        first.remove()
+        assert is_listening(directory.reach(second.path))
+        second.remove()
     assert os.listdir(directory.path) == []
 
 

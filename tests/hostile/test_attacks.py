@@ -10,6 +10,7 @@ from gradwire.c10d import FileStore, TCPStore
 from gradwire.c10d.engines.mpi.pmi import PmiServer
 from gradwire.c10d.event_loop import acquire_event_loop
 from gradwire.c10d.failure_detector import FailureDetector
+from gradwire.c10d.user_sockets import SocketDirectory, store_socket_name
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.transports.sockets import OfferedSocket
 
@@ -69,8 +70,10 @@ def test_a_store_answers_its_own(tmp_path):
         with TCPStore("127.0.0.1", 0, is_master=True, credentials=given) as store:
             store.set("the key", "")
             store.queue_push("q", "the item")
-            assert b"the key" in answer(("127.0.0.1", store.port), said["store"], tls)
-            assert b"the item" in answer(("127.0.0.1", store.port), said["queue"], tls)
+            path = f"{SocketDirectory.of_this_user().path}/{store_socket_name(store.port)}"
+            address = path if given is None else ("127.0.0.1", store.port)
+            assert b"the key" in answer(address, said["store"], tls)
+            assert b"the item" in answer(address, said["queue"], tls)
 
 
 def test_a_failure_detector_welcomes_its_word(tmp_path):
@@ -83,7 +86,8 @@ def test_a_failure_detector_welcomes_its_word(tmp_path):
         other.set("host/1", other.get("host/0"))
         other.wait(["address"], timedelta(seconds=60))
         host, port, word = json.loads(other.get("address"))
-        assert answer((host, port), openings(b"", "", word=word)["failure detector"]) == b"welcome\n"
+        address = f"\0{host[1:]}" if host.startswith("@") else (host, port)
+        assert answer(address, openings(b"", "", word=word)["failure detector"]) == b"welcome\n"
         thread.join()
         made[0].close()
 

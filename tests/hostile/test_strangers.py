@@ -3,21 +3,33 @@
 Nor does he keep anybody from starting. The victims run as root, and as an ordinary user.
 """
 
+import ctypes
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from gradwire import c10d, rpc
 from gradwire.c10d import TCPStore
 from gradwire.errors import StoreNetworkError
 
+from tests.c10d.members import total
 from tests.hostile.attacks import NOBODY, become
 from tests.hostile.listeners import find_listeners
+from tests.ports import free_port as choose_port
+from tests.remote_functions import add, wait_until
 from tests.workers import Worker
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become other users")
 
 ROOT, SOMEBODY = 0, 65533
+
+PR_SET_DUMPABLE = 4
+"""Of prctl(2): whether other processes of the user may look at this one."""
 
 
 def listens_first(port: int) -> None:
@@ -60,19 +72,26 @@ def call(method: str, *arguments: str) -> object:
     return getattr(kept[-1], method)(*arguments)
 
 
-def as_users(worker: Callable[..., Sequence[Worker]], users: Sequence[int]) -> Sequence[Worker]:
+def as_users(worker: Callable[..., Sequence[Worker]], users: Sequence[int], kind: str = "") -> Sequence[Worker]:
     """Starts workers of these users. Those may not read the interpreter's files, so all is loaded before."""
     started = worker(len(users))
-    pending = [each.start(change_user, user) for each, user in zip(started, users, strict=True) if user != ROOT]
+    pending = [
+        each.start(change_user, user, kind) for each, user in zip(started, users, strict=True) if user != ROOT
+    ]
     for each in pending:
         each.result()
     return started
 
 
-def change_user(user: int) -> None:
+def change_user(user: int, kind: str) -> None:
     with TCPStore("localhost", 0, is_master=True) as master, TCPStore("127.0.0.1", master.port):
         use_store_of_another(1)
+    if kind:
+        join(kind, f"tcp://127.0.0.1:{choose_port()}", 0, 1)
+        use(kind, 0, 1)
+        leave(kind)
     become(user)
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)  # as a process that this user has started
 
 
 @pytest.mark.parametrize("victim", [ROOT, SOMEBODY])
@@ -99,3 +118,117 @@ def test_a_port_that_another_user_has_taken_keeps_nobody_from_starting(workers, 
     assert client.run(call, "get", "key") == b"value"
     host.run(call, "close")
     assert f"user {NOBODY} listens" in client.run(use_store_of_another, free_port)
+
+
+# Jobs.
+
+KINDS = ["static RPC", "dynamic RPC", "shm", "gloo"] + ["mpi"] * (find_spec("mpi4py") is not None)
+
+
+def join(kind: str, url: str, rank: int, size: int, timeout: float = 60) -> None:
+    torch.set_num_threads(1)
+    if "RPC" in kind:
+        is_static = kind == "static RPC"
+        rpc.init_rpc(
+            f"worker{rank}",
+            rank=rank,
+            world_size=size if is_static else None,
+            rpc_backend_options=rpc.RpcBackendOptions(init_method=url, init_timeout=timeout),
+        )
+    else:
+        c10d.init_process_group(kind, url, timeout, size, rank)
+
+
+def use(kind: str, rank: int, size: int) -> None:
+    if "RPC" in kind:
+        assert rpc.rpc_sync(f"worker{(rank + 1) % size}", add, (1, 2)) == 3
+    else:
+        assert total() == size * (size - 1) / 2
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, rank)
+        assert found == list(range(size))
+
+
+def leave(kind: str) -> None:
+    if "RPC" in kind:
+        rpc.shutdown()
+    else:
+        c10d.destroy_process_group()
+
+
+def pose(kind: str, url: str, rank: int) -> str:
+    """Returns the error with which another user fails to become a worker or a rank."""
+    try:
+        join(kind, url, rank, 2, 0.3)
+    except RuntimeError as error:
+        return str(error)
+    return "he is let in"
+
+
+@pytest.mark.parametrize("victim", [ROOT, SOMEBODY])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_becomes_a_worker_or_a_rank_of_the_job_of_another_user(workers, free_port, kind, victim):
+    if kind == "mpi" and victim != ROOT:
+        pytest.skip("MPI loads files when it begins, and a process can only begin once")
+    a, b = as_users(workers, [victim, victim], kind)
+    (stranger,) = as_users(workers, [NOBODY])
+    url = f"tcp://127.0.0.1:{free_port}"
+    starting = a.start(join, kind, url, 0, 2)
+    if kind == "dynamic RPC":
+        wait_until(starting.done)
+    assert "no store of this user" in stranger.run(pose, kind, url, 1)
+    b.run(join, kind, url, 1, 2)
+    starting.result()
+    assert "no store of this user" in stranger.run(pose, kind, url, 1)
+    addresses = [each.address for worker in (a, b) for each in find_listeners(worker.pid)]
+    unix = [each for each in addresses if isinstance(each, str) and not each.startswith("\0")]
+    assert set(stranger.run(try_to_connect, unix)) == {"PermissionError"}
+    for pending in [each.start(use, kind, rank, 2) for rank, each in enumerate((a, b))]:
+        pending.result()
+    for pending in [each.start(leave, kind) for each in (a, b)]:
+        pending.result()
+
+
+class Canary:
+    """Makes a directory where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self._path,)
+
+
+def join_torchs(variables: Mapping[str, str], canary: str = "") -> None:
+    """Joins a group by the store of torchrun, and gathers objects."""
+    os.environ.update(variables)
+    c10d.init_process_group("gloo", timeout=20)
+    dist.all_gather_object([None, None], Canary(canary) if canary else "value")
+
+
+def test_the_store_of_torchrun_gets_nobodys_code_run_and_shows_nothing(workers, tmp_path):
+    launcher: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(launcher.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    canary = tmp_path / "canary"
+    victim, again, other = as_users(workers, [ROOT, ROOT, ROOT])
+    (stranger,) = as_users(workers, [NOBODY], "gloo")
+    posing = stranger.start(join_torchs, {**variables, "RANK": "1"}, str(canary))
+    with pytest.raises(RuntimeError, match="not sealed with the secret of user 0: another user"):
+        victim.start(join_torchs, {**variables, "RANK": "0"}).result()
+    with pytest.raises(RuntimeError):
+        posing.result()
+    assert not canary.exists()
+    variables["TORCHELASTIC_RESTART_COUNT"] = "1"
+    pending = [
+        each.start(join_torchs, {**variables, "RANK": str(rank)}) for rank, each in enumerate((again, other))
+    ]
+    for each in pending:
+        each.result()
+    values = [launcher.get(key) for key in launcher.list_keys() if key.startswith("gradwire/attempt/1/")]
+    assert len(values) > 10
+    assert [each for each in values if each and not each.isdigit() and not each.startswith(b"\0gw1")] == []

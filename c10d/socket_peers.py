@@ -5,7 +5,7 @@ import os
 import socket
 import struct
 
-from ...c10d.addresses import format_address
+from .addresses import format_address
 
 __all__ = ["address_of_peer", "has_left", "is_of_same_user"]
 
