@@ -39,6 +39,10 @@ UNIX_SCHEME: Final = "unix:"
 MIN_SWEPT_AGE_S: Final = 60.0
 """Seconds after which a socket that refuses connections is removed. A younger one may be about to listen."""
 
+LOCK_TIMEOUT_S: Final = 5.0
+LOCK_PAUSE_S: Final = 0.002
+"""Seconds for which the directory's lock is waited for, and between two tries: flock() has no timeout."""
+
 MAX_SWEPT: Final = 256
 """Files that one process looks at when it sweeps."""
 
@@ -150,8 +154,7 @@ class SocketDirectory:
         for name in os.listdir(self._descriptor)[:MAX_SWEPT]:
             named = _NAME.fullmatch(name)
             if named and not (named[1] and os.path.exists(f"/proc/{named[1]}")):
-                with suppress(OSError):
-                    self._remove_if_dead(name)
+                self._remove_if_dead(name, MIN_SWEPT_AGE_S)
 
     def secret(self) -> str:
         """Returns what only processes of this user on this host know: random, and the same in all of them."""
@@ -171,18 +174,37 @@ class SocketDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager in which no other process gives sockets other names."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        """Context manager in which no other process claims a name.
+
+        Raises:
+            TimeoutError: a process that does so does not get on with it, since it is stopped.
+        """
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(errno.ETIMEDOUT, "a stopped process has it locked", self.path) from None
+                time.sleep(LOCK_PAUSE_S)
         try:
             yield
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def _remove_if_dead(self, name: str) -> None:
-        status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-        is_old = time.time() - status.st_mtime > MIN_SWEPT_AGE_S
-        if stat.S_ISSOCK(status.st_mode) and is_old and not is_listening(f"{self.by_descriptor}/{name}"):
-            os.unlink(name, dir_fd=self._descriptor)
+    def remove_if_dead(self, path: str) -> None:
+        """Removes the socket at which a worker has listened, if nobody listens there any more. Never waits."""
+        directory, _, name = path.rpartition("/")
+        if directory == self.path and _NAME.fullmatch(name):
+            self._remove_if_dead(name, 0.0)
+
+    def _remove_if_dead(self, name: str, min_age_s: float) -> None:
+        with suppress(OSError):
+            status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            is_old = time.time() - status.st_mtime >= min_age_s
+            if stat.S_ISSOCK(status.st_mode) and is_old and not is_listening(f"{self.by_descriptor}/{name}"):
+                os.unlink(name, dir_fd=self._descriptor)
 
     def _check(self) -> os.stat_result:
         status = os.fstat(self._descriptor)
@@ -220,6 +242,7 @@ class SocketFile:
 
         Raises:
             FileExistsError: another process listens on a socket with this name.
+            TimeoutError: a process that is stopped has the directory locked.
         """
         with self._directory.lock():
             if os.path.lexists(self.bind_path):
@@ -232,9 +255,13 @@ class SocketFile:
 
     def remove(self) -> None:
         """Removes the file, if it is there, and is still this one."""
-        with self._directory.lock(), suppress(FileNotFoundError):
-            if self._made in (None, self._identify()):
+        with suppress(FileNotFoundError, TimeoutError):  # what stays is swept
+            if self._made is None:
                 os.unlink(self.bind_path)
+                return
+            with self._directory.lock():
+                if self._made == self._identify():
+                    os.unlink(self.bind_path)
 
     def _identify(self) -> tuple[int, int]:
         """Returns inode and time of the file; another file may get the inode of one that has been removed."""
@@ -283,7 +310,9 @@ def _is_of_another_user(path: str) -> bool:
 def is_socket_path(path: str) -> bool:
     """Returns whether a path, as the kernel tells it, is that of a socket in the directory of some user."""
     directory, _, name = path.rpartition("/")
-    is_there = directory.startswith(_BY_DESCRIPTOR) or directory.rpartition("/")[2].lstrip(".").startswith("gradwire")
+    is_there = directory.startswith(_BY_DESCRIPTOR) or directory.rpartition("/")[2].lstrip(".").startswith(
+        "gradwire"
+    )
     return is_there and _NAME.fullmatch(name) is not None
 
 

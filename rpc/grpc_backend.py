@@ -126,6 +126,7 @@ def _join_dynamic(
         namesake = vacancy.wait(max(0.0, deadline - time.monotonic()))
         if namesake is not None and presence_of(namesake, where) is Presence.GONE:  # as before a restart
             log.leave(namesake.info.wire_id, PROCESS_ENDED.reason)
+            where.clean_up(namesake.address)
         epoch = log.epoch
         agent = make_agent(log.choose(name, rank), options, f"dynamic/{group}/{epoch}", roster=log)
         with shut_down_on_error(agent):

@@ -44,7 +44,7 @@ class LocalSocket:
                 f"a store cannot listen on {format_address(host, port)}: {os.strerror(errno.EADDRINUSE)} "
                 "(EADDRINUSE): another store of this user has this port"
             ) from error
-        except UnsafePathError as error:
+        except (UnsafePathError, TimeoutError) as error:
             raise StoreError(f"a store without credentials cannot listen for this user only: {error}") from error
 
     def remove(self) -> None:
@@ -110,7 +110,7 @@ def find_store(port: int) -> StoreTarget | None:
             return StoreTarget(directory, f"{directory.path}/{name}")
         except FileNotFoundError:
             continue
-        except UnsafePathError as error:
+        except (UnsafePathError, TimeoutError) as error:
             raise StoreError(f"the store on port {port} cannot be used: {error}") from error
     return None
 

@@ -5,7 +5,9 @@ from typing import final
 
 from ..channels.router import ChannelRouter
 from ..contracts.worker import WorkerInfo
+from ..membership.addresses import ListenAddress
 from ..transports.base import Transport
+from ..transports.ended import ENDED
 from ..transports.grpc_streams import GrpcStreams
 from .evictions import Evictions
 
@@ -23,6 +25,7 @@ class Connections:
         wrap: Callable[[Transport, WorkerInfo], Transport],
         router: ChannelRouter,
         evictions: Evictions,
+        where: ListenAddress,
     ) -> None:
         """Changes nothing by itself.
 
@@ -32,12 +35,14 @@ class Connections:
             wrap: wraps every transport to a worker.
             router: has the channels for payloads.
             evictions: those by this agent.
+            where: the address of this worker, beside which those of its host have theirs.
         """
         self._streams = streams
         self._transports = transports
         self._wrap = wrap
         self._router = router
         self._evictions = evictions
+        self._where = where
 
     def renew_transport(self, peer: WorkerInfo) -> None:
         """Replaces the transport to a worker by another one."""
@@ -55,6 +60,7 @@ class Connections:
     def refuse(self, peer: WorkerInfo, reason: str) -> None:
         """Lets a worker in no more."""
         self._streams.refuse(peer.wire_id, reason)
+        self._transports[peer.wire_id] = self._wrap(ENDED, peer)
 
     def drop_payloads(self, peer: WorkerInfo, reason: str, *, is_lost: bool) -> None:
         """Drops the payloads that were on their way to a worker, and from it."""
@@ -63,6 +69,10 @@ class Connections:
                 channel.drop_peer(peer.wire_id, reason)
             else:
                 channel.drop_connection(peer.wire_id, reason)
+
+    def clean_up(self, address: str) -> None:
+        """Removes the unix socket of a worker that has died."""
+        self._where.clean_up(address)
 
     def on_lease_over(self, peer: WorkerInfo, reason: str) -> None:
         """Has a worker evicted that has not come back."""

@@ -107,6 +107,9 @@ class LinkOwner(Protocol):
     def drop_payloads(self, peer: WorkerInfo, reason: str, *, is_lost: bool) -> None:
         """Drops the payloads that were on their way."""
 
+    def clean_up(self, address: str) -> None:
+        """Removes what a worker that has ended without a goodbye has left at its address."""
+
 
 @final
 class _Link:
@@ -122,7 +125,7 @@ class _Link:
         """How the connection broke, while there is none."""
         self.broke_at = 0.0
         """When it did, by the clock of the event loop."""
-        self.unsent: set[bytes] = set()
+        self.unsent: frozenset[bytes] = frozenset()
         """The beginnings of the envelopes that were queued then."""
         self.check: asyncio.TimerHandle | None = None
         """Has the worker suspected."""
@@ -247,7 +250,7 @@ class Links:
             return
         link.end = end
         link.broke_at = self._loop.time()
-        link.unsent = {*unsent}
+        link.unsent = frozenset(unsent)
         if probe_now(self._endpoint.reach, link.address) is Reach.GONE:
             self._lose_ended(link)
             return
@@ -261,7 +264,7 @@ class Links:
     def on_closed(self, peer: WorkerInfo, end: WorkerEnd, unsent: Collection[bytes] = ()) -> None:
         """Handles the end of a worker, or of all connections to it."""
         link = self._links[peer.wire_id]
-        link.unsent |= {*unsent}
+        link.unsent |= frozenset(unsent)
         if not self._is_closed and link.state is not LinkState.LOST:
             self._lose(link, end)
             if end.cause is LossCause.REFUSED:
@@ -294,7 +297,7 @@ class Links:
         self._set_absence(link, Absence(end, waits=waits))
         self._count_lease(link, self._liveness.lease, self._loop.time())
         log.warning("worker %s is suspect: %s", link.peer.name, end.reason)
-        self._listener.on_peer_suspect(link.peer, end.reason, frozenset(link.unsent), waits=waits)
+        self._listener.on_peer_suspect(link.peer, end.reason, link.unsent, waits=waits)
 
     def _lose(self, link: _Link, end: WorkerEnd) -> None:
         self._stop_healing(link)
@@ -304,8 +307,10 @@ class Links:
         self._set_absence(link, Absence(end, is_lost=True))
         self._owner.refuse(link.peer, end.reason)
         self._owner.drop_payloads(link.peer, end.reason, is_lost=True)
-        self._listener.on_peer_lost(link.peer, end, frozenset(link.unsent))
-        link.unsent.clear()
+        if not end.orderly:
+            self._owner.clean_up(link.address)
+        self._listener.on_peer_lost(link.peer, end, link.unsent)
+        link.unsent = frozenset()
 
     def _lose_ended(self, link: _Link) -> None:
         """Handles a worker whose process is gone. One that was never connected may have left in good order."""

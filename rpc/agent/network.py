@@ -163,7 +163,9 @@ class Network:
         self._listener = listener
         self.links.listen(
             listener,
-            Connections(self._streams, self._transports, self._wrap_transport, self._router, self._evictions),
+            Connections(
+                self._streams, self._transports, self._wrap_transport, self._router, self._evictions, where
+            ),
         )
         self.incoming.listen(self._router, listener)
         self._endpoint.reach = where.reach

@@ -1,7 +1,7 @@
 """The counters of an agent: calls in flight, messages and bytes."""
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -95,9 +95,9 @@ class _LinkTraffic:
         """Messages."""
         self.inline_sent = self.inline_received = 0
         """Bytes inside the messages."""
-        self.apart_sent: Counter[str] = Counter()
+        self.apart_sent: dict[str, int] = {}
         """Bytes outside them, by channel."""
-        self.apart_received: Counter[str] = Counter()
+        self.apart_received: dict[str, int] = {}
 
     def as_json(self) -> dict[str, Any]:
         """Returns the counts; channels that have carried nothing are left out."""
@@ -149,7 +149,7 @@ class TrafficStats:
             link.sent += 1
             link.inline_sent += inline
             for channel, count in apart.items():
-                link.apart_sent[channel] += count
+                link.apart_sent[channel] = link.apart_sent.get(channel, 0) + count
 
     def sent_again(self, nbytes: int) -> None:
         """Counts a payload that is sent once more, because it did not arrive."""
@@ -176,7 +176,7 @@ class TrafficStats:
                 if channel == INLINE:
                     link.inline_received += count
                 else:
-                    link.apart_received[channel] += count
+                    link.apart_received[channel] = link.apart_received.get(channel, 0) + count
 
     def counts(self) -> dict[str, int]:
         """Returns the four counts by name."""

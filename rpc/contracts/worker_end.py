@@ -82,11 +82,11 @@ class WorkerEnd:
         return cls.by_error(error if error is not None else SystemExit())
 
     @classmethod
-    def from_proto(cls, departure: agent_pb2.Departure) -> Self:
+    def from_proto(cls, departure: agent_pb2.Departure) -> "WorkerEnd":
         """Returns the end that a goodbye tells."""
         cause = next((cause for cause, kind in _KINDS.items() if kind == departure.kind), LossCause.EXIT)
         if cause is LossCause.SHUTDOWN:
-            return cls(cause, SHUT_DOWN.reason)
+            return SHUT_DOWN
         return cls(cause, departure.reason.strip() or "it ended without calling shutdown")
 
     def to_proto(self) -> agent_pb2.Departure:

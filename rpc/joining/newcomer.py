@@ -119,6 +119,7 @@ def greet(agent: GrpcAgent, roster: RosterLog, where: ListenAddress, deadline: f
                 continue  # it stays a member, which may be started again
             elif presence_of(member, where) is Presence.GONE:
                 roster.leave(worker.wire_id, PROCESS_ENDED.reason)
+                where.clean_up(member.address)
                 has_removed = True
             else:
                 _go_on_without(agent, worker, error)

@@ -68,6 +68,11 @@ class ListenAddress:
             raise UnsafePathError(f"{address!r} is not a loopback address, as it has to be without insecure=True")
         return address
 
+    def clean_up(self, address: str) -> None:
+        """Removes the unix socket of a worker whose process seems to have ended, if nobody listens there."""
+        if self.directory is not None and address.startswith(UNIX_SCHEME):
+            self.directory.remove_if_dead(address.removeprefix(UNIX_SCHEME))
+
 
 def check_consent(options: RpcBackendOptions) -> None:
     """Refuses a `host` that other machines can reach, unless the options allow it.

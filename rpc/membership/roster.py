@@ -3,18 +3,22 @@
 Nothing here waits, or knows of stores and connections: see roster_log.py for those.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, final
 
 from ...errors import RendezvousError
 from ..contracts.worker import WorkerInfo
-from .members import Member
+from .members import MAX_ID, Member
 
 __all__ = ["Departed", "Roster", "RosterError"]
 
 MAX_REASON = 500
 """Characters of the reason of a leave or an eviction that are kept."""
+
+MAX_DEPARTED = 256
+"""Incarnations of which it is known how their membership has ended: the last ones. Of others, the ids are kept."""
 
 
 class RosterError(RendezvousError):
@@ -67,7 +71,9 @@ class Roster:
         self.members: dict[int, Member] = {member.info.wire_id: member for member in first}
         """The current members by wire id."""
         self.departed: dict[int, Departed] = {}
-        """Those that are members no longer, by wire id."""
+        """The last MAX_DEPARTED of those that are members no longer, by wire id."""
+        self._retired: set[int] = set()
+        """The wire ids of all that are members no longer, in this epoch."""
         self.epoch = 0
         """The number of times that the last member of a dynamic group has left. Each epoch is a new group with all
         ids free."""
@@ -76,7 +82,7 @@ class Roster:
     @property
     def used_ids(self) -> set[int]:
         """The wire ids of all members, current and former, of this epoch."""
-        return self.members.keys() | self.departed.keys()
+        return self.members.keys() | self._retired
 
     def apply(self, entry: Mapping[str, Any]) -> None:
         """Applies the next entry of the log.
@@ -101,9 +107,20 @@ class Roster:
         else:
             raise RosterError(f"it is neither a join nor the leave of a member: {str(entry)[:200]!r}")
 
+    def _add(self, member: Member) -> None:
+        """Adds a member of a snapshot."""
+        info = member.info
+        if self.size:
+            is_sound = info.id < self.size and info.name == self._names[info.id] and self.of_rank(info.id) is None
+        else:
+            is_sound = info.wire_id == info.id and self.find(info.name) is None
+        if not is_sound or info.wire_id in self.members:
+            raise RosterError(f"{info} cannot be a member beside the others")
+        self.members[info.wire_id] = member
+
     def _join(self, member: Member) -> None:
         info = member.info
-        if info.wire_id in self.members or info.wire_id in self.departed:
+        if info.wire_id in self.members or info.wire_id in self._retired:
             raise RosterError(f"the id of {info} belongs to another worker")
         if not self.size:
             if self.find(info.name) is not None or info.wire_id != info.id:
@@ -121,9 +138,53 @@ class Roster:
 
     def _remove(self, wire_id: int, reason: str, *, evicted: bool = False) -> None:
         self.departed[wire_id] = Departed(self.members.pop(wire_id), reason, evicted)
+        self._retired.add(wire_id)
+        if len(self.departed) > MAX_DEPARTED:
+            del self.departed[next(iter(self.departed))]
         if not self.members and not self.size:
             self.epoch += 1
             self.departed.clear()
+            self._retired.clear()
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns what follows from the entries so far, for `restore`.
+
+        Of a dynamic group, it does not say how the membership of others has ended: a worker that joins has never
+        known them.
+        """
+        departed = self.departed.values() if self.size else ()
+        return {
+            "epoch": self.epoch,
+            "members": [asdict(member) for member in self.members.values()],
+            "retired": _ranges(self._retired),
+            "departed": [asdict(each) for each in departed],
+        }
+
+    def restore(self, record: Mapping[str, Any], length: int) -> None:
+        """Takes over what another worker knows after some number of entries; this roster is as it began.
+
+        Args:
+            record: what `to_record` has returned there.
+            length: the number of entries.
+
+        Raises:
+            ValueError, TypeError, LookupError: it is malformed.
+            RosterError: it contradicts itself, or what the group began with.
+        """
+        epoch, retired = record["epoch"], _from_ranges(record["retired"], length)
+        if type(epoch) is not int or not 0 <= epoch <= length:
+            raise RosterError(f"its epoch is {str(epoch)[:MAX_REASON]}")
+        restored = Roster()
+        restored.size, restored._names = self.size, self._names
+        for each in record["members"]:
+            restored._add(Member.from_record(each))
+        for each in record["departed"]:
+            end = Departed(**{**each, "member": Member.from_record(each["member"])})
+            restored.departed[end.member.info.wire_id] = end
+        if not restored.departed.keys() <= retired or restored.members.keys() & retired:
+            raise RosterError("its members and former members contradict each other")
+        self.members, self.departed = restored.members, restored.departed
+        self._retired, self.epoch = retired, epoch
 
     def find(self, name: str) -> Member | None:
         """Returns the member of this name; None without one."""
@@ -160,3 +221,21 @@ class Roster:
                 f"the other; leave rank out, or take {max(used) + 1}"
             )
         return WorkerInfo(name, rank if rank != -1 else next(i for i in range(len(used) + 1) if i not in used))
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """Returns numbers as ranges, each by its first and last number."""
+    runs = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    return [[run[0][1], run[-1][1]] for run in (list(pairs) for _, pairs in runs)]
+
+
+def _from_ranges(ranges: Sequence[Sequence[int]], most: int) -> set[int]:
+    """Returns the numbers in ranges. Raises ValueError or TypeError if they are none, or more than `most`."""
+    found: set[int] = set()
+    for first, last in ranges:
+        if not (type(first) is type(last) is int and 0 <= first <= last <= MAX_ID and last - first < most):
+            raise ValueError(f"it has a range from {first!r:.20} to {last!r:.20}")
+        found.update(range(first, last + 1))
+        if len(found) > most:
+            raise ValueError(f"more than {most} workers have left")
+    return found

@@ -4,6 +4,11 @@ Entry n is the n-th change. A worker appends an entry by compare-and-set at the 
 before it. So every entry is valid at its position, and all workers that know the same number of entries agree on
 the members.
 
+Who appends an entry also writes a snapshot of the members now and then. A worker that joins reads it, and the
+entries after it, so joining costs what the present members cost, however many there have been. The entries stay in
+the store: a position that has been taken is never free again, and a member that was stopped for long reads on.
+Workers keep no entries, and of the past only a few digests and the ids that must not be used again.
+
 A worker that joins informs the current members itself: its hello to each of them says how many entries it knows,
 with a digest of them. Members then read what is new to them in the store. They do not poll it, and go on when it
 is gone.
@@ -13,6 +18,7 @@ import contextlib
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, final
@@ -21,7 +27,7 @@ from ...c10d.torch_types import TorchStore
 from ..contracts.roster_version import RosterVersion
 from ..contracts.worker import WorkerInfo
 from .members import Member
-from .roster import Departed, Roster, RosterError
+from .roster import MAX_REASON, Departed, Roster, RosterError
 
 __all__ = ["RosterLog"]
 
@@ -30,6 +36,17 @@ LEAVE_TIMEOUT_S = 2.0
 
 MAX_ENTRY_CHARACTERS = 64 << 10
 """Characters of the longest entry; the device maps of a worker are in it."""
+
+MAX_SNAPSHOT_CHARACTERS = 64 << 20
+
+MIN_SNAPSHOT_ENTRIES = 16
+"""Entries between two snapshots at least; where there are more members, about as many as these."""
+
+MAX_READ = 256
+"""Entries that are read at a time."""
+
+MAX_DIGESTS = 256
+"""Versions that are remembered: the last ones. Who had joined before them, and is unknown here, has left."""
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +67,9 @@ class RosterLog:
         self._store = store
         self._prefix = f"rpc/static/{group}" if group else "rpc/dynamic"
         self._lock = threading.Lock()
-        self._entries: list[str] = []
-        self._versions = [RosterVersion()]
-        """The version before each entry, and the present one."""
+        self._version = RosterVersion()
+        self._digests = deque([self._version.digest], MAX_DIGESTS)
+        """Those of the last versions, up to the present one."""
         self._roster = Roster()
 
     def begin(self, first: Sequence[Member]) -> None:
@@ -68,12 +85,7 @@ class RosterLog:
     @property
     def version(self) -> RosterVersion:
         """Of the locally known prefix of the log."""
-        return self._versions[-1]
-
-    def entries(self) -> Sequence[str]:
-        """Returns the locally known prefix of the log, as JSON texts."""
-        with self._lock:
-            return tuple(self._entries)
+        return self._version
 
     def members(self) -> list[Member]:
         """Returns the members after the locally known prefix of the log."""
@@ -81,7 +93,7 @@ class RosterLog:
             return list(self._roster.members.values())
 
     def departed(self) -> dict[int, Departed]:
-        """Returns those that are members no longer after the locally known prefix of the log, by wire id."""
+        """Returns those that have left last, after the locally known prefix of the log, by wire id."""
         with self._lock:
             return dict(self._roster.departed)
 
@@ -99,11 +111,13 @@ class RosterLog:
         """Reads the store to the end of the log.
 
         Raises:
-            RosterError: an entry in the store is none.
+            RosterError: an entry in the store, or its snapshot, is none.
             Exception: what the store raises.
         """
-        while (text := self._read(position := len(self._entries))) is not None:
-            self._add(position, text)
+        if not self._version.length:
+            self._load_snapshot()
+        while self._read(MAX_READ) == MAX_READ:
+            pass
 
     def learn(self, version: RosterVersion) -> None:
         """Reads the entries that another worker knows, and that are new here. Waits for the store.
@@ -114,28 +128,81 @@ class RosterLog:
         Raises:
             RosterError: it has other entries than the store, or the store cannot be asked.
         """
-        while (position := len(self._entries)) < version.length:
+        while (position := self._version.length) < version.length:
             try:
-                stored = self._read(position)
+                count = self._read(min(MAX_READ, version.length - position))
+            except RosterError:
+                raise
             except Exception as error:
                 raise RosterError(f"the store cannot tell entry {position} of its roster: {error}") from None
-            if stored is None:
+            if not count:
                 raise RosterError(f"entry {position} of its roster is not in the store")
-            self._add(position, stored)
-        with self._lock:  # else an entry may be there, and its version not yet
-            known = self._versions[version.length]
-        if known != version:
+        with self._lock:
+            age = self._version.length - version.length
+            known = self._digests[-1 - age] if age < len(self._digests) else None
+        if known is None:
+            raise RosterError(f"its roster is {age} entries older than what is known here")
+        if known != version.digest:
             raise RosterError("its roster contradicts what is known here")
 
-    def _read(self, position: int) -> str | None:
-        """Returns an entry in the store; None if there is none yet."""
-        key = self._key(position)
-        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
+    def _read(self, most: int) -> int:
+        """Takes in the next entries in the store, `most` at most; returns their number."""
+        position = self._version.length
+        keys = [self._key(position + number) for number in range(self._count(position, most))]
+        store: Any = self._store
+        if len(keys) > 1 and store.has_extended_api():
+            entries = store.multi_get(keys)
+        else:
+            entries = [store.get(key) for key in keys]
+        for number, entry in enumerate(entries):
+            self._add(position + number, entry.decode(errors="replace"))
+        return len(keys)
+
+    def _count(self, position: int, most: int) -> int:
+        """Returns how many entries the store has from a position on, `most` at most. The log has no gap."""
+        found, beyond = 0, most + 1
+        while beyond - found > 1:
+            probed = found + max(1, min(found, (beyond - found) // 2))
+            if self._store.check([self._key(position + probed - 1)]):
+                found = probed
+            else:
+                beyond = probed
+        return found
+
+    def _load_snapshot(self) -> None:
+        """Takes over the snapshot in the store, if there is one. Raises RosterError if it is none."""
+        if not self._store.check([self._snapshot_key]):
+            return
+        text = self._store.get(self._snapshot_key).decode(errors="replace")
+        try:
+            if len(text) > MAX_SNAPSHOT_CHARACTERS:
+                raise RosterError(f"it has {len(text)} characters, of {MAX_SNAPSHOT_CHARACTERS} at most")
+            record = json.loads(text)
+            version = RosterVersion(record["length"], bytes.fromhex(record["digest"]))
+            if type(version.length) is not int or version.length < 1:
+                raise RosterError("it has no length")
+            with self._lock:
+                if self._version.length:
+                    return  # another thread has read it
+                self._roster.restore(record["roster"], version.length)
+                self._version = version
+                self._digests.clear()
+                self._digests.append(version.digest)
+        except (RosterError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise RosterError(f"the snapshot of the roster is refused: {str(error)[:MAX_REASON]}") from None
+
+    def _write_snapshot(self) -> None:
+        """Writes what is known here to the store, for workers that join. Another one may just do so, too."""
+        with self._lock:
+            version, roster = self._version, self._roster.to_record()
+        snapshot = {"length": version.length, "digest": version.digest.hex(), "roster": roster}
+        with contextlib.suppress(Exception):  # of the store: who joins reads more entries then
+            self._store.set(self._snapshot_key, json.dumps(snapshot))
 
     def _add(self, position: int, text: str) -> None:
         """Appends an entry of the store, unless it is known. Raises RosterError if it is none."""
         with self._lock:
-            if position != len(self._entries):
+            if position != self._version.length:
                 return  # another thread has read it
             try:
                 if len(text) > MAX_ENTRY_CHARACTERS:
@@ -144,8 +211,8 @@ class RosterLog:
                 self._roster.apply(entry if isinstance(entry, dict) else {})
             except (RosterError, ValueError, RecursionError) as error:
                 raise RosterError(f"entry {position} of the roster is refused: {error}") from None
-            self._entries.append(text)
-            self._versions.append(self._versions[-1].followed_by(text))
+            self._version = self._version.followed_by(text)
+            self._digests.append(self._version.digest)
 
     def choose(self, name: str, rank: int) -> WorkerInfo:
         """Returns the identity with which a worker can join: see `Roster.choose`."""
@@ -207,10 +274,22 @@ class RosterLog:
 
     def _append(self, entry: Mapping[str, Any]) -> bool:
         text = json.dumps(entry)
-        position = len(self._entries)
+        position = self._version.length
         stored = self._store.compare_set(self._key(position), "", text).decode(errors="replace")
         self._add(position, stored)
-        return stored == text
+        if stored != text:
+            return False
+        if (position + 1) % self._snapshot_interval() == 0:
+            self._write_snapshot()
+        return True
+
+    def _snapshot_interval(self) -> int:
+        """Returns the number of entries from one snapshot to the next: a power of two, with so many members."""
+        return 1 << (max(MIN_SNAPSHOT_ENTRIES, len(self._roster.members)) - 1).bit_length()
 
     def _key(self, position: int) -> str:
         return f"{self._prefix}/{position}"
+
+    @property
+    def _snapshot_key(self) -> str:
+        return f"{self._prefix}/snapshot"

@@ -249,3 +249,21 @@ def test_sockets_that_killed_processes_left_are_swept(runtime):
         assert set(os.listdir(directory.path)) == {
             os.path.basename(path) for path in (notes, alive, recent, of_this_process)
         }
+
+
+def test_a_directory_that_a_stopped_process_has_locked_keeps_nobody_waiting(runtime, listener, monkeypatch):
+    monkeypatch.setattr(user_sockets, "LOCK_TIMEOUT_S", 0.05)
+    directory = SocketDirectory.of_this_user()
+    usual, named = SocketFile(directory), SocketFile(directory, "store-1-1.sock")
+    listen(usual, listener)
+    with socket.socket(socket.AF_UNIX) as other:
+        with named.claim():
+            listen(named, other)
+        with SocketDirectory.of_this_user().lock():
+            usual.remove()  # whose name nobody else can have
+            named.remove()
+            with pytest.raises(TimeoutError, match="a stopped process has it locked"), named.claim():
+                pass
+    assert os.listdir(directory.path) == ["store-1-1.sock"]
+    named.remove()
+    assert os.listdir(directory.path) == []

@@ -27,6 +27,7 @@ from gradwire.rpc.contracts.liveness import Liveness
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.contracts.worker_end import PROCESS_ENDED, WorkerEnd
 from gradwire.rpc.joining.newcomer import greet
+from gradwire.rpc.membership.addresses import ListenAddress
 from gradwire.rpc.membership.directory import Directory
 from gradwire.rpc.membership.members import Member
 from gradwire.rpc.membership.presence import Presence
@@ -175,6 +176,9 @@ class SimulatedWorker:
 
     def refuse(self, peer: WorkerInfo, reason: str) -> None:
         self.refused[peer.wire_id] = reason
+
+    def clean_up(self, address: str) -> None:
+        pass
 
     def on_lease_over(self, peer: WorkerInfo, reason: str) -> None:
         self.evictions.evict(peer, reason)
@@ -466,7 +470,7 @@ class SimulatedGroup:
         """Has a worker that is in the log make itself known to the members, while time passes."""
         worker.open()
         worker.let_in()
-        greet(worker, worker.roster, None, float("inf"))  # type: ignore[arg-type]
+        greet(worker, worker.roster, ListenAddress(None), float("inf"))  # type: ignore[arg-type]
 
     def join(self, name: str, rank: int = -1) -> SimulatedWorker:
         """Has a worker join, or take its place again."""

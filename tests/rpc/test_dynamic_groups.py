@@ -1,12 +1,15 @@
 """Dynamic groups, whose workers join and leave at any time."""
 
+import gc
 import json
+import os
 import threading
 from dataclasses import asdict
 
 import pytest
 from gradwire import rpc
 from gradwire.c10d import HashStore
+from gradwire.c10d.user_sockets import SocketDirectory
 from gradwire.errors import RendezvousError, WorkerLostError
 from gradwire.proto.v1 import agent_pb2
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
@@ -103,6 +106,46 @@ def test_calls_to_a_worker_that_has_left(join_one):
             rpc.rpc_sync("b", add, (1, 1))
 
     a.run(check)
+
+
+def sockets_of(process: int) -> list[str]:
+    """Returns the unix sockets of a process, in the directory of this user."""
+    return [name for name in os.listdir(SocketDirectory.of_this_user().path) if name.startswith(f"{process}-")]
+
+
+def test_the_socket_of_a_killed_worker_is_removed_by_those_who_notice(join_one):
+    a, b = join_one("a"), join_one("b")
+    c = join_one("c")
+    assert len(sockets_of(b.pid)) == len(sockets_of(c.pid)) == 1
+    b.kill()
+    wait_until(lambda: not sockets_of(b.pid))
+    for worker in (a, c):  # and nobody is left to notice
+        worker.kill()
+    d = join_one("a")  # which finds the one whose name it has, and those that it greets
+    assert d.run(members) == {"a"}
+    assert not sockets_of(a.pid) + sockets_of(c.pid)
+
+
+def come_and_go(url: str, count: int) -> None:
+    for number in range(count):
+        join(f"guest{number}", url)
+        rpc.shutdown(graceful=False)
+
+
+def count_objects() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def test_workers_that_come_and_go_leave_little_behind(join_one, workers, url):
+    a = join_one("a")
+    (guest,) = workers(1)
+    guest.run(come_and_go, url, 2)
+    before = a.run(count_objects)
+    guest.run(come_and_go, url, 8)
+    a.run(wait_until, lambda: members() == {"a"})
+    # What is known of each, and of how it ended: no connections, queues or timers.
+    assert (a.run(count_objects) - before) / 8 < 25
 
 
 def threads() -> list[str]:
@@ -247,7 +290,7 @@ def test_a_forged_roster_gives_nobody_the_name_of_a_member(enter):
     a = enter("a", log)
     a.open(log.members())
     forged = Member(rpc.WorkerInfo("a", 7), "203.0.113.7:1")
-    before = log.entries()
+    before = log.version
     version = log.version.followed_by(json.dumps({"join": asdict(forged)}))
     roster = agent_pb2.RosterVersion(length=version.length, digest=version.digest)
     hello = agent_pb2.Hello(protocol_major=1, group="dynamic/group/0", worker_id=7, worker_name="a", roster=roster)
@@ -256,4 +299,4 @@ def test_a_forged_roster_gives_nobody_the_name_of_a_member(enter):
         a._network._events.run(admit)
     assert a.workers() == [a.info]
     assert a.worker("a") == a.info
-    assert log.entries() == before
+    assert log.version == before

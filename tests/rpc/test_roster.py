@@ -8,6 +8,7 @@ from functools import reduce
 import pytest
 from gradwire.c10d import HashStore
 from gradwire.errors import RendezvousError
+from gradwire.proto.v1.store_pb2 import Operation, Outcome
 from gradwire.rpc.contracts.roster_version import RosterVersion
 from gradwire.rpc.contracts.worker import WorkerInfo
 from gradwire.rpc.membership.members import Member
@@ -19,6 +20,12 @@ from hypothesis import strategies as st
 
 def member(name: str, identifier: int) -> Member:
     return Member(WorkerInfo(name, identifier), f"127.0.0.1:{1000 + identifier}", 0)
+
+
+def entries(store: HashStore) -> list[str]:
+    """Returns all entries of the log in a store."""
+    keys = [key for key in store.list_keys() if key.startswith("rpc/dynamic/") and key[-1].isdecimal()]
+    return [store.get(f"rpc/dynamic/{position}").decode() for position in range(len(keys))]
 
 
 def names(log: RosterLog) -> list[str]:
@@ -72,9 +79,120 @@ def test_all_workers_agree(steps):
             log.leave(number)
     for log in logs:
         log.catch_up()
-    assert logs[0].entries() == logs[1].entries() == logs[2].entries()
+    assert logs[0].version == logs[1].version == logs[2].version
     assert logs[0].members() == logs[1].members() == logs[2].members()
     assert len(set(names(logs[0]))) == len(logs[0].members())
+
+
+class CountingStore(HashStore):
+    """Counts the operations on a store."""
+
+    operations = 0
+
+    def _execute(self, operation: Operation, seconds: float) -> Outcome:
+        self.operations += 1
+        return super()._execute(operation, seconds)
+
+
+def churn(log: RosterLog, count: int) -> None:
+    """Has so many workers join and leave, one after the other."""
+    for number in range(count):
+        info = log.choose(f"guest{number % 3}", -1)
+        assert log.join(Member(info, "127.0.0.1:1", 0))
+        log.leave(info.wire_id)
+
+
+def test_joining_costs_what_the_present_members_cost():
+    """However many have joined and left before."""
+    costs = []
+    for count in (20, 300):
+        store = CountingStore()
+        log = RosterLog(store)
+        for number in range(20):
+            assert log.join(member(f"stays{number}", number))
+        churn(log, count)
+        assert store.operations / (20 + 2 * count) < 1.1  # a snapshot now and then
+        store.operations = 0
+        newcomer = RosterLog(store)
+        newcomer.catch_up()
+        costs.append(store.operations)
+        assert newcomer.version == log.version == version_of(entries(store))
+        assert newcomer.members() == log.members()
+        # Who has left before is not accepted again.
+        assert newcomer.choose("new", -1).id == 20 + count
+        with pytest.raises(RendezvousError, match="rank 21 is taken"):
+            newcomer.choose("new", 21)
+        store.set(f"rpc/dynamic/{newcomer.version.length}", joining("again", 21))
+        with pytest.raises(RosterError, match="the id of .* belongs to another worker"):
+            newcomer.catch_up()
+    assert max(costs) <= 16
+
+
+def test_who_was_away_for_long_reads_on():
+    store = HashStore()
+    away, log = RosterLog(store), RosterLog(store)
+    assert away.join(member("a", 0))
+    log.catch_up()
+    churn(log, 500)
+    assert not away.join(member("b", 1))  # whose position has been taken
+    away.catch_up()
+    assert away.version == log.version
+    assert names(away) == ["a"]
+    with pytest.raises(RosterError, match="is 1000 entries older than what is known here"):
+        log.learn(version_of(entries(store)[:1]))
+
+
+def test_a_static_group_is_restored_from_a_snapshot():
+    first = [member(f"worker{rank}", rank) for rank in range(3)]
+    store = HashStore()
+    log = RosterLog(store, "group")
+    log.begin(first)
+    for number in range(20):
+        rank = number % 2
+        info = log.choose(f"worker{rank}", rank)
+        assert log.join(Member(info, "127.0.0.1:1", 0))
+    assert log.evict(2, "it did not answer", log.of_rank(0).info.wire_id)
+    other = RosterLog(store, "group")
+    other.begin(first)
+    other.catch_up()
+    assert (other.version, other.members(), other.departed()) == (log.version, log.members(), log.departed())
+    assert other.choose("worker2", 2) == log.choose("worker2", 2) == WorkerInfo("worker2", 2, 23)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "{",
+        [],
+        {"length": 0},
+        {"length": "16"},
+        {"digest": "xyz"},
+        {"roster": []},
+        {"roster": {"epoch": -1}},
+        {"roster": {"members": [{"info": 3}]}},
+        {"roster": {"members": [asdict(member("a", 0)), asdict(member("a", 50))]}},
+        {"roster": {"members": [asdict(member("a", 0)), asdict(member("b", 3))]}},
+        {"roster": {"retired": [[0, 2**31]]}},
+        {"roster": {"retired": [[0, 0]]}},
+        {"roster": {"retired": [[3, "4"]]}},
+        {"roster": {"departed": [{"member": 3}]}},
+    ],
+)
+def test_what_is_no_snapshot_is_refused(change):
+    store = HashStore()
+    log = RosterLog(store)
+    assert log.join(member("a", 0))
+    churn(log, 8)
+    if isinstance(change, dict):
+        snapshot = json.loads(store.get("rpc/dynamic/snapshot"))
+        roster = change.get("roster")
+        change = snapshot | change | ({"roster": snapshot["roster"] | roster} if isinstance(roster, dict) else {})
+    store.set("rpc/dynamic/snapshot", change if isinstance(change, str) else json.dumps(change))
+    newcomer = RosterLog(store)
+    with pytest.raises(RosterError, match="the snapshot of the roster is refused") as caught:
+        newcomer.catch_up()
+    assert len(str(caught.value)) < 600
+    assert newcomer.members() == []
 
 
 def joining(name: str, identifier: int) -> str:
@@ -103,9 +221,8 @@ def test_entries_are_learned_if_the_store_has_them(known):
     assert other.join(member("c", 2))
     log.learn(other.version)
     assert names(log) == ["b", "c"]
-    log.learn(version_of(other.entries()[:2]))  # of a worker that knows less
-    assert log.entries() == other.entries()
-    assert log.version == version_of(other.entries())
+    log.learn(version_of(entries(store)[:2]))  # of a worker that knows less
+    assert log.version == other.version == version_of(entries(store))
 
 
 @pytest.mark.parametrize(
@@ -119,13 +236,13 @@ def test_entries_are_learned_if_the_store_has_them(known):
     ],
 )
 def test_entries_that_the_store_does_not_have_are_refused(known, forged):
-    _, log = known
-    before = log.entries(), log.members()
+    store, log = known
+    before = log.version, log.members()
     with pytest.raises(RosterError, match="entry 3 of its roster is not in the store"):
-        log.learn(version_of([*log.entries(), forged]))
+        log.learn(version_of([*entries(store), forged]))
     with pytest.raises(RosterError, match="contradicts what is known here"):
         log.learn(version_of([joining("a", 0), forged]))
-    assert (log.entries(), log.members()) == before
+    assert (log.version, log.members()) == before
 
 
 @pytest.mark.parametrize("digest", [b"", bytes(32), bytes(33)])
@@ -137,7 +254,7 @@ def test_who_knows_other_entries_than_the_store_is_refused(known, digest):
     assert other.join(member("c", 2))
     with pytest.raises(RosterError, match="contradicts what is known here"):
         log.learn(RosterVersion(4, digest))
-    assert log.entries() == other.entries()
+    assert log.version == other.version
     with pytest.raises(RosterError, match="entry 4 of its roster is not in the store"):
         log.learn(RosterVersion(2**64 - 1, digest))
 
@@ -180,20 +297,20 @@ def test_who_knows_other_entries_than_the_store_is_refused(known, digest):
 def test_what_is_no_entry_is_refused_wherever_it_comes_from(known, text):
     store, log = known
     store.set("rpc/dynamic/3", text)
-    before = log.entries(), log.members()
+    before = log.version, log.members()
     with pytest.raises(RosterError, match="entry 3 of the roster is refused") as caught:
         log.catch_up()
     assert len(str(caught.value)) < 500  # others are told
     with pytest.raises(RosterError, match="entry 3 of the roster is refused"):
-        log.learn(version_of([*log.entries(), text]))
+        log.learn(version_of(entries(store)))
     with pytest.raises(RendezvousError, match="entry 3 of the roster is refused"):
         log.join(member("d", 5))
-    assert (log.entries(), log.members()) == before
+    assert (log.version, log.members()) == before
 
 
 def test_nothing_is_learned_without_the_store(known):
     store, log = known
-    version = version_of([*log.entries(), joining("c", 2)])
+    version = version_of([*entries(store), joining("c", 2)])
 
     def fail(_keys):
         raise ConnectionError("it has gone")
