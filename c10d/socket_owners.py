@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, final
 
-__all__ = ["ESTABLISHED", "LISTENS", "TcpSocket", "own_inodes", "tcp_sockets", "user_of_peer", "users_listening"]
+__all__ = ["cut_off_other_users", "own_listening_ports", "user_of_peer", "users_listening"]
+
+MAX_LOOKS: Final = 3
+"""How often a socket is looked for that is not in the kernel's table."""
 
 ESTABLISHED: Final = 1
 LISTENS: Final = 10
@@ -53,28 +56,64 @@ def users_listening(port: int) -> set[int]:
 
 
 def user_of_peer(connection: socket.socket) -> int | None:
-    """Returns the user who has made the other end of a connection within this network; None if that is not known.
-
-    The kernel shows the socket of a process that has closed it as one of root. So only a socket counts that is
-    still connected after the user has been read.
-    """
+    """Returns the user at the other end of a connection within this network; None if that is not known."""
     with suppress(OSError):
-        ends = connection.getpeername()[:2], connection.getsockname()[:2]
-        before, after = _find(*ends), _find(*ends)
-        is_known = before is not None and before == after and before.state == ESTABLISHED and before.inode
-        if before is not None and is_known and not _may_stand_for_others(before.user):
-            return before.user
+        return _user_of(connection.getpeername()[:2], connection.getsockname()[:2])
     return None
 
 
-def own_inodes() -> set[int]:
-    """Returns the inodes of the sockets that this process has."""
-    found = set()
+def own_listening_ports() -> set[int]:
+    """Returns the ports on which this process listens. Raises OSError if the kernel does not tell."""
+    own = _own_descriptors()
+    return {each.local[1] for each in tcp_sockets() if each.state == LISTENS and each.inode in own}
+
+
+def cut_off_other_users(ports: set[int]) -> list[int]:
+    """Shuts down the connections that other users have made to ports of this process.
+
+    Args:
+        ports: on which this process listens at a loopback address.
+
+    Returns:
+        The users, -1 for one that is not known.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    own = _own_descriptors()
+    found = []
+    for each in list(tcp_sockets()):
+        if each.state == ESTABLISHED and each.local[1] in ports and each.inode in own:
+            user = _user_of(each.remote, each.local)
+            if user != os.geteuid():
+                found.append(-1 if user is None else user)
+                with suppress(OSError), socket.socket(fileno=os.dup(own[each.inode])) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+    return found
+
+
+def _user_of(local: _Address, remote: _Address) -> int | None:
+    """Returns the user who has made the socket with these ends; None if that is not known.
+
+    The kernel shows the socket of a process that has closed it as one of root. So only a socket counts that is
+    still connected after the user has been read. A line of its table may be missed while others change.
+    """
+    for _ in range(MAX_LOOKS):
+        before, after = _find(local, remote), _find(local, remote)
+        if before is not None and after is not None:
+            is_known = before == after and before.state == ESTABLISHED and before.inode
+            return before.user if is_known and not _may_stand_for_others(before.user) else None
+    return None
+
+
+def _own_descriptors() -> dict[int, int]:
+    """Returns the descriptors of the sockets that this process has, by inode."""
+    found = {}
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed by now
             link = os.readlink(f"/proc/self/fd/{descriptor}")
             if link.startswith("socket:["):
-                found.add(int(link[len("socket:[") : -1]))
+                found[int(link[len("socket:[") : -1])] = int(descriptor)
     return found
 
 

@@ -190,8 +190,9 @@ def test_one_host_without_set_up(workers, tmp_path):
     *members, stranger = workers(4)
     workload = Workload(members, urls("127.0.0.1"), BACKEND, [None] * 3)
     places = check_places(workload, LISTENING)
-    assert kinds(of_unix(places)) == {AGENT, SOCKETS}
-    assert {each.listener.address[0] for each in of_tcp(places)} == {"127.0.0.1"}
+    assert kinds(of_unix(places)) == {AGENT, SOCKETS, STORE, FAILURE_DETECTOR}
+    assert kinds(of_tcp(places)) == {PMI} & set(LISTENING)
+    assert {each.listener.address[0] for each in of_tcp(places)} <= {"127.0.0.1"}
     strangers = Strangers(workload, {CLEAR: None, BARE: TlsClient()}, tmp_path)
     health = Health(workload)
     # The same user may do all that the job's user may, but not by mistake.
@@ -199,7 +200,7 @@ def test_one_host_without_set_up(workers, tmp_path):
     stranger.run(become)
     outcomes = strangers.attack(stranger, places)
     denied = repr(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-    assert {each.reason for each in outcomes if each.label[0] == AGENT} == {denied}
+    assert {each.reason for each in outcomes if each.label[0] in (AGENT, STORE)} == {denied}
     for place in places:
         if place.kind == SOCKETS:
             said = openings(b"", "", workload.nonce(place.rank, (place.rank + 1) % 3))["socket"]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gradwire import c10d, rpc
 from gradwire.c10d import Credentials
 from gradwire.c10d.failure_detector import FailureDetector
+from gradwire.c10d.user_sockets import store_socket_name
 from gradwire.rpc.contracts.agent import current_agent
 
 from tests.c10d.members import total
@@ -74,7 +75,8 @@ class Workload:
         **options: Any,
     ) -> None:
         self.members = members
-        self._stores = {f":{url.rpartition(':')[2]}": STORE for url in urls}
+        ports = [int(url.rpartition(":")[2]) for url in urls]
+        self._stores = {f":{port}": STORE for port in ports} | {store_socket_name(port): STORE for port in ports}
         self._engine: frozenset[Listener] = frozenset()
         size = len(members)
         starting = [

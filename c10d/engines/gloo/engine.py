@@ -7,6 +7,7 @@ The thread that wants the result of an operation waits for it in C++. When the g
 woken by a receive that times out at once: Gloo then closes all connections of its context.
 """
 
+import logging
 import os
 import threading
 import time
@@ -31,12 +32,15 @@ from ...host_identity import (
 )
 from ...pending import CombinedOperation, OperationWithFinalStep, PendingOperation
 from ...reductions import Reduction, combine, finish, prepare
+from ...socket_owners import cut_off_other_users, own_listening_ports
 from ...stores.prefix import PrefixStore
 from ..base import Engine, Setup
 from ..memory import as_bytes, flat, join_bytes, split_bytes
 from .pending import GlooCollective, GlooMessage
 
 __all__ = ["GlooEngine"]
+
+log = logging.getLogger(__name__)
 
 _OPS: dict[str, Any] = {
     name: getattr(dist.ReduceOp, name.upper())
@@ -318,12 +322,25 @@ def _connect(store: PrefixStore, setup: Setup) -> Any:
     )
     if os.environ.get(INTERFACE_VARIABLE) and all(host.insecure for host in hosts):
         return dist.ProcessGroupGloo(store, setup.rank, setup.size, timeout)
-    address = LOOPBACK if can_share_loopback(hosts) else address_for_others(setup.store)
+    is_local = can_share_loopback(hosts)
+    ports = own_listening_ports() if is_local else set()
     gloo: Any = dist.ProcessGroupGloo  # some attributes are missing in the stubs
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]
+    options._devices = [gloo.create_device(hostname=LOOPBACK if is_local else address_for_others(setup.store))]
     options._timeout = timeout
-    return gloo(store, setup.rank, setup.size, options)
+    group = gloo(store, setup.rank, setup.size, options)
+    if is_local and len({host.user for host in hosts}) == 1:
+        _cut_off_other_users(own_listening_ports() - ports)
+    return group
+
+
+def _cut_off_other_users(ports: set[int]) -> None:
+    """Ends the connections of other users at Gloo's ports, which lets in everybody who says a number.
+
+    If one of them has taken the place of a rank, the group fails with its first operation.
+    """
+    if users := cut_off_other_users(ports):
+        log.warning("users %s of this host have connected to a process group, and are cut off", sorted(set(users)))
 
 
 def _prepared(reduction: Reduction, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

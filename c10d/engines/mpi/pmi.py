@@ -5,12 +5,14 @@ key-value space of the server. Requests are lines of `cmd=name key=value ...`, e
 protocol is version 1 of PMI's wire protocol, described in MPICH's src/pmi (simple PMI).
 
 A client's PMI_ID is a random number that rank 0 has given it through the group's store. It tells the server the
-client's rank, and clients without one are dropped. Beyond PMI, the server lets the ranks agree to finalize MPI:
-each sends the command `leave` on a connection of its own, and all are answered when all have sent it.
+client's rank, and clients without one are dropped; on one host, so are those of other users. Beyond PMI, the
+server lets the ranks agree to finalize MPI: each sends the command `leave` on a connection of its own, and all are
+answered when all have sent it.
 """
 
 import itertools
 import logging
+import os
 import secrets
 import selectors
 import socket
@@ -22,6 +24,7 @@ from typing import final
 
 from ...addresses import format_address
 from ...security import Audit
+from ...socket_owners import user_of_peer
 
 __all__ = ["PmiServer", "leave"]
 
@@ -64,9 +67,10 @@ class PmiServer:
     Args:
         listener: a listening socket.
         nodes: for each rank the number of its node; ranks on one node share memory.
+        is_of_user: whether all ranks are processes of this user on this network. Then nobody else is served.
     """
 
-    def __init__(self, listener: socket.socket, nodes: Sequence[int]) -> None:
+    def __init__(self, listener: socket.socket, nodes: Sequence[int], *, is_of_user: bool = False) -> None:
         size = len(nodes)
         self.ids = [secrets.randbelow(2**31 - 1) for _ in range(size)]
         """The PMI_ID of each rank."""
@@ -75,6 +79,7 @@ class PmiServer:
         self.name = f"gradwire-{secrets.token_hex(8)}"
         """Name of the world. MPICH derives the names of its shared memory from it."""
         self._size = size
+        self._is_of_user = is_of_user
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
@@ -136,6 +141,11 @@ class PmiServer:
             return
         peer = format_address(*address[:2])
         self.audit.connect(LISTENER, peer)
+        if self._is_of_user and (user := user_of_peer(connection)) != os.geteuid():
+            whose = f"of user {user}" if user is not None else "of an unknown user"
+            self.audit.deny(LISTENER, f"its process is {whose}", peer=peer)
+            connection.close()
+            return
         if sum(client.rank is None for client in self._clients) >= MAX_STRANGERS + self._size:
             self.audit.limit(LISTENER, f"MAX_STRANGERS={MAX_STRANGERS}", peer=peer)
             connection.close()

@@ -11,7 +11,8 @@ import ctypes
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -39,9 +40,12 @@ LEAVE_TIMEOUT_S = 10.0
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 """Variables that mpiexec sets in the environment of the processes that it starts."""
 
-LOOPBACK_INTERFACE = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
-"""Has MPICH's network libraries, UCX and libfabric, use the loopback interface only. By default they listen on all
-interfaces, even if all ranks are on one host."""
+ONE_HOST = {"UCX_TLS": "self,sm", "FI_TCP_IFACE": "lo"}
+"""Has MPICH's network libraries use shared memory only (UCX), or the loopback interface only (libfabric). By
+default they listen on all interfaces, even if all ranks are on one host, and let everybody connect."""
+
+LOCAL_SIZES = (("MPI_LOCALNRANKS", "PMI_SIZE"),)
+"""Variables in which mpiexec says how many processes it has started on this host, and how many in all."""
 
 MPIEXEC_WORLD = "mpiexec"
 """Name of the world that mpiexec makes; other worlds have random names."""
@@ -153,7 +157,9 @@ class MpiWorld:
     @classmethod
     def _of_mpiexec(cls, mpi: Any) -> Self:
         if not mpi.Is_initialized():
-            _initialize(mpi)
+            is_one_host = any(os.environ.get(local, "-") == os.environ.get(size) for local, size in LOCAL_SIZES)
+            with _environment(_for_one_host() if is_one_host else {}):
+                _initialize(mpi)
         elif mpi.COMM_WORLD.size == 1 and not under_mpiexec():
             raise ProcessGroupError(
                 "MPI has been initialized by other code in this process, without mpiexec, so its world has this "
@@ -174,7 +180,8 @@ class MpiWorld:
         server = None
         if setup.rank == 0:
             listening, host = listen(hosts, store)
-            server = PmiServer(listening, _node_numbers(hosts))
+            is_of_user = can_share_loopback(hosts) and len({each.user for each in hosts}) == 1
+            server = PmiServer(listening, _node_numbers(hosts), is_of_user=is_of_user)
             address = f"{host}:{listening.getsockname()[1]}"
             for rank, pmi_id in enumerate(server.ids):
                 store.set(f"pmi/{rank}", json.dumps([server.name, address, pmi_id]))
@@ -187,13 +194,9 @@ class MpiWorld:
             "PMI_SIZE": str(setup.size),
         }
         if can_share_loopback(hosts) and can_share_memory(hosts):  # UCX takes other ranks for those of other hosts
-            variables |= {name: value for name, value in LOOPBACK_INTERFACE.items() if name not in os.environ}
-        os.environ.update(variables)
-        try:
+            variables |= _for_one_host()
+        with _environment(variables):
             _initialize(mpi)
-        finally:  # processes that this one starts must not inherit them
-            for variable in variables:
-                del os.environ[variable]
         world = cls(mpi, name, address, pmi_id)
         world._server = server
         world.comm.Barrier()
@@ -227,6 +230,22 @@ def _initialize(mpi: Any) -> None:
             f"MPI could not be initialized for several threads (error {error}, level {provided.value}): use a "
             "library that has MPI_THREAD_MULTIPLE"
         )
+
+
+def _for_one_host() -> dict[str, str]:
+    """Returns the variables of `ONE_HOST` that the user has not set."""
+    return {name: value for name, value in ONE_HOST.items() if name not in os.environ}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context manager that sets variables, which processes that this one starts must not inherit."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for variable in variables:
+            del os.environ[variable]
 
 
 def _unlink_shared_memory() -> None:
