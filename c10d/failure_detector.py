@@ -1,9 +1,10 @@
 """Detects when a process of a group dies or leaves, and tells every rank.
 
 Engines detect a death late or never, because they do not read connections on which they expect nothing. So each
-rank keeps one more connection to rank 0, which carries nothing but goodbyes. However a process ends, the kernel
-closes its connections. If a connection ends without a goodbye, the process has died, and rank 0 tells the other
-ranks. (Processes that a rank forks, such as a DataLoader's workers, may outlive it. So they close their copies of
+rank keeps one more connection to rank 0, which carries nothing but goodbyes and failures. However a process ends,
+the kernel closes its connections. If a connection ends without a goodbye, the process has died, and rank 0 tells the
+other ranks. A rank whose group has failed says so and keeps its connection, since its process may still die.
+(Processes that a rank forks, such as a DataLoader's workers, may outlive it. So they close their copies of
 the connections.)
 
 Ranks of one user on one network are connected by a unix socket in the abstract namespace; both ends ask the kernel
@@ -28,8 +29,9 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 from ..errors import ProcessGroupError
 from .descriptors import half_of_descriptors
@@ -46,7 +48,10 @@ __all__ = ["FailureDetector"]
 DIED = "its process died or ended without leaving the group, or its host cannot be reached"
 LEFT = "left the group"
 DROPPED = "dropped the group: nothing in its program refers to it any more"
-"""Reasons why a rank is gone. A goodbye carries the first word of LEFT or DROPPED."""
+"""How a rank has left, unless it says more."""
+
+MAX_REASON_BYTES = 512
+"""Bytes of the text that says why a rank has left or failed; longer texts are cut."""
 
 KEEPALIVE_INTERVAL_S = 5
 """Seconds between the kernel's keepalive probes. An unreachable host counts as dead after four intervals."""
@@ -64,7 +69,7 @@ half of the file descriptors that the process may have are fewer, that is the li
 ACCEPTED_AT_ONCE = 16
 """Connections that are accepted before those too many are closed, each of which takes a file descriptor."""
 
-MAX_LINE_BYTES = 256
+MAX_LINE_BYTES = 1024
 
 ABSTRACT = "@"
 """What the address of a unix socket in the abstract namespace begins with, in front of its name."""
@@ -75,6 +80,27 @@ LISTENER = "failure_detector"
 """What the audit log calls it."""
 
 Callback = Callable[[int, str], None]
+
+
+class Message(NamedTuple):
+    """What one rank tells another: that a rank is `"lost"`, has `"left"`, or has `"failed"`, and why."""
+
+    keyword: str
+    rank: int
+    reason: str
+
+    def to_line(self) -> bytes:
+        """Returns the line that is sent."""
+        reason = " ".join(self.reason.split()).encode()[:MAX_REASON_BYTES]
+        return f"{self.keyword} {self.rank} ".encode() + reason + b"\n"
+
+
+def parse_message(line: bytes, size: int) -> Message:
+    """Reads a line of a rank of a group of `size` ranks; raises ValueError for a line that is no message."""
+    keyword, rank, *reason = line.decode(errors="replace").split(maxsplit=2)
+    if keyword not in {"lost", "left", "failed"} or not 0 <= int(rank) < size:
+        raise ValueError(f"{printable(keyword)} of rank {int(rank)} of {size} is no message")
+    return Message(keyword, int(rank), printable(reason[0].strip() if reason else LEFT, MAX_REASON_BYTES))
 
 
 @final
@@ -90,7 +116,8 @@ class FailureDetector:
         identity: what this rank shows on its connections, and demands; None for connections without TLS.
         on_lost: called with a rank and the reason when its process has died. Runs on a thread of its own, once for
             each rank.
-        on_left: called in the same way when a rank has closed its failure detector, or its interpreter has exited.
+        on_left: called in the same way when a rank has closed its failure detector, or its interpreter has exited;
+            and before that if its group has failed.
 
     Raises:
         ProcessGroupError: some ranks did not connect in time, or are on other hosts without `insecure`.
@@ -119,6 +146,7 @@ class FailureDetector:
         self._on_lost = on_lost
         self._on_left = on_left
         self._gone: set[int] = set()
+        self._failed: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -156,7 +184,7 @@ class FailureDetector:
         """Says goodbye and closes the connections. Further calls do nothing. The callbacks must not call it.
 
         Args:
-            reason: LEFT or DROPPED.
+            reason: LEFT or DROPPED, or a text that begins with LEFT.
         """
         self._at_exit.cancel()
         if not self._closing:
@@ -171,7 +199,11 @@ class FailureDetector:
     def _leave(self, reason: str = LEFT) -> None:
         self._closing = True
         with suppress(OSError):  # also on timeout: the other ranks see the connection end
-            self._event_loop.run(self._say_goodbye(_keyword(reason)), MESSAGE_TIMEOUT_S)
+            self._event_loop.run(self._say_goodbye(reason), MESSAGE_TIMEOUT_S)
+
+    def announce_failure(self, reason: str) -> None:
+        """Tells the other ranks that the group has failed on this rank, in the way of `reason`. Waits for nothing."""
+        self._event_loop.call_soon(partial(self._tell_others, Message("failed", self._rank, reason)))
 
     @classmethod
     def close_in_child(cls) -> None:
@@ -298,7 +330,7 @@ class FailureDetector:
                     each.close()
         self._start_task(self._read_from(0, reader))
 
-    # Messages: lines "KEYWORD RANK". All of this runs on the event loop.
+    # Messages. All of this runs on the event loop.
 
     def _start_task(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -309,24 +341,21 @@ class FailureDetector:
         """Handles what a peer sends until the connection ends."""
         with suppress(OSError, ValueError):  # a broken connection, or a line that is no message
             while line := await reader.readline():
-                keyword, rank = _parse_message(line, self._size)
-                self._handle_gone(rank if peer == 0 else peer, _REASONS.get(keyword))
-        self._handle_gone(peer, None)
+                message = parse_message(line, self._size)
+                self._handle(message if peer == 0 else message._replace(rank=peer))
+        self._handle(Message("lost", peer, DIED))
 
-    def _handle_gone(self, rank: int, goodbye: str | None) -> None:
-        """Calls back that a rank is gone, and on rank 0 tells the other ranks.
-
-        Args:
-            rank: the rank.
-            goodbye: LEFT or DROPPED; None if it died.
-        """
-        if self._closing or rank in self._gone or rank == self._rank:
+    def _handle(self, message: Message) -> None:
+        """Calls back that a rank is gone or has failed, and on rank 0 tells the other ranks."""
+        rank, known = message.rank, self._failed if message.keyword == "failed" else self._gone
+        if self._closing or rank in known or rank in self._gone or rank == self._rank:
             return
-        self._gone.add(rank)
-        for other, writer in self._writers.items():
-            if self._rank == 0 and other not in self._gone:
-                writer.write(f"{_keyword(goodbye) if goodbye else 'lost'} {rank}\n".encode())
-        callback, reason = (self._on_left, f"it {goodbye}") if goodbye else (self._on_lost, DIED)
+        known.add(rank)
+        if self._rank == 0:
+            self._tell_others(message)
+        callback, reason = self._on_left, f"it {message.reason}"
+        if message.keyword == "lost":
+            callback, reason = self._on_lost, DIED
         # Not on the loop: the group makes its engines fail, which may take long.
         thread = threading.Thread(
             target=callback, args=(rank, reason), name="gradwire-failure-detector", daemon=True
@@ -334,15 +363,20 @@ class FailureDetector:
         self._threads.append(thread)
         thread.start()
 
-    async def _say_goodbye(self, keyword: str) -> None:
+    def _tell_others(self, message: Message) -> None:
+        """Sends a message to all that this rank is connected to, except the rank that it is about."""
+        for rank, writer in self._writers.items():
+            if rank != message.rank and rank not in self._gone and not writer.is_closing():
+                writer.write(message.to_line())
+
+    async def _say_goodbye(self, reason: str) -> None:
         for task in list(self._tasks):
             task.cancel()
         if self._server is not None:
             self._server.close()
+        self._tell_others(Message("left", self._rank, reason))
         for writer in self._writers.values():
-            if not writer.is_closing():
-                writer.write(f"{keyword} {self._rank}\n".encode())
-                writer.close()
+            writer.close()
         for writer in self._writers.values():
             with suppress(OSError):
                 await writer.wait_closed()
@@ -354,13 +388,6 @@ class _RefusedError(ValueError):
 
 def _ignore(rank: int, reason: str) -> None:
     """Replaces the callbacks of a closed failure detector."""
-
-
-def _keyword(reason: str) -> str:
-    return reason.partition(" ")[0]
-
-
-_REASONS = {_keyword(reason): reason for reason in (LEFT, DROPPED)}
 
 
 at_fork(in_child=FailureDetector.close_in_child)
@@ -393,14 +420,6 @@ async def _read_rank(reader: asyncio.StreamReader, token: str, size: int) -> int
     if not rank.isdigit() or not 0 < int(rank) < size:
         raise ValueError("it has not said its rank")
     return int(rank)
-
-
-def _parse_message(line: bytes, size: int) -> tuple[str, int]:
-    """Returns the keyword and the rank of a message; raises ValueError for a line that is none."""
-    keyword, rank = line.decode("ascii").split()
-    if not 0 <= int(rank) < size:
-        raise ValueError(f"the group has no rank {rank}")
-    return keyword, int(rank)
 
 
 def _listen_for_user() -> tuple[socket.socket, str]:

@@ -28,7 +28,7 @@ from .debug.flight_recorder import FlightRecord, FlightRecorder, write_flight_re
 from .departures import Departures
 from .engines.base import Engine
 from .event_loop import acquire_event_loop
-from .failure_detector import DROPPED, LEFT, FailureDetector
+from .failure_detector import DIED, DROPPED, LEFT, FailureDetector
 from .group_options import GroupOptions
 from .operation_runner import REJECTIONS, OperationRunner
 from .pending import PendingOperation
@@ -214,12 +214,27 @@ class GroupCore:
         )
 
     def fail(self, error: Exception) -> None:
-        """Makes all operations in flight, and all later ones, raise `error`. Only the first error counts."""
+        """Makes all operations in flight, and all later ones, raise `error`. Only the first error counts.
+
+        The other ranks are told, unless a rank has died, of which all learn at once.
+        """
+        detector = self._failure_detector
+        if (
+            self._failure is None
+            and detector is not None
+            and not (isinstance(error, RankLostError) and error.reason == DIED)
+        ):
+            detector.announce_failure(f"{LEFT}: {error}")
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
         with self._lock:
             if self._failure is not None:
                 return
             self._failure = error
             engines = list(self._engines.values())
+        with self._gone_changed:
+            self._gone_changed.notify_all()
         for engine in engines:
             engine.fail(error)
         if self.options.dump_folder is not None and not isinstance(error, GroupAbortedError):
@@ -240,6 +255,12 @@ class GroupCore:
         """
         self.fail(self._first_departure or error)
 
+    def wait_for_cause(self, seconds: float) -> Exception | None:
+        """Waits until the group has failed or a rank has left, and returns the error; None if neither happens."""
+        with self._gone_changed:
+            self._gone_changed.wait_for(lambda: self._failure or self._first_departure, seconds)
+        return self._failure or self._first_departure
+
     @property
     def failure(self) -> Exception | None:
         """The error with which the group has failed; None if it has not."""
@@ -256,13 +277,13 @@ class GroupCore:
         self.fail(RankLostError(self.global_ranks[rank], reason))
 
     def _on_left(self, rank: int, reason: str) -> None:
-        """Handles the departure of a rank. Runs on a thread of the failure detector."""
-        self._note_gone(rank)
+        """Handles the departure of a rank, or the failure of its group. Runs on a thread of the failure detector."""
         error = RankLostError(self.global_ranks[rank], reason)
         self._first_departure = self._first_departure or error
+        self._note_gone(rank)
         if self._closing.wait(DEPARTURE_GRACE_S):
             return
-        self._departures.errors[rank] = error
+        self._departures.errors.setdefault(rank, error)
         if all(engine.detects_departures for engine in self._engines.values()):
             return
         if any(self._departures.affects(rank, peer) for peer in self._recorder.peers_in_flight()):
@@ -293,14 +314,12 @@ class GroupCore:
 
     def abort(self) -> None:
         """Ends this rank's operations in flight with GroupAbortedError. The other ranks notice that it left."""
-        self.fail(GroupAbortedError(f"rank {self.rank} aborted the group"))
-        self._close(LEFT)
+        self._end(GroupAbortedError(f"rank {self.rank} aborted the group"))
 
     def shutdown(self) -> None:
         """Releases what the group holds. Operations that are then still in flight raise GroupAbortedError."""
         self._drain_engines()
-        self.fail(GroupAbortedError(f"rank {self.rank} shut the group down"))
-        self._close(LEFT)
+        self._end(GroupAbortedError(f"rank {self.rank} shut the group down"))
         self._finish_close()
 
     def leave_to_reconfigure(self) -> None:
@@ -310,8 +329,7 @@ class GroupCore:
         """
         self._drain_engines()
         self._wait_for_failure_detector()
-        self.fail(GroupAbortedError(f"rank {self.rank} left the group to form it anew"))
-        self._close(LEFT)
+        self._end(GroupAbortedError(f"rank {self.rank} left the group to form it anew"))
 
     def replace(self, old: "GroupCore") -> None:
         """Takes the place of a core that has left its group: its name, callbacks and description."""
@@ -339,8 +357,7 @@ class GroupCore:
         """
         self.wait_for_operations()
         self._drain_engines()
-        self.fail(GroupAbortedError(f"rank {self.rank} {DROPPED}"))
-        self._close(DROPPED)
+        self._end(GroupAbortedError(f"rank {self.rank} {DROPPED}"), DROPPED)
         self._finish_close()
 
     def _drain_engines(self) -> None:
@@ -348,15 +365,21 @@ class GroupCore:
             for engine in list(self._engines.values()):
                 engine.drain()
 
-    def _close(self, reason: str) -> None:
-        """Tells the other ranks the reason, then stops threads and closes engines. The group must have failed."""
+    def _end(self, error: Exception, reason: str = "") -> None:
+        """Fails the group with an error, tells the other ranks, stops threads and closes engines.
+
+        Args:
+            error: of operations that are still in flight.
+            reason: how the rank leaves; if empty, the error is shown.
+        """
+        self._fail(error)
         assert self._failure is not None
         self._closing.set()
         with self._lock:
             detector, self._failure_detector = self._failure_detector, None
             engines, self._engines = self._engines, {}
         if detector is not None:
-            detector.close(reason)
+            detector.close(reason or f"{LEFT}: {error}")
         self._runner.close(self._failure)
         self._recorder.release_operations()
         for engine in engines.values():

@@ -280,6 +280,7 @@ def _engine_setup(device: str, options: Any, core: GroupCore, timeout_s: float) 
         global_ranks=_global_ranks(options),
         group_name=options.group_id,
         on_failure=core.fail_from_engine,
+        wait_for_cause=core.wait_for_cause,
         insecure=core.insecure,
     )
 

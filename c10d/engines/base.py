@@ -49,6 +49,8 @@ class Setup:
     on_failure: reports an error after which the group cannot continue. An engine calls it, from any thread, for
         errors that no blocking operation raises. The group then calls `Engine.fail`, possibly with a more precise
         error.
+    wait_for_cause: for an engine whose connection to another rank has broken: waits until the group has learnt why,
+        at most so many seconds, and returns that error; None if it has not learnt it.
     insecure: whether this rank allows connections to other hosts that are neither encrypted nor authenticated. An
         engine that makes such connections gives it to `gather_consenting_hosts`.
     """
@@ -61,6 +63,7 @@ class Setup:
     global_ranks: tuple[int, ...]
     group_name: str
     on_failure: Callable[[Exception], None] = field(default=lambda _: None)
+    wait_for_cause: Callable[[float], Exception | None] = field(default=lambda _: None)
     insecure: bool = False
 
 

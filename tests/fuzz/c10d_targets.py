@@ -170,7 +170,7 @@ def parse_values(data: bytes) -> None:
 
 # Lines.
 
-WORDS = st.sampled_from([TOKEN, "0", "1", "3", "4", "-1", "one", "lost", "left", "dropped", "\u00e9", "9" * 50])
+WORDS = st.sampled_from([TOKEN, "0", "1", "3", "4", "-1", "one", "lost", "left", "failed", "\u00e9", "9" * 50])
 LINES = st.lists(st.lists(WORDS, max_size=3).map(" ".join), max_size=4).map(lambda each: "\n".join(each).encode())
 
 
@@ -193,8 +193,9 @@ def read_messages(data: bytes) -> None:
     """Reads the lines that a rank sends to the failure detector."""
     for line in data.split(b"\n"):
         with suppress(ValueError):
-            _, rank = failure_detector._parse_message(line, SIZE)
-            assert rank in range(SIZE)
+            message = failure_detector.parse_message(line, SIZE)
+            assert message.rank in range(SIZE)
+            assert message.reason.isprintable()
 
 
 PMI_COMMANDS = st.sampled_from(

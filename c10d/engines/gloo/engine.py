@@ -52,8 +52,8 @@ _REDUCIBLE = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
 """Dtypes that Gloo reduces correctly. It treats bools as bytes, whose sums are no bools."""
 
 FAILURE_REASON_TIMEOUT_S = 5.0
-"""How long a broken connection waits for the failure detector of the group to say why it broke. By then each rank
-should have had the processor, on a machine that is too busy."""
+"""Seconds that the group has to learn why a connection broke. By then each rank should have had the processor, on a
+machine that is too busy."""
 
 CLOSING_TAG = 2**31 - 1
 """Tag of the receives that time out to have Gloo close its connections. No message has this tag."""
@@ -78,6 +78,7 @@ class GlooEngine(Engine):
         self._failure: Exception | None = None
         self._failed = threading.Event()
         self._on_failure = setup.on_failure
+        self._wait_for_cause = setup.wait_for_cause
         self._any_source_receives: weakref.WeakSet[GlooMessage] = weakref.WeakSet()
         try:
             self._gloo: Any = _connect(self._stores[-1], setup)
@@ -272,11 +273,11 @@ class GlooEngine(Engine):
             is_late = time.monotonic() - start_time >= 0.95 * timeout
             if "Timed out" in text or (is_late and not self._failed.wait(0.1)):
                 self._fail_group(CollectiveTimeoutError(operation, timeout))
-            elif not self._failed.wait(FAILURE_REASON_TIMEOUT_S):
+            else:
                 self._fail_group(
-                    ProcessGroupError(
-                        f"{operation} failed because the connection to another rank broke; that rank may have "
-                        f"timed out or aborted its group: {text}"
+                    self._wait_for_cause(FAILURE_REASON_TIMEOUT_S)
+                    or ProcessGroupError(
+                        f"{operation} failed because the connection to another rank broke: {text}"
                     )
                 )
         assert self._failure is not None
