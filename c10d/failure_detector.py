@@ -2,8 +2,8 @@
 
 Engines detect a death late or never, because they do not read connections on which they expect nothing. So each
 rank keeps one more connection to rank 0, which carries nothing but goodbyes and failures. However a process ends,
-the kernel closes its connections. If a connection ends without a goodbye, the process has died, and rank 0 tells the
-other ranks. A rank whose group has failed says so and keeps its connection, since its process may still die.
+the kernel closes its connections. If a connection ends without a goodbye, the process has died, and rank 0 tells
+the other ranks. A rank whose group has failed says so and keeps its connection, since its process may still die.
 (Processes that a rank forks, such as a DataLoader's workers, may outlive it. So they close their copies of
 the connections.)
 
@@ -202,7 +202,11 @@ class FailureDetector:
             self._event_loop.run(self._say_goodbye(reason), MESSAGE_TIMEOUT_S)
 
     def announce_failure(self, reason: str) -> None:
-        """Tells the other ranks that the group has failed on this rank, in the way of `reason`. Waits for nothing."""
+        """Tells the other ranks, without waiting, that the group has failed on this one.
+
+        Args:
+            reason: a text that begins with LEFT.
+        """
         self._event_loop.call_soon(partial(self._tell_others, Message("failed", self._rank, reason)))
 
     @classmethod

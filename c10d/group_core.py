@@ -277,7 +277,7 @@ class GroupCore:
         self.fail(RankLostError(self.global_ranks[rank], reason))
 
     def _on_left(self, rank: int, reason: str) -> None:
-        """Handles the departure of a rank, or the failure of its group. Runs on a thread of the failure detector."""
+        """Handles a rank that has left, or failed. Runs on a thread of the failure detector."""
         error = RankLostError(self.global_ranks[rank], reason)
         self._first_departure = self._first_departure or error
         self._note_gone(rank)

@@ -8,13 +8,13 @@ receives from one peer. A synchronous call runs on the caller's thread, if nothi
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Final, cast, final
+from typing import Final, final
 
 from ..errors import GroupAbortedError, UnsupportedOperationError
 from .collective_call import ANY_RANK, CollectiveCall
 from .debug.flight_recorder import FlightRecord
 from .engines.base import Engine
-from .pending import CompletedOperation, PendingOperation
+from .pending import CombinedOperation, CompletedOperation, OperationWithFinalStep, PendingOperation
 from .serial_queue import SerialQueue
 
 __all__ = ["REJECTIONS", "OperationRunner"]
@@ -89,22 +89,44 @@ class OperationRunner:
             runs_inline = engine.can_send(call.inputs[0], call.peer)
         if runs_inline and queue.try_acquire():
             try:
-                return CompletedOperation(self._run(call, engine, timeout_s, record))
+                result = self._run(call, engine, timeout_s, record)
             finally:
                 queue.release()
+            if result is None or isinstance(result, int):
+                return CompletedOperation(result)
+            if is_sync:
+                result.wait(None)
+            return result
         task = queue.submit(lambda: self._run(call, engine, timeout_s, record), needs_thread=not is_sync)
         record.pending = task
         if is_sync:
             task.wait(None)
         return task
 
-    def _run(self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord) -> int | None:
-        """Runs an operation on a blocking engine. Returns the rank that sent, if it is a receive."""
+    def _run(
+        self, call: CollectiveCall, engine: Engine, timeout_s: float, record: FlightRecord
+    ) -> PendingOperation | int | None:
+        """Runs an operation on a blocking engine.
+
+        Returns:
+            The rank that sent, if it is a receive; or what the engine has started and not yet done.
+        """
         source: int | None = None
+        started: list[PendingOperation] = []
         try:
             self._raise_if_failed()
             for step in call.steps:
-                source = cast("int | None", step(engine, timeout_s))
+                result = step(engine, timeout_s)
+                if result is None or isinstance(result, int):
+                    source = result
+                else:
+                    started.append(result)
+            if started:
+                pending = started[0] if len(started) == 1 else CombinedOperation(started)
+                if call.staging.needs_copy_back():
+                    pending = OperationWithFinalStep(pending, call.staging.copy_back)
+                record.pending = record.pending or pending
+                return pending
             call.staging.copy_back()
         except BaseException as error:
             record.end(error)

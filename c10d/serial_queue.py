@@ -6,9 +6,12 @@ collective takes.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, final
+
+from .pending import PendingOperation
 
 __all__ = ["SerialQueue", "SerialTask"]
 
@@ -18,14 +21,20 @@ IDLE_TIMEOUT_S = 10.0
 
 @final
 class SerialTask:
-    """A task of a SerialQueue, which is a PendingOperation (see engines.base). Made by `SerialQueue.submit`."""
+    """A task of a SerialQueue, which is a PendingOperation (see engines.base). Made by `SerialQueue.submit`.
 
-    def __init__(self, queue: "SerialQueue", function: Callable[[], int | None]) -> None:
+    It is done when its function has returned, and what that has started is done as well.
+
+    has_run: whether the function has returned, or raised an error.
+    """
+
+    def __init__(self, queue: "SerialQueue", function: Callable[[], PendingOperation | int | None]) -> None:
         self._queue = queue
-        self._function: Callable[[], int | None] | None = function
-        self._is_done = False
+        self._function: Callable[[], PendingOperation | int | None] | None = function
+        self.has_run = False
         self._callbacks: list[Callable[[], None]] = []
         self._source: int | None = None
+        self._started: PendingOperation | None = None
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None) -> None:
@@ -34,29 +43,37 @@ class SerialTask:
         Without a timeout the calling thread runs the task itself, and the tasks before it, unless another thread
         is running the queue. With a timeout it must not: the task may take longer.
         """
-        if not self._is_done and not (timeout is None and self._queue.run_until(self)):
-            is_done = threading.Event()
-            self.on_done(is_done.set)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self.has_run and not (timeout is None and self._queue.run_until(self)):
+            has_run = threading.Event()
+            self._on_run(has_run.set)
             if timeout is not None:
                 self._queue.wake_thread()
-            if not is_done.wait(timeout):
+            if not has_run.wait(timeout):
                 raise TimeoutError
         if self._error is not None:
             raise self._error
+        if self._started is not None:
+            self._started.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
 
     def done(self) -> bool:
         """Returns whether the task has finished, successfully or not."""
-        return self._is_done
+        return self.has_run and (self._started is None or self._started.done())
 
     def source(self) -> int:
         """Returns the rank that sent the message of a completed receive."""
+        if self._started is not None:
+            return self._started.source()
         assert self._source is not None
         return self._source
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once the task has finished; at once if it has already."""
+        self._on_run(lambda: callback() if self._started is None else self._started.on_done(callback))
+
+    def _on_run(self, callback: Callable[[], None]) -> None:
         with self._queue.callbacks_lock:
-            if not self._is_done:
+            if not self.has_run:
                 self._callbacks.append(callback)
                 return
         callback()
@@ -66,11 +83,15 @@ class SerialTask:
         function, self._function = self._function, None  # it refers to the tensors
         assert function is not None
         try:
-            self._source = function()
+            result = function()
+            if result is None or isinstance(result, int):
+                self._source = result
+            else:
+                self._started = result
         except BaseException as error:
             self._error = error.with_traceback(None)  # the frames refer to the tensors
         with self._queue.callbacks_lock:
-            self._is_done = True
+            self.has_run = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -98,11 +119,12 @@ class SerialQueue:
         self.callbacks_lock: Final = threading.Lock()
         """Held while a task of this queue accepts a callback or becomes done."""
 
-    def submit(self, function: Callable[[], int | None], *, needs_thread: bool) -> SerialTask:
+    def submit(self, function: Callable[[], PendingOperation | int | None], *, needs_thread: bool) -> SerialTask:
         """Adds a task.
 
         Args:
-            function: does the work; returns the rank that sent, if it is a receive.
+            function: does the work, or starts it and returns the operation; returns the rank that sent, if it is a
+                receive.
             needs_thread: have the queue's thread run it. False if the caller is about to wait for the task.
         """
         task = SerialTask(self, function)
@@ -134,7 +156,7 @@ class SerialQueue:
         if not self._running.acquire(blocking=False):
             return False
         try:
-            while not last.done():
+            while not last.has_run:
                 self._tasks.popleft().run()
         finally:
             self.release()

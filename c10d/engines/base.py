@@ -12,7 +12,8 @@ There are four kinds of engine, told apart by class variables:
 
 - A blocking engine (the default) returns from an operation when it is done. Its collectives are called one after
   another, in the order in which this rank issued them; so are its sends to each peer, and its receives from each
-  peer. These sequences run concurrently, on the caller's threads or on threads of the group.
+  peer. These sequences run concurrently, on the caller's threads or on threads of the group. An operation that
+  needs none of these threads any more may return a PendingOperation before it is done; the next is then called.
 - A blocking engine with `posts_receives` returns a PendingOperation from `recv`, so that receives with different
   tags may complete in any order.
 - With `blocking = False` every operation starts on the caller's thread and returns a PendingOperation.
@@ -49,8 +50,8 @@ class Setup:
     on_failure: reports an error after which the group cannot continue. An engine calls it, from any thread, for
         errors that no blocking operation raises. The group then calls `Engine.fail`, possibly with a more precise
         error.
-    wait_for_cause: for an engine whose connection to another rank has broken: waits until the group has learnt why,
-        at most so many seconds, and returns that error; None if it has not learnt it.
+    wait_for_cause: for an engine whose connection to another rank has broken: waits until the group has learnt
+        why, at most so many seconds, and returns that error; None if it has not learnt it.
     insecure: whether this rank allows connections to other hosts that are neither encrypted nor authenticated. An
         engine that makes such connections gives it to `gather_consenting_hosts`.
     """
@@ -70,8 +71,8 @@ class Setup:
 class Engine(ABC):
     """Carries out the operations of a process group; operations that a subclass lacks raise an error.
 
-    Outputs are written in place. A blocking engine returns None (from `recv`, the source rank) once the tensors
-    have their values; another returns a PendingOperation, or None if there was nothing to do.
+    Outputs are written in place. An engine returns None (from `recv`, the source rank) once the tensors have their
+    values, or a PendingOperation.
 
     All operations take a `timeout` in seconds, and raise, at once or from `PendingOperation.wait`:
 

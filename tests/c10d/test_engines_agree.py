@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.c10d.engines.shm import doorbells
+from gradwire.errors import CollectiveMismatchError, RankLostError
 from torch import Tensor
 
 from tests.c10d.members import everywhere, total
@@ -408,3 +409,137 @@ def test_bad_arguments_are_refused_alike(group_on, backend):
     members = group_on(backend, SIZE)
     assert members[0].run(refuse) == []
     assert everywhere(members, total) == [3.0] * SIZE  # nothing was sent
+
+
+# Calls that differ between the ranks. Rank 0 calls what is first, the others what is second.
+
+Calls = tuple[Collective, Collective, str]
+
+
+def _outputs(*sizes: int) -> list[Tensor]:
+    return [torch.zeros(size) for size in sizes]
+
+
+MISMATCHED: dict[str, Calls] = {
+    "more for one rank": (
+        lambda g: dist.all_to_all(_outputs(2, 2, 2), _outputs(2, 3, 2), group=g),
+        lambda g: dist.all_to_all(_outputs(2, 2, 2), _outputs(2, 2, 2), group=g),
+        "rank 0 calls all_to_all with 12 bytes for rank 1, which takes 8 bytes",
+    ),
+    "less for one rank": (
+        lambda g: dist.all_to_all(_outputs(2, 2, 2), _outputs(2, 1, 2), group=g),
+        lambda g: dist.all_to_all(_outputs(2, 2, 2), _outputs(2, 2, 2), group=g),
+        "rank 0 calls all_to_all with 4 bytes for rank 1, which takes 8 bytes",
+    ),
+    "uneven split sizes": (
+        lambda g: dist.all_to_all_single(torch.zeros(6), torch.ones(7), [2, 2, 2], [2, 2, 3], group=g),
+        lambda g: dist.all_to_all_single(torch.zeros(6), torch.ones(6), group=g),
+        "rank 0 calls all_to_all with 12 bytes for rank 2, which takes 8 bytes",
+    ),
+    "another whole": (
+        lambda g: dist.all_to_all_single(torch.zeros(6), torch.ones(6), group=g),
+        lambda g: dist.all_to_all_single(torch.zeros(3), torch.ones(3), group=g),
+        "rank 0 calls all_to_all with 8 bytes for rank 1, which takes 4 bytes",
+    ),
+    "nothing to exchange": (
+        lambda g: dist.all_to_all_single(torch.zeros(0), torch.ones(0), group=g),
+        lambda g: dist.all_to_all_single(torch.zeros(3), torch.ones(3), group=g),
+        "rank 0 calls all_to_all with 0 bytes for rank 1, which takes 4 bytes",
+    ),
+    "all_reduce of two sizes": (
+        lambda g: dist.all_reduce(torch.ones(3), group=g),
+        lambda g: dist.all_reduce(torch.ones(4), group=g),
+        "rank 0 calls all_reduce (sum of float32) of 12 bytes, but rank 1 calls all_reduce (sum of float32) of 16",
+    ),
+    "all_reduce of two dtypes": (
+        lambda g: dist.all_reduce(torch.ones(3), group=g),
+        lambda g: dist.all_reduce(torch.ones(3).int(), group=g),
+        "rank 0 calls all_reduce (sum of float32) of 12 bytes, but rank 1 calls all_reduce (sum of int32) of 12",
+    ),
+    "two reductions": (
+        lambda g: dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX, group=g),
+        lambda g: dist.all_reduce(torch.ones(3), group=g),
+        "rank 0 calls all_reduce (max of float32) of 12 bytes, but rank 1 calls all_reduce (sum of float32) of 12",
+    ),
+    "asynchronous calls of two sizes": (
+        lambda g: dist.all_reduce(torch.ones(3), group=g, async_op=True).wait(),
+        lambda g: dist.all_reduce(torch.ones(4), group=g, async_op=True).wait(),
+        "rank 0 calls all_reduce (sum of float32) of 12 bytes, but rank 1 calls all_reduce (sum of float32) of 16",
+    ),
+    "broadcast of more": (
+        lambda g: dist.broadcast(torch.ones(4), 0, group=g),
+        lambda g: dist.broadcast(torch.ones(2), 0, group=g),
+        "rank 0 calls broadcast with root 0 of 16 bytes, but rank 1 calls broadcast with root 0 of 8 bytes",
+    ),
+    "broadcast of less": (
+        lambda g: dist.broadcast(torch.ones(2), 0, group=g),
+        lambda g: dist.broadcast(torch.ones(4), 0, group=g),
+        "rank 0 calls broadcast with root 0 of 8 bytes, but rank 1 calls broadcast with root 0 of 16 bytes",
+    ),
+    "reduce of two sizes": (
+        lambda g: dist.reduce(torch.ones(3), 0, group=g),
+        lambda g: dist.reduce(torch.ones(4), 0, group=g),
+        "rank 1 calls reduce (sum of float32) with root 0 of 16 bytes, but rank 0 calls reduce (sum of float32)",
+    ),
+    "all_gather of two sizes": (
+        lambda g: dist.all_gather(_outputs(4, 4, 4), torch.ones(4), group=g),
+        lambda g: dist.all_gather(_outputs(2, 2, 2), torch.ones(2), group=g),
+        "rank 0 calls all_gather of 16 bytes, but rank 1 calls all_gather of 8 bytes",
+    ),
+    "all_gather with other sizes than announced": (
+        lambda g: dist.all_gather(_outputs(4, 2, 2), torch.ones(4), group=g),
+        lambda g: dist.all_gather(_outputs(3, 2, 2), torch.ones(2), group=g),
+        "rank 0 calls all_gather of 16 bytes, but rank 1 calls all_gather of 8 bytes and expects all_gather of 12",
+    ),
+    "gather of two sizes": (
+        lambda g: dist.gather(torch.ones(2), _outputs(2, 2, 2), 0, group=g),
+        lambda g: dist.gather(torch.ones(4), None, 0, group=g),
+        "rank 1 calls gather with root 0 of 16 bytes, but rank 0 calls gather with root 0 of 8 bytes",
+    ),
+    "scatter of two sizes": (
+        lambda g: dist.scatter(torch.ones(2), _outputs(2, 2, 2), 0, group=g),
+        lambda g: dist.scatter(torch.ones(4), None, 0, group=g),
+        "rank 0 calls scatter with root 0 of 8 bytes, but rank 1 calls scatter with root 0 of 16 bytes",
+    ),
+    "reduce_scatter of two sizes": (
+        lambda g: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(6), group=g),
+        lambda g: dist.reduce_scatter_tensor(torch.ones(4), torch.ones(12), group=g),
+        "rank 0 calls reduce_scatter (sum of float32) of 24 bytes, but rank 1 calls reduce_scatter (sum of",
+    ),
+    "reduce_scatter of other parts": (
+        lambda g: dist.reduce_scatter(torch.ones(1), _outputs(1, 2, 3), group=g),
+        lambda g: dist.reduce_scatter(torch.ones(2), _outputs(2, 2, 2), group=g),
+        "of 24 bytes in unequal parts",
+    ),
+    "two operations": (
+        lambda g: dist.broadcast(torch.ones(3), 0, group=g),
+        lambda g: dist.barrier(group=g),
+        "rank 0 calls broadcast with root 0 of 12 bytes, but rank 1 calls barrier",
+    ),
+}
+
+
+def call_differently() -> dict[str, list[str]]:
+    """Returns for each of MISMATCHED what this rank's call, and one after it, have raised."""
+    found: dict[str, list[str]] = {}
+    for name, (first, second, _) in MISMATCHED.items():
+        group = dist.new_group()
+        errors = found.setdefault(name, [])
+        for call in (second if dist.get_rank() else first), (lambda g: dist.barrier(group=g)):
+            try:
+                call(group)
+            except (CollectiveMismatchError, RankLostError) as error:
+                errors.append(str(error))
+        dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gradwire_shm", "gradwire_gloo", "gradwire_mpi"])
+def test_calls_that_differ_are_errors_that_say_how(group_on, backend):
+    members = group_on(backend, SIZE)
+    everywhere(members, sleep_at_once)
+    found = everywhere(members, call_differently)
+    for name, (_, _, text) in MISMATCHED.items():
+        assert all(errors[name] for errors in found), name
+        assert text in " ".join(each for errors in found for each in errors[name]), name
+    assert everywhere(members, total) == [3.0] * SIZE

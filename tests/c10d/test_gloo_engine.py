@@ -106,7 +106,7 @@ def test_other_ranks_can_exchange_messages_after_one_has_left(group):
 
 def test_a_timeout_fails_the_group_until_it_is_created_again(group, tmp_path):
     started = group(2)
-    with pytest.raises(CollectiveTimeoutError, match="allreduce timed out after 0.2 s"):
+    with pytest.raises(CollectiveTimeoutError, match="all_reduce timed out after 0.2 s"):
         started[0].run(reduce_within, 0.2)
     with pytest.raises(CollectiveTimeoutError):
         started[0].run(total)

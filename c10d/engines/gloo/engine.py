@@ -34,7 +34,9 @@ from ...pending import CombinedOperation, OperationWithFinalStep, PendingOperati
 from ...reductions import Reduction, combine, finish, prepare
 from ...socket_owners import cut_off_other_users, own_listening_ports
 from ...stores.prefix import PrefixStore
+from ..agreement import Agreement
 from ..base import Engine, Setup
+from ..fingerprint import encode, encode_parts
 from ..memory import as_bytes, flat, join_bytes, split_bytes
 from .pending import GlooCollective, GlooMessage
 
@@ -52,8 +54,8 @@ _REDUCIBLE = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
 """Dtypes that Gloo reduces correctly. It treats bools as bytes, whose sums are no bools."""
 
 FAILURE_REASON_TIMEOUT_S = 5.0
-"""Seconds that the group has to learn why a connection broke. By then each rank should have had the processor, on a
-machine that is too busy."""
+"""Seconds that the group has to learn why a connection broke. By then each rank should have had the processor, on
+a machine that is too busy."""
 
 CLOSING_TAG = 2**31 - 1
 """Tag of the receives that time out to have Gloo close its connections. No message has this tag."""
@@ -69,7 +71,7 @@ class GlooEngine(Engine):
     """
 
     name: ClassVar[str] = "gloo"
-    blocking: ClassVar[bool] = False
+    posts_receives: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -80,143 +82,192 @@ class GlooEngine(Engine):
         self._on_failure = setup.on_failure
         self._wait_for_cause = setup.wait_for_cause
         self._any_source_receives: weakref.WeakSet[GlooMessage] = weakref.WeakSet()
+        self._agreement = Agreement(setup)
         try:
             self._gloo: Any = _connect(self._stores[-1], setup)
         except RuntimeError as error:
             raise ProcessGroupError(f"Gloo could not connect the ranks: {_first_line(error)}") from error
 
-    # Collectives
+    # Collectives. Each reaches an agreement with the other ranks, and then starts operations of Gloo.
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts by Gloo."""
+        self._agree("broadcast", timeout, encode("broadcast", root=root, size=tensor.nbytes))
+        return self._broadcast(tensor, root, timeout, "broadcast")
+
+    def _broadcast(self, tensor: Tensor, root: int, timeout: float, name: str) -> PendingOperation | None:
         if not tensor.numel():
             return None
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._start("broadcast", timeout, options, [_movable(tensor)])
+        return self._start("broadcast", name, timeout, options, [_movable(tensor)])
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by Gloo, or else gathers and combines on every rank."""
+        call = encode("all_reduce", reduction=reduction, dtype=tensor.dtype, size=tensor.nbytes)
+        self._agree("all_reduce", timeout, call)
         if not tensor.numel():
             return None
         prepare(reduction, tensor)
         if tensor.dtype not in _REDUCIBLE:
             parts = tensor.new_empty(self.size, tensor.numel())
-            pending = self.all_gather_single(parts, tensor, timeout)
+            pending = self._all_gather_single(parts, tensor, timeout, "all_reduce")
             return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
         options = dist.AllreduceOptions()
         options.reduceOp = _reduce_op(reduction, tensor)
-        return self._divided(self._start("allreduce", timeout, options, [tensor]), reduction, tensor)
+        return self._divided(self._start("allreduce", "all_reduce", timeout, options, [tensor]), reduction, tensor)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces by Gloo, or else gathers and combines on the root."""
+        call = encode("reduce", reduction=reduction, dtype=tensor.dtype, root=root, size=tensor.nbytes)
+        self._agree("reduce", timeout, call)
         if not tensor.numel():
             return None
         prepare(reduction, tensor)
         if tensor.dtype not in _REDUCIBLE:
             parts = tensor.new_empty(self.size if self.rank == root else 0, tensor.numel())
-            pending = self.gather(list(parts), tensor, root, timeout)
+            pending = self._gather(list(parts), tensor, root, timeout, "reduce")
             if self.rank != root:
                 return pending
             return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
         options = dist.ReduceOptions()
         options.reduceOp = _reduce_op(reduction, tensor)
         options.rootRank = root
-        return self._divided(self._start("reduce", timeout, options, [tensor]), reduction, tensor)
+        return self._divided(self._start("reduce", "reduce", timeout, options, [tensor]), reduction, tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by Gloo if the sizes are equal, or else by one broadcast per rank."""
-        if len({output.numel() for output in outputs}) == 1:
+        expected = [encode("all_gather", size=output.nbytes) for output in outputs]
+        self._agree("all_gather", timeout, expected[self.rank], expected)
+        if len(set(expected)) == 1:
             if not tensor.numel():
                 return None
             lists = [[_movable(output) for output in outputs]]
-            return self._start("allgather", timeout, AllgatherOptions(), lists, [_movable(tensor)])
+            return self._start("allgather", "all_gather", timeout, AllgatherOptions(), lists, [_movable(tensor)])
         outputs[self.rank].copy_(tensor.view_as(outputs[self.rank]))
-        return _all([self.broadcast(output, root, timeout) for root, output in enumerate(outputs)])
+        return _all([self._broadcast(output, root, timeout, "all_gather") for root, output in enumerate(outputs)])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers by Gloo."""
+        self._agree("all_gather", timeout, encode("all_gather", size=tensor.nbytes))
+        return self._all_gather_single(output, tensor, timeout, "all_gather")
+
+    def _all_gather_single(
+        self, output: Tensor, tensor: Tensor, timeout: float, name: str
+    ) -> PendingOperation | None:
         if not tensor.numel():
             return None
-        return self._start("_allgather_base", timeout, AllgatherOptions(), _movable(output), _movable(tensor))
+        return self._start(
+            "_allgather_base", name, timeout, AllgatherOptions(), _movable(output), _movable(tensor)
+        )
 
     def gather(
         self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float
     ) -> PendingOperation | None:
         """Gathers by Gloo; all tensors must have one size."""
+        self._agree("gather", timeout, encode("gather", root=root, size=tensor.nbytes))
+        return self._gather(outputs, tensor, root, timeout, "gather")
+
+    def _gather(
+        self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float, name: str
+    ) -> PendingOperation | None:
         if not tensor.numel():
             return None
         options = dist.GatherOptions()
         options.rootRank = root
         lists = [[_movable(output) for output in outputs]] if self.rank == root else []
-        return self._start("gather", timeout, options, lists, [_movable(tensor)])
+        return self._start("gather", name, timeout, options, lists, [_movable(tensor)])
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], root: int, timeout: float
     ) -> PendingOperation | None:
         """Scatters by Gloo; all tensors must have one size."""
+        self._agree("scatter", timeout, encode("scatter", root=root, size=tensor.nbytes))
         if not tensor.numel():
             return None
         options = dist.ScatterOptions()
         options.rootRank = root
         lists = [[_movable(each) for each in inputs]] if self.rank == root else []
-        return self._start("scatter", timeout, options, [_movable(tensor)], lists)
+        return self._start("scatter", "scatter", timeout, options, [_movable(tensor)], lists)
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor], reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Exchanges the inputs by all_to_all and combines them on each rank."""
         # Gloo's own reduce_scatter is an all_reduce whose result is mostly discarded.
+        self._agree("reduce_scatter", timeout, encode_parts("reduce_scatter", reduction, inputs))
         parts = tensor.new_empty(self.size, tensor.numel())
-        pending = self.all_to_all(list(parts), _prepared(reduction, inputs), timeout)
+        pending = self._all_to_all(list(parts), _prepared(reduction, inputs), timeout, "reduce_scatter")
         return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
 
     def reduce_scatter_single(
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Exchanges the chunks by all_to_all and combines them on each rank."""
+        call = encode("reduce_scatter", reduction=reduction, dtype=whole.dtype, size=whole.nbytes)
+        self._agree("reduce_scatter", timeout, call)
         parts = tensor.new_empty(self.size, tensor.numel())
-        pending = self.all_to_all_single(parts, _prepared(reduction, [whole])[0], timeout)
+        whole = _prepared(reduction, [whole])[0]
+        pending = self._all_to_all_single(parts, whole, timeout, "reduce_scatter")
         return _then(pending, lambda: _combine(reduction, parts, tensor.view(-1)))
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float
     ) -> PendingOperation | None:
         """Exchanges the tensors by Gloo, through one buffer for all inputs and one for all outputs."""
+        sent = [encode("all_to_all", size=each.nbytes) for each in inputs]
+        self._agree("all_to_all", timeout, sent, [encode("all_to_all", size=each.nbytes) for each in outputs])
+        return self._all_to_all(outputs, inputs, timeout, "all_to_all")
+
+    def _all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float, name: str
+    ) -> PendingOperation | None:
         sent, sizes = join_bytes(inputs), [output.nbytes for output in outputs]
         received = sent.new_empty(sum(sizes))
         options = dist.AllToAllOptions()
-        pending = self._start(
-            "alltoall_base", timeout, options, received, sent, sizes, [each.nbytes for each in inputs]
-        )
+        sent_sizes = [each.nbytes for each in inputs]
+        pending = self._start("alltoall_base", name, timeout, options, received, sent, sizes, sent_sizes)
         return _then(pending, lambda: split_bytes(received, outputs))
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """Exchanges the chunks by Gloo."""
+        self._agree("all_to_all", timeout, encode("all_to_all", size=whole.nbytes // self.size))
+        return self._all_to_all_single(output, whole, timeout, "all_to_all")
+
+    def _all_to_all_single(
+        self, output: Tensor, whole: Tensor, timeout: float, name: str
+    ) -> PendingOperation | None:
         if not output.numel():
             return None
-        return self._start(
-            "alltoall_base", timeout, dist.AllToAllOptions(), _movable(output), _movable(whole), [], []
-        )
+        options = dist.AllToAllOptions()
+        return self._start("alltoall_base", name, timeout, options, _movable(output), _movable(whole), [], [])
 
     def barrier(self, timeout: float) -> PendingOperation | None:
-        """Waits for all ranks by Gloo."""
-        return self._start("barrier", timeout, dist.BarrierOptions())
+        """Waits until all ranks agree that this is a barrier."""
+        self._agree("barrier", timeout, encode("barrier"))
+        return None
 
-    def _start(self, operation: str, timeout: float, options: Any, *tensors: Any) -> PendingOperation:
-        """Calls a method of the C++ group, with the timeout put into its options."""
+    def _agree(
+        self, name: str, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None
+    ) -> None:
+        """Waits until all ranks have called this collective; see Agreement.reach for the fingerprints."""
+
+        def exchange(received: Tensor, sent: Tensor) -> None:
+            self._start("alltoall_base", name, timeout, dist.AllToAllOptions(), received, sent, [], []).wait(None)
+
+        self._agreement.reach(exchange, call, expected)
+
+    def _start(self, function: str, name: str, timeout: float, options: Any, *tensors: Any) -> PendingOperation:
+        """Calls a method of the C++ group for an operation, with the timeout put into its options."""
         if self._failure is not None:
             raise self._failure
         # Gloo counts milliseconds, and takes 0 for no timeout.
         options.timeout = timedelta(seconds=max(timeout, 0.001))
         try:
-            if operation == "alltoall_base":
-                work = self._gloo.alltoall_base(*tensors, options)
-            else:
-                work = getattr(self._gloo, operation)(*tensors, options)
+            work = getattr(self._gloo, function)(*tensors, options)
         except RuntimeError as error:
-            raise self.translate_error(error, operation.strip("_"), timeout, time.monotonic()) from error
-        return GlooCollective(self.translate_error, work, operation.strip("_"), timeout)
+            raise self.translate_error(error, name, timeout, time.monotonic()) from error
+        return GlooCollective(self.translate_error, work, name, timeout)
 
     def _divided(self, pending: PendingOperation, reduction: Reduction, tensor: Tensor) -> PendingOperation:
         """Divides the sums that Gloo computed for averages of integers, of which it has none."""
@@ -231,6 +282,10 @@ class GlooEngine(Engine):
         if peer == self.rank:  # Gloo would fail the group
             raise UnsupportedOperationError(self.name, "send", "a rank cannot send to itself; copy the tensor")
         return self._point_to_point("send", tensor, (peer, tag), timeout)
+
+    def can_send(self, tensor: Tensor, peer: int) -> bool:  # noqa: ARG002
+        """Returns True: Gloo sends by itself."""
+        return True
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Any:
         """Receives by Gloo, from rank `peer` or from any rank if None; a rank cannot receive from itself."""

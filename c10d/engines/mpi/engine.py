@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ...pending import PendingOperation
 from ...reductions import Reduction
+from ..agreement import Agreement
 from ..base import Engine, Setup
+from ..fingerprint import encode, encode_parts
 from ..memory import join_bytes, split_bytes
 from .buffers import BufferSpecs, Reducible, share_memory
 from .limits import MpiLimits, start_in_pieces
@@ -40,7 +42,7 @@ class MpiEngine(Engine):
     """
 
     name: ClassVar[str] = "mpi"
-    blocking: ClassVar[bool] = False
+    posts_receives: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -53,19 +55,40 @@ class MpiEngine(Engine):
         self._comm = world.comm.Create_group(members, zlib.crc32(setup.group_name.encode()) % 2**15)
         self._limits = MpiLimits(self._mpi, self._comm, self.name)
         members.Free()
+        self._agreement = Agreement(setup)
 
-    # Collectives
+    # Collectives. Each reaches an agreement with the other ranks, and then starts an operation of MPI.
+
+    def _agree(
+        self, name: str, timeout: float, call: int | Sequence[int], expected: Sequence[int] | None = None
+    ) -> None:
+        """Waits until all ranks have called this collective; see Agreement.reach for the fingerprints."""
+
+        def exchange(received: Tensor, sent: Tensor) -> None:
+            source, target = self._specs.raw(sent), self._specs.raw(received)
+            self._start(name, timeout, self._comm.Ialltoall, source, target, buffers=(sent, received)).wait(None)
+
+        self._agreement.reach(exchange, call, expected)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         """Broadcasts bytes, by MPI_Ibcast."""
+        self._agree("broadcast", timeout, encode("broadcast", root=root, size=tensor.nbytes))
+        return self._broadcast(tensor, root, timeout)
+
+    def _broadcast(self, tensor: Tensor, root: int, timeout: float) -> PendingOperation | None:
         if self._limits.is_too_large(tensor.nbytes):
-            return start_in_pieces(tensor, lambda piece: self.broadcast(piece, root, timeout))
+            return start_in_pieces(tensor, lambda piece: self._broadcast(piece, root, timeout))
         return self._start("broadcast", timeout, self._comm.Ibcast, self._specs.raw(tensor), root, buffers=tensor)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces numbers, by MPI_Iallreduce."""
+        call = encode("all_reduce", reduction=reduction, dtype=tensor.dtype, size=tensor.nbytes)
+        self._agree("all_reduce", timeout, call)
+        return self._all_reduce(tensor, reduction, timeout)
+
+    def _all_reduce(self, tensor: Tensor, reduction: Reduction, timeout: float) -> PendingOperation | None:
         if self._limits.is_too_large(tensor.nbytes):
-            return start_in_pieces(tensor, lambda piece: self.all_reduce(piece, reduction, timeout))
+            return start_in_pieces(tensor, lambda piece: self._all_reduce(piece, reduction, timeout))
         own = Reducible.of(tensor, reduction)
         return self._start(
             "all_reduce",
@@ -80,8 +103,13 @@ class MpiEngine(Engine):
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         """Reduces numbers, by MPI_Ireduce."""
+        call = encode("reduce", reduction=reduction, dtype=tensor.dtype, root=root, size=tensor.nbytes)
+        self._agree("reduce", timeout, call)
+        return self._reduce(tensor, root, reduction, timeout)
+
+    def _reduce(self, tensor: Tensor, root: int, reduction: Reduction, timeout: float) -> PendingOperation | None:
         if self._limits.is_too_large(tensor.nbytes):
-            return start_in_pieces(tensor, lambda piece: self.reduce(piece, root, reduction, timeout))
+            return start_in_pieces(tensor, lambda piece: self._reduce(piece, root, reduction, timeout))
         own = Reducible.of(tensor, reduction)
         is_root = self.rank == root
         numbers = self._specs.numbers(own)
@@ -101,6 +129,8 @@ class MpiEngine(Engine):
         """Gathers bytes, by MPI_Iallgather if the sizes are equal or else MPI_Iallgatherv, through one buffer."""
         sizes = [output.nbytes for output in outputs]
         self._limits.check_count("all_gather", sum(sizes))
+        expected = [encode("all_gather", size=size) for size in sizes]
+        self._agree("all_gather", timeout, expected[self.rank], expected)
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
         if len(set(sizes)) == 1:  # all ranks see the same sizes, so all choose the same function
             function, target = self._comm.Iallgather, self._specs.raw(whole)
@@ -119,6 +149,7 @@ class MpiEngine(Engine):
     def all_gather_single(self, output: Tensor, tensor: Tensor, timeout: float) -> PendingOperation | None:
         """Gathers bytes, by MPI_Iallgather."""
         self._limits.check_count("all_gather", tensor.nbytes)
+        self._agree("all_gather", timeout, encode("all_gather", size=tensor.nbytes))
         if share_memory(output, tensor):  # FSDP gathers in place, which MPI does not allow
             tensor = tensor.clone()
         return self._start(
@@ -135,6 +166,7 @@ class MpiEngine(Engine):
     ) -> PendingOperation | None:
         """Gathers bytes, by MPI_Igatherv, through one buffer on the root."""
         self._limits.check_count("gather", sum(output.nbytes for output in outputs) or self.size * tensor.nbytes)
+        self._agree("gather", timeout, encode("gather", root=root, size=tensor.nbytes))
         source = self._specs.raw(tensor)
         if self.rank != root:
             return self._start("gather", timeout, self._comm.Igatherv, source, None, root, buffers=tensor)
@@ -156,6 +188,7 @@ class MpiEngine(Engine):
     ) -> PendingOperation | None:
         """Scatters bytes, by MPI_Iscatterv, through one buffer on the root."""
         self._limits.check_count("scatter", sum(each.nbytes for each in inputs) or self.size * tensor.nbytes)
+        self._agree("scatter", timeout, encode("scatter", root=root, size=tensor.nbytes))
         source, whole = None, None
         if self.rank == root:
             whole = join_bytes(inputs)
@@ -168,6 +201,8 @@ class MpiEngine(Engine):
     ) -> PendingOperation | None:
         """Reduces numbers, by MPI_Ireduce_scatter, from a concatenation of the inputs."""
         sizes = [each.numel() for each in inputs]
+        self._limits.check_count("reduce_scatter", sum(sizes))
+        self._agree("reduce_scatter", timeout, encode_parts("reduce_scatter", reduction, inputs))
         whole = torch.cat([each.view(-1) for each in inputs])
         return self._reduce_scatter(tensor, whole, sizes, reduction, timeout)
 
@@ -175,6 +210,9 @@ class MpiEngine(Engine):
         self, tensor: Tensor, whole: Tensor, reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Reduces numbers, by MPI_Ireduce_scatter."""
+        self._limits.check_count("reduce_scatter", whole.numel())
+        call = encode("reduce_scatter", reduction=reduction, dtype=whole.dtype, size=whole.nbytes)
+        self._agree("reduce_scatter", timeout, call)
         if reduction.factor is not None or share_memory(whole, tensor):
             whole = whole.clone()
         return self._reduce_scatter(tensor, whole, [tensor.numel()] * self.size, reduction, timeout)
@@ -183,7 +221,6 @@ class MpiEngine(Engine):
         self, tensor: Tensor, whole: Tensor, sizes: Sequence[int], reduction: Reduction, timeout: float
     ) -> PendingOperation | None:
         """Reduces consecutive parts of `whole`, of `sizes` elements; `whole` may be changed."""
-        self._limits.check_count("reduce_scatter", whole.numel())
         own = Reducible.of(whole, reduction)
         result = Reducible.of(tensor, Reduction("sum"))
         return self._start(
@@ -204,6 +241,8 @@ class MpiEngine(Engine):
         """Exchanges bytes, by MPI_Ialltoallv, through one buffer for all inputs and one for all outputs."""
         sizes = [output.nbytes for output in outputs]
         self._limits.check_count("all_to_all", max(sum(sizes), sum(each.nbytes for each in inputs)))
+        given = [encode("all_to_all", size=each.nbytes) for each in inputs]
+        self._agree("all_to_all", timeout, given, [encode("all_to_all", size=size) for size in sizes])
         sent, received = join_bytes(inputs), torch.empty(sum(sizes), dtype=torch.uint8)
         return self._start(
             "all_to_all",
@@ -217,13 +256,16 @@ class MpiEngine(Engine):
 
     def all_to_all_single(self, output: Tensor, whole: Tensor, timeout: float) -> PendingOperation | None:
         """Exchanges bytes, by MPI_Ialltoall."""
-        self._limits.check_count("all_to_all", whole.nbytes // self.size)
+        part = whole.nbytes // self.size
+        self._limits.check_count("all_to_all", part)
+        self._agree("all_to_all", timeout, encode("all_to_all", size=part))
         source, target = self._specs.raw(whole), self._specs.raw(output)
         return self._start("all_to_all", timeout, self._comm.Ialltoall, source, target, buffers=(whole, output))
 
     def barrier(self, timeout: float) -> PendingOperation | None:
-        """Waits for all ranks, by MPI_Ibarrier."""
-        return self._start("barrier", timeout, self._comm.Ibarrier, buffers=None)
+        """Waits until all ranks agree that this is a barrier."""
+        self._agree("barrier", timeout, encode("barrier"))
+        return None
 
     # Point-to-point messages
 
@@ -233,6 +275,10 @@ class MpiEngine(Engine):
             return start_in_pieces(tensor, lambda piece: self.send(piece, peer, tag, timeout))
         self._limits.check_tag("send", tag)
         return self._start("send", timeout, self._comm.Isend, self._specs.raw(tensor), peer, tag, buffers=tensor)
+
+    def can_send(self, tensor: Tensor, peer: int) -> bool:  # noqa: ARG002
+        """Returns True: MPI sends by itself."""
+        return True
 
     def recv(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> Any:
         """Receives bytes, by MPI_Irecv."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from ....errors import UnsupportedOperationError
 from ...reductions import Reduction, combine, finish, prepare
 from ..base import Engine, Setup
+from ..fingerprint import encode, encode_parts
 from ..memory import flat, memmove
 from .doorbells import CACHE_LINE_BYTES, Doorbells, check_platform
-from .fingerprint import encode
 from .layout import SLOT_BYTES, Layout
 from .p2p_channel import P2PChannels
 from .peers import Peers
@@ -212,9 +212,7 @@ class ShmEngine(Engine):
     ) -> None:
         """Divides every slot into a part for each rank, which reduces its parts of all slots."""
         slots, dtype, item = self._slots, tensor.dtype, tensor.element_size()
-        total = sum(each.nbytes for each in inputs)
-        call = encode("reduce_scatter", reduction=reduction, dtype=dtype, size=total)
-        slots.start_operation("reduce_scatter", timeout, call)
+        slots.start_operation("reduce_scatter", timeout, encode_parts("reduce_scatter", reduction, inputs))
         whole = flat(tensor)
         capacity = self._part_bytes // item
         for start, max_count in _pieces(max(each.numel() for each in inputs), capacity):
@@ -256,7 +254,8 @@ class ShmEngine(Engine):
                 sizes = [table.tolist() for table in tables]
                 largest = max(map(max, sizes))
                 for rank in self._others:
-                    slots.check_size(rank, sizes[rank][self.rank], outputs[rank].nbytes)
+                    sent = encode("all_to_all", size=sizes[rank][self.rank])
+                    slots.check_fingerprint(rank, encode("all_to_all", size=outputs[rank].nbytes), sent)
             for rank in self._others:
                 address = slots.slot_address(rank) + self._size_table_bytes + self.rank * part
                 target = outputs[rank]

@@ -16,9 +16,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ....errors import CollectiveMismatchError, CollectiveTimeoutError
+from ....errors import CollectiveTimeoutError
+from ..fingerprint import mismatch
 from .doorbells import LINE_WORDS, Doorbells
-from .fingerprint import describe
 from .layout import SLOT_BYTES, Layout
 from .peers import Peers
 from .segment import Segment
@@ -114,32 +114,24 @@ class SlotExchange:
         """Waits until these ranks have filled their slots."""
         self._wait_for(self._layout.filled_doorbell(0), ranks, self._round)
 
-    def check_fingerprint(self, rank: int, expected: int) -> None:
+    def check_fingerprint(self, rank: int, expected: int, theirs: int | None = None) -> None:
         """Checks the call of a rank that has filled its slot.
 
+        Args:
+            rank: the rank.
+            expected: the fingerprint that it should have.
+            theirs: the one that it has; by default what it has posted.
+
         Raises:
-            CollectiveMismatchError: its fingerprint is not `expected`.
+            CollectiveMismatchError: they differ.
         """
-        theirs = self._words[self._layout.filled_doorbell(rank) * LINE_WORDS + _FINGERPRINT_WORD + self._parity]
+        if theirs is None:
+            at = self._layout.filled_doorbell(rank) * LINE_WORDS + _FINGERPRINT_WORD + self._parity
+            theirs = self._words[at]
         if theirs != expected:
-            me, other = self._peers.describe([self._rank]), self._peers.describe([rank])
-            raise CollectiveMismatchError(
-                [self._peers.global_rank(rank)],
-                f"{other} calls {describe(theirs)}, but {me} calls {describe(self._fingerprint)}"
-                + (f" and expects {describe(expected)}" if expected != self._fingerprint else ""),
-            )
-
-    def check_size(self, rank: int, sent: int, expected: int) -> None:
-        """Checks that another rank sends as many bytes to this one as this one expects.
-
-        Raises:
-            CollectiveMismatchError: the numbers differ.
-        """
-        if sent != expected:
-            me, other = self._peers.describe([self._rank]), self._peers.describe([rank])
-            raise CollectiveMismatchError(
-                [self._peers.global_rank(rank)],
-                f"{other} calls {self._operation} with {sent} bytes for {me}, which takes {expected} bytes",
+            peers = self._peers
+            raise mismatch(
+                peers.global_rank(rank), theirs, peers.global_rank(self._rank), self._fingerprint, expected
             )
 
     def post_reduced(self) -> None:

@@ -1,12 +1,16 @@
 """Encodes which collective a rank calls as one integer, by which ranks notice that they call different ones."""
 
+import zlib
+from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
 
-from ...reductions import Reduction
+from ...errors import CollectiveMismatchError
+from ..reductions import Reduction
 
-__all__ = ["describe", "encode"]
+__all__ = ["encode", "encode_parts", "mismatch"]
 
 _OPERATIONS: Final = (
     "barrier",
@@ -25,7 +29,8 @@ _DTYPES: Final = (
     *sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str),
 )
 
-# From the lowest bit: operation (4 bits), reduction (4), dtype (8), root (12), size (35).
+# From the lowest bit: operation (4 bits), reduction (4), dtype (8), root (12), size (35). In place of a root,
+# reduce_scatter has a checksum of the sizes of the parts; 0 for equal parts.
 _REDUCTION_SHIFT, _DTYPE_SHIFT, _ROOT_SHIFT, _SIZE_SHIFT = 4, 8, 16, 28
 _ROOT_BITS, _SIZE_BITS = 12, 35
 
@@ -57,10 +62,40 @@ def encode(
     return code
 
 
-def describe(fingerprint: int) -> str:
+def encode_parts(operation: str, reduction: Reduction, parts: Sequence[Tensor]) -> int:
+    """Returns the fingerprint of an operation that reduces a part for each rank; all ranks have the same sizes."""
+    sizes = [part.nbytes for part in parts]
+    checksum = 0 if len(set(sizes)) == 1 else zlib.crc32(repr(sizes).encode()) % (1 << _ROOT_BITS)
+    return encode(operation, reduction=reduction, dtype=parts[0].dtype, root=checksum, size=sum(sizes))
+
+
+def mismatch(other: int, theirs: int, me: int, own: int, expected: int) -> CollectiveMismatchError:
+    """Returns the error for the call of another rank that is not what this rank expects.
+
+    Args:
+        other: the other rank, in the default group.
+        theirs: the fingerprint of its call.
+        me: this rank, in the default group.
+        own: the fingerprint of this rank's call.
+        expected: that of the other rank if the calls matched.
+    """
+    if _operation(theirs) == _operation(expected) == "all_to_all":
+        sent, taken = theirs >> _SIZE_SHIFT, expected >> _SIZE_SHIFT
+        text = f"rank {other} calls all_to_all with {sent} bytes for rank {me}, which takes {taken} bytes"
+    else:
+        text = f"rank {other} calls {_describe(theirs)}, but rank {me} calls {_describe(own)}"
+        if expected != own:
+            text += f" and expects {_describe(expected)}"
+    return CollectiveMismatchError([other], text)
+
+
+def _operation(fingerprint: int) -> str:
+    return _OPERATIONS[fingerprint & 15]
+
+
+def _describe(fingerprint: int) -> str:
     """Returns a call in words for error messages, such as `"broadcast with root 0 of 16 bytes"`."""
-    operation = _OPERATIONS[fingerprint & 15]
-    text = operation
+    operation = text = _operation(fingerprint)
     reduction = _REDUCTIONS[fingerprint >> _REDUCTION_SHIFT & 15]
     if reduction:
         dtype = _DTYPES[fingerprint >> _DTYPE_SHIFT & 255]
@@ -69,4 +104,6 @@ def describe(fingerprint: int) -> str:
         text += f" with root {fingerprint >> _ROOT_SHIFT & (1 << _ROOT_BITS) - 1}"
     if operation not in {"barrier", "all_to_all"}:
         text += f" of {fingerprint >> _SIZE_SHIFT} bytes"
+    if operation == "reduce_scatter" and (checksum := fingerprint >> _ROOT_SHIFT & (1 << _ROOT_BITS) - 1):
+        text += f" in unequal parts (checksum {checksum})"
     return text
