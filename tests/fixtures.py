@@ -9,7 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from gradwire.c10d import HashStore
+from gradwire.c10d import HashStore, PrefixStore
 from gradwire.extensions import DEFAULT_EXTENSIONS
 from gradwire.rpc.agent.grpc_agent import GrpcAgent
 from gradwire.rpc.contracts.agent import is_initialized
@@ -152,7 +152,7 @@ def agents() -> Iterator[Callable[[int], list[GrpcAgent]]]:
         )
         members = [Member(agent.info, agent.listen()) for agent in made]
         for agent in made:
-            agent.open(members, store)
+            agent.open(members, PrefixStore("agents", store))
         return made
 
     yield start

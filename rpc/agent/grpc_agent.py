@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from ...c10d.torch_types import TorchStore
+from ...c10d.stores.prefix import PrefixStore
 from ...errors import NotInitializedError
 from ...proto.v1 import agent_pb2
 from ..channels.broadcast.channel import BroadcastDependencies
@@ -90,6 +90,7 @@ class GrpcAgent(RpcAgent):
         self._dynamic = roster is not None and roster.dynamic
         self._extension_factories = extensions
         self._closed = False
+        self._group_store: PrefixStore | None = None
         self._failures = FailureLog()
         self._shutdown = threading.Lock()
         self.control = self._control = factories.control(self)
@@ -153,13 +154,15 @@ class GrpcAgent(RpcAgent):
         """Starts serving, by default for this host and user only; returns the address at which others dial."""
         return self._network.listen(where or ListenAddress.on_this_host(), self._dispatcher)
 
-    def open(self, members: Sequence[Member], store: TorchStore | None = None) -> None:
+    def open(self, members: Sequence[Member], store: PrefixStore | None = None) -> None:
         """Makes the extensions, and lets the members of the group in.
 
         Args:
             members: all members of the group.
-            store: one that all members have, for process groups that carry large payloads and frequent values.
+            store: a part of one that all members have, for process groups that carry large payloads and frequent
+                values. The agent closes it.
         """
+        self._group_store = store
         self._network.open(members, self._control)
         self._worker_events.open([member.info for member in members])
         if store is not None:
@@ -410,3 +413,5 @@ class GrpcAgent(RpcAgent):
         self._client.fail_all(NotInitializedError(f"worker {self.info.name!r} has shut down its RPC agent"))
         self._executor.close(CLOSE_TIMEOUT_S if end.orderly else FAILED_CLOSE_TIMEOUT_S)
         self._network.release()
+        if self._group_store is not None:  # which would keep a store of torch's, its server and its port
+            self._group_store.close()

@@ -75,23 +75,22 @@ class ListenAddress:
 
 
 def check_consent(options: RpcBackendOptions) -> None:
-    """Refuses a `host` that other machines can reach, unless the options allow it.
+    """Refuses a `host`, which other users of this host or other machines can reach, unless the options allow it.
 
     Raises:
-        RpcError: the host is not a loopback address or cannot be resolved.
+        RpcError: the options have a host, or it cannot be resolved.
     """
     host = options.find_listening().host
     if host is None or _may_use_tcp(options):
         return
     try:
-        allowed = is_loopback(host)
+        who = "every user of this host" if is_loopback(host) else "other machines"
     except StoreError as error:
         raise RpcError(f"host is {host!r}: {error}") from error
-    if not allowed:
-        raise RpcError(
-            f"host is {host!r}, which other machines can reach, and anybody who reaches a worker can run "
-            f"code in it: leave host out, or, on a network that you trust, {options.CONSENT}"
-        )
+    raise RpcError(
+        f"host is {host!r}, which {who} can reach, and anybody who reaches a worker can run code in it: leave "
+        f"host out, or, on a network that you trust, {options.CONSENT}"
+    )
 
 
 def find_directory(options: RpcBackendOptions) -> SocketDirectory | None:

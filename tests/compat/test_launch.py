@@ -1,15 +1,21 @@
 """`gradwire run`, or `python -m gradwire.compat`, runs programs for torch, and their processes, on gradwire."""
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed.rpc
+from gradwire import compat
 from gradwire.cli.run import TRANSPORTS
 from gradwire.compat import launch
 from gradwire.compat.__main__ import main
 from gradwire.rpc.contracts import options
+
+from tests.hostile.listeners import find_listeners
+from tests.ports import free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
 ON_GRADWIRE = "gradwire.rpc.calls gradwire.rref.rref gradwire.optim.distributed_optimizer True"
@@ -108,3 +114,20 @@ def test_transports_are_passed_on_to_the_processes(run_quickly, tmp_path):
 
 def test_the_transports_are_those_of_the_options():
     assert TRANSPORTS == options.TRANSPORTS
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_groups_one_after_another_leave_no_store_and_no_port(workers, insecure):
+    def listening_after_each() -> list[int]:
+        compat.install(insecure=insecure)
+        counts = []
+        for _ in range(3):
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+            torch.distributed.rpc.init_rpc("worker", rank=0, world_size=1)
+            torch.distributed.rpc.shutdown()
+            gc.collect()
+            counts.append(len(find_listeners(os.getpid())))
+        return counts
+
+    counts = workers(1)[0].run(listening_after_each)
+    assert counts == [1, 1, 1]  # other workers may still use the last store

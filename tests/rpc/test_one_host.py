@@ -396,8 +396,11 @@ def join_without_directory(name: str, rank: int, url: str) -> None:
 def test_a_loopback_address_may_be_given(workers, tmp_path):
     started: list[Worker] = workers(2)
     url = f"file://{tmp_path}/rendezvous"
+    with pytest.raises(RpcError, match="host is '127.0.0.1', which every user of this host can reach"):
+        started[0].run(join, "worker0", 0, url, host="127.0.0.1")
     for each in [
-        worker.start(join, f"worker{rank}", rank, url, host="127.0.0.1") for rank, worker in enumerate(started)
+        worker.start(join, f"worker{rank}", rank, url, host="127.0.0.1", insecure=True)
+        for rank, worker in enumerate(started)
     ]:
         each.result()
     workers.each(started, call_all, 2)
@@ -407,6 +410,6 @@ def test_a_loopback_address_may_be_given(workers, tmp_path):
 def test_a_loopback_address_has_to_be_given_to_all(workers, tmp_path):
     a, b = workers(2)
     url = f"file://{tmp_path}/rendezvous"
-    for each in [a.start(join, "a", 0, url), b.start(join, "b", 1, url, host="127.0.0.1")]:
+    for each in [a.start(join, "a", 0, url), b.start(join, "b", 1, url, host="127.0.0.1", insecure=True)]:
         with pytest.raises(RendezvousError, match="started with different options"):
             each.result()

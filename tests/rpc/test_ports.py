@@ -111,7 +111,7 @@ def test_a_range_without_a_free_port_is_an_error(workers, free_port, monkeypatch
 
 def join_alone(port: int) -> None:
     with c10d.HashStore() as store:
-        options = rpc.RpcBackendOptions(ports=port, host="127.0.0.1")
+        options = rpc.RpcBackendOptions(ports=port, host="127.0.0.1", insecure=True)
         rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options, store=store)
 
 
