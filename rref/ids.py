@@ -57,4 +57,6 @@ class IdSource:
 
 def name_needed(identifiers: Sequence[GlobalId], envelope: agent_pb2.Envelope) -> None:
     """Has a request wait, where it arrives, for values of that worker: without a thread, until its timeout."""
-    envelope.needed_values.extend([identifier.to_proto() for identifier in identifiers])
+    needed = envelope.needed_values
+    for worker, number in identifiers:
+        needed.add(worker_id=worker, number=number)

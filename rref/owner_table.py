@@ -103,9 +103,12 @@ class OwnedValue:
             RRefError: it is not: the request that uses it has not named it among those that it waits for.
             Exception: the error of the entry.
         """
-        if self.outcome is None:
+        if not self._outcomes:
             raise RRefError(f"the value of reference {self.id} is not there, and the request does not wait for it")
-        return self.wait(0)
+        value, error = self._outcomes[0]
+        if error is not None:
+            raise copy_error(error) from error.__cause__
+        return value
 
     def mark_created(self) -> None:
         """Sets `is_created`."""
@@ -162,12 +165,9 @@ class OwnedValue:
         if self.outcome is None:
             with blocking():
                 wait([self.future], seconds or None)
-        if (outcome := self.outcome) is None:
+        if self.outcome is None:
             raise ValueTimeoutError
-        value, error = outcome
-        if error is not None:
-            raise copy_error(error) from error.__cause__
-        return value
+        return self.value()
 
 
 @final
@@ -264,6 +264,11 @@ class OwnerTable:
         """
         with self._lock:
             return self._get(identifier)
+
+    def is_there(self, identifier: tuple[int, int]) -> bool:
+        """Returns whether the value with this id has forks, and is there or has failed; takes no lock."""
+        entry = self._forked.get(identifier)  # type: ignore[call-overload] # equal to a GlobalId
+        return entry is not None and bool(entry._outcomes)
 
     def mark_created(self, entry: OwnedValue) -> None:
         """Notes that the creating message has arrived."""

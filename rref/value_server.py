@@ -45,21 +45,23 @@ class ValueServer:
         That is each value which it needs and which is not there. Of a reference that it passes on, only the
         creating message is: functions may take references to values that come later, or never.
         """
-        awaited = [self._awaited_value(each, is_needed=True) for each in envelope.needed_values]
+        awaited = []
+        for needed in envelope.needed_values:
+            if not self._table.is_there((needed.worker_id, needed.number)):
+                awaited += self._awaited_value(needed, is_needed=True)
         me = self._agent.info.wire_id
-        awaited += [
-            self._awaited_value(each.reference, is_needed=False)
-            for each in envelope.references
-            if each.owner == me
-        ]
-        return [each for each in awaited if each is not None and not each.is_over]
+        for each in envelope.references:
+            if each.owner == me:
+                awaited += self._awaited_value(each.reference, is_needed=False)
+        return awaited
 
-    def _awaited_value(self, identifier: agent_pb2.GlobalId, *, is_needed: bool) -> AwaitedValue | None:
-        """Returns what waits for a value; None if there is no such value, which the request finds out."""
+    def _awaited_value(self, identifier: agent_pb2.GlobalId, *, is_needed: bool) -> list[AwaitedValue]:
+        """Returns what waits for a value, if that is to come. If there is no such value, the request finds out."""
         try:
-            return AwaitedValue(self.entry(GlobalId.from_proto(identifier)), is_needed)
+            awaited = AwaitedValue(self.entry(GlobalId.from_proto(identifier)), is_needed)
         except RRefError:
-            return None
+            return []
+        return [] if awaited.is_over else [awaited]
 
     def ask_creator(self, entry: OwnedValue) -> None:
         """Asks the creator of an awaited value whether its creating message is still to arrive.

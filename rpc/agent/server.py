@@ -169,10 +169,10 @@ class Server:
         self, source: WorkerInfo, envelope: agent_pb2.Envelope, payloads: PayloadReader, nbytes: int
     ) -> bool:
         """Returns whether a call waits for what it names, or is refused because too many do."""
-        if not self.waiting.may_begin(source, envelope):
-            return False
-        awaited = [each for wait_for in self._extensions.wait_before_run for each in wait_for(envelope)]
-        if not awaited:
+        awaited: list[Awaited] = []
+        for wait_before_run in self._extensions.wait_before_run:
+            awaited += wait_before_run(envelope)
+        if not awaited or not self.waiting.may_begin(source, envelope):
             return False
         try:
             resume = partial(self._submit_again, source, envelope, payloads, nbytes)
