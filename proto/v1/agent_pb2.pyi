@@ -1141,11 +1141,14 @@ class Tensor(google.protobuf.message.Message):
     def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def data(self) -> Global___Payload:
-        """The elements, little endian, in row-major order; with `strides`, in the order of descending strides."""
+        """The elements, little endian, in row-major order; with `strides`, in the order of descending strides, and only the
+        first ones along a dimension of stride 0. If elements overlap in another way: the memory from the first of them to
+        the last.
+        """
 
     @property
     def strides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Only for a tensor that is not contiguous: one positive stride per dimension; elements do not overlap."""
+        """Only for a tensor that is not contiguous: one stride per dimension, none of them negative."""
 
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:

@@ -225,12 +225,11 @@ def make_sendable(tensor: torch.Tensor) -> torch.Tensor:
     is_kept = tensor.is_contiguous() or memory_of(tensor.shape, tensor.stride()) in (Memory.PLAIN, Memory.WINDOWS)
     if is_kept and not tensor.is_conj() and not tensor.is_neg():
         return tensor
-    if tensor.requires_grad:  # each element may have a gradient of its own, repeated ones too
-        return tensor.resolve_conj().resolve_neg().contiguous()
-    with torch.no_grad():
-        once = tensor
+    once = tensor
+    if not tensor.requires_grad:  # else each element may have a gradient of its own, repeated ones too
         for dim, stride in enumerate(tensor.stride()):
             once = once if stride else once.narrow(dim, 0, 1)
+    with torch.set_grad_enabled(tensor.requires_grad):
         return once.resolve_conj().resolve_neg().contiguous().expand(tensor.shape)
 
 
